@@ -29,7 +29,7 @@ from slurmllm.errors import ConfigError, NodeError, PluginError
 from slurmllm.plugins import PluginRef
 from slurmllm.run.records import NodeRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.submit.plugins import warn_if_changed
+from slurmllm.submit.inputs import warn_if_changed
 from slurmllm.train.exits import failure_record, format_failure
 from slurmllm.train.hooks import Hook
 from slurmllm.train.hooks.plugin import PluginHook

@@ -29,28 +29,19 @@ def is_device_here(config: RunConfig, root: Path = Path("/")) -> bool:
 
 
 def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return what products reach: measured if this machine has the device, else as predicted.
-
-    Raises:
-        ConfigError: the profile has no hardware figures.
-        NodeError: the measurement failed.
-    """
+    """Return what products reach: measured if this machine has the device, else as predicted."""
     hardware = known_hardware(config)
     if not is_device_here(config):
         return predicted_products(hardware, config.cluster.device)
-    samples = measure_products(config, show)
-    if hardware.rough:  # its figures are a guess: the curve is fitted to the measurement
-        hardware = matrix_figures(samples, "bf16", hardware)
-    return measured_products(hardware, samples)
-
-
-def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sample]:
-    """Measure matrix products, forward and both gradients, with one worker on this machine."""
+    # Forward and both gradients, with one worker on this machine.
     allocation = LocalAllocation()
     only = {"workers": 1, "sharing": 1, "products_only": True}
     task = task_of(config, allocation, quick=False).model_copy(update=only)
-    samples, _ = run_task(config.cluster, task, allocation, show)
-    return [sample for sample in samples if sample.kind == "product"]
+    measured, _ = run_task(config.cluster, task, allocation, show)
+    samples = [sample for sample in measured if sample.kind == "product"]
+    if hardware.rough:  # its figures are a guess: the curve is fitted to the measurement
+        hardware = matrix_figures(samples, "bf16", hardware)
+    return measured_products(hardware, samples)
 
 
 def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:

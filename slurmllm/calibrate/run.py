@@ -75,11 +75,7 @@ def calibrate(
 def run_task(
     cluster: Cluster, task: Task, allocation: Allocation, show: Callable[[str], None]
 ) -> tuple[list[Sample], float]:
-    """Measure a task on the nodes; returns the measurements and their duration, s.
-
-    Raises:
-        NodeError: the measurement failed on a node.
-    """
+    """Measure a task on the nodes; returns the measurements and their seconds; raises NodeError."""
     begun = time.monotonic()
     command = node_command(cluster, "slurmllm.calibrate.node")
     processes = allocation.ask([*command, task.model_dump_json()])
@@ -147,12 +143,7 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
 
 
 def check_target(path: Path) -> None:
-    """Check that a profile can be written to `path`, before the measurement.
-
-    Raises:
-        ConfigError: the path does not end in .yaml, is a shipped profile, exists already, or its
-            folder does not exist.
-    """
+    """Check, before the measurement, that a new profile can be written to `path`; ConfigError."""
     option = f"--out {path}"
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{option}: a profile's name ends in .yaml; choose such a name")
@@ -179,11 +170,6 @@ def profile_text(cluster: Cluster, calibration: Calibration) -> str:
 
 
 def write_profile(cluster: Cluster, calibration: Calibration, path: Path) -> None:
-    """Write the calibrated profile atomically, for `--cluster PATH`.
-
-    Raises:
-        ConfigError: see `check_target`.
-        StorageError: the file cannot be written.
-    """
+    """Write the calibrated profile atomically, for `--cluster PATH`; as `check_target`."""
     check_target(path)
     write_atomic(path, profile_text(cluster, calibration))

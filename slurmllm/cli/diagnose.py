@@ -234,8 +234,8 @@ def doctor(
     Each check is ok, warn (a run can start), fail (no run can) or skipped, with a suggested fix.
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.
     """
+    from slurmllm.config.profiles import choose_cluster
     from slurmllm.config.resolve import resolve
-    from slurmllm.config.user_file import choose_cluster
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.diagnose.login_node import (
         container_findings,

@@ -64,7 +64,7 @@ def init(
 
     Exit codes: 0 done; 2 invalid options, or a file exists; 3 no Slurm here, or no answer.
     """
-    from slurmllm.config.user_file import user_configuration
+    from slurmllm.config.profiles import user_configuration
     from slurmllm.errors import UserError
     from slurmllm.init.draft import draft_profile
     from slurmllm.init.survey import survey
@@ -144,7 +144,7 @@ def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
 
 def _make_default(path: Path, confirm: Confirm) -> bool:
     """Name a profile in config.yaml, unless the user wants the other one that it names."""
-    from slurmllm.config.user_file import default_cluster, set_default_cluster
+    from slurmllm.config.profiles import default_cluster, set_default_cluster
 
     current = default_cluster()
     question = f"the default cluster is {current}; make it this one?"
@@ -193,7 +193,7 @@ def _print_survey(site: Survey) -> None:
 
 
 def _print_written(path: Path, is_default: bool, draft: Draft) -> None:
-    from slurmllm.config.user_file import user_configuration
+    from slurmllm.config.profiles import user_configuration
 
     click.echo(f"profile     {path}")
     if is_default:
@@ -228,7 +228,7 @@ def _as_json(
 
 def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
     """Write the file of --recipe, and say what to do with it."""
-    from slurmllm.config.new_recipe import write_recipe
+    from slurmllm.config.schema import write_recipe
     from slurmllm.errors import UserError
 
     if recipe is None or base is None:

@@ -274,7 +274,7 @@ def slurm_options(
         ConfigError: the profile, or a line of its cluster.setup, is faulty.
     """
     from slurmllm.config.directives import USER_DEFAULTS, parse_options, user_defaults
-    from slurmllm.config.user_file import choose_cluster
+    from slurmllm.config.profiles import choose_cluster
     from slurmllm.slurm.arrays import SlurmOptions
 
     places = dict[str, Any](user_defaults())

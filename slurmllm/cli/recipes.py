@@ -206,9 +206,8 @@ def _show(
 
 def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
     """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
-    from slurmllm.config.layouts import LAYOUT
     from slurmllm.config.profiles import find_yaml
-    from slurmllm.config.recipe_file import read_layouts
+    from slurmllm.config.recipe_file import LAYOUT, read_layouts
     from slurmllm.config.resolve import recipes_dir
 
     paths = [path for path, source in config.origins.items() if source.startswith(LAYOUT)]

@@ -75,8 +75,7 @@ def submit(
     """
     from slurmllm.cli.command_line import command_settings
     from slurmllm.cli.fetch import fetch_sources
-    from slurmllm.config.resolve import local_cluster, resolve
-    from slurmllm.config.smoke import shorten
+    from slurmllm.config.resolve import local_cluster, resolve, shorten
     from slurmllm.submit.sweep import resolve_cases
 
     if shared.local and nodes[0] is not None:

@@ -14,6 +14,7 @@ from slurmllm.config.data_sources import SiteData, SourceName
 from slurmllm.config.directives import refuse_generated
 from slurmllm.config.operation import (
     EnvName,
+    ListOf,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -118,14 +119,14 @@ class Cluster(Section):
     """Default partition."""
     exclusive: bool = True
     """Whether jobs take whole nodes."""
-    setup: Annotated[tuple[SetupLine, ...], Field(strict=False)] = ()
+    setup: ListOf[SetupLine] = ()
     """Lines of shell that each job and each task of srun runs first, such as `module load cuda`."""
     python: Annotated[str, Field(pattern=r"^(/[^\s'\"$`\\]+|[A-Za-z0-9_.-]+)$")] | None = None
     """Interpreter of the jobs: a path, or a name that setup puts on the PATH; else that of submit.
     """
     container: Container | None = None
     """The container that the tasks of jobs run in."""
-    directives: Annotated[tuple[Directive, ...], Field(strict=False)] = ()
+    directives: ListOf[Directive] = ()
     """Further sbatch options, such as --gres=gpu:8."""
     master_port: Annotated[int, Field(ge=1024, le=65534)] | None = None
     """Port of the rendezvous, the port after it for the control plane; free ones by default."""
@@ -165,7 +166,7 @@ class Hardware(Section):
     """Where the figures come from."""
     rough: bool = False
     """Whether the figures are a guess; the planner then neither refuses nor warns."""
-    assumed: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    assumed: ListOf[str] = ()
     """Names of the shares and constants below that were never measured on this hardware."""
     bf16_tflops: PositiveFloat
     """Peak rate of a device's bf16 matrix products, TFLOP/s, dense."""
@@ -245,7 +246,8 @@ def in_the_future(day: str) -> bool:
     return day > (date.today() + timedelta(days=1)).isoformat()
 
 
-def _day(value: str) -> str:
+def check_day(value: str) -> str:
+    """Return a day (YYYY-MM-DD); raise ValueError for anything else."""
     with suppress(ValueError):
         if date.fromisoformat(value).isoformat() == value:
             return value
@@ -259,7 +261,7 @@ class Price(Section):
     """Dollars for an hour of one node, on demand."""
     reserved: PositiveFloat | None = None
     """Likewise, reserved for three years, as the effective rate."""
-    date: Annotated[str, AfterValidator(_day)]
+    date: Annotated[str, AfterValidator(check_day)]
     """When these were the prices."""
     source: str = ""
     """Where they come from."""

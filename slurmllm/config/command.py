@@ -139,11 +139,7 @@ def name_of_command(words: Sequence[str]) -> str:
 
 
 def without_training(values: Mapping[str, Any], sections: Mapping[str, type[BaseModel]]) -> Any:
-    """Return the sections of a recipe with a command, with absent ones for those of a training.
-
-    Raises:
-        ValueError: the recipe sets one of these.
-    """
+    """Return a recipe's sections, those of a training absent; ValueError if it has one."""
     set_too = [name for name in REFUSED if values.get(name) and not is_absent(values[name])]
     if set_too:
         names = ", ".join(set_too)

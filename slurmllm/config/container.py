@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from slurmllm.config.operation import Section
+from slurmllm.config.operation import ListOf, Section
 
 Argument = Annotated[str, Field(pattern=r"^[^\s\x00]+$")]
 
@@ -33,11 +33,9 @@ class Container(Section):
     image: Argument
     """File or folder on the shared file system, by its absolute path, or a name that the runtime
     knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3."""
-    mounts: Annotated[
-        tuple[Annotated[Argument, AfterValidator(_mount)], ...], Field(strict=False)
-    ] = ()
+    mounts: ListOf[Annotated[Argument, AfterValidator(_mount)]] = ()
     """Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro."""
-    options: Annotated[tuple[Argument, ...], Field(strict=False)] = ()
+    options: ListOf[Argument] = ()
     """Further options of the runtime."""
     python: Argument = "python3"
     """Interpreter in the image, with slurmllm of the same version."""

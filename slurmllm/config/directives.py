@@ -86,11 +86,7 @@ def refuse_generated(name: str) -> None:
 
 
 def check_options(values: Any) -> Any:
-    """Return options as a recipe has them, without those that are null or false.
-
-    Raises:
-        ValueError: one is refused, or is no option.
-    """
+    """Return options as a recipe has them, without null and false; ValueError for a refused one."""
     if not isinstance(values, Mapping):
         raise ValueError("must be options without their dashes, such as {constraint: a100}")
     options: Options = {}
@@ -111,11 +107,7 @@ def check_options(values: Any) -> Any:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Return options as on a command line of sbatch: `--name=value`, `-C value`.
-
-    Raises:
-        ValueError: an argument is no option, or one is refused.
-    """
+    """Return options as on a command line of sbatch: `--name=value`, `-C value`; ValueError."""
     options: Options = {}
     waiting = ""  # for its value
     for argument in arguments:

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.recipe import ModelConfig, Recipe
-from slurmllm.config.resolve import RunConfig, validate
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.validate import validate
 from slurmllm.config.variables import MASK
 from slurmllm.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
@@ -52,7 +53,7 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
     tree, origins = _read(path, trusted)
     _insert_secrets(tree, RunDir(path.parent).secrets)
-    return validate(tree, origins, [], str(path), trusted=trusted)
+    return RunConfig(*validate(tree, origins, [], str(path), trusted=trusted))
 
 
 def save(config: RunConfig, run: RunDir) -> None:

@@ -6,7 +6,7 @@ Also what all sections are made of.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -35,13 +35,18 @@ class Section(BaseModel):
 
 
 def _number_or_auto(value: Any) -> Any:
-    """Return a valid number or auto; raise one error for any other value."""
     if value == "auto" or (type(value) is int and 0 < value < 2**40):
         return value
     raise ValueError("must be a whole number above 0, or auto")
 
 
 NumberOrAuto = Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)]
+
+
+T = TypeVar("T")
+AsList = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
+# A list, for which a single value may be written.
+ListOf = Annotated[tuple[T, ...], Field(strict=False), AsList]
 
 
 class CheckpointConfig(Section):
@@ -65,17 +70,15 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept in the replica."""
 
 
-def _off(value: Any) -> Any:
-    """Return `off` for the false that YAML reads it as."""
-    return "off" if value is False else value
-
-
 class GuardConfig(Section):
     """What to do when the loss is not finite or the gradient norm spikes (after HLAT)."""
 
     not_finite: Literal["stop", "roll_back"] = "stop"
     """At a loss or a gradient norm that is not finite."""
-    spike: Annotated[Literal["off", "warn", "stop", "roll_back"], BeforeValidator(_off)] = "warn"
+    spike: Annotated[
+        Literal["off", "warn", "stop", "roll_back"],
+        BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads off
+    ] = "warn"
     """At a spike of the gradient norm that does not return."""
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 3.0
     """A gradient norm is a spike from so many times its lowest smoothed value on."""
@@ -94,9 +97,9 @@ class ProfileConfig(Section):
 
     steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
     """First and last profiled step; none if left out."""
-    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] = (
-        0,
-    )
+    ranks: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1), AsList
+    ] = (0,)
     """Workers that are profiled."""
     memory: bool = False
     """Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs."""
@@ -183,10 +186,10 @@ class NotifyConfig(Section):
     webhook: Annotated[str, BeforeValidator(_variable_name)] | None = None
     """Name of the variable with the URL to which a notification is posted as JSON, with the line
     `text` that Slack shows."""
-    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    command: ListOf[str] = ()
     """A program and its arguments, called with the JSON on its standard input and the line of text
     in $SLURMLLM_NOTIFICATION; not from a recipe's file."""
-    on: Annotated[tuple[NotifyEvent, ...], Field(strict=False)] = get_args(NotifyEvent)
+    on: ListOf[NotifyEvent] = get_args(NotifyEvent)
     """Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
     divergence, or the end of the run."""
 

@@ -1,15 +1,24 @@
-"""Files of settings by name, and recipes and cluster profiles that extend another."""
+"""Files of settings by name, recipes and cluster profiles that extend another, the user's own file.
+
+The user's config.yaml has the default cluster profile, and where data sets are. Only this user and
+root may have written it: a profile's `setup` runs as the user.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.yaml_source import flatten, read_yaml
+import yaml
+
+from slurmllm.config.yaml_source import flatten, parse_yaml, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.run.rundir import write_atomic
 
 Level = tuple[dict[str, Any], dict[str, str]]  # a file's values, and `file:line` of each
 
@@ -29,6 +38,7 @@ _FORMS = {
 }
 TRAINERS = "trainers"  # folder of adapters, beside that of the recipes; part of their names
 _NODES = ("device", "devices_per_node")
+_USER_FIELDS = ("cluster", "data", "data_folder", "data_mirrors")
 
 
 def shipped_dir() -> Path:
@@ -205,3 +215,72 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         else:
             merged[key] = value
     return merged
+
+
+def user_configuration() -> Path:
+    """Return the file of this user's settings for every run, which need not exist."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    path = os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml"
+    return Path(path).expanduser()
+
+
+def choose_cluster(cluster: str | None) -> tuple[str | None, str]:
+    """Return the cluster profile to use, and its source; None: the recipe's `default_cluster`."""
+    if cluster:
+        return cluster, "--cluster"
+    if name := os.environ.get("SLURMLLM_CLUSTER"):
+        return name, "$SLURMLLM_CLUSTER"
+    if name := default_cluster():
+        return name, str(user_configuration())
+    return None, "the recipe's default_cluster"
+
+
+def default_cluster() -> str | None:
+    """Return the profile that config.yaml names; a file's path is relative to config.yaml."""
+    name = _read_user_file()[0].get("cluster")
+    if name is None:
+        return None
+    path = user_configuration()
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{path}: cluster: {name!r} must be a profile's name or a .yaml file")
+    is_file = Path(name).suffix in (".yaml", ".yml")
+    return str(path.parent / Path(name).expanduser()) if is_file else name
+
+
+def set_default_cluster(profile: Path) -> None:
+    """Name a profile in config.yaml, whose other lines stay; ConfigError if that takes more."""
+    path = user_configuration().resolve()
+    name = profile.name if profile.parent == path.parent else str(profile)
+    line = write_yaml({"cluster": name})
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    # A function: a backslash of the name stands for itself.
+    text, count = re.subn(r"(?m)^cluster:.*\n?", lambda _: line, text)
+    if not count:
+        text += "\n" * (text != "" and not text.endswith("\n")) + line
+    with suppress(yaml.YAMLError):
+        if parse_yaml(text).get("cluster") == name:
+            write_atomic(path, text)
+            return
+    raise ConfigError(f"{path} cannot be changed by a line; write into it: {line.strip()}")
+
+
+def with_user_configuration(profile: Level) -> Level:
+    """Return a cluster profile with the user's own settings of data in place of its own."""
+    values, lines = _read_user_file()
+    values.pop("cluster", None)
+    if not values:
+        return profile
+    where = {dotted: f"{user_configuration().parent.name}/{line}" for dotted, line in lines.items()}
+    return extended(profile, (values, where))
+
+
+def _read_user_file() -> Level:
+    path = user_configuration()
+    if not path.is_file():
+        return {}, {}
+    form = "see docs/site.md#the-default-cluster and docs/data.md#published-data-sets"
+    values, lines = read_yaml(path, trusted=True, form=form)
+    if unknown := values.keys() - {*_USER_FIELDS}:
+        fields = ", ".join(_USER_FIELDS)
+        raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {form}")
+    return values, lines

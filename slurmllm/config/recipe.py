@@ -26,6 +26,7 @@ from slurmllm.config.operation import (
     CheckpointConfig,
     EnvName,
     GuardConfig,
+    ListOf,
     NonNegativeFloat,
     NumberOrAuto,
     PositiveFloat,
@@ -446,9 +447,6 @@ class Layout(Section):
     """Values of `train` there."""
 
 
-TrackerName = Literal["wandb", "mlflow"]
-
-
 class Recipe(Section):
     """One YAML file per run."""
 
@@ -476,14 +474,14 @@ class Recipe(Section):
     slurm: SlurmConfig = SlurmConfig()
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
     """Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic."""
-    trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
+    trackers: ListOf[Literal["wandb", "mlflow"]] = ()
     """Trackers that get the run's metrics: wandb, mlflow; project and server in the profile."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this recipe's workers; they replace those of the same name from the
     cluster profile and the backend."""
     hooks: dict[PartName, dict[str, Any]] = Field(default_factory=dict)
     """Hooks of plugins, each with its settings: `{layer_norms: {every: 10}}`."""
-    plugins: Annotated[tuple[ModuleName, ...], Field(strict=False)] = ()
+    plugins: ListOf[ModuleName] = ()
     """Modules that register hooks, optimizers, model families or data sources:
     `[my_package.my_module]`."""
 

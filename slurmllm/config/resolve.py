@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import REFUSED
 from slurmllm.config.directives import parse_options, user_defaults
-from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import read_model
-from slurmllm.config.layouts import LAYOUT, apply_layouts
-from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
-from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
-from slurmllm.config.recipe_file import AUTO, default_cluster, read_recipe, untrusted_fault
-from slurmllm.config.rules import broken_rules
-from slurmllm.config.user_file import (
+from slurmllm.config.profiles import (
     choose_cluster,
+    find_yaml,
+    read_profile,
+    shipped_dir,
     user_configuration,
     with_user_configuration,
 )
+from slurmllm.config.recipe import ParallelConfig, Recipe
+from slurmllm.config.recipe_file import (
+    AUTO,
+    LAYOUT,
+    apply_layouts,
+    default_cluster,
+    read_recipe,
+    untrusted_fault,
+)
+from slurmllm.config.validate import KEEP, OF_OUR_TRAINERS, OPEN, is_set, validate
 from slurmllm.config.variables import MASK, is_secret_at, mask
 from slurmllm.config.yaml_source import flatten, parse_scalar, write_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
-from slurmllm.plugins import is_known
 
-M = TypeVar("M", bound=BaseModel)
-
+SMOKE_STEPS = 20  # of --smoke
 TRIAL = "--data builtin"  # origin of the corpus of a first trial
-PLANNER = "planner: "  # prefix of the origins of the planner's choices
-
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
-
-# Settings that are left to the planner if a recipe does not set them.
-OPEN = ("train.micro_batch", "train.activation_checkpointing")
 
 
 def recipes_dir() -> Path:
@@ -50,11 +48,6 @@ def recipes_dir() -> Path:
 
 def clusters_dir() -> Path:
     return shipped_dir() / "configs" / "clusters"
-
-
-# Of a recipe with a command, beside `REFUSED`: all but _KEEP
-_OF_OUR_TRAINERS = ("backend", "checkpoint")
-_KEEP = "checkpoint.keep"
 
 
 @dataclass(frozen=True)
@@ -91,10 +84,10 @@ class RunConfig:
 
     def values(self) -> dict[str, Any]:
         """Return the nested values, as stored in config.yaml: secrets are masked."""
-        unused = {"command"} if self.recipe.command is None else {*REFUSED, *_OF_OUR_TRAINERS}
+        unused = {"command"} if self.recipe.command is None else {*REFUSED, *OF_OUR_TRAINERS}
         recipe = self.recipe.model_dump(mode="json", exclude=unused)
         # Not its default, which would be set for whoever reads it: a trainer's files are kept.
-        if self.recipe.command is not None and self.is_set(_KEEP):
+        if self.recipe.command is not None and self.is_set(KEEP):
             recipe["checkpoint"] = {"keep": self.recipe.checkpoint.keep}
         cluster = self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
@@ -109,11 +102,7 @@ class RunConfig:
         return {path: value for path, value in variables.items() if is_secret_at(path, value)}
 
     def worker_secrets(self) -> dict[str, str]:
-        """Return name → value of these variables; the recipe's override the profile's.
-
-        Raises:
-            ConfigError: the value of one is missing.
-        """
+        """Return name → value of them, the recipe's win; ConfigError if one is missing."""
         secrets = self.secrets()
         missing = [
             f"{path}: a secret, and its value is not in secrets.json of the run's directory; give "
@@ -132,8 +121,7 @@ class RunConfig:
         return os.environ.get(name) if value == MASK else value
 
     def is_set(self, path: str) -> bool:
-        """Whether the value was set: it is neither a default nor the planner's choice."""
-        return _is_set(path, self.origins)
+        return is_set(path, self.origins)
 
     @property
     def is_trial(self) -> bool:
@@ -170,11 +158,6 @@ class RunConfig:
         return "# Resolved by slurmllm; `origin` names each value's source.\n" + write_yaml(
             {**self.values(), "origin": origin}
         )
-
-
-def _is_set(path: str, origins: Mapping[str, str]) -> bool:
-    source = origins.get(path, "default")
-    return source != "default" and not source.startswith(PLANNER)
 
 
 def local_cluster(cluster: str | None, local: bool) -> str | None:
@@ -229,11 +212,14 @@ def resolve(
     unchanged = [path for path, origin in origins.items() if origin == of_files.get(path)]
     untrusted = (untrusted_fault(path, leaves.get(path), origins[path]) for path in unchanged)
     faults += filter(None, untrusted)
-    _assign_options(tree, options or {}, origins, faults)
+    for dotted, (option, value) in (options or {}).items():
+        if value is not None:
+            _assign(tree, dotted, value, option, origins, faults)
     _assign_user_defaults(tree, origins, faults)
-    config = validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
-    # Those of other clusters are no part of the run.
-    return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
+    title = f"{recipe_path.name} with {cluster_path.name}"
+    whole, *others = validate(tree, origins, faults, title)
+    # The layouts of other clusters are no part of the run.
+    return RunConfig(whole.model_copy(update={"layouts": {}}), *others)
 
 
 def _assign_user_defaults(tree: dict[str, Any], origins: dict[str, str], faults: list[str]) -> None:
@@ -274,8 +260,10 @@ def change(
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
     faults: list[str] = []
     _override(tree, overrides, origins, faults)
-    _assign_options(tree, options or {}, origins, faults)
-    return validate(tree, origins, faults, f"run of {config.recipe.name}")
+    for dotted, (option, value) in (options or {}).items():
+        if value is not None:
+            _assign(tree, dotted, value, option, origins, faults)
+    return RunConfig(*validate(tree, origins, faults, f"run of {config.recipe.name}"))
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -322,17 +310,6 @@ def _override(
                 tree[group].pop(name), origins.pop(path)
 
 
-def _assign_options(
-    tree: dict[str, Any],
-    options: Mapping[str, tuple[str, Any]],
-    origins: dict[str, str],
-    faults: list[str],
-) -> None:
-    for dotted, (option, value) in options.items():
-        if value is not None:
-            _assign(tree, dotted, value, option, origins, faults)
-
-
 def _assign(
     tree: dict[str, Any],
     dotted: str,
@@ -362,188 +339,49 @@ def _assign(
         faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({names})")
 
 
-def validate(
-    tree: dict[str, Any],
-    origins: Mapping[str, str],
-    faults: Sequence[str],
-    title: str,
-    *,
-    trusted: bool = True,
-) -> RunConfig:
-    """Validate the sections of a recipe, with the cluster profile under `cluster`.
+def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
+    """Return a configuration that trains `steps` steps, by default those of --smoke.
 
-    Args:
-        trusted: Whether the modules of `plugins` may be imported, for a family that they register.
+    Warm-up, decay, saves, evaluations and the profiled steps are scaled, except what --set fixes.
 
     Raises:
-        ConfigError: with `faults` and all faults of the tree.
+        ConfigError: --set fixes the steps, or what is impossible in so few; or the recipe has a
+            command.
     """
-    faults, origins = list(faults), dict(origins)
-    recipe_tree = _with_lists({k: v for k, v in tree.items() if k != "cluster"}, Recipe)
-    _open_auto_settings(recipe_tree, origins)
-    model = recipe_tree.get("model")
-    if isinstance(model, Mapping):
-        modules = recipe_tree.get("plugins") if trusted else None
-        faults += _import_family(model.get("family"), modules)
-        recipe_tree["model"] = with_family(model)
-        added = recipe_tree["model"].keys() - model.keys()
-        origins |= {f"model.{name}": f"family {model['family']}" for name in added}
-    if recipe_tree.get("command") is not None:
-        faults += _take_training_out(recipe_tree, origins)
-    recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
-    if "model.family" in bad:  # which would have had the values of these
-        left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
-        faults = [fault for fault in faults if not fault.startswith(left_out)]
-    cluster, _ = _build(
-        Cluster, _with_lists(tree.get("cluster", {}), Cluster), "cluster.", faults, origins
-    )
-    leaves = flatten(recipe_tree)
-    filled = {path.rpartition(".")[0] for path in leaves}  # mappings that are not empty
-    defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
-    values = {**defaults, **leaves}
-    if values.get("parallel.auto") is True and not _is_set("parallel.pipeline", origins):
-        # The planner will choose it: the rules on layers must not judge the default.
-        values.pop("parallel.pipeline", None)
-    # A rule is checked only if all of its fields are valid in themselves.
-    valid = {
-        path: value
-        for path, value in values.items()
-        if not any(path == fault or path.startswith(f"{fault}.") for fault in bad)
+    option = "--smoke" if steps is None else f"--steps {steps}"
+    fix = "shorten it by its own arguments, and say so in command.steps"
+    config.recipe.require_training(option, fix)
+    if config.origins.get("train.steps", "").startswith("--set"):
+        raise ConfigError(
+            f"{option} and --set train.steps exclude each other; leave out train.steps"
+        )
+    steps, recipe, optim = steps or SMOKE_STEPS, config.recipe, config.recipe.optim
+
+    def scaled(step: int, least: int = 1) -> int:
+        return max(least, round(step * steps / recipe.train.steps))
+
+    every = max(1, steps // 2)  # two saves at most, and as many evaluations
+    saves = recipe.checkpoint.every_steps
+    values: dict[str, Any] = {
+        "train.steps": steps,
+        "checkpoint.every_steps": every
+        if saves == "auto"
+        else min(saves, max(scaled(saves), every)),
     }
-    faults += broken_rules(valid)
-    if recipe is None or cluster is None or faults:
-        raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
-    return RunConfig(recipe, cluster, origins)
-
-
-def _with_lists(tree: Any, model: type[BaseModel]) -> Any:
-    """Return a section in which a single value is a list of it, if its field is a list."""
-    if not isinstance(tree, Mapping):
-        return tree
-    values = dict(tree)
-    for name, value in tree.items():
-        annotation = info.annotation if (info := model.model_fields.get(name)) else None
-        if isinstance(value, Mapping) and (section := _section_type(annotation)) is not None:
-            values[name] = _with_lists(value, section)
-        elif isinstance(value, str | int | float) and Ellipsis in get_args(annotation):
-            values[name] = [value]
-    return values
-
-
-def _import_family(family: Any, modules: Any) -> list[str]:
-    """Import a family of another package; returns the fault if that fails."""
-    named = isinstance(modules, list | tuple) and all(isinstance(module, str) for module in modules)
-    try:
-        if isinstance(family, str):
-            find_family(family, modules if named else ())
-    except ConfigError as error:
-        # The validation of the field itself reports a package's.
-        return [] if is_known("models", family) else [str(error)]
-    return []
-
-
-def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Take out what a recipe with a command does not have; returns the fault."""
-    names = [name for name in (*REFUSED, *_OF_OUR_TRAINERS) if recipe_tree.get(name)]
-    taken = flatten({name: recipe_tree.pop(name) for name in names})
-    if _KEEP in taken:
-        recipe_tree["checkpoint"] = {"keep": taken.pop(_KEEP)}
-    places: dict[str, str] = {}  # section → the first source of its values
-    for path in taken:
-        source = f" ({origins[path]})" if path in origins else ""
-        places.setdefault(path.partition(".")[0], source)
-    if not places:
-        return []
-    named = ", ".join(f"{name}{source}" for name, source in places.items())
-    return [
-        f"command: with it a recipe has no {named}; leave these out, and give the trainer its own "
-        f"arguments in command.run (of checkpoint it has {_KEEP})"
-    ]
-
-
-def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
-    """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
-    train = recipe_tree.get("train")
-    if isinstance(train, Mapping):
-        null = {path for path in OPEN if train.get(path.removeprefix("train."), ...) is None}
-        recipe_tree["train"] = {k: v for k, v in train.items() if f"train.{k}" not in null}
-        for path in null:
-            origins.pop(path, None)
-    section = recipe_tree.get("parallel")
-    if not isinstance(section, Mapping):
-        return
-    degrees = ParallelConfig.model_fields.keys() - {"auto"}
-    auto = [name for name, value in section.items() if value == "auto" and name in degrees]
-    for name in auto:
-        origins["parallel.auto"] = origins.pop(f"parallel.{name}", "default")
-    fixed = {name: value for name, value in section.items() if name not in auto}
-    recipe_tree["parallel"] = {**fixed, "auto": True} if auto else fixed
-
-
-def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Return dotted path → default of every field that has one."""
-    defaults: dict[str, Any] = {}
-    for name, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            defaults.update(_defaults(info.annotation, f"{prefix}{name}."))
-        elif not info.is_required():
-            defaults[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
-    return defaults
-
-
-def _build(
-    model: type[M], tree: Any, prefix: str, faults: list[str], origins: Mapping[str, str]
-) -> tuple[M | None, set[str]]:
-    """Validate one tree; appends its faults and returns the faulty paths."""
-    try:
-        return model.model_validate(tree), set()
-    except ValidationError as error:
-        bad: set[str] = set()
-        for item in error.errors():
-            # Field names only: no numbers of list elements, no `[tag]` of a union.
-            names = (part for part in item["loc"] if isinstance(part, str))
-            path = ".".join(part for part in names if not part.startswith("["))
-            if path in bad:
-                continue  # another element of one list
-            bad.add(path)
-            faults.append(_describe(model, f"{prefix}{path}", path, dict(item), origins))
-        return None, bad
-
-
-def _describe(
-    model: type[BaseModel], dotted: str, path: str, item: dict[str, Any], origins: Mapping[str, str]
-) -> str:
-    where = f" ({origins[dotted]})" if dotted in origins else ""
-    if item["type"] == "extra_forbidden":
-        *sections, name = path.split(".")
-        for section in sections:
-            info = model.model_fields.get(section)
-            model = (info and _section_type(info.annotation)) or model
-        names = list(model.model_fields)
-        guess = did_you_mean(name, names)
-        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(names)}"
-    if item["type"] == "missing" and isinstance(item["loc"][-1], int):
-        return f"{dotted}: {list(item['input'])}{where}: an element is missing"
-    if item["type"] == "missing" and dotted == "command.run":
-        return "command.run: missing; set it in the recipe, or write the command line after `--`"
-    if item["type"] == "missing":
-        file = "profile" if dotted.startswith("cluster.") else "recipe"
-        return f"{dotted}: missing; it has no default, so the {file} must set it"
-    rule = (
-        str(item["msg"])
-        .removeprefix("Value error, ")
-        .replace("Input should be", "must be")
-        .replace("a valid tuple", "a list, such as [a, b]")
-        .replace("String", "it")
-    )
-    if not path:
-        return rule
-    hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])
-    return f"{dotted}: {MASK if hidden else repr(item['input'])}{where}: {rule}"
-
-
-def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a type annotation, in `X | None` and in containers too."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_section_type, get_args(annotation))), None)
+    end = steps
+    if optim.decay_steps is not None:
+        values["optim.decay_steps"] = end = scaled(optim.decay_steps)
+    if optim.warmup_steps:
+        values["optim.warmup_steps"] = min(scaled(optim.warmup_steps), end - 1)
+    if optim.decay_start is not None:
+        start = scaled(optim.decay_start, values.get("optim.warmup_steps", optim.warmup(steps)))
+        values["optim.decay_start"] = min(start, end if optim.decay_steps is None else end - 1)
+    if recipe.eval.every_steps is not None:
+        evaluations = recipe.eval.every_steps
+        values["eval.every_steps"] = min(evaluations, max(scaled(evaluations), every))
+    if recipe.profile.steps is not None and recipe.profile.steps[1] > steps:
+        first, last = recipe.profile.steps
+        values["profile.steps"] = (max(1, steps - (last - first)), steps)
+    fixed = {path for path in values if config.origins.get(path, "").startswith("--set")}
+    options = {path: (option, values[path]) for path in values if path not in fixed}
+    return change(config, None, (), {**options, "train.steps": (option, steps)})

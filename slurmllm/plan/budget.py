@@ -32,24 +32,16 @@ class Limits:
 
     usd: float | None  # dollars to the end; None: any
     hours: float | None  # wall time to the end; None: any
-    text: str = field(default="", compare=False)  # the time as the user wrote it: `2 d 12 h`
+    deadline: str = field(default="", compare=False)  # the time as the user wrote it: `2 d 12 h`
 
     def __str__(self) -> str:
         budget = None if self.usd is None else f"budget ${self.usd:,.0f}"
         deadline = None if self.hours is None else f"deadline {self.deadline}"
         return ", ".join(filter(None, [budget, deadline]))
 
-    @property
-    def deadline(self) -> str:
-        return self.text or ("" if self.hours is None else format_days(self.hours))
-
 
 def parse_limits(budget: str | None, deadline: str | None) -> Limits:
-    """Read --budget (dollars) and --deadline (a time with its unit).
-
-    Raises:
-        UserError: one of them is none.
-    """
+    """Read --budget (dollars) and --deadline (a time with its unit); raise UserError."""
     usd = hours = None
     text = ""
     if budget is not None:
@@ -143,24 +135,22 @@ class PurchasePlan:
 
     def table(self) -> PlanTable:
         """Return the Pareto front."""
-        rows = [self._row(plan) for plan in self.front]
+        rows = []
+        for plan in self.front:
+            cells, forecast = point_cells(plan.point), plan.point.forecast
+            assert forecast is not None, "it reaches its end"
+            cells["node hours"] = format_number(forecast.cost.node_hours)
+            row = {
+                "": ", ".join(self._choice_names(plan)),
+                "cluster": plan.point.cluster,
+                "nodes": str(plan.point.nodes),
+                **{heading: cells[heading] for heading in _HEADINGS},
+            }
+            if self.rank == "lower":
+                row["time, lower end"] = format_days(plan.hours)
+                row["$, lower end"] = "-" if plan.usd is None else f"{plan.usd:,.0f}"
+            rows.append({**row, "within the limits": self.meets(plan)})
         return PlanTable(list(rows[0]), [list(row.values()) for row in rows])
-
-    def _row(self, plan: TimedPlan) -> dict[str, str]:
-        """Return the cells of a plan by heading."""
-        cells, forecast = point_cells(plan.point), plan.point.forecast
-        assert forecast is not None, "it reaches its end"
-        cells["node hours"] = format_number(forecast.cost.node_hours)
-        shown = {
-            "": ", ".join(self._choice_names(plan)),
-            "cluster": plan.point.cluster,
-            "nodes": str(plan.point.nodes),
-            **{heading: cells[heading] for heading in _HEADINGS},
-        }
-        if self.rank == "lower":
-            shown["time, lower end"] = format_days(plan.hours)
-            shown["$, lower end"] = "-" if plan.usd is None else f"{plan.usd:,.0f}"
-        return {**shown, "within the limits": self.meets(plan)}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures of the front, for JSON and CSV."""

@@ -33,7 +33,6 @@ from slurmllm.plan.parameters import parameters
 from slurmllm.plan.step import StepTime, step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
-_QUANTILE = 0.9
 _SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
 _COPIES = 1.0  # octaves that copies of shards count for: a guess, as no published run has them
 _FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
@@ -145,20 +144,24 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
             f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
             f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{similar * (len(same) > 1)}"
         )
-    if newer := _newer_runs(candidate):
+    cluster = candidate.config.cluster
+    peers = runs_on(cluster.device, cluster.hardware)
+    newest = max((run.generation for run in peers), default="")
+    peaks = {_peaks_of(run.profile)[0] for run in peers}
+    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
+    if newer := [run for run in alike if run.generation > newest]:
         mfu = [100 * run.mfu for run in newer]
         yield (
             f"newer runs     software of {newer[0].generation} on {_size(newer[0])} of "
             f"{newer[0].profile}: MFU {min(mfu):.1f}–{max(mfu):.1f} %"
         )
     if (span := network_range(candidate)) is not None:
-        hardware = candidate.config.cluster.hardware
-        assert hardware is not None
-        assert hardware.network_efficiency_range is not None
-        low, high = hardware.network_efficiency_range
+        assert cluster.hardware is not None
+        assert cluster.hardware.network_efficiency_range is not None
+        low, high = cluster.hardware.network_efficiency_range
         yield (
             f"network        {format_number(span[0])}–{format_number(span[1])} seq/s if {low:g} to "
-            f"{high:g} of its rate is reached; assumed: {hardware.network_efficiency:g}"
+            f"{high:g} of its rate is reached; assumed: {cluster.hardware.network_efficiency:g}"
         )
 
 
@@ -191,7 +194,7 @@ def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, 
 def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
     """Return half the interval's width, as a logarithm, from the errors of left-out runs."""
     errors = sorted(abs(math.log(run.left_out)) for run in runs)
-    return errors[math.ceil(_QUANTILE * len(errors)) - 1] * (1 + octaves / 2)
+    return errors[math.ceil(0.9 * len(errors)) - 1] * (1 + octaves / 2)
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
@@ -225,7 +228,11 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
             f"{of}, {100 * highest:.1f} %"
         )
     factor = math.exp(half_width(same_hardware or of_kind, octaves))
-    near = min(same_hardware, key=lambda run: _octaves_apart(point, run), default=None)
+
+    def octaves_apart(run: MeasuredRun) -> float:
+        return sum(abs(math.log2(point[axis] / value)) for axis, value in run.point.items())
+
+    near = min(same_hardware, key=octaves_apart, default=None)
     far = octaves >= _FAR or candidate.mfu / factor > highest
     status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
@@ -285,25 +292,11 @@ def generations(runs: Iterable[MeasuredRun]) -> str:
     return ", ".join(sorted({run.generation for run in runs}))
 
 
-def _newer_runs(candidate: LayoutEstimate) -> list[MeasuredRun]:
-    """Return runs at the same peak whose software is newer than that of the runs on this device."""
-    cluster = candidate.config.cluster
-    peers = runs_on(cluster.device, cluster.hardware)
-    newest = max((run.generation for run in peers), default="")
-    peaks = {_peaks_of(run.profile)[0] for run in peers}
-    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
-    return [run for run in alike if run.generation > newest]
-
-
 @lru_cache
 def _peaks_of(profile: str) -> tuple[float, float]:
     """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
     values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
     return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
-
-
-def _octaves_apart(point: Mapping[str, int], run: MeasuredRun) -> float:
-    return sum(abs(math.log2(point[axis] / value)) for axis, value in run.point.items())
 
 
 def _reasons(

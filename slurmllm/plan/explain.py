@@ -44,11 +44,13 @@ _DOCUMENTS = {
 def describe(candidate: LayoutEstimate) -> str:
     """Return `TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, …`."""
     recipe = candidate.config.recipe
+    nodes = recipe.parallel.shard_nodes
+    shards = "" if nodes is None else f" over {format_plural(nodes, 'node')}"
     texts = [
         degrees(candidate),
         f"micro batch {candidate.mesh.micro_batch}",
         _checkpointing(recipe.train),
-        f"ZeRO {recipe.parallel.zero}{_shards(recipe.parallel.shard_nodes)}",
+        f"ZeRO {recipe.parallel.zero}{shards}",
         *["sequence parallel"] * recipe.parallel.sequence,
     ]
     return ", ".join(texts)
@@ -97,7 +99,7 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     """Return lines on why the first of `fitting` is the best: links, memory, runners-up."""
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
-    lines += [f"  {line}" for line in _link_lines(best)]
+    lines += [f"  {line}" for line in _traffic_lines(best)]
     lines += [f"  {line}" for line in _memory_lines(best, fitting, too_large)]
     if best.config.recipe.data.mask == "document" and best.config.backend != "nxd":
         lines.append(f"  documents: {_DOCUMENTS[has_block_masks(best.config)]}")
@@ -110,7 +112,7 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     others += [candidate for candidate in fitting[1:] if candidate not in others]
     for other in others[:_RUNNERS_UP]:
         lines.append(f"runner-up: {describe(other)}: {_speed(other)}")
-        lines += [f"  {line}" for line in (_slowdown(best, other), *_link_lines(other))]
+        lines += [f"  {line}" for line in (_slowdown(best, other), *_traffic_lines(other))]
     # Layouts that differ from the best only in one of these are in `_memory_lines` already.
     explained = {"micro_batch"}, {"activation_checkpointing"}
     faster = [
@@ -127,29 +129,43 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     return lines
 
 
-def _link_lines(candidate: LayoutEstimate) -> Iterator[str]:
-    yield _tensor_line(candidate)
-    yield from _pipeline_lines(candidate)
-    yield _data_line(candidate)
-
-
-def _tensor_line(candidate: LayoutEstimate) -> str:
-    mesh, members = candidate.mesh, tensor_group(candidate.mesh)
-    if mesh.tensor == 1:
-        return "tensor parallel: none, each device computes whole matrices"
+def _traffic_lines(candidate: LayoutEstimate) -> Iterator[str]:
+    """Yield what tensor, pipeline and data parallelism send, and how long that takes."""
+    mesh, step, sent = candidate.mesh, candidate.step, traffic(candidate)
     hardware = known_hardware(candidate.config)
-    sent, seconds = traffic(candidate).tensor, candidate.step.tensor
-    line = (
-        f"tensor parallel {_extent(members)}: a device sends {format_bytes(sent)} per step at "
-        f"{rate(members, hardware) / 1e9:.3g} GB/s, {_time_and_share(candidate, seconds)}"
+    if mesh.tensor == 1:
+        yield "tensor parallel: none, each device computes whole matrices"
+    else:
+        members = tensor_group(mesh)
+        line = (
+            f"tensor parallel {_extent(members)}: a device sends {format_bytes(sent.tensor)} per "
+            f"step at {rate(members, hardware) / 1e9:.3g} GB/s, "
+            f"{_time_and_share(candidate, step.tensor)}"
+        )
+        if members.within_node and mesh.nodes > 1:
+            everyone = group(mesh.devices_per_node, mesh.nodes, mesh.devices_per_node)
+            line += f"; over the network it would be {rate(everyone, hardware) / 1e9:.3g} GB/s"
+        yield line
+    yield from _pipeline_lines(candidate, sent.stages)
+    if mesh.data == 1:
+        yield "data parallel: none, one copy of the model"
+        return
+    members, hidden_s = shard_group(mesh), sent.data_s - step.data
+    also = f"; another {format_seconds(hidden_s)} overlap with computation" if hidden_s > 0 else ""
+    between = ""
+    if mesh.replicate > 1:
+        between = (
+            f", and {format_bytes(sent.copies)} of gradients between {mesh.replicate} copies at "
+            f"{rate(copies_group(mesh), hardware) / 1e9:.3g} GB/s"
+        )
+    yield (
+        f"data parallel {_extent(members)}: a device sends {format_bytes(sent.data)} of gradients "
+        f"and weights per step at {rate(members, hardware) / 1e9:.3g} GB/s{between}, "
+        f"{_time_and_share(candidate, step.data)}{also}"
     )
-    if members.within_node and mesh.nodes > 1:
-        share = rate(group(mesh.devices_per_node, mesh.nodes, mesh.devices_per_node), hardware)
-        line += f"; over the network it would be {share / 1e9:.3g} GB/s"
-    return line
 
 
-def _pipeline_lines(candidate: LayoutEstimate) -> Iterator[str]:
+def _pipeline_lines(candidate: LayoutEstimate, sent_bytes: float) -> Iterator[str]:
     mesh, step = candidate.mesh, candidate.step
     if mesh.pipeline == 1:
         yield "pipeline: none, no stage waits for another"
@@ -160,40 +176,16 @@ def _pipeline_lines(candidate: LayoutEstimate) -> Iterator[str]:
         stages = f"{mesh.pipeline} stages of {nodes:g} node{'s' * (nodes != 1)} each"
     else:
         stages = f"{mesh.pipeline} stages of {devices} device{'s' * (devices != 1)} each"
-    sent = format_bytes(traffic(candidate).stages)
     yield (
-        f"pipeline over {stages}: a device sends {sent} per step to the adjacent stages, "
-        f"{_time_and_share(candidate, step.transfer)}"
+        f"pipeline over {stages}: a device sends {format_bytes(sent_bytes)} per step to the "
+        f"adjacent stages, {_time_and_share(candidate, step.transfer)}"
     )
     idle = (mesh.pipeline - 1) / mesh.virtual_pipeline
     chunks = f" / {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
-    batches = "micro batch" if idle == 1 else "micro batches"
     yield (
         f"bubble: per step, each stage computes {mesh.accumulation} micro batches and idles for "
-        f"the time of ({mesh.pipeline} stages - 1){chunks} = {idle:g} {batches}, "
-        f"{_time_and_share(candidate, step.bubble)}"
-    )
-
-
-def _data_line(candidate: LayoutEstimate) -> str:
-    mesh, members = candidate.mesh, shard_group(candidate.mesh)
-    if mesh.data == 1:
-        return "data parallel: none, one copy of the model"
-    sent, exposed_s = traffic(candidate), candidate.step.data
-    hardware = known_hardware(candidate.config)
-    speed = rate(members, hardware) / 1e9
-    hidden_s = sent.data_s - exposed_s
-    also = f"; another {format_seconds(hidden_s)} overlap with computation" if hidden_s > 0 else ""
-    between = ""
-    if mesh.replicate > 1:
-        between = (
-            f", and {format_bytes(sent.copies)} of gradients between {mesh.replicate} copies at "
-            f"{rate(copies_group(mesh), hardware) / 1e9:.3g} GB/s"
-        )
-    return (
-        f"data parallel {_extent(members)}: a device sends {format_bytes(sent.data)} of gradients "
-        f"and weights per step at {speed:.3g} GB/s{between}, "
-        f"{_time_and_share(candidate, exposed_s)}{also}"
+        f"the time of ({mesh.pipeline} stages - 1){chunks} = {idle:g} "
+        f"micro batch{'es' * (idle != 1)}, {_time_and_share(candidate, step.bubble)}"
     )
 
 
@@ -311,10 +303,6 @@ def _extent(members: Group) -> str:
 
 def _time_and_share(candidate: LayoutEstimate, seconds: float) -> str:
     return f"{format_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
-
-
-def _shards(nodes: int | None) -> str:
-    return "" if nodes is None else f" over {format_plural(nodes, 'node')}"
 
 
 def _checkpointing(train: TrainConfig) -> str:

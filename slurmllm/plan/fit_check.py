@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurmllm.config.resolve import PLANNER, RunConfig
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.validate import PLANNER
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict

@@ -181,16 +181,15 @@ def expected_losses(
     if durations.noticing:
         noticing = DetectionDelay(fmean(durations.noticing), fmean(durations.noticing))
     delay = noticing or DetectionDelay()
-    attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s)
+    attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
     if leaves_s is not None and leaves_s <= attempt.trains_s:
         shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
         return LostTime(shares, 0.0, steps, auto_steps, mtbf_s)
-    attempt.leave(leaves_s, training_s)
     parts_s = attempt.parts_s(delay)
     without_broadcast = replace(durations, cache=(0.0,))
     for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
-        restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s)
-        restart.leave(attempt.leaves_s - begins_s, None)
+        left_s = attempt.leaves_s - begins_s
+        restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s, left_s)
         for part, seconds in restart.parts_s(delay).items():
             parts_s[part] += weight * seconds
     length_s = math.fsum(parts_s.values())
@@ -225,7 +224,14 @@ class _Attempt:
     """
 
     def __init__(
-        self, step_s: float, interval_s: float, save: SaveCost, durations: Durations, mtbf_s: float
+        self,
+        step_s: float,
+        interval_s: float,
+        save: SaveCost,
+        durations: Durations,
+        mtbf_s: float,
+        limit_s: float | None,
+        training_s: float | None = None,
     ) -> None:
         self.step_s, self.interval_s, self.save, self.mtbf_s = step_s, interval_s, save, mtbf_s
         self.durations = durations
@@ -235,12 +241,9 @@ class _Attempt:
         self.saves_s = self.ready_s + interval_s
         # A save begins once the one before is written.
         self.cycle_s = max(interval_s + save.waited_s, save.total_s)
-        self.leaves_s = math.inf
-
-    def leave(self, limit_s: float | None, training_s: float | None) -> None:
-        """Set when the attempt leaves: at the job's limit, or when all steps are done."""
         whole_s = math.inf if training_s is None else training_s * self.cycle_s / self.interval_s
-        # Half a step is what `parts_s` adds for the one under way.
+        # It leaves at the job's limit, or when all steps are done. Half a step is what `parts_s`
+        # adds for the one under way.
         done_s = self.ready_s + whole_s - self.step_s / 2
         leaves_s = done_s if limit_s is None else min(limit_s, done_s)
         self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
@@ -425,7 +428,6 @@ def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = 
 class Published:
     """Published failure counts."""
 
-    name: str  # short name
     source: str  # the publication
     counts: Mapping[FailureKind, int]  # Kind → interruptions
     hosts: int  # hosts of the run
@@ -450,4 +452,4 @@ class Published:
 def published_failures() -> Mapping[str, Published]:
     """Return the rows of published_failures.yaml, by name."""
     rows, _ = read_yaml(Path(__file__).with_name("published_failures.yaml"))
-    return {name: Published(name, **row) for name, row in rows.items()}
+    return {name: Published(**row) for name, row in rows.items()}

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.config.recipe import ADAMW, Recipe
-from slurmllm.config.resolve import PLANNER, RunConfig
+from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
+from slurmllm.config.validate import PLANNER
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.format import format_plural
 from slurmllm.run.rundir import write_atomic
@@ -241,11 +242,7 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
 
 
 def replicate_degree(config: RunConfig, nodes: int) -> int:
-    """Return the copies of each shard: one on every group of `parallel.shard_nodes` nodes.
-
-    Raises:
-        MeshError: `parallel.shard_nodes` does not divide a pipeline stage into such groups.
-    """
+    """Return the copies of each shard, one on every `parallel.shard_nodes` nodes; MeshError."""
     parallel, per_node = config.recipe.parallel, config.cluster.devices_per_node
     if parallel.shard_nodes is None:
         return 1
@@ -325,11 +322,10 @@ def load_mesh(plan: Path) -> Mesh:
     """Return the mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
     try:
         held = json.loads(read_limited(plan))
-        unmeasured = held["micro_batch"] is None
-        names = {field.name for field in fields(Mesh)} - {"unmeasured"}
-        # null, a micro batch that is not measured yet, reads as 1; older plans lack later fields.
-        values = {name: int(held[name] or 1) for name in names if name in held}
-        return Mesh(**values, unmeasured=unmeasured)
+        names = [field.name for field in fields(Mesh) if field.name != "unmeasured"]
+        # null, a micro batch that is not measured yet, reads as 1.
+        values = {name: int(held[name] or 1) for name in names}
+        return Mesh(**values, unmeasured=held["micro_batch"] is None)
     except OSError as error:
         raise StorageError(
             f"cannot read {plan}: {error.strerror or error}; `slurmllm resume` writes it again"

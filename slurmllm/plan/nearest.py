@@ -74,26 +74,33 @@ def fitting_changes(
     Arguments are those of `search`; with `train.global_batch` fixed, no batches are tried.
     """
     where = f"on {format_plural(nodes, 'node')}"
+
+    def suggest(
+        options: tuple[str, str],
+        change: str,
+        ratio: float = 1.0,
+        config: RunConfig = config,
+        nodes: int = nodes,
+        fixed: Collection[str] = fixed,
+    ) -> SettingSuggestion | None:
+        if not some_fits(config, nodes, unsupported, fixed):
+            return None
+        return SettingSuggestion(options, change, ratio, config, nodes, unsupported, fixed)
+
+    def with_nodes(count: int) -> SettingSuggestion | None:
+        minimum = ", the minimum" * (count > nodes and not changes)
+        text = f"{format_change(count, nodes)} nodes{minimum}"
+        return suggest(("--nodes", str(count)), text, count / nodes, nodes=count)
+
     changes: list[SettingSuggestion] = []
-    below, above = next_to(nodes, _possible_nodes(config, fixed))
-    for counts in (below, above):
-        count = next((n for n in counts if some_fits(config, n, unsupported, fixed)), None)
-        if count is not None:
-            text = f"{format_change(count, nodes)} nodes"
-            text += ", the minimum" * (counts is above and not changes)
-            options, ratio = ("--nodes", str(count)), count / nodes
-            changes.append(
-                SettingSuggestion(options, text, ratio, config, count, unsupported, fixed)
-            )
+    for counts in next_to(nodes, _possible_nodes(config, fixed)):
+        changes += islice(filter(None, map(with_nodes, counts)), 1)
     batch = config.recipe.train.global_batch
 
     def with_batch(size: int) -> SettingSuggestion | None:
-        changed = config.with_settings("train", global_batch=size)
-        if not some_fits(changed, nodes, unsupported, fixed):
-            return None
         text = f"{format_change(size, batch)} sequences a step, {where}"
-        options = "--set", f"train.global_batch={size}"
-        return SettingSuggestion(options, text, size / batch, changed, nodes, unsupported, fixed)
+        changed = config.with_settings("train", global_batch=size)
+        return suggest(("--set", f"train.global_batch={size}"), text, size / batch, changed)
 
     closest: list[SettingSuggestion] = []
     farther: list[SettingSuggestion] = []
@@ -107,10 +114,9 @@ def fitting_changes(
         if fastest.best.seq_per_s > _FASTER * max(change.best.seq_per_s for change in closest):
             changes.append(fastest)
     for changed, fixed_too in _other_degrees(config, fixed):
-        if some_fits(changed, nodes, unsupported, fixed_too):
-            options = "--set", f"parallel.tensor={changed.recipe.parallel.tensor}"
-            text = f"no published run of {config.cluster.name} has that degree, {where}"
-            change = SettingSuggestion(options, text, 1.0, changed, nodes, unsupported, fixed_too)
+        options = ("--set", f"parallel.tensor={changed.recipe.parallel.tensor}")
+        text = f"no published run of {config.cluster.name} has that degree, {where}"
+        if change := suggest(options, text, config=changed, fixed=fixed_too):
             return [*changes, change]
     return changes
 

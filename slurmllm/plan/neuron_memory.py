@@ -97,7 +97,7 @@ def _backward(
     model, recomputed = recipe.model, recipe.train.recomputed
     size = formats(config).computed
     apart = mesh.pipeline > 1
-    block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, apart)
+    block = _block_of(config, mesh)
     layers = model.num_layers // mesh.chunks
     copies = _COPIES if apart else 1
     in_flight = _in_flight(mesh, stage)
@@ -121,12 +121,13 @@ def _backward(
 
 def score_bytes(config: RunConfig, mesh: Mesh) -> int:
     """Return the bytes of attention scores and their gradients, which exist together."""
-    recipe = config.recipe
+    return 2 * _block_of(config, mesh).scores
+
+
+def _block_of(config: RunConfig, mesh: Mesh) -> _BlockMemory:
+    model, sequence = config.recipe.model, config.recipe.parallel.sequence
     size = formats(config).computed
-    block = _block(
-        recipe.model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, True
-    )
-    return 2 * block.scores
+    return _block(model, mesh.tensor, mesh.micro_batch, sequence, size, mesh.pipeline > 1)
 
 
 def _in_flight(mesh: Mesh, stage: int) -> int:

@@ -283,7 +283,12 @@ def print_points(
             if len(recipe_plans) > 1:
                 where = f"{plan.config.recipe.name} on {where} of {plan.config.cluster.name}"
             if node_plan.best is None:
-                click.echo(f"{where}: {_misfit_text(node_plan)}")
+                misfit = "no layout is possible"
+                if node_plan.too_large:
+                    misfit = node_plan.meshes_too_large[0]
+                elif reasons := most_refused(node_plan.refused, limit=1):
+                    misfit += f": {reasons[0][0]}"
+                click.echo(f"{where}: {misfit}")
                 for line in node_plan.near_lines:
                     click.echo(f"  {line}")
                 continue
@@ -295,14 +300,6 @@ def print_points(
                 click.echo(f"  does not finish; {point.forecast.reason}")
     for line in price_lines(recipe_plans):
         click.echo(line)
-
-
-def _misfit_text(node_plan: NodePlan) -> str:
-    """Return why no layout fits."""
-    if node_plan.too_large:
-        return node_plan.meshes_too_large[0]
-    reasons = most_refused(node_plan.refused, limit=1)
-    return "no layout is possible" + (f": {reasons[0][0]}" if reasons else "")
 
 
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:

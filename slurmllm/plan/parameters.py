@@ -17,13 +17,11 @@ from slurmllm.config.recipe import ModelConfig
 
 Shape = tuple[int, ...]
 
-_BEFORE_THE_BLOCKS = ("embed.weight", "positions.weight")
-
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
     rest = rest_shapes(model)
-    shapes = {name: rest.pop(name) for name in list(rest) if name in _BEFORE_THE_BLOCKS}
+    shapes = {name: rest.pop(name) for name in ("embed.weight", "positions.weight") if name in rest}
     for layer in range(model.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(model).items()}
     return shapes | rest
@@ -62,15 +60,12 @@ def block_parameters(model: ModelConfig) -> int:
 @lru_cache(maxsize=256)
 def rest_parameters(model: ModelConfig, pipeline: int) -> int:
     """Return numbers outside the blocks, of the pipeline stage that has the most of them."""
-    width, vocabulary = model.hidden_size, model.padded_vocab_size * model.hidden_size
-    first = vocabulary
-    if FAMILIES[model.family].positions == "learned":
-        first += model.seq_len * width
-    norm = sum(math.prod(shape) for shape in _norm("final_norm", model).values())
-    last = norm + vocabulary  # tied, the last stage has a copy of the embedding
-    if pipeline > 1:
-        return max(first, last)
-    return first + (norm if model.tied_embeddings else last)
+    shapes = rest_shapes(model)
+    stages = {name: pipeline_stages_of(name, model, pipeline) for name in shapes}
+    return max(
+        sum(math.prod(shape) for name, shape in shapes.items() if stage in stages[name])
+        for stage in (0, pipeline - 1)
+    )
 
 
 def block_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -106,9 +101,6 @@ def _linear(name: str, out: int, into: int, bias: bool) -> dict[str, Shape]:
     return shapes
 
 
-_QKV = "attention.qkv"
-
-
 class Share(NamedTuple):
     """A worker's part of a parameter."""
 
@@ -125,7 +117,7 @@ WHOLE = Share(None, ())
 
 
 def kv_copies(model: ModelConfig, tensor: int) -> int:
-    """Return number of tensor-parallel workers that hold each key and value head."""
+    """Return how many tensor-parallel workers hold each key and value head."""
     return max(1, tensor // model.kv_heads)
 
 
@@ -149,7 +141,9 @@ def share_of(
     dim = 1 if how == "row" else 0
     if kv_copies(model, tensor) > 1 and ".attention." in name:
         queries, key_and_value = _replicated(model, tensor, rank)
-        pieces = (queries, key_and_value) if _QKV in name else (_heads(model, tensor, rank),)
+        pieces = (
+            (queries, key_and_value) if "attention.qkv" in name else (_heads(model, tensor, rank),)
+        )
         return Share(dim, pieces)
     size = shape[dim] // tensor
     return Share(dim, (slice(rank * size, (rank + 1) * size),))

@@ -156,7 +156,22 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
     """Draw time against dollars or nodes: a line per cluster profile, the front, and the limits."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes: Axes = figure.subplots()
-    _draw_plans(axes, purchase)
+
+    def coordinates(plans: Sequence[TimedPlan]) -> tuple[list[float], list[float]]:
+        return [plan.hours for plan in plans], [purchase.price(plan) for plan in plans]
+
+    look: dict[str, Any] = {"color": "#bbbbbb", "linewidth": 8, "alpha": 0.6, "zorder": 1}
+    front = coordinates(purchase.front)
+    axes.plot(*front, solid_capstyle="round", label="Pareto front", **look)
+    colors = [color for color in COLORS if color != "#f0e442"]  # yellow lines are hard to see
+    for number, name in enumerate(dict.fromkeys(plan.point.cluster for plan in purchase.plans)):
+        plans = [plan for plan in purchase.plans if plan.point.cluster == name]
+        color, marker = colors[number % len(colors)], MARKERS[number % len(MARKERS)]
+        axes.plot(*coordinates(plans), label=name, linewidth=1.6, color=color, marker=marker)
+        for plan in plans:
+            text: dict[str, Any] = {"fontsize": 8, "color": "#444444", "textcoords": _OFFSET}
+            point = plan.hours, purchase.price(plan)
+            axes.annotate(str(plan.point.nodes), point, (4, 5), **text)
     limits = purchase.limits
     if limits.usd is not None:
         label = f"budget, ${limits.usd:,.0f}"
@@ -182,29 +197,18 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
     return figure
 
 
-def _draw_plans(axes: Axes, purchase: PurchasePlan) -> None:
-    """Draw the front, and a line per profile with the nodes at its points."""
-
-    def coordinates(plans: Sequence[TimedPlan]) -> tuple[list[float], list[float]]:
-        return [plan.hours for plan in plans], [purchase.price(plan) for plan in plans]
-
-    look: dict[str, Any] = {"color": "#bbbbbb", "linewidth": 8, "alpha": 0.6, "zorder": 1}
-    front = coordinates(purchase.front)
-    axes.plot(*front, solid_capstyle="round", label="Pareto front", **look)
-    colors = [color for color in COLORS if color != "#f0e442"]  # yellow lines are hard to see
-    for number, name in enumerate(dict.fromkeys(plan.point.cluster for plan in purchase.plans)):
-        plans = [plan for plan in purchase.plans if plan.point.cluster == name]
-        color, marker = colors[number % len(colors)], MARKERS[number % len(MARKERS)]
-        axes.plot(*coordinates(plans), label=name, linewidth=1.6, color=color, marker=marker)
-        for plan in plans:
-            point = plan.hours, purchase.price(plan)
-            style: dict[str, Any] = {"fontsize": 8, "color": "#444444"}
-            axes.annotate(str(plan.point.nodes), point, (4, 5), textcoords=_OFFSET, **style)
-
-
 def draw(plans: Sequence[RecipePlan]) -> Figure:
     """Draw throughput, time and dollars over the nodes, and the memory of the best layouts."""
-    return picture([_curve(plan) for plan in plans], _bars(plans))
+    node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
+    if len(node_plans) == 1:
+        ranked = node_plans[0].top(_BARS)
+        bars = {f"{rank}: {_label(layout)}": layout.memory for rank, layout in ranked}
+    else:
+        bars = {}
+        for best in filter(None, (node_plan.best for node_plan in node_plans)):
+            recipe = f"{best.config.recipe.name}, " if len(plans) > 1 else ""
+            bars[f"{recipe}{format_plural(best.mesh.nodes, 'node')}: {_label(best)}"] = best.memory
+    return picture([_curve(plan) for plan in plans], bars)
 
 
 def _curve(plan: RecipePlan) -> PlanCurve:
@@ -218,19 +222,6 @@ def _curve(plan: RecipePlan) -> PlanCurve:
         usd=dollars if len(dollars) == len(points) else None,
         hours=hours if len(hours) == len(points) else None,
     )
-
-
-def _bars(plans: Sequence[RecipePlan]) -> dict[str, MemoryUse]:
-    """Return label → memory: the best layouts of one node count, or the best of each."""
-    node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
-    if len(node_plans) == 1:
-        ranked = node_plans[0].top(_BARS)
-        return {f"{rank}: {_label(layout)}": layout.memory for rank, layout in ranked}
-    bars = {}
-    for best in filter(None, (node_plan.best for node_plan in node_plans)):
-        recipe = f"{best.config.recipe.name}, " if len(plans) > 1 else ""
-        bars[f"{recipe}{format_plural(best.mesh.nodes, 'node')}: {_label(best)}"] = best.memory
-    return bars
 
 
 def _label(layout: LayoutEstimate) -> str:

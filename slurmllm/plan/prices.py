@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.cluster import Cluster, in_the_future
+from slurmllm.config.cluster import check_day, in_the_future
 from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.yaml_source import read_yaml
@@ -78,30 +78,20 @@ class NodePrice:
         return printable(f"${self.usd:,.2f} per node hour{what}{dated} ({self.source})")
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "usd_per_node_hour": self.usd,
-            "option": self.option,
-            "region": self.region,
-            "date": self.date,
-            "source": self.source,
-        }
+        names = ("option", "region", "date", "source")
+        return {"usd_per_node_hour": self.usd} | {name: getattr(self, name) for name in names}
 
     def warning(self, cluster: str, today: datetime.date | None = None) -> str | None:
         """Return a warning if the price is older than six months."""
-        days = 0 if self.date is None else ((today or datetime.date.today()) - _day(self.date)).days
-        if days <= _OLD_DAYS:
+        if self.date is None:
+            return None
+        age = (today or datetime.date.today()) - datetime.date.fromisoformat(self.date)
+        if age.days <= _OLD_DAYS:
             return None
         return (
-            f"the price of {cluster} is of {self.date}, {days // 30} months ago; --price DOLLARS "
-            "or --prices FILE gives today's"
+            f"the price of {cluster} is of {self.date}, {age.days // 30} months ago; --price "
+            "DOLLARS or --prices FILE gives today's"
         )
-
-
-def _day(text: str) -> datetime.date:
-    day = datetime.date.fromisoformat(text)
-    if day.isoformat() != text:
-        raise ValueError(text)
-    return day
 
 
 @dataclass(frozen=True)
@@ -126,11 +116,7 @@ def parse_dollars(text: str) -> float | None:
 
 
 def parse_price(text: str) -> PriceChoice:
-    """Read --price: dollars for a node hour, OPTION, REGION or REGION/OPTION.
-
-    Raises:
-        UserError: it is none of them.
-    """
+    """Read --price: dollars for a node hour, OPTION, REGION or REGION/OPTION; UserError."""
     if (usd := parse_dollars(text)) is not None:
         return PriceChoice(usd)
     region, slash, name = text.strip().rpartition("/")
@@ -170,7 +156,14 @@ def select_price(
     request, cluster = choice or PriceChoice(), config.cluster
     if request.usd is not None:
         return NodePrice(request.usd, owned=cluster.instance_type is None)
-    of_profile = _profile_prices(cluster) if table is None else []
+    of_profile: list[NodePrice] = []
+    if table is None and (section := cluster.price) is not None:
+        source, owned = section.source or f"profile {cluster.name}", cluster.instance_type is None
+        of_profile = [
+            NodePrice(usd, option, None, section.date, source, owned=owned)
+            for option, usd in (("on_demand", section.on_demand), ("3y", section.reserved))
+            if usd is not None
+        ]
     names = {cluster.instance_type, cluster.name}
     shipped = () if cluster.price is None and config.is_set("cluster.price") else _shipped()
     listed = [price for price in (shipped if table is None else table) if price.node in names]
@@ -199,19 +192,6 @@ def _price_name(region: str | None, option: str) -> str:
     return f"{region}/{option}" if region else option
 
 
-def _profile_prices(cluster: Cluster) -> list[NodePrice]:
-    """Return the prices in the cluster profile itself."""
-    price = cluster.price
-    if price is None:
-        return []
-    source, owned = price.source or f"profile {cluster.name}", cluster.instance_type is None
-    return [
-        NodePrice(usd, option, None, price.date, source, owned=owned)
-        for option, usd in (("on_demand", price.on_demand), ("3y", price.reserved))
-        if usd is not None
-    ]
-
-
 @cache
 def _shipped() -> tuple[NodePrice, ...]:
     folder = shipped_dir() / "configs" / "prices"
@@ -219,11 +199,7 @@ def _shipped() -> tuple[NodePrice, ...]:
 
 
 def read_prices(path: Path) -> list[NodePrice]:
-    """Read a table of prices.
-
-    Raises:
-        ConfigError: it cannot be read, or has faults.
-    """
+    """Read a table of prices; raise ConfigError if it cannot be read or has faults."""
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--prices {path}: a table of prices is YAML; its name must end in .yaml")
     tree = read_yaml(path, form=f"a table of prices has {', '.join(_KEYS)}")[0]
@@ -243,7 +219,7 @@ def _faults(tree: Mapping[str, Any]) -> Iterable[str]:
         yield f"{key}: unknown; known here: {', '.join(_KEYS)}"
     day, currency, source = (tree.get(key) for key in _KEYS[:3])
     try:
-        _day(day if isinstance(day, str) else "")
+        check_day(str(day))
     except ValueError:
         what = "missing" if day is None else f"{day!r}: no day"
         yield f"date: {what}; write when these were the prices, such as 2026-11-09"
@@ -327,14 +303,7 @@ def cost(
         usd = node_hours * usd_per_node_hour + waiting_usd
         tokens_per_usd = candidate.tokens_per_s * _HOUR_S / usd_per_hour
     return Cost(
-        steps=steps,
-        tokens=steps * a_step,
-        hours=hours,
-        node_hours=node_hours,
-        usd=usd,
-        waiting_usd=waiting_usd,
-        usd_per_hour=usd_per_hour,
-        tokens_per_usd=tokens_per_usd,
+        steps, steps * a_step, hours, node_hours, usd, waiting_usd, usd_per_hour, tokens_per_usd
     )
 
 
@@ -347,11 +316,7 @@ def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def parse_tokens(text: str) -> int:
-    """Read the count of --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000.
-
-    Raises:
-        UserError: not a whole number of tokens from 1 to 10^18.
-    """
+    """Read --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000; UserError."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UserError(

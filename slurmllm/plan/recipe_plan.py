@@ -305,7 +305,9 @@ def plan_recipe(
 def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: Rank) -> NodePlan:
     fixed = fixed_settings(config)
     result = search(config, nodes, unsupported, fixed)
-    layout = None if config.recipe.parallel.auto else _recipe_layout(result, unsupported)
+    layout = (
+        None if config.recipe.parallel.auto else _recipe_layout(config, nodes, result, unsupported)
+    )
     fitting, too_large = [*result.fitting], [*result.too_large]
     searched = any(other is layout for other in (*fitting, *too_large))
     if isinstance(layout, LayoutEstimate) and not searched:
@@ -325,11 +327,12 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
     return NodePlan(nodes, result.refused, layout, *layouts, tuple(near), no_batch)
 
 
-def _recipe_layout(result: SearchResult, unsupported: Unsupported) -> LayoutEstimate | str:
+def _recipe_layout(
+    config: RunConfig, nodes: int, result: SearchResult, unsupported: Unsupported
+) -> LayoutEstimate | str:
     """Return the recipe's own layout, or why it is impossible."""
-    config = result.config
     try:
-        mesh = make_mesh(config, result.nodes)
+        mesh = make_mesh(config, nodes)
     except ConfigError as error:
         return "; ".join(error.faults) or error.title
     reasons = unsupported(config)

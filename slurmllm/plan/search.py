@@ -19,8 +19,8 @@ from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
 from slurmllm.plan.mesh import (
-    Mesh,
     MeshError,
+    make_mesh,
     measures_micro_batch,
     micro_batches,
     replicate_degree,
@@ -55,8 +55,6 @@ Unsupported = Callable[[RunConfig], Sequence[str]]
 class SearchResult:
     """The layouts of a run on a number of nodes."""
 
-    config: RunConfig
-    nodes: int
     fitting: tuple[LayoutEstimate, ...]  # layouts that fit into memory, the best first
     too_large: tuple[LayoutEstimate, ...]  # layouts that do not, smallest first
     refused: Mapping[str, int]  # Reason → number of layouts that were not considered
@@ -82,19 +80,19 @@ def search(
     fitting: list[LayoutEstimate] = []
     too_large: list[LayoutEstimate] = []
     for layout in _layouts(config, nodes, fixed):
-        reason = _refusal(layout, nodes, unsupported)
-        sizes = [] if reason else _micro_batches(layout, nodes, fixed)
-        if reason or not sizes:
-            refused[reason or _no_micro_batch(layout)] += 1
+        sizes = _micro_batches(layout, nodes, unsupported, fixed)
+        if isinstance(sizes, str):
+            refused[sizes] += 1
             continue
         overflows = False
         for size in sizes:
-            mesh = _mesh(layout, nodes, size)
+            sized = layout.with_settings("train", micro_batch=size)
+            mesh = make_mesh(sized, nodes)
             # Larger ones do not fit either, except one for the whole step, which does not
             # accumulate gradients. A measurement starts with the smallest and never gets there.
             if overflows and (mesh.accumulation > 1 or measures_micro_batch(config)):
                 continue
-            candidate = predict(layout.with_settings("train", micro_batch=size), mesh)
+            candidate = predict(sized, mesh)
             if candidate.fits:
                 fitting.append(candidate)
                 if "parallel.shard_nodes" not in fixed:
@@ -103,8 +101,6 @@ def search(
                 too_large.append(candidate)
                 overflows = True
     return SearchResult(
-        config,
-        nodes,
         tuple(sorted(fitting, key=order)),
         tuple(sorted(too_large, key=lambda layout: layout.memory.peak)),
         dict(refused.most_common()),
@@ -149,27 +145,30 @@ def smallest_layouts(
 ) -> Iterator[LayoutEstimate]:
     """Yield the layout of each mesh that needs the least memory; arguments as for `search`."""
     for layout in _layouts(config, nodes, fixed, smallest=True):
-        if _refusal(layout, nodes, unsupported) is None:
-            sizes = _micro_batches(layout, nodes, fixed)
+        sizes = _micro_batches(layout, nodes, unsupported, fixed)
+        if not isinstance(sizes, str):
             # The largest may fit although smaller ones do not: it accumulates no gradients.
             ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
             for size in ends:
-                changed = layout.with_settings("train", micro_batch=size)
-                yield predict(changed, _mesh(layout, nodes, size))
+                sized = layout.with_settings("train", micro_batch=size)
+                yield predict(sized, make_mesh(sized, nodes))
 
 
 def model_degrees(
     config: RunConfig, nodes: int, fixed: Collection[str]
 ) -> Iterator[tuple[int, int]]:
     """Yield the tensor and pipeline degrees that the search tries on up to a number of nodes."""
-    parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
-    tensors = [parallel.tensor]
-    if "parallel.tensor" not in fixed:
-        tensors = _tensor_degrees(config, world)
-    for tensor in tensors:
-        stages = [parallel.pipeline]
-        if "parallel.pipeline" not in fixed:
-            stages = [p for p in divisors(config.recipe.model.num_layers) if tensor * p <= world]
+    recipe, per_node = config.recipe, config.cluster.devices_per_node
+    world = nodes * per_node
+    # Within a node, or across nodes if each has one worker.
+    most = per_node if per_node > 1 else world
+    tensors = [t for t in divisors(recipe.model.num_heads) if t <= most]
+    if config.cluster.device == "neuron":
+        tensors = [t for t in tensors if t in _NEURON_TENSOR]
+    for tensor in [recipe.parallel.tensor] if "parallel.tensor" in fixed else tensors:
+        stages = [p for p in divisors(recipe.model.num_layers) if tensor * p <= world]
+        if "parallel.pipeline" in fixed:
+            stages = [recipe.parallel.pipeline]
         yield from ((tensor, pipeline) for pipeline in stages)
 
 
@@ -182,11 +181,10 @@ def _layouts(
     """
     if "train.micro_batch" in config.open_settings():  # auto would be one to measure
         config = config.with_settings("train", micro_batch=1)
-    parallel, train = config.recipe.parallel, config.recipe.train
-    world = nodes * config.cluster.devices_per_node
+    parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
 
-    def values(path: str, written: Any, others: Sequence[Any]) -> list[Any]:
-        return [written] if path in fixed else list(dict.fromkeys(others))
+    def values(path: str, others: Sequence[Any]) -> list[Any]:
+        return [attrgetter(path)(config.recipe)] if path in fixed else list(dict.fromkeys(others))
 
     for tensor, pipeline in model_degrees(config, nodes, fixed):
         chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]
@@ -202,27 +200,17 @@ def _layouts(
             # ZeRO-1 gives the only data-parallel worker a copy of the weights, and saves nothing.
             zeros = zeros if data == 1 else zeros[-1:]
         options = (
-            values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
-            values("parallel.sequence", parallel.sequence, sequences),
-            values("parallel.zero", parallel.zero, zeros),
-            values("parallel.shard_nodes", parallel.shard_nodes, [None]),
+            values("parallel.virtual_pipeline", chunks),
+            values("parallel.sequence", sequences),
+            values("parallel.zero", zeros),
+            values("parallel.shard_nodes", [None]),
         )
-        modes = values("train.activation_checkpointing", train.activation_checkpointing, modes)
+        modes = values("train.activation_checkpointing", modes)
         for degrees in product([tensor], [pipeline], *options):
             settings = dict(zip(_DEGREES, degrees, strict=True))
             layout = config.with_settings("parallel", **settings)
             for mode in modes:
                 yield layout.with_settings("train", activation_checkpointing=mode)
-
-
-def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
-    """Return degrees within a node, or across nodes if each has one worker."""
-    per_node = config.cluster.devices_per_node
-    most = per_node if per_node > 1 else world
-    degrees = [t for t in divisors(config.recipe.model.num_heads) if t <= most]
-    if config.cluster.device == "neuron":
-        return [t for t in degrees if t in _NEURON_TENSOR]
-    return degrees
 
 
 def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | None:
@@ -248,43 +236,25 @@ def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | N
     return next(iter(unsupported(layout)), None)
 
 
-def _no_micro_batch(layout: RunConfig) -> str:
-    """Return why a layout has no micro batch."""
+def _micro_batches(
+    layout: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> list[int] | str:
+    """Return the micro batches that a layout may have, or why it is not considered."""
+    if reason := _refusal(layout, nodes, unsupported):
+        return reason
     train, parallel = layout.recipe.train, layout.recipe.parallel
-    if train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
+    world = nodes * layout.cluster.devices_per_node
+    sequences = train.global_batch * parallel.tensor * parallel.pipeline // world
+    sizes = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
+    if "train.micro_batch" in fixed and train.micro_batch != "auto":
+        size = train.micro_batch
+        rounds = parallel.virtual_pipeline == 1 or size in sizes  # else it leaves stages idle
+        sizes = [size] if sequences % size == 0 and rounds else []
+    else:
+        sizes = [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
+    if not sizes and train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
         return (
             f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
             f"train.global_batch {train.global_batch}"
         )
-    return f"no micro batch makes whole rounds over {parallel.pipeline} stages"
-
-
-def _micro_batches(layout: RunConfig, nodes: int, fixed: Collection[str]) -> list[int]:
-    train, parallel = layout.recipe.train, layout.recipe.parallel
-    sequences = train.global_batch // _data(layout, nodes)
-    sizes = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
-    if "train.micro_batch" not in fixed or train.micro_batch == "auto":
-        return [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
-    size = train.micro_batch
-    rounds = parallel.virtual_pipeline == 1 or size in sizes  # else it leaves stages idle
-    return [size] if sequences % size == 0 and rounds else []
-
-
-def _data(layout: RunConfig, nodes: int) -> int:
-    parallel = layout.recipe.parallel
-    return nodes * layout.cluster.devices_per_node // (parallel.tensor * parallel.pipeline)
-
-
-def _mesh(layout: RunConfig, nodes: int, micro_batch: int) -> Mesh:
-    parallel = layout.recipe.parallel
-    return Mesh(
-        nodes=nodes,
-        devices_per_node=layout.cluster.devices_per_node,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        data=_data(layout, nodes),
-        global_batch=layout.recipe.train.global_batch,
-        micro_batch=micro_batch,
-        virtual_pipeline=parallel.virtual_pipeline,
-        replicate=replicate_degree(layout, nodes),
-    )
+    return sizes or f"no micro batch makes whole rounds over {parallel.pipeline} stages"

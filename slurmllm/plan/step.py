@@ -71,9 +71,8 @@ def group(stride: int, size: int, per_node: int) -> Group:
         return Group(size, 1, 0, size == per_node)
     ranks_per_node = max(1, per_node // stride)
     whole = ranks_per_node == per_node and size % per_node == 0
-    return Group(
-        size, max(2, math.ceil(size / ranks_per_node)), max(1, per_node // ranks_per_node), whole
-    )
+    nodes, rings = max(2, math.ceil(size / ranks_per_node)), max(1, per_node // ranks_per_node)
+    return Group(size, nodes, rings, whole)
 
 
 def tensor_group(mesh: Mesh) -> Group:
@@ -103,22 +102,20 @@ def rate(members: Group, hardware: Hardware) -> float:
     return min(inside, network / members.rings)
 
 
-def gather_s(size: float, members: Group, hardware: Hardware) -> float:
+def gather_s(
+    size: float, members: Group, hardware: Hardware, efficiency: float | None = None
+) -> float:
     """Time of an all-gather or reduce-scatter, s; `size` is the unsharded tensor, in bytes."""
-    return _one_pass_s(size, members, hardware, hardware.shard_efficiency)
+    if members.size == 1:
+        return 0.0
+    reached = hardware.shard_efficiency if efficiency is None else efficiency
+    sent = size * (members.size - 1) / members.size
+    return sent / (rate(members, hardware) * reached) + latency_s(members, hardware)
 
 
 def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
     """Time of an all-reduce of `size` bytes, s."""
-    return 2 * _one_pass_s(size, members, hardware, 1.0)
-
-
-def _one_pass_s(size: float, members: Group, hardware: Hardware, efficiency: float) -> float:
-    """Time of one all-gather or reduce-scatter, s."""
-    if members.size == 1:
-        return 0.0
-    sent = size * (members.size - 1) / members.size
-    return sent / (rate(members, hardware) * efficiency) + latency_s(members, hardware)
+    return 2 * gather_s(size, members, hardware, 1.0)
 
 
 def latency_s(members: Group, hardware: Hardware) -> float:
@@ -192,11 +189,12 @@ def peak_flops(config: RunConfig) -> float:
 
 
 def step_time(config: RunConfig, mesh: Mesh) -> StepTime:
-    """Predict one optimizer step."""
     return _Step(config, mesh).time()
 
 
 class _Step:
+    """The estimate of one optimizer step."""
+
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         hardware = config.cluster.hardware
         assert hardware is not None, "the planner needs cluster.hardware"

@@ -85,7 +85,23 @@ class SubmittedRun:
         prepared, run = self.prepared, self.prepared.run
         planner = None if prepared.fit is None else prepared.fit.to_json()
         if self.sent is None:
-            return {**_dry_run_json(prepared), "planner": planner}
+            config, variables = prepared.config, worker_environment(prepared.config, run)
+            backend = load_environment(config.backend)
+            command = prepared.command_line
+            return {
+                "run_dir": str(run.path),
+                "from_step": prepared.from_step,
+                "changes": prepared.changes,
+                "config": config.values(),
+                "mesh": prepared.mesh_json(),
+                "scripts": prepared.scripts,
+                "defaults": prepared.shell_defaults,
+                "environment": [{"name": name, **v._asdict()} for name, v in variables.items()],
+                "backend_arguments": backend.arguments(config, prepared.mesh),
+                "refusals": prepared.all_refusals,
+                **({} if command is None else {"command": command}),
+                "planner": planner,
+            }
         result: dict[str, Any] = {"run": run.name, "run_dir": str(run.path)}
         if self.sent.local:
             result["exit_code"] = self.exit_code
@@ -93,24 +109,6 @@ class SubmittedRun:
             jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
             result |= {"jobs": jobs, "mesh": prepared.mesh_json()}
         return {**result, "graphs_from": prepared.graphs_from, "planner": planner}
-
-
-def _dry_run_json(prepared: PreparedRun) -> dict[str, Any]:
-    config, mesh = prepared.config, prepared.mesh
-    variables = worker_environment(config, prepared.run)
-    return {
-        "run_dir": str(prepared.run.path),
-        "from_step": prepared.from_step,
-        "changes": prepared.changes,
-        "config": config.values(),
-        "mesh": prepared.mesh_json(),
-        "scripts": prepared.scripts,
-        "defaults": prepared.shell_defaults,
-        "environment": [{"name": name, **value._asdict()} for name, value in variables.items()],
-        "backend_arguments": load_environment(config.backend).arguments(config, mesh),
-        "refusals": prepared.all_refusals,
-        **({} if (line := prepared.command_line) is None else {"command": line}),
-    }
 
 
 def start_run(
@@ -139,9 +137,8 @@ def start_run(
 
 def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
     """Submit the jobs of a run, or record that this process runs its stages."""
-    if at_once:
-        return SubmittedRun(prepared, record_local(prepared, allocation=allocation))
-    return SubmittedRun(prepared, submit_jobs(prepared))
+    sent = record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared)
+    return SubmittedRun(prepared, sent)
 
 
 def record_cancellation(run: RunDir) -> None:
@@ -214,8 +211,6 @@ def submit_jobs(
     """Submit the stages' scripts, each after the success of the one before, and record the ids.
 
     Args:
-        prepared: The run.
-        client: Slurm.
         stages: By default those that the run needs.
         fields: Further fields of the submission, of a run of a sweep.
 
@@ -225,12 +220,22 @@ def submit_jobs(
     """
     client = client or SlurmClient()
     run, earlier = prepared.run, JobsRecord.of(prepared.run)
-    restart = choose_restart(prepared.config.recipe.slurm.restart, earlier.last, client)
+    slurm, container = prepared.config.recipe.slurm, prepared.config.cluster.container
+    restart = choose_restart(slurm.restart, earlier.last, client)
     sent = _submission(prepared, local=False, restart=restart, **fields)
     try:
-        _check_options(prepared, client)
+        by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
+        client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
+        for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
+            log.warning("%s", line)
         if not earlier.submissions and not fields:  # the directory of a sweep is new
-            _cancel_unrecorded(run, client)
+            # Of a `submit` of this name that was killed before it recorded them.
+            names = [f"{run.name}-{stage}" for stage in STAGES]
+            jobs = client.jobs_with_output(names, [run.stage_log(stage) for stage in STAGES])
+            if jobs:
+                killed = "cancelling job %s of an earlier submit, which was killed"
+                log.warning(killed, ", ".join(jobs))
+                client.cancel(jobs)
         for stage in stages or prepared.stages:
             job = _sbatch(prepared, stage, sent, client)
             sent = sent.model_copy(update={f"{stage}_job": job})
@@ -243,15 +248,6 @@ def submit_jobs(
             remove_unsubmitted(run)
         raise
     return sent
-
-
-def _cancel_unrecorded(run: RunDir, client: SlurmClient) -> None:
-    """Cancel jobs of a `submit` of this name that was killed before it recorded them."""
-    names = [f"{run.name}-{stage}" for stage in STAGES]
-    jobs = client.jobs_with_output(names, [run.stage_log(stage) for stage in STAGES])
-    if jobs:
-        log.warning("cancelling job %s of an earlier submit, which was killed", ", ".join(jobs))
-        client.cancel(jobs)
 
 
 def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: SlurmClient) -> str:
@@ -267,15 +263,6 @@ def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: Slurm
         )
     except SlurmError as error:
         raise SlurmError(f"{error}; --dry-run shows the scripts") from error
-
-
-def _check_options(prepared: PreparedRun, client: SlurmClient) -> None:
-    """Raise SlurmError if srun or sbatch would refuse options of a run."""
-    slurm, container = prepared.config.recipe.slurm, prepared.config.cluster.container
-    by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
-    client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
-    for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
-        log.warning("%s", line)
 
 
 def _cancel_precompile(
@@ -314,43 +301,34 @@ def run_locally(
     """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C.
 
     Args:
-        prepared: The run.
         quiet: Whether the stages' logs do not go to the terminal too.
         stages: By default those that the run needs.
         allocation: Slurm job that holds the nodes, instead of this machine.
         once: Whether a stage is not started again, whatever its supervisor asks for.
     """
     run, stages = prepared.run, stages or prepared.stages
+    # Handlers belong to the process: restored after all stages, also if one raises.
+    previous = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _run_stages(prepared, quiet, stages, allocation, once)
+        for stage in stages:
+            nodes = prepared.mesh.nodes
+            if stage == "precompile":
+                nodes = precompile_nodes(prepared.config, nodes)
+            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation, once)
+            for number in previous:
+                signal.signal(number, job.on_interrupt)
+            if (code := job.run_to_end()) != EXIT_OK:
+                return code
+            if job.interrupts and stage != stages[-1]:
+                return EXIT_INTERRUPTED
+        return EXIT_OK
     finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         with contextlib.suppress(SlurmllmError):  # a full disk
             last = JobsRecord.of(run).last
             if last is not None and last.pid == os.getpid():  # not resumed elsewhere, by --force
                 _update_last(run, ended_at=time.time())
-
-
-def _run_stages(
-    prepared: PreparedRun, quiet: bool, stages: Sequence[Stage], allocation: str | None, once: bool
-) -> int:
-    run = prepared.run
-    for stage in stages:
-        nodes = prepared.mesh.nodes
-        if stage == "precompile":
-            nodes = precompile_nodes(prepared.config, nodes)
-        job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation, once)
-        # Handlers belong to the process: restored after each stage, also if it raises.
-        previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            code = job.run_to_end()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if code != EXIT_OK:
-            return code
-        if job.interrupts and stage != stages[-1]:
-            return EXIT_INTERRUPTED
-    return EXIT_OK
 
 
 @dataclass

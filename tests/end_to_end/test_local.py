@@ -11,7 +11,7 @@ import pytest
 from end_to_end.bench import LEAN, REHEARSED, SMALL, Bench, processes_with
 from rounding import rounding_bound
 
-from slurmllm.config.new_recipe import write_recipe
+from slurmllm.config.schema import write_recipe
 
 SUBMIT = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL)
 

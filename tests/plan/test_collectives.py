@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.step import (
@@ -42,7 +41,6 @@ def mesh(tensor: int, pipeline: int, data: int) -> Mesh:
     [
         (1, 8, Group(8, 1, 0, False)),  # tensor parallel inside a node
         (1, 32, Group(32, 1, 0, True)),
-        (8, 4, Group(4, 1, 0, False)),  # four replicas on a node
         (8, 64, Group(64, 16, 8, False)),  # 8 rings through each node's network
         (32, 8, Group(8, 8, 32, False)),  # each worker a ring of its own
         (1, 64, Group(64, 2, 1, True)),
@@ -62,14 +60,9 @@ def test_a_ring_carries_its_bytes_over_the_slowest_link() -> None:
     assert gather_s(1e9, shard_group(mesh(8, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 8 / 50)
     assert gather_s(1e9, shard_group(mesh(32, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 32 / 50)
     assert gather_s(1e9, shard_group(mesh(32, 1, 1)), PLAIN) == 0
-
-
-def test_halves_of_an_all_reduce_may_be_slower_on_their_own() -> None:
-    members = tensor_group(mesh(32, 1, 4))
     gloo = PLAIN.model_copy(update={"shard_efficiency": 0.5})
-    half = gather_s(1e9, members, PLAIN)
-    assert all_reduce_s(1e9, members, PLAIN) == all_reduce_s(1e9, members, gloo) == 2 * half
-    assert gather_s(1e9, members, gloo) == 2 * half
+    assert gather_s(1e9, tensor_group(mesh(32, 1, 4)), gloo) == 2 * inside
+    assert all_reduce_s(1e9, tensor_group(mesh(32, 1, 4)), gloo) == 2 * inside
 
 
 def test_hops_grow_with_the_logarithm_of_the_group() -> None:
@@ -88,10 +81,3 @@ def test_stages_pass_on_over_the_network_of_their_node() -> None:
     assert stage_to_stage_s(1e6, mesh(32, 4, 1), PLAIN) == pytest.approx(32 * 1e6 / 50e9)
     within = Mesh(1, 32, 8, 4, 1, 1024, 1)
     assert stage_to_stage_s(1e6, within, PLAIN) == pytest.approx(1e6 / 100e9)
-
-
-def test_no_collective_is_faster_than_its_links_allow() -> None:
-    assert isinstance(KNOWN, Hardware)
-    for data in (2, 8, 128):
-        members = shard_group(mesh(8, 1, max(4, data)))
-        assert gather_s(1e9, members, KNOWN) > 1e9 / 2 / (KNOWN.node_link_gb_s * 1e9)

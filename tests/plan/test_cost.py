@@ -6,14 +6,12 @@ import math
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.prices import Cost, cost, parse_tokens, scaling
+from slurmllm.plan.prices import cost, parse_tokens, scaling
 from slurmllm.plan.step import StepTime
 
 RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12
@@ -57,28 +55,14 @@ def test_spare_nodes_cost_what_the_others_do() -> None:
 def test_a_billion_tokens_on_demand(
     recipe: str, nodes: int, seq_per_s: float, hours: float, usd: float
 ) -> None:
-    """The table of docs/parallelcluster.md, of throughputs that AWS published."""
+    """Of throughputs that AWS published, at its price on demand."""
     layout = candidate(recipe, nodes, seq_per_s)
     result = cost(layout, 10**9, 21.50)
     assert result.hours == pytest.approx(hours, rel=0.05)
     assert result.usd == pytest.approx(usd, rel=0.03)
-
-
-def test_mpt_7b() -> None:
-    """MosaicML, "Introducing MPT-7B" (2023-05-05): a trillion tokens in 9.5 days on 440 A100 for
-    about $200,000, which is $2 an hour for each."""
-    layout = candidate(
-        "pythia_6.9b",
-        55,
-        1e12 / (9.5 * 86400) / 2048,
-        "train.global_batch=1760",
-        "train.micro_batch=4",
-        "cluster.devices_per_node=8",
-        "parallel.tensor=1",
-    )
-    result = cost(layout, parse_tokens("1T"), 8 * 2.0)
-    assert result.hours == pytest.approx(24 * 9.5, rel=1e-4)
-    assert result.usd == pytest.approx(200_000, rel=0.01)
+    a_step = layout.mesh.global_batch * layout.config.recipe.model.seq_len
+    assert result.tokens == result.steps * a_step
+    assert result.tokens - a_step < 10**9 <= result.tokens
 
 
 def test_losses_are_bought_and_waits_are_not() -> None:
@@ -107,19 +91,6 @@ def test_waits_are_bought_where_nodes_are_paid_while_waiting() -> None:
     assert paid.waiting_usd == pytest.approx(paid.usd - free.usd)
 
 
-def test_without_a_price() -> None:
-    result = cost(candidate("neox_20b", 4, 13.6), 10**9, None)
-    assert result.hours > 0
-    assert result.usd is result.usd_per_hour is result.tokens_per_usd is None
-
-
-@given(st.integers(1, 10**15))
-def test_whole_steps(tokens: int) -> None:
-    result: Cost = cost(candidate("tiny_neox", 1, 100.0), tokens, 1.0)
-    a_step = result.tokens // result.steps
-    assert result.tokens - a_step < tokens <= result.tokens
-
-
 def test_scaling_of_the_aws_post() -> None:
     """Pythia 6.9B, 1 to 4 nodes: 86 %; GPT-NeoX 20B, 4 to 16 nodes: as good as perfect."""
     assert scaling([(1, 10.4), (4, 35.8)]) == pytest.approx([1.0, 0.86], abs=0.001)
@@ -127,82 +98,30 @@ def test_scaling_of_the_aws_post() -> None:
     assert scaling([]) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("20B", 20 * 10**9),
-        ("375M", 375 * 10**6),
-        ("1.5T", 15 * 10**11),
-        ("2e9", 2 * 10**9),
-        ("20_000_000_000", 20 * 10**9),
-        ("20,000", 20_000),
-        (" 3k ", 3000),
-        ("1", 1),
-        ("1.5e+3M", 15 * 10**8),
-        ("0.3B", 3 * 10**8),
-        ("1000000T", 10**18),
-    ],
-)
-def test_counts_of_tokens(text: str, tokens: int) -> None:
-    assert parse_tokens(text) == tokens
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "B",
-        "-5B",
-        "0",
-        "0T",
-        "nan",
-        "inf",
-        "20 B",
-        "20GB",
-        "1.5",
-        "1.2345K",
-        "1e-3T",
-        "1e99",
-        "1e999999999",
-        "1000001T",
-        "0x10",
-        "1__0",
-        "twenty",
-        "٣B",
-    ],
-)
-def test_no_counts_of_tokens(text: str) -> None:
-    with pytest.raises(UserError, match="375M") as caught:
-        parse_tokens(text)
-    assert repr(text) in str(caught.value)
-
-
-@given(st.text())
-def test_any_text_is_a_count_or_a_fault(text: str) -> None:
-    try:
-        result = parse_tokens(text)
-    except UserError:
-        return
-    assert 1 <= result <= 10**18
+def test_counts_of_tokens() -> None:
+    counts = {"20B": 20 * 10**9, "1.5T": 15 * 10**11, "2e9": 2 * 10**9, " 3k ": 3000}
+    counts |= {"20_000_000_000": 20 * 10**9, "1.5e+3M": 15 * 10**8, "1000000T": 10**18}
+    for text, tokens in counts.items():
+        assert parse_tokens(text) == tokens
+    wrong = ["", "20 B", "B", "-5B", "0", "nan", "1.5", "1.2345K", "1e-3T", "1e999999999", "1__0"]
+    for text in [*wrong, "1000001T", "٣B"]:
+        with pytest.raises(UserError, match="375M") as caught:
+            parse_tokens(text)
+        assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("price.reserved=40", "price.reserved: 40 .*is above on_demand 21.5"),
-        ("price.on_demand=7", "price.reserved: 7.59 .*is above on_demand 7"),
-        ("price.on_demand=0", "price.on_demand: 0 .*must be greater than 0"),
         ("price.on_demand=cheap", "price.on_demand: 'cheap' .*must be a valid number"),
-        ("price.date=2023-13-12", "price.date: '2023-13-12' .*must be a day, such as 2023-12-12"),
         ("price.date=2023-W50-2", "price.date: '2023-W50-2' .*must be a day"),
         ("price.monthly=3", "price.monthly: unknown field .*known here: on_demand, reserved"),
         ("hardware.matrix_efficiency=1.3", "matrix_efficiency: 1.3 .*less than or equal to 1"),
-        ("hardware.overlap=-0.1", "overlap: -0.1 .*greater than or equal to 0"),
-        ("hardware.network_latency_us=-1", "network_latency_us: -1 .*greater than or equal to 0"),
         ("hardware.network_gb_s=0", "network_gb_s: 0 .*greater than 0"),
         ("hardware.bf16_tflops=.inf", "bf16_tflops: inf .*finite"),
         ("hardware.reserved_gib=16", "reserved_gib: 16 .*leaves nothing of memory_gib 16"),
-        ("hardware.memory_gib=0.1", "reserved_gib: 0.25 .*leaves nothing of memory_gib 0.1"),
+        ("price.date=2999-01-01", "in the future"),
     ],
 )
 def test_contradictory_profiles(override: str, message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import (
-    MeasuredRun,
     evidence,
     evidence_lines,
     half_width,
@@ -112,14 +110,6 @@ def test_nine_of_ten_left_out_rows_are_inside() -> None:
     assert 0.85 <= sum(hits) / len(hits) <= 0.95
 
 
-def test_outside_counts_octaves() -> None:
-    run = MeasuredRun("r", "p5", "M", 1 << 30, 4, 8, 2048, 1, 1, 1.0, 0.4, 1.1, "2023-24", "")
-    other = replace(run, nodes=16)
-    point = {**run.point, "nodes": 64, "sequence": 1024}
-    assert outside(point, [run, other]) == {"nodes": 2.0, "sequence": 1.0}
-    assert outside(other.point, [run, other]) == {}
-
-
 def test_an_assumed_network_gives_a_range() -> None:
     batch = "train.global_batch=1024"
     span = network_range(layout("llama2_7b", 16, batch))
@@ -127,15 +117,6 @@ def test_an_assumed_network_gives_a_range() -> None:
     assert span[0] < layout("llama2_7b", 16, batch).seq_per_s < span[1]
     assert network_range(layout("llama2_7b", 1, batch)) is None, "no network"
     assert network_range(layout("gpt3_1.3b", 2, cluster="p5")) is None, "not assumed"
-
-
-def test_ranking_by_the_lower_end() -> None:
-    config = resolve("llama2_70b")
-    plan = plan_recipe(config, [32], lambda _: [], None, None, "lower")
-    result = [evidence(item).lower or 0 for item in plan.node_plans[0].fitting]
-    assert result == sorted(result, reverse=True)
-    speeds = [item.seq_per_s for item in plan.node_plans[0].fitting]
-    assert speeds != sorted(speeds, reverse=True)
 
 
 def test_profiles_with_software_of_different_years_are_warned_of() -> None:

@@ -67,8 +67,7 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
     result = looked(config, 4)
     why, instead = result.refusals
     assert re.search(r"predicted to need [\d.]+ of [\d.]+ GiB: .*; [\d.]+ GiB too much$", why)
-    for part in ("optimizer", "weights", "gradients"):
-        assert re.search(rf"{part} [\d.]+[,;]", why)
+    assert re.search(r"optimizer [\d.]+[,;]", why)
     mended = looked(with_options(instead, "parallel.tensor=1"), 4)
     assert mended.candidate.fits
     assert mended.refusals == ()
@@ -82,9 +81,11 @@ def test_more_nodes_are_named_where_nothing_fits_these() -> None:
     assert re.search(r"^--nodes \d+: .*--set parallel=auto$", result.refusals[-1])
 
 
-@pytest.mark.parametrize("why", ["cluster.hardware.rough=true", "backend=rehearsal"])
-def test_rough_figures_refuse_nothing(why: str) -> None:
-    for overrides in (("parallel.tensor=1", "train.micro_batch=1"), WASTEFUL):
+def test_rough_figures_refuse_nothing() -> None:
+    for why, overrides in (
+        ("cluster.hardware.rough=true", ("parallel.tensor=1", "train.micro_batch=1")),
+        ("backend=rehearsal", WASTEFUL),
+    ):
         result = looked(configured(why, *overrides), 8)
         assert (result.refusals, result.warnings, result.best) == ((), (), None)
         assert result.line().endswith("by rough figures") == result.rough == ("rough" in why)

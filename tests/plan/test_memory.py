@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from slurmllm.config.resolve import resolve
-from slurmllm.errors import ConfigError
-from slurmllm.plan.fit_check import check_fit, choose_parallel
 from slurmllm.plan.memory import WorkerMemory, dense_mask_warning, worker_memory
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
@@ -25,47 +21,6 @@ def test_one_worker_has_everything() -> None:
     mixed = memory("tiny_neox", 1, "train.micro_batch=8", "train.precision=bf16_mixed")
     assert (mixed.gradients, mixed.whole_weights) == (4 * count, 2 * count)
     assert result.whole_gradients == 0, "one micro batch carries none on"
-
-
-def test_llama_70b_as_published_runs_shard_it() -> None:
-    # 32 nodes of 32: TP 8 × PP 8 × DP 16; 16 bytes a parameter, divided by all workers.
-    result = memory(
-        "llama2_70b",
-        32,
-        "parallel.tensor=8",
-        "parallel.pipeline=8",
-        "parallel.virtual_pipeline=1",
-        "train.precision=bf16_mixed",
-        "train.global_batch=1024",
-        "train.micro_batch=1",
-        "cluster.devices_per_node=32",
-        rank=16 * 8,
-    )
-    each = parameters(resolve("llama2_70b").recipe.model) / (8 * 8 * 16)
-    # A middle stage has no embedding; norms are not shared by tensor parallelism.
-    assert result.weights + result.optimizer == pytest.approx(12 * each, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("smaller", "larger"),
-    [
-        (("train.activation_checkpointing=full",), ("train.activation_checkpointing=[core, mlp]",)),
-        (
-            ("train.activation_checkpointing=[core, mlp]",),
-            ("train.activation_checkpointing=selective",),
-        ),
-        (("train.activation_checkpointing=selective",), ()),
-        (("train.precision=bf16",), ("train.precision=bf16_mixed",)),
-        (("train.precision=bf16_mixed",), ()),
-        (("train.micro_batch=1",), ("train.micro_batch=4",)),
-        (("parallel.tensor=2", "parallel.sequence=true"), ("parallel.tensor=2",)),
-    ],
-)
-def test_what_saves_memory(smaller: tuple[str, ...], larger: tuple[str, ...]) -> None:
-    both = ("cluster.devices_per_node=4", "train.global_batch=32")
-    assert (
-        memory("tiny_neox", 1, *both, *smaller).peak < memory("tiny_neox", 1, *both, *larger).peak
-    )
 
 
 def test_zero_stages() -> None:
@@ -117,22 +72,6 @@ def test_a_dense_mask_that_is_large() -> None:
     (warning,) = dense_mask_warning(resolve("llama3_8b", "local", LONG))
     assert "32.00 of 7.50 GiB" in warning
     assert warning.endswith("--set data.mask=none, or a smaller model.seq_len")
-
-
-def test_the_warning_is_in_what_submit_and_plan_say() -> None:
-    layout = ["parallel={tensor: 4}", "train.micro_batch=1"]
-    layout.append("train.activation_checkpointing=selective")
-    config = resolve("llama3_8b", "p5", [*LONG, "train.compile=false", *layout])
-    (warning,) = dense_mask_warning(config)
-    refused = check_fit(config, 2, lambda _: [])
-    assert refused is not None
-    assert warning in refused.refusals
-    forced = check_fit(config, 2, lambda _: [], force=True)
-    assert forced is not None
-    assert warning in forced.warnings
-    with pytest.raises(ConfigError) as caught:
-        choose_parallel(config.with_settings("parallel", {}, auto=True), 1, lambda _: [])
-    assert warning in caught.value.faults
 
 
 def test_earlier_stages_hold_more_in_flight() -> None:

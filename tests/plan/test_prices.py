@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slurmllm.config.load import load as load_config
 from slurmllm.config.profiles import available
@@ -52,9 +50,7 @@ def write(folder: Path, **changes: Any) -> Path:
         ("trn1", "us-east-1/3yr", 7.59, "us-east-1", "2023-12-12"),
         ("trn1", "capacity-block", 15.49, "ap-southeast-4", "2024-12-31"),
         ("p4d", None, 21.957642, None, "2026-11-09"),
-        ("p4d", "us-east-1", 21.957642, "us-east-1", "2026-11-09"),
         ("p4d", "us-west-2/capacity_block", 14.75, "us-west-2", "2024-12-31"),
-        ("p5", "on-demand", 55.04, None, "2026-11-09"),
         ("p5", "Capacity-Block", 39.33, "us-east-1", "2024-12-31"),
         ("p5", "19.25", 19.25, None, None),
     ],
@@ -91,10 +87,9 @@ def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path)
     assert (result.usd, result.region) == (21.957642, "us-east-1")
 
 
-@pytest.mark.parametrize("changes", ["", "instance_type: p5.48xlarge\n", "devices_per_node: 4\n"])
-def test_null_is_no_price(tmp_path: Path, changes: str) -> None:
+def test_null_is_no_price(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(f"extends: p5\nprice: null\n{changes}")
+    path.write_text("extends: p5\nprice: null\ninstance_type: p5.48xlarge\n")
     config = cluster(str(path))
     assert select_price(config, None) is None
     with pytest.raises(ConfigError, match="no price is known"):
@@ -107,8 +102,6 @@ def test_null_is_no_price(tmp_path: Path, changes: str) -> None:
     (tmp_path / "two.yaml").write_text("extends: mine.yaml\n")
     assert select_price(cluster(str(tmp_path / "two.yaml")), None) is None
     (tmp_path / "two.yaml").write_text("extends: mine.yaml\ninstance_type: p5.48xlarge\n")
-    assert select_price(cluster(str(tmp_path / "two.yaml")), None) is not None
-    (tmp_path / "two.yaml").write_text("extends: p5\n")
     assert select_price(cluster(str(tmp_path / "two.yaml")), None) is not None
     assert select_price(cluster("p5", "price=null"), None) is None
 
@@ -139,61 +132,15 @@ def test_an_unknown_price_names_the_known_ones() -> None:
         select_price(cluster("local"), parse_price("on_demand"))
 
 
-@pytest.mark.parametrize(
-    ("text", "usd"),
-    [
-        ("21.5", 21.5),
-        ("$21.5", 21.5),
-        ("1,000", 1000),
-        ("$1,234,567.8", 1234567.8),
-        ("1e9", 1e9),
-        ("5k", 5000),
-        ("1.5M", 1.5e6),
-        ("1_000", 1000),
-        (".5", 0.5),
-        ("2.", 2),
-        (" 3 ", 3),
-    ],
-)
-def test_amounts_of_dollars(text: str, usd: float) -> None:
-    assert parse_dollars(text) == usd
-    assert parse_price(text) == PriceChoice(usd)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "-1",
-        "0",
-        "nan",
-        "inf",
-        "2y",
-        "us-east-1/2y",
-        "/1y",
-        "a b/1y",
-        "us_east",
-        "€20",
-        "21,50",
-        "1,00,000",
-        "$",
-        ".",
-        "1e400",
-        "20 EUR",
-    ],
-)
-def test_what_is_no_price(text: str) -> None:
-    with pytest.raises(UserError, match="dollars for an hour of one node, above 0"):
-        parse_price(text)
-
-
-@given(st.text())
-def test_any_text_is_a_price_or_a_fault(text: str) -> None:
-    try:
-        result = parse_price(text)
-    except UserError:
-        return
-    assert result.usd is None or result.usd > 0
+def test_amounts_of_dollars() -> None:
+    amounts = {"21.5": 21.5, "$1,234,567.8": 1234567.8, "1e9": 1e9, "1.5M": 1.5e6, "1_000": 1000}
+    for text, usd in (amounts | {".5": 0.5, " 3 ": 3}).items():
+        assert parse_dollars(text) == usd
+        assert parse_price(text) == PriceChoice(usd)
+    wrong = ["", "$", "-1", "nan", "us-east-1/2y", "/1y", "us_east", "21,50", "1,00,000", "1e400"]
+    for text in wrong:
+        with pytest.raises(UserError, match="dollars for an hour of one node, above 0"):
+            parse_price(text)
 
 
 def test_old_prices_are_warned_of() -> None:
@@ -223,13 +170,11 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
         ({"date": "2026-13-01"}, "date: '2026-13-01': no day"),
         ({"date": "2999-01-01"}, "date: 2999-01-01 is in the future"),
         ({"currency": "EUR"}, "currency: 'EUR': costs are in dollars; convert"),
-        ({"currency": None}, "currency: missing"),
         ({"source": None}, "source: missing"),
         ({"prices": None}, "prices: missing"),
         ({"prices": {"r-1": 3}}, "prices.r-1: 3: must be"),
         ({"prices": {"r-1": {"2y": {"x": 1}}}}, "prices.r-1.2y: must be one of on_demand"),
         ({"prices": {"r-1": {"1y": {"x.y": -3}}}}, "1y.x.y: -3: must be dollars .*above 0"),
-        ({"prices": {"r-1": {"1y": {"x": float("nan")}}}}, "nan: must be dollars"),
         ({"prices": {"r-1": {"1y": {"x": True}}}}, "True: must be dollars"),
         ({"regions": {}}, "regions: unknown; known here: date"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from corpus.data_server import DataServer, data_server
 from corpus.published import mirror_configuration, publish_wikipedia
 from fake_slurm import FakeSlurm
-from submit.commands import call, call_json, fails
+from submit.commands import call, fails
 
 from slurmllm.config.data_sources import read_source
 from slurmllm.config.load import load
@@ -76,6 +76,9 @@ def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
     assert f"fetch wikipedia_gpt2 --to {Path.cwd() / 'other' / '.data'}`" in elsewhere
     swept = call(*NEOX, "--dry-run", "--sweep", "optim.lr=1e-4,2e-4")
     assert (swept.exit_code, "no training data" in swept.stderr) == (2, True)
+    # A tokenizer alone is not complete after --fetch.
+    dry = call(*NEOX, "--data=gpt2_tokenizer", "--fetch", "--dry-run")
+    assert (dry.exit_code, "no training data" in dry.stderr) == (2, True)
 
 
 def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path: Path) -> None:
@@ -107,31 +110,6 @@ def test_what_sbatch_would_misread_is_refused_before_the_download(mirrored: Data
     assert (len(mirrored.requests), Path("a$b").exists()) == (before, False)
 
 
-def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
-    done = call("data", "fetch", "neox_20b", "--json")
-    assert done.exit_code == 0, done.output
-    (data_set,) = json.loads(done.stdout)["fetched"]
-    assert data_set["name"] == "wikipedia_gpt2"
-    assert [file["name"] for file in data_set["files"]] == [
-        *("my-gpt2_text_document.bin", "my-gpt2_text_document.idx", "license.txt"),
-        "gpt2-vocab.json",
-        "gpt2-merges.txt",
-    ]
-    assert call(*NEOX, "--json").exit_code == 0
-    to = call("data", "fetch", "wikipedia_gpt2", "--to", "elsewhere")
-    line = to.stdout.splitlines()[-1].strip()
-    folder = tmp_path / "elsewhere" / "wikipedia_gpt2"
-    assert line == (
-        f"wikipedia_gpt2: {{corpus: {folder}/my-gpt2_text_document, "
-        f"tokenizer: {folder}/tokenizer.json}}"
-    )
-    assert "names no published data set" in fails(2, "data", "fetch", "tiny_neox")
-    message = fails(2, "data", "fetch", "wikipedia")
-    assert "neither a data set nor a recipe; did you mean 'wikipedia_gpt2'?" in message
-    listed = call_json("data", "fetch", "--list")["data_sets"]
-    assert "neox_20b" in next(d["recipes"] for d in listed if d["name"] == "wikipedia_gpt2")
-
-
 def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
     """The command that `submit` names fetches it."""
     file = tmp_path / "mine.yaml"
@@ -148,13 +126,6 @@ def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
     sent = call(*line, "--json")
     assert sent.exit_code == 0, sent.output
     assert files_of(sent)[0].endswith("/.data/mine/my-gpt2_text_document")
-
-
-def test_a_dry_run_of_what_cannot_be_fetched(fake: FakeSlurm) -> None:
-    """Neither a recipe without data nor a tokenizer alone is complete after --fetch."""
-    for option in ("--set=data.source=null", "--data=gpt2_tokenizer"):
-        dry = call(*NEOX, option, "--fetch", "--dry-run")
-        assert (dry.exit_code, "no training data" in dry.stderr) == (2, True)
 
 
 def test_a_site_has_it_already(
@@ -201,18 +172,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--runs-dir={tmp_path_factory.mktemp('runs')}"
 
 
-@pytest.mark.parametrize("recipe", ["neox_20b", "llama2_7b_finetune", "llama3_8b"])
+@pytest.mark.parametrize("recipe", ["llama2_7b_finetune", "llama3_8b"])
 def test_a_trial_on_the_built_in_texts(
     fake: FakeSlurm, recipe: str, runs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """llama2_7b_finetune then needs no weights; llama3_8b's batch is longer than the texts."""
-    more = (
-        "--cluster=local",
-        "--set=backend=rehearsal",
-        "--set=parallel.tensor=1",
-        "--set=parallel.pipeline=1",
-        "--set=parallel.sequence=false",
-    )
+    more = (*REHEARSED[:3], "--set=parallel.pipeline=1", "--set=parallel.sequence=false")
     sent = call("submit", recipe, "--nodes=4", *more, "--data=builtin", "--json", runs)
     assert sent.exit_code == 0, sent.output
     assert (
@@ -228,11 +193,7 @@ def test_a_trial_on_the_built_in_texts(
     assert json.loads(call("status", run, "--json", runs).stdout)["trial"] is True
 
 
-def test_a_small_vocabulary_and_other_data(fake: FakeSlurm, runs: str) -> None:
-    options = ("--set=model.vocab_size=512", "--data=builtin", "--json", runs)
-    small = call("submit", "tiny_neox", *options)
-    assert small.exit_code == 0, small.output
-    assert ".512.tokenizer.json" in files_of(small)[1]
+def test_other_data(fake: FakeSlurm) -> None:
     other = fails(2, *NEOX, "--data=c4_en,gpt2_tokenizer")
     assert "run `slurmllm data fetch c4_en gpt2_tokenizer` (about 305" in other
     assert "exclude each other" in fails(2, *NEOX, "--data=builtin", "--fetch")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,8 @@ def size(folder: Path) -> int:
 
 def test_the_checkpoints_stay(run: RunDir) -> None:
     checkpoints, everything = size(run.checkpoints), size(run.path)
+    assert "--yes deletes r: " in fails(2, "delete", "r")
+    assert size(run.path) == everything
     answer = call("delete", "r", "--yes", "--json")
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["deleted"] == [
@@ -70,12 +71,6 @@ def test_shared_graphs_free_nothing(run: RunDir, tmp_path: Path) -> None:
     assert before > 0
     assert call_json("delete", "r", "--yes")["deleted"][0]["bytes"] == 0
     assert (tmp_path / "shared").stat().st_size == 5000
-
-
-def test_it_asks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = size(run.path)
-    assert "--yes deletes r: " in fails(2, "delete", "r")
-    assert size(run.path) == before
 
 
 def test_living_runs_and_other_folders(
@@ -136,14 +131,3 @@ def test_sweeps(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     assert done.exit_code == 0, done.output
     assert call("delete", "t", "--yes").exit_code == 0
     assert not Path("runs/t").exists()
-
-
-def test_a_sweep_that_has_made_no_run(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    submitted(fake, inputs, "--name", "s", "--sweep", "train.seed=1,2")
-    call("cancel", "s")
-    sweep = Path("runs/s")
-    for path in sweep.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-    assert call("delete", "s", "--yes").exit_code == 0
-    assert not sweep.exists()

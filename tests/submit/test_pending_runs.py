@@ -31,14 +31,12 @@ def test_a_run_that_waits_says_why_and_what_to_do(fake: FakeSlurm, inputs: tuple
             ["n1, n2 down~: (Code:Insuff", "cloud has no free machines", "--partition NAME"],
         ),
         ("ReqNodeNotAvail, UnavailableNodes:n2", "bad disk", ["; n2 down~: bad disk"]),
-        # 24.11, of a drained node that --nodelist names
-        ("ReqNodeNotAvail, May be reserved for other job", "bad disk", ["; n1 down~: bad disk"]),
     ],
 )
 def test_the_nodes_reasons_are_shown(
     fake: FakeSlurm, inputs: tuple[str, ...], reason: str, node: str, texts: list[str]
 ) -> None:
-    submitted(fake, inputs, "--name", "r", *(["--nodelist=n1"] if "May be" in reason else []))
+    submitted(fake, inputs, "--name", "r")
     fake.states.update(n1="down~", n2="down~")
     fake.reasons = {"n1": node, "n2": node}
     fake.waits = {"1": reason}

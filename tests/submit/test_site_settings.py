@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from submit.commands import call, fails, submitted
 
 from slurmllm.config.load import load
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm import client
 
 
 def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
@@ -98,22 +95,6 @@ def test_a_dependency(
     assert (len(fake.jobs), Path("runs/s").exists()) == (count, False)
     submitted(fake, inputs, "--name", "s", "--dependency=afterany:999")
     assert "--dependency=afterany:999: Slurm knows no job 999" in caplog.text
-
-
-def test_status_names_a_dependency_that_is_never_met(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submitted(fake, inputs, "--name", "r")
-    queue = fake.queue
-
-    def never(job_ids: Sequence[str]) -> dict[str, client.QueuedJob]:
-        reasons = {"1": "DependencyNeverSatisfied", "2": "Dependency"}
-        return {job: replace(row, reason=reasons[job]) for job, row in queue(job_ids).items()}
-
-    monkeypatch.setattr(fake, "queue", never)
-    shown = " ".join(call("status", "r").stdout.split())
-    assert "precompile job waiting for DependencyNeverSatisfied: the job that it depends" in shown
-    assert "`slurmllm cancel r`, then `slurmllm resume r`" in shown
 
 
 def test_a_container_is_checked_before_a_job_is_submitted(

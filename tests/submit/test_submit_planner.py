@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 from fake_slurm import FakeSlurm
+from submit.commands import call
 
-from slurmllm.cli.main import cli
 from slurmllm.config.load import load
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm import client
-from slurmllm.submit import launch
 
 # A small cluster of CPUs, so that a tiny recipe has layouts to choose from.
 PROFILE = """
@@ -45,21 +43,11 @@ SLOW = ("--set=parallel.pipeline=4", "--set=train.micro_batch=8")
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
-    cluster = FakeSlurm()
-    monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
-    monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
-    monkeypatch.chdir(tmp_path)
+def fake(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setenv("SLURMLLM_CLUSTER", "shelf.yaml")
     Path("shelf.yaml").write_text(PROFILE)
     np.save("tokens.npy", np.arange(5000, dtype=np.uint16) % 4096)
-    return cluster
-
-
-def call(*arguments: str) -> Result:
-    result = CliRunner().invoke(cli, arguments)
-    assert "Traceback" not in result.output
-    return result
+    return fake
 
 
 def submit(*arguments: str) -> Result:
@@ -83,14 +71,12 @@ def test_auto_is_settled_before_anything_is_written(fake: FakeSlurm) -> None:
         assert held["origin"][f"parallel.{degree}"].startswith("planner: best of ")
     assert json.loads(Path("runs/r/plan.json").read_text())["pipeline"] == planned["pipeline"]
     assert len(fake.jobs) == 2
-
-
-def test_the_choice_is_one_line(fake: FakeSlurm) -> None:
+    call("cancel", "r")
+    none = call("resume", "r", "--set=parallel=auto", "--set=cluster.hardware=null")
+    assert (none.exit_code, "slurmllm calibrate" in none.stderr) == (2, True)
     line = r"tensor \d, pipeline \d, data \d, micro batch 2: [\d.]+ seq/s predicted, MFU \d+ %, "
-    dry = submit("--set=parallel=auto", "--dry-run")
-    assert re.search(f"^{line}", dry.stdout, re.MULTILINE)
-    assert re.search(f"^planner    {line}", submit("--set=parallel=auto").stdout, re.MULTILINE)
-    assert dry.stderr == "dry run: nothing was written, nothing submitted\n"
+    shown = call("resume", "r", "--set=parallel=auto").stdout
+    assert re.search(f"^planner    {line}", shown, re.MULTILINE)
 
 
 def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
@@ -107,6 +93,11 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
     shown = json.loads(dry.stdout)
     assert shown["refusals"] == shown["planner"]["refusals"]
     assert not shown["planner"]["fits"]
+    rough = submit("--set=cluster.hardware.rough=true", "--set", NOT_ENOUGH, "--dry-run")
+    assert (rough.exit_code, "refuse" in rough.stderr) == (0, False)
+    tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
+    assert tight.exit_code == 2
+    assert re.search(r"closest to fitting: .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
     forced = submit("--set", NOT_ENOUGH, "--force")
     assert forced.exit_code == 0
     assert "warning: " in forced.stderr
@@ -119,24 +110,6 @@ def test_a_slow_mesh_is_warned_of_and_submitted(fake: FakeSlurm) -> None:
     (message,) = re.findall(r"warning: .* % of the best on these nodes: (.*)", sent.stderr)
     assert "--set parallel.pipeline=" in message
     assert "planner" not in sent.stdout
-
-
-@pytest.mark.parametrize(
-    "how", [(NOT_ENOUGH,), ("cluster.hardware.rough=true", NOT_ENOUGH), ("cluster.hardware=null",)]
-)
-def test_only_sound_figures_refuse(fake: FakeSlurm, how: tuple[str, ...]) -> None:
-    result = submit(*(f"--set={setting}" for setting in how))
-    assert result.exit_code == (2 if how == (NOT_ENOUGH,) else 0)
-
-
-def test_auto_that_cannot_be_settled(fake: FakeSlurm) -> None:
-    none = submit("--set=parallel=auto", "--set=cluster.hardware=null")
-    assert none.exit_code == 2
-    assert "slurmllm calibrate" in none.stderr
-    tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
-    assert tight.exit_code == 2
-    assert re.search(r"closest to fitting: .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
-    assert not fake.jobs
 
 
 def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: FakeSlurm) -> None:
@@ -152,9 +125,6 @@ def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: Fak
     assert degrees() == before
     forced = call("resume", "r", "--set", NOT_ENOUGH, "--force")
     assert forced.exit_code == 0
-    call("cancel", "r")
-    # It was told once; what has not changed is not held against it again.
-    assert call("resume", "r").exit_code == 0
     call("cancel", "r")
     roomy = "--set=cluster.hardware.memory_gib=1"
     anew = call("resume", "r", roomy, "--set=parallel=auto", "--set=parallel.pipeline=2", "--json")
@@ -183,37 +153,6 @@ def test_a_recipe_s_auto_without_hardware_figures(
     assert (sent["mesh"]["data"], sent["mesh"]["tensor"], sent["planner"]) == (4, 1, None)
     assert sent["mesh"]["micro_batch"] is None  # precompile measures it
     assert "no hardware figures to choose a layout by" in caplog.text
-
-
-def test_force_takes_the_smallest_layout(fake: FakeSlurm) -> None:
-    sent = submit("--set=parallel=auto", "--set", NOT_ENOUGH, "--force", "--json")
-    assert sent.exit_code == 0, sent.output
-    assert "is predicted to need" in sent.stderr
-    config = load(RunDir(Path("runs/r")).config)
-    assert config.origins["parallel.tensor"].startswith("planner: the smallest layout; none is")
-
-
-def test_recipes_shows_what_is_left_open(tmp_path: Path) -> None:
-    arguments = ("recipes", "neox_20b", "--set=parallel=auto", "--set=parallel.tensor=8")
-    path = tmp_path / "again.yaml"
-    path.write_text(call(*arguments).stdout)  # a recipe
-    printed = yaml.safe_load(path.read_text())
-    assert printed["parallel"] == {
-        "auto": True,
-        "tensor": 8,
-        "pipeline": "auto",
-        "virtual_pipeline": "auto",
-        "sequence": "auto",
-        "zero": "auto",
-        "shard_nodes": "auto",
-    }
-    assert yaml.safe_load(call("recipes", str(path)).stdout)["parallel"] == printed["parallel"]
-    tree = json.loads(call(*arguments, "--json", "--explain").stdout)
-    assert (tree["parallel"]["tensor"], tree["parallel"]["pipeline"]) == (8, None)
-    assert tree["origin"]["parallel.zero"] == "the planner, at submit"
-    assert re.search(
-        r"parallel.zero +auto +the planner, at submit", call(*arguments, "--explain").stdout
-    )
 
 
 def test_planning_loads_no_torch_and_no_numpy(fake: FakeSlurm) -> None:
