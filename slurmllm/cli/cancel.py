@@ -1,26 +1,33 @@
-"""`slurmllm cancel`: the jobs of runs, or of all runs of a sweep."""
+"""`slurmllm cancel` and `delete`: the jobs of runs and sweeps, and their directories."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
+from slurmllm.format import format_bytes, format_plural
+from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep
+from slurmllm.run.safe_files import untrusted_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slurmllm.run.rundir import RunDir, SweepDir
     from slurmllm.slurm.client import SlurmClient
+
+_runs = click.argument(
+    "runs", nargs=-1, required=True, metavar="RUN...", shell_complete=options.complete_run
+)
 
 
 @click.command()
-@click.argument(
-    "runs", nargs=-1, required=True, metavar="RUN...", shell_complete=options.complete_run
-)
+@_runs
 @options.runs_dir
 def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
     """Cancel the jobs of each RUN, or of a sweep.
@@ -28,19 +35,17 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
     The workers save a checkpoint before they exit, if Slurm gives them the time. Nothing is
     cancelled if a name is wrong; a run that cannot be cancelled does not keep the others.
     """
-    from slurmllm.errors import SlurmllmError
-    from slurmllm.run.rundir import RunDir, find_run_or_sweep
     from slurmllm.slurm.client import SlurmClient
 
     client, errors = SlurmClient(), list[SlurmllmError]()
     targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
     for target in targets:
         try:
-            if isinstance(target, RunDir):
-                with _locked(target):
+            with _locked(RunDir(target.path)):
+                if isinstance(target, RunDir):
                     _cancel_run(target, client)
-            else:
-                _cancel_sweep(target, client)
+                else:
+                    _cancel_sweep(target, client)
         except SlurmllmError as error:
             errors.append(error)
     for earlier in errors[:-1]:
@@ -52,7 +57,6 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
 @contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
     """Hold the lock of a run; a full disk, which does not take it, must not keep its jobs."""
-    from slurmllm.errors import StorageError
     from slurmllm.supervise.run_lock import locked
 
     with ExitStack() as locks:
@@ -65,7 +69,6 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 def _record(run: RunDir) -> None:
     """Record the cancellation of a run, if its directory takes it."""
-    from slurmllm.errors import StorageError
     from slurmllm.submit.launch import record_cancellation
 
     try:
@@ -76,9 +79,6 @@ def _record(run: RunDir) -> None:
 
 def _require_own_record(run: RunDir) -> None:
     """Raise RunError if others may have written what is to be cancelled."""
-    from slurmllm.errors import RunError
-    from slurmllm.run.safe_files import untrusted_error
-
     if why := untrusted_error(run.jobs.stat()):
         raise RunError(
             f"{run.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
@@ -87,10 +87,7 @@ def _require_own_record(run: RunDir) -> None:
 
 
 def _cancel_run(run: RunDir, client: SlurmClient) -> None:
-    import signal
-
     from slurmllm.checkpoint.foreign import command_of
-    from slurmllm.errors import RunError
     from slurmllm.run.records import JobsRecord
     from slurmllm.status.runs import is_active, process_elsewhere
 
@@ -123,16 +120,7 @@ def _cancel_run(run: RunDir, client: SlurmClient) -> None:
 
 
 def _signal(pid: int, number: int) -> None:
-    """Send a signal to a local run's process; 0 only checks the permission.
-
-    Raises:
-        UserError: the process is another user's.
-    """
-    import os
-    from contextlib import suppress
-
-    from slurmllm.errors import UserError
-
+    """Send a signal to a local run's process; 0 only checks the permission."""
     try:
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(pid, number)
@@ -145,28 +133,76 @@ def _signal(pid: int, number: int) -> None:
 def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
     from slurmllm.run.records import JobsRecord, SweepRecord
-    from slurmllm.run.rundir import RunDir
     from slurmllm.status.runs import is_active
 
-    with _locked(RunDir(sweep.path)):
-        cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
-        submissions = {
-            run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
-        }
-        for run, last in submissions.items():
-            if last.local and is_active(run, client):
-                _cancel_run(run, client)
-        by_slurm = [(run, last) for run, last in submissions.items() if not last.local]
-        jobs = {job: run for run, last in by_slurm for job in last.own_jobs}
-        queue = client.queue(list(jobs))
-        active = [job for job in reversed(jobs) if job in queue and queue[job].active]
-        active.sort(key=lambda job: queue[job].state != "PENDING")
-        for job in active:
-            _require_own_record(jobs[job])
-        if not active:
-            click.echo(f"{sweep.name} has no pending or running jobs; nothing to cancel")
-            return
-        client.cancel(active)
-        for run in dict.fromkeys(jobs[job] for job in active):
-            _record(run)
-        click.echo(f"cancelled {len(active)} jobs: {', '.join(active)}")
+    cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
+    submissions = {
+        run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
+    }
+    for run, last in submissions.items():
+        if last.local and is_active(run, client):
+            _cancel_run(run, client)
+    jobs = {
+        job: run for run, last in submissions.items() if not last.local for job in last.own_jobs
+    }
+    queue = client.queue(list(jobs))
+    active = [job for job in reversed(jobs) if job in queue and queue[job].active]
+    active.sort(key=lambda job: queue[job].state != "PENDING")
+    for job in active:
+        _require_own_record(jobs[job])
+    if not active:
+        click.echo(f"{sweep.name} has no pending or running jobs; nothing to cancel")
+        return
+    client.cancel(active)
+    for run in dict.fromkeys(jobs[job] for job in active):
+        _record(run)
+    click.echo(f"cancelled {len(active)} jobs: {', '.join(active)}")
+
+
+@click.command()
+@_runs
+@click.option("--checkpoints", is_flag=True, help="Delete the checkpoints too.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@options.runs_dir
+@options.as_json
+def delete(
+    runs: tuple[str, ...], checkpoints: bool, yes: bool, runs_dir: Path, as_json: bool
+) -> None:
+    """Delete the directory of each RUN, or of a sweep, but for its checkpoints.
+
+    Shows what goes and how many bytes that frees, and asks. Nothing is deleted if one of the names
+    is no run, or the run is pending or running. Replicas of checkpoints, what trackers have, and
+    caches on the nodes' own disks stay.
+    """
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.submit.deletion import delete_planned, find_deletable, plan_deletion
+    from slurmllm.supervise.run_lock import locked
+
+    client = SlurmClient()
+    targets = dict.fromkeys(find_deletable(run, runs_dir) for run in runs)
+    plans = [plan_deletion(target, checkpoints, client) for target in targets]
+    for plan in [] if as_json else plans:
+        count = format_plural(plan.checkpoints, "checkpoint")
+        what = f"including {count}"
+        count = count if plan.checkpoints else "the trainer's outputs"
+        if plan.keeps_checkpoints:
+            size = format_bytes(plan.checkpoint_bytes)
+            what = f"not {count} ({size}), for which add --checkpoints"
+        click.echo(f"{plan.target.path}: deletes {format_bytes(plan.bytes)}, {what}")
+    total = f"{', '.join(plan.target.name for plan in plans)}: "
+    total += format_bytes(sum(plan.bytes for plan in plans))
+    if not yes and not sys.stdin.isatty():
+        raise UserError(f"nothing was deleted: --yes deletes {total}")
+    if not yes:
+        click.confirm(f"delete {total}?", abort=True, err=True)
+    for plan in plans:
+        with locked(RunDir(plan.target.path), "delete"):
+            # Again, under the lock: a `resume` may have come between.
+            latest = plan_deletion(plan.target, checkpoints, client)
+            if latest[3:] != plan[3:]:
+                raise RunError(f"{plan.target.path} has changed meanwhile; it was not deleted")
+            delete_planned(latest)
+    if as_json:
+        options.echo_json({"deleted": [plan.to_json() for plan in plans]})
+    else:
+        click.echo(f"deleted {total}")

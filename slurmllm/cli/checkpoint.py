@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
 from slurmllm.errors import CheckpointError, RunError, SlurmllmError, UserError
 from slurmllm.format import format_age, format_bytes, format_count, format_plural
+from slurmllm.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
     import torch
 
     from slurmllm.checkpoint.catalogue import CheckpointEntry
-    from slurmllm.checkpoint.formats.converting import ConversionPlan, Precision
+    from slurmllm.checkpoint.formats.converting import Precision
     from slurmllm.config.command import CommandConfig
-    from slurmllm.run.rundir import RunDir
 
 
 def _parse_size(ctx: click.Context, _: click.Parameter, text: str) -> int:
@@ -49,18 +50,16 @@ out = click.option(
     "--out", required=True, metavar="DIR", help="Folder to create; it must not exist yet."
 )
 of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run: RUN@CKPT.")
-dtype = click.option(
+dtype = options.choice(
     "--dtype",
-    type=click.Choice(["fp32", "bf16", "source"]),
+    "fp32 bf16 source",
+    "Type of the weights to write; source keeps the stored dtype.",
     default="source",
-    show_default=True,
     callback=_torch_dtype,
-    help="Type of the weights to write; source keeps the stored dtype.",
 )
 shard_size = click.option(
     "--shard-size",
     default="5GB",
-    show_default=True,
     callback=_parse_size,
     help="Maximum size of a weight file; peak memory is similar.",
 )
@@ -99,7 +98,6 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     from slurmllm.checkpoint.foreign import command_of, require_own_trainer
     from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.load import load
-    from slurmllm.run.rundir import find_run
 
     run_dir = find_run(run, runs_dir)
     if (command := command_of(run_dir)) is not None:
@@ -122,10 +120,21 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     if as_json:
         listed = [{"replica": e.replica_url is not None, **_entry_json(e)} for e in entries]
         options.echo_json({"run": run_dir.name, "checkpoints": listed})
-    elif entries:
-        _print_table(entries)
-    else:
+        return
+    if not entries:
         click.echo(f"run {run_dir.name} has no checkpoint yet")
+        return
+    rows = []
+    for entry in entries:
+        state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
+        state = f"replica in {entry.replica_url}" if entry.replica_url is not None else state
+        values = ("", "", "", "")
+        if (manifest := entry.manifest) is not None:
+            saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
+            size = format_bytes(entry.num_bytes)
+            values = (saved, size, str(manifest.attempt), str(manifest.world_size))
+        rows.append((str(int(entry.directory.name.rpartition("_")[2])), *values, state))
+    print_table(("step", "saved", "size", "attempt", "workers", "state"), rows, fold="state")
 
 
 @checkpoint.command()
@@ -191,7 +200,7 @@ def import_(
     plan = plan_import(folder, dtype)
     with input_progress("importing", sum(plan.sizes_bytes)) as on_progress:
         manifest = run_import(plan, target, shard_size, on_progress)
-    num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
+    num_bytes = sum(file.bytes for file in manifest.files)
     num_files = len(manifest.files) + 1  # the manifest does not list itself
     fields = {
         "checkpoint": str(target),
@@ -201,19 +210,16 @@ def import_(
         "tokenizer": sorted(plan.tokenizer.files),
         "files": num_files,
         "bytes": num_bytes,
-        "seconds": round(seconds, 3),
     }
     tokenizer = f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}"
     if "tokenizer.json" not in plan.tokenizer.files:
         tokenizer = f"{source} has no tokenizer.json: name the tokenizer in data.tokenizer"
-    _report(
-        as_json,
-        fields,
-        f"{target}: {plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
-        f"{format_bytes(num_bytes)} in {num_files} files, {seconds:.1f} s",
-        tokenizer,
-        f"train from it: --set train.init_from={target}",
+    text = (
+        f"{plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
+        f"{format_bytes(num_bytes)} in {num_files} files"
     )
+    use = f"train from it: --set train.init_from={target}"
+    _report(as_json, target, began, fields, text, tokenizer, use)
 
 
 @checkpoint.command()
@@ -259,7 +265,6 @@ def export(
     num_bytes = sum(plan.sizes_bytes)
     with input_progress("exporting", num_bytes) as on_progress:
         names = run_export(plan, target, shard_size, on_progress)
-    seconds = time.monotonic() - began
     num_files = sum(name.endswith(".safetensors") for name in names)
     fields = {
         "checkpoint": str(directory),
@@ -268,27 +273,19 @@ def export(
         "tokenizer": sorted(tokenizer.files),
         "files": names,
         "bytes": num_bytes,
-        "seconds": round(seconds, 3),
     }
-    missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
-    _report(
-        as_json,
-        fields,
-        f"{target}: {format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of "
-        f"weights in {format_plural(num_files, 'file')}, from {directory}, {seconds:.1f} s",
-        *(() if tokenizer.files else (missing,)),
+    text = (
+        f"{format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of weights in "
+        f"{format_plural(num_files, 'file')}, from {directory}"
     )
+    missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
+    more = () if tokenizer.files else (missing,)
+    _report(as_json, target, began, fields, text, *more)
 
 
 @checkpoint.command()
 @click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
-@click.option(
-    "--to",
-    "backend",
-    required=True,
-    type=click.Choice(["native", "nxd"]),
-    help="Backend whose format to write.",
-)
+@options.choice("--to backend", "native nxd", "Backend whose format to write.", required=True)
 @out
 @of_run
 @mesh_options
@@ -298,10 +295,10 @@ def export(
     help="nxd: shard the optimizer state over data-parallel workers (ZeRO-1).  "
     "[default: the run's, else zero]",
 )
-@click.option(
+@options.choice(
     "--precision",
-    type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
-    help="Precision of the run that will read it.  [default: that of the run that wrote it]",
+    "fp32 bf16_mixed bf16_sr bf16",
+    "Precision of the run that will read it.  [default: that of the run that wrote it]",
 )
 @options.runs_dir
 @options.as_json
@@ -340,8 +337,7 @@ def convert(
     plan = plan_conversion(directory, target_mesh, precision)
     with input_progress("converting", plan.num_bytes) as on_progress:
         manifest = run_conversion(plan, target, on_progress)
-    num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
-    num_files = len(manifest.files) + 1
+    num_bytes, num_files = sum(file.bytes for file in manifest.files), len(manifest.files) + 1
     layout = plan.layout.model_dump(mode="json", exclude={"names"}) if plan.layout else None
     fields = {
         "checkpoint": str(directory),
@@ -353,31 +349,28 @@ def convert(
         "layout": layout,
         "files": num_files,
         "bytes": num_bytes,
-        "seconds": round(seconds, 3),
     }
-    line = (
-        f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "
-        f"{num_files} files, from {directory}, {seconds:.1f} s"
-    )
-    _report(as_json, fields, line, *_hints(plan, target))
-
-
-def _hints(plan: ConversionPlan, target: Path) -> Iterator[str]:
+    text = f"step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in {num_files} files"
+    hints: tuple[str, ...] = ()
     if plan.training is None:
-        yield "it has weights and no optimizer state, like the checkpoint it came from"
-        yield f"train from it: --set train.init_from={target}"
+        weights = "it has weights and no optimizer state, like the checkpoint it came from"
+        hints = (weights, f"train from it: --set train.init_from={target}")
     elif plan.layout is not None and not plan.known_optim:
-        yield (
+        hints = (
             "betas, eps and weight_decay in NxD's files are slurmllm's defaults, because CKPT is "
-            "in no run; a run of slurmllm uses its recipe's"
+            "in no run; a run of slurmllm uses its recipe's",
         )
+    _report(as_json, target, began, fields, f"{text}, from {directory}", *hints)
 
 
-def _report(as_json: bool, fields: dict[str, Any], *lines: str) -> None:
+def _report(
+    as_json: bool, target: Path, began: float, fields: dict[str, Any], text: str, *more: str
+) -> None:
+    seconds = time.monotonic() - began
     if as_json:
-        options.echo_json(fields)
+        options.echo_json({**fields, "seconds": round(seconds, 3)})
     else:
-        click.echo("\n".join(lines))
+        click.echo("\n".join((f"{target}: {text}, {seconds:.1f} s", *more)))
 
 
 def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
@@ -435,39 +428,19 @@ def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
     """List the checkpoints of a trainer of another project, which are only looked at."""
     from slurmllm.checkpoint.foreign import list_trainer_checkpoints
 
-    rows: list[dict[str, Any]] = [
-        {
-            **entry._asdict(),
-            "path": str(entry.path),
-            "age_s": max(time.time() - entry.changed_at, 0),
-        }
-        for entry in list_trainer_checkpoints(run, command)
-    ]
+    rows: list[dict[str, Any]] = []
+    for entry in list_trainer_checkpoints(run, command):
+        age_s = max(time.time() - entry.changed_at, 0)
+        rows.append({**entry._asdict(), "path": str(entry.path), "age_s": age_s})
     if as_json:
         options.echo_json({"run": run.name, "checkpoints": rows})
     elif rows:
-        from slurmllm.display.tables import print_table
-
-        states = ["complete" if row["complete"] else "half-written" for row in rows]
-        columns = zip(rows, states, strict=True)
-        table = [(str(r["step"]), format_age(r["age_s"]), s, r["path"]) for r, s in columns]
+        states = {True: "complete", False: "half-written"}
+        table = [
+            (str(row["step"]), format_age(row["age_s"]), states[row["complete"]], row["path"])
+            for row in rows
+        ]
         print_table(("step", "changed", "state", "path"), table, fold="path")
     else:
         place = command.checkpoints or "not set"
         click.echo(f"run {run.name}: no checkpoint; command.checkpoints: {place}")
-
-
-def _print_table(entries: list[CheckpointEntry]) -> None:
-    from slurmllm.display.tables import print_table
-
-    rows = []
-    for entry in entries:
-        state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
-        state = f"replica in {entry.replica_url}" if entry.replica_url is not None else state
-        values = ("", "", "", "")
-        if (manifest := entry.manifest) is not None:
-            saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
-            size = format_bytes(entry.num_bytes)
-            values = (saved, size, str(manifest.attempt), str(manifest.world_size))
-        rows.append((str(int(entry.directory.name.rpartition("_")[2])), *values, state))
-    print_table(("step", "saved", "size", "attempt", "workers", "state"), rows, fold="state")

@@ -1,19 +1,32 @@
-"""Commands whose help has headings, and groups of commands that take PATH=VALUE as --set."""
+"""Classes of commands: headings in the help, PATH=VALUE as --set; and the standard streams."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import shlex
+import sys
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import click
 
 from slurmllm.cli.options import JOB_OPTIONS
+from slurmllm.errors import UserError
+from slurmllm.format import printable
 
 _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)  # PATH=VALUE
 # Options under these headings
 _OF_SLURM = {*JOB_OPTIONS, "in-allocation", "slurm", "cluster", "cpus", "gpus"}
 _OF_SWEEPS = {"sweep", "sweep-file", "max-running", "yes"}
+# For terminals and files without Unicode (LC_ALL=C)
+_ASCII = str.maketrans(
+    {"…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "×": "x", "·": "."}
+    | dict(zip("–─├└│“”’", '--|`|""\'', strict=True))
+)
 
 
 class GroupedCommand(click.Command):
@@ -53,8 +66,6 @@ class Verbs(click.Group):
             before, positional = _with_set_options(verb, rest, ctx.resilient_parsing)
             after = rest[rest.index("--") + 1 :] if "--" in rest else []
             if after and any(param.name == "command" for param in verb.params):
-                from slurmllm.cli.command_line import with_command
-
                 rest = with_command(before, positional, after)
             else:
                 rest = [*before, "--", *after] if after else before
@@ -76,8 +87,6 @@ def _with_set_options(
         argument = rest.pop(0)
         option, equals, value = argument.partition("=")
         if not lenient and option.startswith("--") and "." in option:
-            from slurmllm.errors import UserError
-
             if not equals:
                 value = rest[0] if rest and not rest[0].startswith("-") else "VALUE"
             setting = f"{option[2:].replace('-', '_')}={value}"
@@ -88,3 +97,82 @@ def _with_set_options(
         count = values.get(argument, 0)  # of the option's values, which may look like settings
         result, rest = result + rest[:count], rest[count:]
     return result, positional
+
+
+def with_command(
+    before: Sequence[str], positional: Sequence[str], after: Sequence[str]
+) -> list[str]:
+    """Return arguments in which the command line after `--` is the option --command.
+
+    After a RECIPE, if the first argument after `--` begins with a dash, all are options of sbatch.
+    Without a RECIPE, or after an adapter (trainers/NAME), only those before the first argument
+    without a dash are, each as `--name=value`; the command begins there.
+    """
+    from slurmllm.config.command import join_words, name_of_command
+    from slurmllm.config.profiles import TRAINERS
+
+    options = list(takewhile(lambda word: word.startswith("-"), after))
+    is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
+    if (options and positional and not is_adapter) or len(options) == len(after):
+        return [*before, "--", *after]
+    words = after[len(options) :]
+    # Without a RECIPE the name is that of the program.
+    name = f'--set=name="{name_of_command(words)}"'
+    added = [] if positional else [f"{TRAINERS}/plain", name]
+    return [
+        *added,
+        *before,
+        f"--command={join_words(words)}",
+        *(["--", *options] if options else []),
+    ]
+
+
+class StandardStream(io.TextIOWrapper):
+    """Standard output or error: whatever a verb prints of others' texts, it steers no terminal.
+
+    Attributes:
+        tolerant: Whether a closed pipe or a full disk is ignored: jobs that were submitted run on,
+            so that the verb has not failed.
+        ascii: Whether only ASCII is printed. Its encoding is UTF-8 all the same, or click would
+            write past it.
+    """
+
+    tolerant = False
+    ascii = False
+
+    def write(self, text: str) -> int:
+        text = printable(text, styles=self.isatty() and "NO_COLOR" not in os.environ)
+        if self.ascii:
+            text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+        with contextlib.suppress(*([OSError] if self.tolerant else [])):
+            return super().write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(*([OSError] if self.tolerant else [])):
+            super().flush()
+
+
+def open_outputs() -> None:
+    """Replace the standard streams by `StandardStream`; a closed one by the null device."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # otherwise the next file that is opened would be the standard output
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        stream = getattr(sys, name)
+        if number:
+            binary = os.fdopen(number, "wb", closefd=False) if stream is None else stream.buffer
+            output = StandardStream(binary, "utf-8", "backslashreplace", line_buffering=True)
+            output.ascii = stream is not None and not stream.encoding.lower().startswith("utf")
+            setattr(sys, name, output)
+
+
+def ignore_output_errors() -> None:
+    """Ignore a closed or full standard output from here on."""
+    if isinstance(sys.stdout, StandardStream):
+        sys.stdout.tolerant = True

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from slurmllm.cli import commands, options
+from slurmllm.display.tables import print_line, print_table
+from slurmllm.errors import EXIT_NEGATIVE, StorageError, UserError
+from slurmllm.run.rundir import find_sweep
 
 if TYPE_CHECKING:
     from slurmllm.compare.comparison import Comparison, Overlap, Side
@@ -30,15 +33,10 @@ class _Choices:
     basis: Literal["tolerance", "precision"] | None
     precision: str | None
     by: Literal["step", "tokens", "samples"]
-    tags: tuple[str, ...]
-    patterns: tuple[str, ...]
-    wheres: tuple[str, ...]
-    decimals: tuple[str, ...]
+    of_logs: options.LogOptions
     shifts: tuple[str, ...]
-    from_step: int | None
-    to_step: int | None
+    steps: dict[str, int | None]
     plot: str | None
-    no_plot: bool
     html: str | None
 
     @property
@@ -49,10 +47,6 @@ class _Choices:
     def precisions(self, count: int) -> list[str]:
         return [""] * count if self.precision is None else self.precision.split(",")
 
-    @property
-    def steps(self) -> dict[str, int | None]:
-        return {"from_step": self.from_step, "to_step": self.to_step}
-
 
 @click.command(
     cls=commands.GroupedCommand,
@@ -62,14 +56,12 @@ class _Choices:
 @click.argument("others", metavar="B [C …]", nargs=-1, shell_complete=options.complete_run)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
-    "--grad-norm-tolerance",
-    type=float,
-    help="Relative tolerance of the gradient norm.  [default: 1e-2]",
+    "--grad-norm-tolerance", type=float, help="That of the gradient norm.  [default: 1e-2]"
 )
-@click.option(
+@options.choice(
     "--require",
-    type=click.Choice(["identical", "match", "equivalent"]),
-    help="Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
+    "identical match equivalent",
+    "Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
 )
 @click.option(
     "--exact", is_flag=True, help="Require bit-identical values, and files without a damaged line."
@@ -82,11 +74,10 @@ class _Choices:
     help="Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
     "Repeatable.",
 )
-@click.option(
-    "--as",
-    "basis",
-    type=click.Choice(["tolerance", "precision"]),
-    help="What may differ: no more than the tolerances, or the roundings of two precisions.  "
+@options.choice(
+    "--as basis",
+    "tolerance precision",
+    "What may differ: no more than the tolerances, or the roundings of two precisions.  "
     "[default: precision if both runs are recorded and differ in nothing else, else tolerance]",
 )
 @click.option(
@@ -95,17 +86,8 @@ class _Choices:
     help="Precisions of A, B, … for --as precision: fp32, bf16_mixed, bf16_sr or bf16.  "
     "[default: as recorded]",
 )
-@click.option(
-    "--by",
-    type=click.Choice(["step", "tokens", "samples"]),
-    default="step",
-    show_default=True,
-    help="Axis by which the runs are aligned.",
-)
-@options.tags
-@options.patterns
-@options.wheres
-@options.decimals
+@options.choice("--by", "step tokens samples", "Axis that aligns the runs.", default="step")
+@options.log_options
 @click.option(
     "--shift",
     "shifts",
@@ -114,10 +96,8 @@ class _Choices:
     help="Add this to the steps of a log that counts from 0, such as A=1; repeatable.  "
     "[default: by the log's format and values]",
 )
-@options.from_step
-@options.to_step
-@options.plot(".  [default: <run A>/reports/compare-<A>-<B>.png]")
-@options.no_plot
+@options.step_range
+@options.plot_or_none("<run A>/reports/compare-<A>-<B>.png")
 @click.option("--html", metavar="FILE.html", help="Also write a page, in the style of `report`.")
 @options.runs_dir
 @options.as_json
@@ -147,9 +127,6 @@ def compare(
     Exit codes: 0 no run differs from A; 1 one does, or its verdict is weaker than --require;
     2 invalid input; 4 the plot cannot be written.
     """
-    from slurmllm.errors import EXIT_NEGATIVE, UserError
-    from slurmllm.run.rundir import find_sweep
-
     if not others and (sweep := find_sweep(a, runs_dir)) is not None:
         from slurmllm.cli.sweep import print_table_of
 
@@ -161,18 +138,25 @@ def compare(
     _check(choices, 1 + len(others))
     curves, seeds = _read((a, *others), choices, runs_dir)
     comparisons = _compare(curves, seeds, choices)
-    if not choices.no_plot:
-        comparisons = _draw(curves, comparisons, seeds, choices)
-    comparisons = _write_page(curves, comparisons, choices)
+    comparisons = _write_files(curves, comparisons, seeds, choices)
     from slurmllm.compare.comparison import curve_letter
 
     by_letter = {curve_letter(place): row for place, row in enumerate(comparisons, start=1)}
     if as_json:
-        _echo_json(comparisons)
+        documents = [comparison.to_dict() for comparison in comparisons]
+        match = all(comparison.match for comparison in comparisons)
+        several_runs = {"comparisons": documents, "match": match}
+        document = documents[0] if len(documents) == 1 else several_runs
+        click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         for letter, comparison in by_letter.items():
             _print(comparison, letter, alone=len(comparisons) == 1)
-        _print_files(comparisons)
+        for name, paths in (
+            ("picture", [c.plot for c in comparisons]),
+            ("page", [c.html for c in comparisons]),
+        ):
+            for path in filter(None, dict.fromkeys(paths)):
+                click.echo(f"{name}: {path}")
     ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
 
 
@@ -194,8 +178,6 @@ def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -
 
 def _check(choices: _Choices, count: int) -> None:
     """Raise UserError if the options contradict each other, or are not for `count` runs."""
-    from slurmllm.errors import UserError
-
     exact, seeds = choices.exact, choices.seeds
     for option, value in (
         ("--tolerance", choices.tolerance),
@@ -220,10 +202,7 @@ def _check(choices: _Choices, count: int) -> None:
         raise UserError(
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
         )
-    options.check_picture(choices.plot, choices.no_plot)
-    if choices.html is not None and Path(choices.html).suffix.lower() not in (".html", ".htm"):
-        page = f"{Path(choices.html).stem}.html"
-        raise UserError(f"--html {choices.html}: the page is HTML; name it {page}")
+    options.check_page("--html", choices.html)
     _parse_shifts(choices.shifts, count)
 
 
@@ -238,8 +217,7 @@ def _read(
     from slurmllm.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
-    of_logs = (choices.tags, choices.patterns, choices.wheres, choices.decimals)
-    arguments = options.source_options(*of_logs, len(sources))
+    arguments = choices.of_logs.arguments(len(sources))
     paths = [locate(source, runs_dir) for source in sources]
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
         reading = pool.map(
@@ -249,10 +227,10 @@ def _read(
         )
         # These imports take half a second, during which the threads read.
         import_module("slurmllm.compare.compare")
-        if not choices.no_plot:
+        if choices.plot is not None:
             import_module("slurmllm.compare.plot")
         curves = list(reading)
-    options.refuse_unused(curves, [value for values in of_logs for value in values])
+    choices.of_logs.refuse_unused(curves)
     if choices.exact or choices.require in ("identical", "match"):
         option = "--exact" if choices.exact else f"--require {choices.require}"
         refuse_invented_steps(curves, option)
@@ -289,53 +267,41 @@ def _compare(
     ]
 
 
-def _draw(
+def _write_files(
     curves: Sequence[Curve],
-    comparisons: Sequence[Comparison],
+    comparisons: list[Comparison],
     seeds: Sequence[Curve],
     choices: _Choices,
 ) -> list[Comparison]:
-    """Draw the picture and record its path; without --plot a failure is only a warning."""
-    from slurmllm.compare.plot import default_path, draw
-    from slurmllm.errors import StorageError
+    """Write picture and page, and record their paths; a picture that nobody named may fail."""
+    if choices.plot is not None:
+        from slurmllm.compare.plot import default_path, draw
 
-    path = default_path(*curves) if choices.plot is None else Path(choices.plot)
-    try:
-        draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **choices.steps)
-    except StorageError as error:
-        if choices.plot is not None:
-            raise
-        text = str(error)
-        return [c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons]
-    return [c.model_copy(update={"plot": str(path)}) for c in comparisons]
+        path = Path(choices.plot) if choices.plot else default_path(*curves)
+        try:
+            draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **choices.steps)
+            comparisons = [c.model_copy(update={"plot": str(path)}) for c in comparisons]
+        except StorageError as error:
+            if choices.plot:
+                raise
+            text = str(error)
+            comparisons = [
+                c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons
+            ]
+    if choices.html is not None:
+        from slurmllm.report.comparison_page import write_comparison
+        from slurmllm.report.tables import Table
 
-
-def _write_page(
-    curves: Sequence[Curve], comparisons: list[Comparison], choices: _Choices
-) -> list[Comparison]:
-    """Write the page of --html, if any, and record its path."""
-    if choices.html is None:
-        return comparisons
-    from slurmllm.report.comparison_page import write_comparison
-    from slurmllm.report.tables import Table
-
-    tables = [Table.of(_metric_rows(comparison)) for comparison in comparisons]
-    write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)
-    return [c.model_copy(update={"html": choices.html}) for c in comparisons]
-
-
-def _echo_json(comparisons: Sequence[Comparison]) -> None:
-    documents = [comparison.to_dict() for comparison in comparisons]
-    match = all(comparison.match for comparison in comparisons)
-    document = documents[0] if len(documents) == 1 else {"comparisons": documents, "match": match}
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        tables = [Table.of(_metric_rows(comparison)) for comparison in comparisons]
+        write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)
+        comparisons = [c.model_copy(update={"html": choices.html}) for c in comparisons]
+    return comparisons
 
 
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     from rich.text import Text
 
     from slurmllm.compare.comparison import format_figure
-    from slurmllm.display.tables import print_line, print_table
 
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
     print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
@@ -373,17 +339,6 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
         print_line(f"warning: {warning}")
 
 
-def _print_files(comparisons: Sequence[Comparison]) -> None:
-    """Print the files, of all comparisons, that were written."""
-    for name, paths in {
-        "picture": [c.plot for c in comparisons],
-        "page": [c.html for c in comparisons],
-    }.items():
-        for path in dict.fromkeys(paths):
-            if path is not None:
-                click.echo(f"{name}: {path}")
-
-
 def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
     text = f"{label}  {side.name}: steps {side.first_step}–{side.last_step}"
     if side.restarts:
@@ -402,7 +357,6 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 
 def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
     from slurmllm.compare.comparison import curve_letter
-    from slurmllm.errors import UserError
 
     shifts: dict[str, int | None] = dict.fromkeys(map(curve_letter, range(count)))
     for value in values:

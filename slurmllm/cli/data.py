@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +12,8 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.cli.fetch import fetch
 from slurmllm.cli.inspect import inspect
+from slurmllm.errors import DataError
+from slurmllm.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from slurmllm.corpus.build import BuildResult
@@ -48,46 +48,33 @@ class Inputs(NamedTuple):
         names = [*self.names, *listed]
         return find_inputs(names, self.format, split=self.split, exclude=exclude, on_note=_note)
 
-    def read_options(
-        self,
-        prompt_key: str | None = None,
-        completion_key: str | None = None,
-        messages_key: str | None = None,
-    ) -> ReadOptions:
+    def read_options(self, **keys: Any) -> ReadOptions:
+        """Return how they are read; `keys` are of fine-tuning data."""
         from slurmllm.corpus.options import ReadOptions
 
-        keys = (self.text_key, prompt_key, completion_key, messages_key)
-        return ReadOptions(self.text_by, *keys, skip_bad=self.skip_bad, zstd_long=self.zstd_long)
+        keys |= {"skip_bad": self.skip_bad, "zstd_long": self.zstd_long}
+        return ReadOptions(self.text_by, self.text_key, **keys)
 
 
-_INPUT_OPTIONS = (
+input_options = options.grouped(
+    "inputs",
+    Inputs,
+    Inputs._fields,
     click.argument("names", metavar="[INPUT]...", nargs=-1),
     click.option(
-        "--files-from",
-        metavar="LIST",
-        help="Also read the files named in LIST, one per line; - is standard input.",
+        "--files-from", metavar="LIST", help="Also read the files that LIST (- is stdin) names."
     ),
-    click.option(
-        "--format",
-        type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]),
-        default="auto",
-        show_default=True,
-        help="Format of the files; auto: by their suffixes.",
+    options.choice(
+        "--format", "auto text jsonl csv parquet arrow", "auto: by the suffixes.", default="auto"
     ),
-    click.option(
+    options.choice(
         "--text-by",
-        type=click.Choice(["paragraph", "document", "line"]),
+        "paragraph document line",
+        "What a document is in a text file: the lines between blank lines (paragraph), the entire "
+        "file (document), or each line (line).",
         default="paragraph",
-        show_default=True,
-        help="What a document is in a text file: the lines between blank lines (paragraph), "
-        "the entire file (document), or each line (line).",
     ),
-    click.option(
-        "--text-key",
-        default="text",
-        show_default=True,
-        help="Field (JSON lines) or column (CSV, Parquet, Arrow) of the text.",
-    ),
+    click.option("--text-key", default="text", help="Field or column of the text."),
     click.option(
         "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
     ),
@@ -100,25 +87,10 @@ _INPUT_OPTIONS = (
         "--zstd-long",
         type=click.IntRange(10, 31),
         default=27,
-        show_default=True,
         help="Largest window of .zst files, as in `zstd --long`: 31 takes 2 GiB per process.",
     ),
-    click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
-    options.as_json,
 )
-
-
-def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the options of commands that read input files as `inputs`."""
-
-    @functools.wraps(command)
-    def with_inputs(**arguments: Any) -> Any:
-        inputs = Inputs(*(arguments.pop(field) for field in Inputs._fields))
-        return command(inputs, **arguments)
-
-    for option in reversed(_INPUT_OPTIONS):
-        with_inputs = option(with_inputs)
-    return with_inputs
+overwrite = click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
 
 
 @click.group(cls=commands.Verbs)
@@ -135,11 +107,15 @@ data.add_command(inspect)
     common="format text-key overwrite prompt-key completion-key messages-key workers slurm out",
 )
 @input_options
-@click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data.")
-@click.option("--completion-key", help="Field or column of the completion; requires --prompt-key.")
-@click.option(
-    "--messages-key",
-    help="Field or column of the messages of a conversation, for fine-tuning data.",
+@overwrite
+@options.as_json
+@options.grouped(
+    "keys",
+    dict,
+    ("prompt_key", "completion_key", "messages_key"),
+    click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data."),
+    click.option("--completion-key", help="Field of the completion; requires --prompt-key."),
+    click.option("--messages-key", help="Field of a conversation's messages, for fine-tuning."),
 )
 @click.option("--dedup", is_flag=True, help="Skip documents with the same text as an earlier one.")
 @click.option(
@@ -171,16 +147,14 @@ def build(
     inputs: Inputs,
     overwrite: bool,
     as_json: bool,
-    prompt_key: str | None,
-    completion_key: str | None,
-    messages_key: str | None,
+    keys: dict[str, str | None],
     dedup: bool,
     tokenizer: Path | None,
     workers: int | None,
     slurm: bool,
     cluster: str | None,
     out: Path,
-    **slurm_options: str | None,  # --partition, --account, --qos, --time
+    **job: str | None,
 ) -> None:
     """Build an Arrow corpus from files of text.
 
@@ -192,63 +166,47 @@ def build(
     from slurmllm.corpus.build import build_corpus, manifest_path, output_paths, refuse_outputs
     from slurmllm.corpus.work_folder import WorkFolder
     from slurmllm.display.progress import stage_progress
+    from slurmllm.slurm.arrays import slurm_options
 
     begun = time.monotonic()
-    for_slurm = {name: value for name, value in slurm_options.items() if value is not None}
-    _check_keys(prompt_key, completion_key, messages_key, tokenizer)
-    if for_slurm and not slurm:
-        raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
+    if (keys["prompt_key"] is None) != (keys["completion_key"] is None):
+        raise click.UsageError("--prompt-key and --completion-key go together")
+    if tokenizer is not None and keys["prompt_key"] is not None:
+        raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
+    for option, value in (("--prompt-key", keys["prompt_key"]), ("--tokenize", tokenizer)):
+        if keys["messages_key"] is not None and value is not None:
+            raise click.UsageError(f"{option} does not apply to conversations; leave it out")
+    for name, value in job.items():
+        if value is not None and not slurm:
+            raise click.UsageError(f"--{name} applies to Slurm jobs; add --slurm")
     outputs = output_paths(out, tokenize=tokenizer is not None)
     # Before the inputs are listed, which takes minutes with a million files.
     refuse_outputs(outputs, overwrite)
     manifest_file = manifest_path(outputs[0])
     files = inputs.find([*outputs, manifest_file, WorkFolder.of(outputs[0]).path])
+    # Tokenizing is limited by the CPUs, reading plain text by the disk.
+    cpus = len(os.sched_getaffinity(0))
+    default = _DEFAULT_JOBS if slurm else cpus if tokenizer else min(cpus, _DEFAULT_WORKERS)
     with stage_progress() as show:
         built = build_corpus(
             files,
             out,
-            inputs.read_options(prompt_key, completion_key, messages_key),
+            inputs.read_options(**keys),
             dedup=dedup,
             tokenize=None if tokenizer is None else _tokenize_options(tokenizer),
             format=inputs.format,
             overwrite=overwrite,
-            workers=workers or _default_workers(tokenizer, slurm),
-            slurm=options.slurm_options(cluster, for_slurm) if slurm else None,
+            workers=workers or default,
+            slurm=slurm_options(cluster, job) if slurm else None,
             on_progress=show,
             on_note=_note,
         )
     report_bad(built.manifest.bad, built.manifest.bad_examples)
-    if as_json:
-        _print_json(built, manifest_file, time.monotonic() - begun)
-    else:
-        _print_build(built, manifest_file, time.monotonic() - begun)
-
-
-def _check_keys(
-    prompt_key: str | None,
-    completion_key: str | None,
-    messages_key: str | None,
-    tokenizer: Path | None,
-) -> None:
-    if (prompt_key is None) != (completion_key is None):
-        raise click.UsageError("--prompt-key and --completion-key go together")
-    if tokenizer is not None and prompt_key is not None:
-        raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
-    for option, value in (("--prompt-key", prompt_key), ("--tokenize", tokenizer)):
-        if messages_key is not None and value is not None:
-            raise click.UsageError(f"{option} does not apply to conversations; leave it out")
+    _print(built, manifest_file, time.monotonic() - begun, as_json)
 
 
 def _note(line: str) -> None:
     click.echo(line, err=True)
-
-
-def _default_workers(tokenizer: Path | None, slurm: bool) -> int:
-    if slurm:
-        return _DEFAULT_JOBS
-    cpus = len(os.sched_getaffinity(0))
-    # Tokenizing is limited by the CPUs, reading plain text by the disk.
-    return cpus if tokenizer else min(cpus, _DEFAULT_WORKERS)
 
 
 def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
@@ -260,26 +218,24 @@ def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
     return TokenizeOptions(tokenizer, encoder.fingerprint, dtype)
 
 
-def _print_json(built: BuildResult, manifest_file: Path, seconds: float) -> None:
-    corpus, *index = map(str, built.outputs)
-    result = {
-        "corpus": corpus,
-        **({"index": index[0]} if index else {}),
-        "manifest": str(manifest_file),
-        **built.manifest.model_dump(exclude={"inputs"}, exclude_none=True),
-        "inputs": len(built.manifest.inputs),
-        "seconds": round(seconds, 3),
-        "peak_memory_bytes": built.peak_memory_bytes,
-        "workers": built.workers,
-        "shards": built.shards,
-        "continued": built.continued,
-    }
-    options.echo_json(result, indent=None)
-
-
-def _print_build(built: BuildResult, manifest_file: Path, seconds: float) -> None:
-    manifest = built.manifest
-    files = len(manifest.inputs)
+def _print(built: BuildResult, manifest_file: Path, seconds: float, as_json: bool) -> None:
+    manifest, files = built.manifest, len(built.manifest.inputs)
+    if as_json:
+        corpus, *index = map(str, built.outputs)
+        result = {
+            "corpus": corpus,
+            **({"index": index[0]} if index else {}),
+            "manifest": str(manifest_file),
+            **manifest.model_dump(exclude={"inputs"}, exclude_none=True),
+            "inputs": files,
+            "seconds": round(seconds, 3),
+            "peak_memory_bytes": built.peak_memory_bytes,
+            "workers": built.workers,
+            "shards": built.shards,
+            "continued": built.continued,
+        }
+        options.echo_json(result, indent=None)
+        return
     tokens = "" if manifest.tokens is None else f"{manifest.tokens:,} tokens, "
     click.echo(
         f"{' and '.join(map(str, built.outputs))}: {manifest.documents:,} documents, {tokens}"
@@ -288,8 +244,7 @@ def _print_build(built: BuildResult, manifest_file: Path, seconds: float) -> Non
         f"with {built.peak_memory_bytes / 1e6:,.0f} MB of memory"
     )
     skipped = {"blank": manifest.empty, "duplicate": manifest.duplicates}
-    if any(skipped.values()):
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items() if count)
+    if counts := ", ".join(f"{count:,} {kind}" for kind, count in skipped.items() if count):
         click.echo(f"skipped: {counts}")
     click.echo(f"{manifest_file}: manifest")
 
@@ -310,6 +265,8 @@ def tokenizer() -> None:
 
 @tokenizer.command()
 @input_options
+@overwrite
+@options.as_json
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to write."
 )
@@ -331,8 +288,6 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
     from slurmllm.corpus.work_folder import refuse_existing
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.display.progress import input_progress
-    from slurmllm.errors import DataError
-    from slurmllm.run.rundir import write_atomic
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)

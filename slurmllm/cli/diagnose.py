@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import commands, options
+from slurmllm.display.tables import print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from slurmllm.config.resolve import RunConfig
     from slurmllm.run.records import NodeHealth
     from slurmllm.supervise.allocation import Allocation
@@ -103,8 +104,6 @@ def health(
 def _check(
     allocation: Allocation, config: RunConfig, folder: Path, bandwidth: bool
 ) -> dict[str, NodeHealth]:
-    import os
-
     from slurmllm.backends.environment import load_environment
     from slurmllm.control.rendezvous import free_port
     from slurmllm.diagnose.bandwidth import with_bandwidth
@@ -129,8 +128,6 @@ def _check(
 
 
 def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
-    from slurmllm.display.tables import print_table
-
     checks = list(dict.fromkeys(f.check for record in nodes.values() for f in record.findings))
     rows = []
     for name, record in nodes.items():
@@ -166,58 +163,6 @@ def _status(record: NodeHealth) -> str:
     return "fail" if record.of("fail") else "warn" if record.of("warn") else "ok"
 
 
-@click.command("check-node", hidden=True)
-@click.option("--profile", required=True, help="The cluster profile, as JSON.")
-@click.option("--backend", required=True)
-@click.option("--marker-file", type=click.Path(path_type=Path), required=True)
-def check_node(profile: str, backend: str, marker_file: Path) -> None:
-    """Check this node and report one line per finding (called through srun)."""
-    import os
-    import socket
-
-    from slurmllm.config.cluster import Cluster
-    from slurmllm.control.rendezvous import NODE_NAME
-    from slurmllm.diagnose import node
-
-    name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
-
-
-@click.command(hidden=True)
-@click.option("--nodes", type=int, required=True)
-@click.option("--workers", type=int, required=True, help="On each node.")
-@click.option("--device", required=True)
-@click.option("--address", required=True)
-@click.option("--port", required=True)
-@click.option("--floor", required=True)
-@click.pass_context
-def allreduce(
-    ctx: click.Context, nodes: int, workers: int, device: str, address: str, port: str, floor: str
-) -> None:
-    """Run this node's workers of an all-reduce (called through srun)."""
-    import os
-    import subprocess
-    import sys
-
-    from slurmllm.control.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
-
-    processes = []
-    for local_rank in range(workers):
-        variables = rendezvous_variables(
-            address,
-            port,
-            nodes=nodes,
-            workers_per_node=workers,
-            node_rank=own_node_rank(),
-            local_rank=local_rank,
-        )
-        command = [sys.executable, "-P", "-m", "slurmllm.diagnose.allreduce", device, floor]
-        # One thread each: workers of one node would compete for its CPUs.
-        env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-        processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))
-    ctx.exit(max(abs(worker.wait()) for worker in processes))
-
-
 @click.command()
 @options.cluster
 @options.job_options("partition", partition=_PARTITION)
@@ -243,8 +188,7 @@ def doctor(
         slurm_findings,
     )
     from slurmllm.diagnose.storage import storage_findings
-    from slurmllm.display.tables import print_table
-    from slurmllm.init.checks import profile_finding
+    from slurmllm.init.draft import profile_finding
     from slurmllm.slurm.client import COMMANDS, SlurmClient
 
     # A profile is resolved together with a recipe, which is not used here.

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import Column, fitted
+from slurmllm.errors import EXIT_NEGATIVE, RunError
+from slurmllm.run.rundir import RunDir, find_run, is_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slurmllm.compare.comparison import Tolerances
     from slurmllm.config.resolve import RunConfig
     from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import DrillPlan
     from slurmllm.run.records import Submission
-    from slurmllm.run.rundir import RunDir
 
 _HEADINGS = (
     *("kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight"),
@@ -30,7 +31,6 @@ _HEADINGS = (
 _TRAINER_HEADINGS = (*_HEADINGS[:5], "from step", "resume")
 _LONGEST = ("first_node", "", "advance_signal", *[""] * len(_HEADINGS[3:]))
 _TRAINER_LONGEST = ("first_node", "", "storage_failure", *_LONGEST[3 : len(_TRAINER_HEADINGS)])
-_Pause = contextlib.AbstractContextManager[None]
 
 
 class _Subject(NamedTuple):
@@ -46,7 +46,6 @@ class _Subject(NamedTuple):
 @click.option(
     "--kinds",
     default="all",
-    show_default=True,
     help="worker, node, first_node, time_limit, save, hang, and of other projects' trainers "
     "terminate, full_disk, separated by commas; or all.",
 )
@@ -57,9 +56,9 @@ class _Subject(NamedTuple):
     "there.  [default: from the run's step time]",
 )
 @options.cluster
-@options.node_count(type=int, help="Nodes of each copy.  [default: as the run]")
+@options.node_count(type=click.IntRange(1), help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
-@click.option("--seed", default=0, show_default=True, help="Random seed of step and worker.")
+@click.option("--seed", default=0, help="Random seed of step and worker.")
 @click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
 @click.option(
     "--tolerance",
@@ -79,11 +78,13 @@ def drill(
     cluster: str | None,
     nodes: int | None,
     local: bool,
+    kinds: str,
     keep: bool,
     tolerance: float | None,
+    overrides: tuple[str, ...],
     runs_dir: Path,
     as_json: bool,
-    **planned: Any,
+    **planned: Any,  # steps and seed
 ) -> None:
     """Test that RUN recovers exactly from failures.
 
@@ -96,34 +97,29 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
+    from slurmllm.compare.comparison import Tolerances
     from slurmllm.drill.drill import Drill
-    from slurmllm.drill.plan import why_no_reference
+    from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
-    from slurmllm.errors import EXIT_NEGATIVE
     from slurmllm.slurm.client import SlurmClient
 
-    tolerances, client = _tolerances(tolerance), SlurmClient()
-    subject = _find(run, runs_dir, cluster, local, command, planned["overrides"])
-    plan = _plan(subject, nodes, local, **{**planned, "overrides": subject.overrides})
+    client, tolerances = SlurmClient(), Tolerances(exact=True)
+    if tolerance is not None:
+        if not 0 <= tolerance < float("inf"):
+            raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
+        tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
+    subject = _find(run, runs_dir, cluster, local, command, overrides)
+    count, here = options.nodes_and_mode(subject.last, nodes, local)
+    chosen = parse_kinds(kinds, count, subject.config.recipe.command is not None)
+    planned["overrides"] = subject.overrides
+    plan = make_plan(subject.run, subject.config, count, here, chosen, **planned)
     reason = why_no_reference(plan, subject.overrides)
     runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
-        source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
-        text = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
-        if plan.trainer is not None:
-            text, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
-        click.echo(f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)")
-        click.echo(f"reference  {source}")
-        _echo_row(None, plan.trainer is not None)
-    with _progress() as (progress, pause):
-
-        def show(result: DrillResult) -> None:
-            with pause():
-                _echo_row(result, plan.trainer is not None)
-
-        shown = (lambda result: None) if as_json else show
-        drilling = Drill(plan, runner, client, tolerances, reason is None, progress, shown)
-        report = _run(drilling, keep)
+        _print_plan(plan, reason)
+    echo_row = partial(_echo_row, of_trainer=plan.trainer is not None)
+    shown = (lambda result: None) if as_json else echo_row
+    report = _run(Drill(plan, runner, client, tolerances, reason is None, _progress(), shown), keep)
     if as_json:
         summary = {"passed": report.passed, **report.model_dump(mode="json")}
         options.echo_json({**summary, "results": str(plan.results)})
@@ -133,15 +129,14 @@ def drill(
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
 
 
-def _tolerances(tolerance: float | None) -> Tolerances:
-    from slurmllm.compare.comparison import Tolerances
-    from slurmllm.errors import RunError
-
-    if tolerance is None:
-        return Tolerances(exact=True)
-    if not 0 <= tolerance < float("inf"):
-        raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
-    return Tolerances(loss=tolerance, grad_norm=tolerance)
+def _print_plan(plan: DrillPlan, reason: str | None) -> None:
+    source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
+    text = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
+    if plan.trainer is not None:
+        text, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
+    click.echo(f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)")
+    click.echo(f"reference  {source}")
+    _echo_row(None, plan.trainer is not None)
 
 
 def _find(
@@ -153,13 +148,10 @@ def _find(
     overrides: Sequence[str],
 ) -> _Subject:
     """Return the run, or the recipe with a command, of which copies are made."""
-    from slurmllm.cli.command_line import command_settings
     from slurmllm.config.load import load
     from slurmllm.config.profiles import TRAINERS, available
     from slurmllm.config.resolve import local_cluster, recipes_dir, resolve
-    from slurmllm.errors import RunError
     from slurmllm.run.records import JobsRecord
-    from slurmllm.run.rundir import RunDir, find_run, is_run
     from slurmllm.submit.inputs import with_folder
 
     names = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
@@ -169,7 +161,8 @@ def _find(
         if cluster is not None:
             raise RunError(f"--cluster {cluster}: {name} is a run, with a profile; leave it out")
         return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
-    config = resolve(name, local_cluster(cluster, local), overrides, command_settings(command))
+    settings = {"command.run": ("command line", command)}
+    config = resolve(name, local_cluster(cluster, local), overrides, settings)
     if config.recipe.command is None:
         raise RunError(
             f"{name} is a recipe without a command: `slurmllm submit {name} --smoke`, then "
@@ -178,22 +171,7 @@ def _find(
     return _Subject(RunDir(runs_dir / config.recipe.name), with_folder(config), None, ())
 
 
-def _plan(
-    subject: _Subject, nodes: int | None, local: bool, *, kinds: str, **planned: Any
-) -> DrillPlan:
-    from slurmllm.drill.plan import make_plan, parse_kinds
-    from slurmllm.errors import RunError
-
-    if nodes is not None and nodes < 1:
-        raise RunError(f"--nodes {nodes}: must be 1 or more")
-    count, here = options.nodes_and_mode(subject.last, nodes, local)
-    chosen = parse_kinds(kinds, count, subject.config.recipe.command is not None)
-    return make_plan(subject.run, subject.config, count, here, chosen, **planned)
-
-
 def _run(drilling: Drill, keep: bool) -> DrillReport:
-    import signal
-
     # As Ctrl-C: the active copy is cancelled.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -209,27 +187,8 @@ def _run(drilling: Drill, keep: bool) -> DrillReport:
         signal.signal(signal.SIGTERM, previous)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], _Pause]]]:
-    """A status line on a terminal; elsewhere a line when the status of a copy changes.
-
-    Yields a function that shows a status, and one that hides the line while output is written.
-    """
-    from rich.console import Console
-    from rich.markup import escape
-
-    terminal = Console(stderr=True, highlight=False)
-    if terminal.is_terminal:
-        with terminal.status("") as status:
-
-            @contextlib.contextmanager
-            def pause() -> Iterator[None]:
-                status.stop()
-                yield
-                status.start()
-
-            yield (lambda text: status.update(escape(text))), pause
-        return
+def _progress() -> Callable[[str], None]:
+    """Return a function that prints the status of a copy when it changes."""
     last = ""
 
     def echo(text: str) -> None:
@@ -239,7 +198,7 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], _Pause]]]:
             last = text
             click.echo(text, err=True)
 
-    yield echo, contextlib.nullcontext
+    return echo
 
 
 def _print(report: DrillReport) -> None:
@@ -266,8 +225,6 @@ def _print(report: DrillReport) -> None:
 
 def _echo_row(result: DrillResult | None, of_trainer: bool = False) -> None:
     """Print the row of a copy that has ended, with its faults; None: the headings."""
-    from slurmllm.display.tables import Column, fitted
-
     # The widths are those of the longest usual row: the later rows are not known yet.
     headings = _TRAINER_HEADINGS if of_trainer else _HEADINGS
     longest = _TRAINER_LONGEST if of_trainer else _LONGEST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,32 +14,56 @@ import click
 
 from slurmllm.cli import commands, options
 from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
+from slurmllm.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from slurmllm.evaluate.evaluate import (
         EvaluationPlan,
         EvaluationResult,
         JobRunner,
-        TaskFailure,
     )
     from slurmllm.evaluate.request import (
         EvaluationSettings,
-        EvaluationTarget,
         JobOutcome,
         JobRequest,
         Selection,
     )
     from slurmllm.evaluate.suites import LocatedSuite
-    from slurmllm.run.rundir import RunDir
 
 _DEFAULT_JOBS = 16  # with --slurm
 _File = click.Path(path_type=Path)
 _Count = click.IntRange(min=1)
-_Device = click.Choice(["auto", "cpu", "cuda"])
 
 
 def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
     return click.option(option, name, multiple=True, metavar=metavar, help=f"{text}; repeatable.")
+
+
+def _settings(tokenizer: Path | None, **values: Any) -> EvaluationSettings:
+    from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
+    from slurmllm.evaluate.request import EvaluationSettings
+
+    if tokenizer is not None:
+        tokenizer_from_file(tokenizer)  # raises its error before any job does
+        tokenizer = tokenizer.absolute()  # Slurm jobs may run in another directory
+    return EvaluationSettings(call_id=token_hex(4), tokenizer=tokenizer, **values)
+
+
+settings_options = options.grouped(
+    "settings",
+    _settings,
+    ("limit", "batch_size", "device", "tokenizer", "allow_code"),
+    click.option("--limit", type=_Count, help="Maximum number of questions (sequences) per task."),
+    click.option("--batch-size", type=_Count, help="Sequences per batch.  [default: 1 on a CPU]"),
+    options.choice("--device", "auto cpu cuda", "Where to run.", default="auto"),
+    click.option("--tokenizer", type=_File, help="A tokenizer.json.  [default: the run's]"),
+    click.option(
+        "--allow-code-execution",
+        "allow_code",
+        is_flag=True,
+        help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
+    ),
+)
 
 
 @click.command(
@@ -50,12 +74,10 @@ def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[An
 @_repeatable("--suite", "suites", "NAME|FILE.yaml", "Suite: hlat, pythia, smoke, or your own file")
 @_repeatable("--task", "tasks", "TASK", "Task of the harness, or validation (loss on text)")
 @_repeatable("--checkpoint", "steps", "STEP|latest|all", "Checkpoint (default: latest)")
-@click.option("--limit", type=_Count, help="Maximum number of questions (or sequences) per task.")
+@settings_options
 @click.option(
     "--shots", type=click.IntRange(min=0), help="Few-shot examples.  [default: the suite's]"
 )
-@click.option("--batch-size", type=_Count, help="Sequences per batch.  [default: 1 on a CPU]")
-@click.option("--device", type=_Device, default="auto", help="auto (default), cpu or cuda.")
 @click.option("--jobs", type=_Count, help="Checkpoints in parallel.  [default: 1; 16 with --slurm]")
 @click.option("--slurm", is_flag=True, help="Run in a Slurm array, not on this machine.")
 @options.job_options(
@@ -66,17 +88,9 @@ def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[An
 @click.option("--cpus", type=_Count, help="CPUs per Slurm job.")
 @click.option("--gpus", type=_Count, help="GPUs per Slurm job.")
 @click.option("--validation-corpus", "corpus", type=_File, help="Text of --task validation.")
-@click.option("--tokenizer", type=_File, help="A tokenizer.json.  [default: the run's]")
-@click.option(
-    "--allow-code-execution",
-    "allow_code",
-    is_flag=True,
-    help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
-)
 @click.option("--force", is_flag=True, help="Evaluate again even if scores are cached.")
 @click.option("--fetch", is_flag=True, help="Download the data sets of the tasks and exit.")
-@options.plot(".  [default: <run>/reports/evaluation-<suite>.png]")
-@options.no_plot
+@options.plot_or_none("<run>/reports/evaluation-<suite>.png")
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -95,10 +109,10 @@ def evaluate(
     force: bool,
     fetch: bool,
     plot: str | None,
-    no_plot: bool,
     runs_dir: Path,
     as_json: bool,
-    **more: Any,  # fields of EvaluationSettings, and options of Slurm jobs
+    settings: EvaluationSettings,
+    **job: Any,
 ) -> None:
     """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
 
@@ -112,11 +126,10 @@ def evaluate(
     from slurmllm.cli.evaluate_output import report
     from slurmllm.evaluate.evaluate import missing_metrics, plan_evaluation, plan_jobs
     from slurmllm.evaluate.request import find_target, select_models
+    from slurmllm.evaluate.suites import save_suite
 
     started = monotonic()
-    settings = _take_settings(more)
-    unused = [] if slurm else [name for name, value in more.items() if value is not None]
-    _check_options(unused, plot, no_plot, suites)
+    _check_options({} if slurm else job, plot, suites)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code)
@@ -125,61 +138,43 @@ def evaluate(
     plan = plan_evaluation(target, located, settings, named=tasks, corpus=corpus)
     selection = select_models(target, steps, lambda model: plan.is_cached(target, model, force))
     missing, forbidden, cached = plan_jobs(target, selection.models, plan, force=force)
-    plan = _skip(plan, forbidden, named=tasks)
-    for line in selection.warnings:
-        click.echo(f"warning: {line}", err=True)
+    plan = _skip(plan, forbidden, tasks, selection.warnings)
     if missing:
         _check_jobs(missing, plan, slurm)
         # A named corpus is part of the task's name, which no saved suite could repeat.
-        if corpus is None:
-            _save_suites(target, plan, complete=not (suites and tasks))
-    result = _run(missing, target.store, jobs, slurm, cluster, more)
+        for suite in plan.suites if corpus is None else ():
+            if not suite.shipped:
+                save_suite(target.store, suite, complete=not (suites and tasks))
+    result = _run(missing, target.store, jobs, slurm, cluster, job)
     result.cached = cached
-    _add_failures(result, missing_metrics(target, selection.models, plan))
-    picture = None if no_plot else (plot or "")
-    report(target, selection, plan, result, picture, as_json, monotonic() - started)
+    for failure in missing_metrics(target, selection.models, plan):
+        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.reason}", err=True)
+        result.failed.append(failure)
+    report(target, selection, plan, result, plot, as_json, monotonic() - started)
     _check_damage(selection, result)
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
 
 
-def _take_settings(more: dict[str, Any]) -> EvaluationSettings:
-    """Move the fields of the settings out of the options."""
-    from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
-    from slurmllm.evaluate.request import EvaluationSettings
-
-    fields = ("limit", "batch_size", "device", "allow_code", "tokenizer")
-    settings = EvaluationSettings(call_id=token_hex(4), **{name: more.pop(name) for name in fields})
-    if settings.tokenizer is None:
-        return settings
-    tokenizer_from_file(settings.tokenizer)  # raises its error before any job does
-    # Absolute: Slurm jobs may run in another directory.
-    return replace(settings, tokenizer=settings.tokenizer.absolute())
+def _check_options(job: Mapping[str, Any], plot: str | None, suites: Sequence[str]) -> None:
+    for name, value in job.items():
+        if value is not None:
+            raise click.UsageError(f"--{name} is an option of Slurm jobs; add --slurm")
+    if plot and len(suites) > 1:
+        raise UserError("--plot names the picture of one suite; leave out other --suite")
 
 
-def _skip(plan: EvaluationPlan, forbidden: dict[str, str], named: Sequence[str]) -> EvaluationPlan:
-    """Skip tasks that may not run; raise UserError if one was named."""
+def _skip(
+    plan: EvaluationPlan, forbidden: dict[str, str], named: Sequence[str], warnings: Sequence[str]
+) -> EvaluationPlan:
+    """Skip tasks that may not run, and print warnings; raise UserError if one was named."""
     for task in set(named) & set(forbidden):
         raise UserError(f"{task} {forbidden[task]}")
     skipped = {**plan.skipped, **forbidden}
     for task, why in skipped.items():
         click.echo(f"warning: skipping {task}: {why}", err=True)
+    for line in warnings:
+        click.echo(f"warning: {line}", err=True)
     return replace(plan, skipped=skipped)
-
-
-def _add_failures(result: EvaluationResult, failures: Sequence[TaskFailure]) -> None:
-    for failure in failures:
-        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.reason}", err=True)
-    result.failed += failures
-
-
-def _check_options(
-    unused: Sequence[str], plot: str | None, no_plot: bool, suites: Sequence[str]
-) -> None:
-    for option in unused:
-        raise click.UsageError(f"--{option} is an option of Slurm jobs; add --slurm")
-    if plot is not None and (no_plot or len(suites) > 1):
-        raise UserError("--plot names the picture of one suite; omit --no-plot, other --suite")
-    options.check_picture(plot)
 
 
 def _locate_suites(
@@ -228,14 +223,6 @@ def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -
         resolve_device("cuda")
 
 
-def _save_suites(target: EvaluationTarget, plan: EvaluationPlan, complete: bool) -> None:
-    from slurmllm.evaluate.suites import save_suite
-
-    for suite in plan.suites:
-        if not suite.shipped:
-            save_suite(target.store, suite, complete=complete)
-
-
 def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool) -> None:
     from slurmllm.evaluate.harness import fetch, require_harness
     from slurmllm.evaluate.request import TaskRequest
@@ -267,7 +254,7 @@ def _run(
     """Run jobs; report new scores and failures on stderr."""
     from slurmllm.evaluate.evaluate import EvaluationResult, run_jobs
     from slurmllm.evaluate.executor import run_local, run_on_slurm
-    from slurmllm.slurm.arrays import Resources
+    from slurmllm.slurm.arrays import Resources, slurm_options
 
     if not jobs:
         return EvaluationResult()
@@ -282,7 +269,7 @@ def _run(
             at_once=at_once,
             logs=logs,
             on_poll=progress,
-            options=options.slurm_options(cluster, job_options, _directives(store)),
+            options=slurm_options(cluster, job_options, _directives(store)),
             resources=resources,
             on_submit=partial(click.echo, err=True),
         )
@@ -295,7 +282,6 @@ def _run(
 
 def _check_damage(selection: Selection, result: EvaluationResult) -> None:
     """Raise CheckpointError if no checkpoint, or a named one, does not verify."""
-
     damaged = result.damaged
     # With --checkpoint all, a damaged checkpoint among good ones is only a warning.
     if len(damaged) < len(selection.models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from slurmllm.config.resolve import RunConfig
 
 
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     "[default: cluster.data_folder, else .data in the folder of the runs]",
 )
 @click.option(
-    "--parts",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Only the first N files of a data set of many, for a trial.",
+    "--parts", type=click.IntRange(1), metavar="N", help="Only the first N files, for a trial."
 )
 @click.option("--list", "list_", is_flag=True, help="List the published data sets.")
 @options.cluster
@@ -53,7 +51,6 @@ def fetch(
     from slurmllm.config.profiles import available, did_you_mean
     from slurmllm.config.resolve import recipes_dir, resolve
     from slurmllm.config.yaml_source import read_yaml
-    from slurmllm.errors import ConfigError
 
     if list_:
         _list(as_json)
@@ -129,7 +126,6 @@ def _list(as_json: bool) -> None:
     from slurmllm.config.data_sources import data_dir, read_source
     from slurmllm.config.profiles import available
     from slurmllm.config.resolve import recipes_dir, resolve
-    from slurmllm.display.tables import print_table
 
     recipes = [resolve(name).recipe for name in available(recipes_dir())]
     sets = {name: read_source(name) for name in available(data_dir())}

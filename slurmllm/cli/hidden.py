@@ -1,8 +1,10 @@
-"""The verbs that the job scripts call: supervise, launch (one process per node), worker."""
+"""The verbs that job scripts and srun call on the nodes."""
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -82,3 +84,48 @@ def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
             sys.stderr.flush()
         os._exit(code)
     ctx.exit(code)
+
+
+@click.command("check-node", hidden=True)
+@click.option("--profile", required=True, help="The cluster profile, as JSON.")
+@click.option("--backend", required=True)
+@click.option("--marker-file", type=click.Path(path_type=Path), required=True)
+def check_node(profile: str, backend: str, marker_file: Path) -> None:
+    """Check this node and report one line per finding (called through srun)."""
+    from slurmllm.config.cluster import Cluster
+    from slurmllm.control.rendezvous import NODE_NAME
+    from slurmllm.diagnose import node
+
+    name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
+
+
+@click.command(hidden=True)
+@click.option("--nodes", type=int, required=True)
+@click.option("--workers", type=int, required=True, help="On each node.")
+@click.option("--device", required=True)
+@click.option("--address", required=True)
+@click.option("--port", required=True)
+@click.option("--floor", required=True)
+@click.pass_context
+def allreduce(
+    ctx: click.Context, nodes: int, workers: int, device: str, address: str, port: str, floor: str
+) -> None:
+    """Run this node's workers of an all-reduce (called through srun)."""
+    from slurmllm.control.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
+
+    processes = []
+    for local_rank in range(workers):
+        variables = rendezvous_variables(
+            address,
+            port,
+            nodes=nodes,
+            workers_per_node=workers,
+            node_rank=own_node_rank(),
+            local_rank=local_rank,
+        )
+        command = [sys.executable, "-P", "-m", "slurmllm.diagnose.allreduce", device, floor]
+        # One thread each: workers of one node would compete for its CPUs.
+        env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+        processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))
+    ctx.exit(max(abs(worker.wait()) for worker in processes))

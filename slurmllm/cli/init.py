@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import UserError
+from slurmllm.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from slurmllm.init.draft import Draft
@@ -65,7 +68,6 @@ def init(
     Exit codes: 0 done; 2 invalid options, or a file exists; 3 no Slurm here, or no answer.
     """
     from slurmllm.config.profiles import user_configuration
-    from slurmllm.errors import UserError
     from slurmllm.init.draft import draft_profile
     from slurmllm.init.survey import survey
     from slurmllm.slurm.client import SlurmClient
@@ -102,8 +104,6 @@ def init(
 
 
 def _ask(prompt: Callable[[], Any]) -> Any:
-    from slurmllm.errors import UserError
-
     try:
         return prompt()
     except click.Abort:
@@ -115,8 +115,6 @@ def _ask(prompt: Callable[[], Any]) -> Any:
 
 def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
     """Return the partition of that name, or the one that the user chooses, or the suggested one."""
-    from slurmllm.errors import UserError
-
     if name is not None and name not in site.partitions:
         names = ", ".join(site.partitions)
         raise UserError(f"--partition {name}: unknown, empty or closed to you; choose of {names}")
@@ -129,9 +127,6 @@ def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
 
 def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
     """Write the profile if the user agrees; return whether it was written."""
-    from slurmllm.errors import UserError
-    from slurmllm.run.rundir import write_atomic
-
     exists = path.exists()
     if not confirm(f"{'replace' if exists else 'write'} {path}?", not exists):
         if asks:
@@ -155,8 +150,6 @@ def _make_default(path: Path, confirm: Confirm) -> bool:
 
 
 def _print_survey(site: Survey) -> None:
-    from slurmllm.display.tables import print_table
-
     machine, requeue = site.machine, site.settings.get("JobRequeue", "unknown")
     accounts = [
         f"{row.account}{' (default)' * row.default}, QOS {' '.join(row.qos)}"
@@ -229,7 +222,6 @@ def _as_json(
 def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
     """Write the file of --recipe, and say what to do with it."""
     from slurmllm.config.schema import write_recipe
-    from slurmllm.errors import UserError
 
     if recipe is None or base is None:
         raise UserError("--recipe FILE.yaml and --from RECIPE belong together; give both")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_line, print_table
+from slurmllm.errors import UserError
 
 if TYPE_CHECKING:
     from slurmllm.data.inspection import CorpusReport, PackedSequence, RecipeEpochs
@@ -29,11 +31,7 @@ _SHOWN_CHARS = 400
 @options.set_value
 @click.option("--exact", is_flag=True, help="Count all tokens instead of sampling a large corpus.")
 @click.option(
-    "--sequences",
-    type=click.IntRange(min=0),
-    default=2,
-    show_default=True,
-    help="Number of packed sequences to show decoded.",
+    "--sequences", type=click.IntRange(0), default=2, help="Packed sequences to show decoded."
 )
 @options.runs_dir
 @options.as_json
@@ -57,7 +55,6 @@ def inspect(
     from slurmllm.data.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources import open_all
     from slurmllm.display.progress import input_progress
-    from slurmllm.errors import UserError
 
     name, steps = None, 0
     if recipe is not None:
@@ -152,8 +149,6 @@ def _recipe_stream(
 
 
 def _print_report(report: CorpusReport) -> None:
-    from slurmllm.display.tables import print_line, print_table
-
     text = report.unit == "bytes"
     size = f"{report.size / 1e6:,.1f} MB of text" if text else f"{report.size:,} token ids"
     what = f"{report.documents:,} {report.documents_are}"
@@ -185,8 +180,6 @@ def _print_report(report: CorpusReport) -> None:
 
 def _print_sequence(sequence: PackedSequence) -> None:
     from rich.text import Text
-
-    from slurmllm.display.tables import print_line
 
     text = Text()
     left = _SHOWN_CHARS

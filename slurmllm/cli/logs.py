@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,12 +16,12 @@ from click.core import ParameterSource
 from slurmllm.cli import options
 from slurmllm.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
 from slurmllm.format import format_names, format_plural
+from slurmllm.log import parse_line
+from slurmllm.run.rundir import RunDir, Stage, find_run
+from slurmllm.run.safe_files import open_regular
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from slurmllm.run.records import AttemptRecord
-    from slurmllm.run.rundir import RunDir, Stage
     from slurmllm.status.logs import LogSelection, RankLine
     from slurmllm.supervise.first_failure import Culprit
 
@@ -103,7 +104,6 @@ def logs(
     -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
     in the run directory.
     """
-    from slurmllm.run.rundir import find_run
     from slurmllm.status.logs import LogSelection
 
     _check_options(ctx, stacks)
@@ -152,7 +152,6 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
 def _print_logs(
     selection: LogSelection, lines: int | None, follow: bool, request: bool, labels: bool
 ) -> None:
-    from slurmllm.run.safe_files import open_regular
     from slurmllm.status.logs import MergedLogs
 
     run = selection.run
@@ -270,8 +269,6 @@ def _echo(texts: Iterable[str]) -> None:
 
 def _coloured(text: str) -> str:
     """Return a line in the colour of its level; click removes colours unless on a terminal."""
-    from slurmllm.log import parse_line
-
     record = parse_line(text)
     style = _LEVELS.get(record.level) if record is not None else None
     return text if style is None else click.style(text, **style)

@@ -12,8 +12,7 @@ from typing import IO, Any
 import click
 
 from slurmllm import __version__
-from slurmllm.cli.commands import Verbs
-from slurmllm.cli.options import open_outputs
+from slurmllm.cli.commands import Verbs, open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
 from slurmllm.run.safe_files import os_error_text
@@ -22,30 +21,16 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # In the order of a run. Only the module of the verb that is called is imported: a launcher or a
 # worker, of which a run has thousands, reads few files of the environment.
 _VERBS = (
-    *(
-        "init",
-        "doctor",
-        "health",
-        "recipes",
-        "plan",
-        "calibrate",
-        "submit",
-        "status",
-        "logs",
-        "cancel",
-        "resume",
-        "delete",
-        "nodes",
-    ),
-    *("data", "tokenizer", "checkpoint", "compare", "spikes", "report", "profile", "evaluate"),
-    *("track", "drill", "shell", "run-stage"),
+    *("init", "doctor", "health", "recipes", "plan", "calibrate", "submit", "status", "logs"),
+    *("cancel", "resume", "delete", "nodes", "data", "tokenizer", "checkpoint", "compare"),
+    *("spikes", "report", "profile", "evaluate", "track", "drill", "shell", "run-stage"),
 )
 # Called on the nodes; they write logs.
-_HIDDEN = ("supervise", "launch", "worker", "check-node", "allreduce")
+_HIDDEN = ["supervise", "launch", "worker", "check-node", "allreduce"]
 # The modules that have another name than their verb.
-_MODULES = dict.fromkeys(("supervise", "launch", "worker"), "hidden")
-_MODULES |= dict.fromkeys(("doctor", "health", "check-node", "allreduce"), "diagnose")
-_MODULES |= {"resume": "submit", "tokenizer": "data", "run-stage": "shell"}
+_MODULES = dict.fromkeys(_HIDDEN, "hidden")
+_MODULES |= {"doctor": "diagnose", "health": "diagnose", "delete": "cancel", "resume": "submit"}
+_MODULES |= {"tokenizer": "data", "run-stage": "shell"}
 
 # What other programs call a verb: Slurm, Kubernetes, other trainers
 _SYNONYMS = {
@@ -97,7 +82,11 @@ class _Verbs(Verbs):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name[:1] != "-" and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
-            ctx.fail(f"No such command {name!r}.{_suggestion(name)}")
+            from difflib import get_close_matches
+
+            verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]
+            names = " or ".join(map(repr, verbs or get_close_matches(name, _VERBS, n=1)))
+            ctx.fail(f"No such command {name!r}." + f" Did you mean {names}?" * bool(names))
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -111,16 +100,9 @@ class _Verbs(Verbs):
         return verb
 
 
-def _suggestion(name: str) -> str:
-    """Return ` Did you mean …?` for an unknown verb; empty without a similar one."""
-    from difflib import get_close_matches
-
-    verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]
-    names = " or ".join(repr(verb) for verb in verbs or get_close_matches(name, _VERBS, n=1))
-    return f" Did you mean {names}?" if names else ""
-
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="slurmllm")
 def cli() -> None:
     """Train language models on a Slurm cluster: submit, requeue, resume, compare.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
 from slurmllm.errors import SlurmError, UserError
+from slurmllm.format import format_time
+from slurmllm.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slurmllm.run.rundir import RunDir
     from slurmllm.slurm.client import SlurmClient
 
 include_option = click.option(
@@ -35,10 +36,7 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
 
     A node of a pending job's list is shown too, if its time is over: Slurm keeps the list.
     """
-    from slurmllm.display.tables import print_table
-    from slurmllm.format import format_time
     from slurmllm.run.records import JobsRecord
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import list_runs
     from slurmllm.supervise.exclusion import excluded, excluded_by_jobs

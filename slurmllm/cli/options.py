@@ -4,103 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
 
-from slurmllm.format import printable
+from slurmllm.errors import UserError
+from slurmllm.run.rundir import RUN_NAME, is_run, is_sweep, run_folders
+from slurmllm.run.rundir import runs_root as runs_root_of
 
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
-    from slurmllm.plan.output import PlanTable
     from slurmllm.run.records import Submission
-    from slurmllm.slurm.arrays import SlurmOptions
     from slurmllm.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
+_Step = click.IntRange(min=0)
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
-# For terminals and files without Unicode (LC_ALL=C)
-_ASCII = str.maketrans(
-    {"…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "×": "x", "·": "."}
-    | dict(zip("–─├└│“”’", '--|`|""\'', strict=True))
-)
-
-
-class StandardStream(io.TextIOWrapper):
-    """Standard output or error: whatever a verb prints of others' texts, it steers no terminal.
-
-    Attributes:
-        tolerant: Whether a closed pipe or a full disk is ignored: jobs that were submitted run on,
-            so that the verb has not failed.
-        ascii: Whether only ASCII is printed. Its encoding is UTF-8 all the same, or click would
-            write past it.
-    """
-
-    tolerant = False
-    ascii = False
-
-    def write(self, text: str) -> int:
-        text = printable(text, styles=self.isatty() and "NO_COLOR" not in os.environ)
-        if self.ascii:
-            text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
-        with contextlib.suppress(*([OSError] if self.tolerant else [])):
-            return super().write(text)
-        return 0
-
-    def flush(self) -> None:
-        with contextlib.suppress(*([OSError] if self.tolerant else [])):
-            super().flush()
-
-
-def open_outputs() -> None:
-    """Replace the standard streams by `StandardStream`; a closed one by the null device."""
-    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:  # otherwise the next file that is opened would be the standard output
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)
-        stream = getattr(sys, name)
-        if number:
-            binary = os.fdopen(number, "wb", closefd=False) if stream is None else stream.buffer
-            output = StandardStream(binary, "utf-8", "backslashreplace", line_buffering=True)
-            output.ascii = stream is not None and not stream.encoding.lower().startswith("utf")
-            setattr(sys, name, output)
-
-
-def ignore_output_errors() -> None:
-    """Ignore a closed or full standard output from here on."""
-    if isinstance(sys.stdout, StandardStream):
-        sys.stdout.tolerant = True
-
-
-def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
-    first = ctx.params.get("from_step")
-    if first is not None and last is not None and first > last:
-        from slurmllm.errors import UserError
-
-        raise UserError(f"--to-step {last} is less than --from-step {first}; swap them")
-    return last
 
 
 def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
     """Complete names of runs, or leave paths to the shell if none begins so."""
-    from slurmllm.run.rundir import RUN_NAME, is_run, is_sweep, run_folders, runs_root
-
     names: list[str] = []
     with contextlib.suppress(OSError):
-        entries = run_folders(runs_root(ctx.params.get("runs_dir")))
+        entries = run_folders(runs_root_of(ctx.params.get("runs_dir")))
         # A shell inserts names as they are: those that it would interpret are left out.
         runs = [e for e in entries if e.name.startswith(begin) and RUN_NAME.fullmatch(e.name)]
         names = sorted(run.name for run in runs if is_run(run) or is_sweep(run))
@@ -123,10 +55,27 @@ def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names] or [CompletionItem(begin, type="file")]
 
 
-def _runs_root(_: click.Context, __: click.Parameter, folder: str | None) -> Path:
-    from slurmllm.run.rundir import runs_root
+def grouped(
+    name: str, kind: Callable[..., Any], fields: Iterable[str], *options: Callable[[Any], Any]
+) -> Callable[[F], F]:
+    """Add options to a verb, which gets the values of `fields` as one argument, made by `kind`."""
 
-    return runs_root(folder)
+    def add(verb: F) -> F:
+        @functools.wraps(verb)
+        def call(*arguments: Any, **values: Any) -> Any:
+            parts = {field: values.pop(field.replace("-", "_")) for field in fields}
+            return verb(*arguments, **values, **{name: kind(**parts)})
+
+        for option in reversed(options):
+            call = option(call)
+        return cast(F, call)
+
+    return add
+
+
+def choice(option: str, choices: str, text: str, **more: Any) -> Callable[[F], F]:
+    """Add an option whose value is one of `choices`."""
+    return click.option(*option.split(), type=click.Choice(choices.split()), help=text, **more)
 
 
 set_option = functools.partial(
@@ -135,7 +84,7 @@ set_option = functools.partial(
 runs_dir = click.option(
     "--runs-dir",
     metavar="DIR",
-    callback=_runs_root,
+    callback=lambda _, __, folder: runs_root_of(folder),
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -160,49 +109,129 @@ site = _profile(
     help="Cluster profile whose setup, interpreter and partition the Slurm jobs use.  "
     "[default: $SLURMLLM_CLUSTER, else `init`'s, else none]"
 )
-tags = click.option(
-    "--tag",
-    "tags",
-    multiple=True,
-    metavar="METRIC=TAG",
-    help="Tag, column or key of another framework's log that holds a metric, such as "
-    "loss=train/my_loss; A:loss=… for the first source only; repeatable.",
+
+
+class LogOptions(NamedTuple):
+    """How logs of other frameworks are read: VALUE for all sources, `B:VALUE` for one of them."""
+
+    tags: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    wheres: tuple[str, ...] = ()
+    decimals: tuple[str, ...] = ()
+
+    def arguments(self, count: int) -> list[dict[str, Any]]:
+        """Return the arguments of `read_curve` for each of `count` sources."""
+        from slurmllm.compare.comparison import curve_letter
+        from slurmllm.metrics.tags import parse_tags
+        from slurmllm.metrics.text_logs import check_pattern
+
+        letters = [curve_letter(place) for place in range(count)]
+        for value in chain(*self):
+            side = _SIDE.match(value)
+            if side and side[1] not in letters:
+                raise UserError(
+                    f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}"
+                )
+        arguments = []
+        for letter in letters:
+            tags, patterns, wheres, decimals = (_values_of(letter, values) for values in self)
+            for regex in patterns:
+                check_pattern(regex)
+            where = [value.partition("=") for value in wheres]
+            for column, _, text in where:
+                if not (column and text):
+                    raise UserError(f"--where {column!r}: give COLUMN=VALUE, such as split=train")
+            for mark in decimals:
+                if mark not in ("comma", "point"):
+                    raise UserError(f"--decimal {mark}: give comma or point")
+            for option, values in (("--pattern", patterns), ("--decimal", decimals)):
+                if len(set(values)) > 1:
+                    raise UserError(
+                        f"{option} '{values[1]}': there is '{values[0]}' already; give one for "
+                        f"each log, such as A:{values[0]}"
+                    )
+            arguments.append(
+                {
+                    "tags": parse_tags(tags),
+                    "pattern": next(iter(patterns), None),
+                    "where": {column.strip(): text.strip() for column, _, text in where},
+                    "decimal": next(iter(decimals), None),
+                }
+            )
+        return arguments
+
+    def refuse_unused(self, curves: Sequence[Curve]) -> None:
+        """Raise UserError if a value is for our own runs only, which need none."""
+        from slurmllm.compare.comparison import curve_letter
+
+        of_letter = {curve_letter(place): curve for place, curve in enumerate(curves)}
+        for value in chain(*self):
+            side = _SIDE.match(value)
+            meant = [of_letter[side[1]]] if side else curves
+            if all(curve.kind == "run" for curve in meant):
+                raise UserError(
+                    f"{value!r} does nothing: {meant[0].name} is a run of slurmllm, whose metrics "
+                    "have fixed names; leave it out, or give a log of another framework"
+                )
+
+
+def _values_of(letter: str, values: Sequence[str]) -> list[str]:
+    """Return the values for one source, without its letter, and those for all."""
+    prefix = f"{letter}:"
+    return [v.removeprefix(prefix) for v in values if v.startswith(prefix) or not _SIDE.match(v)]
+
+
+def _of_logs(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
+    return click.option(option, name, multiple=True, metavar=metavar, help=text)
+
+
+log_options = grouped(
+    "of_logs",
+    LogOptions,
+    LogOptions._fields,
+    _of_logs(
+        "--tag",
+        "tags",
+        "METRIC=TAG",
+        "Tag, column or key of another framework's log that holds a metric, such as "
+        "loss=train/my_loss; A:loss=… for the first source only; repeatable.",
+    ),
+    _of_logs(
+        "--pattern",
+        "patterns",
+        "REGEX",
+        "Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
+        "A:REGEX for the first source only; repeatable.",
+    ),
+    _of_logs(
+        "--where",
+        "wheres",
+        "COLUMN=VALUE",
+        "Rows of another framework's log to read, such as split=train or rank=0; A:split=train "
+        "for the first source only; repeatable.",
+    ),
+    _of_logs(
+        "--decimal",
+        "decimals",
+        "MARK",
+        "Decimal mark of a log's numbers, comma or point; A:comma for the first source only.  "
+        "[default: as the numbers of a column show]",
+    ),
 )
-patterns = click.option(
-    "--pattern",
-    "patterns",
-    multiple=True,
-    metavar="REGEX",
-    help="Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
-    "A:REGEX for the first source only; repeatable.",
-)
-wheres = click.option(
-    "--where",
-    "wheres",
-    multiple=True,
-    metavar="COLUMN=VALUE",
-    help="Rows of another framework's log to read, such as split=train or rank=0; A:split=train "
-    "for the first source only; repeatable.",
-)
-decimals = click.option(
-    "--decimal",
-    "decimals",
-    multiple=True,
-    metavar="MARK",
-    help="Decimal mark of a log's numbers, comma or point; A:comma for the first source only.  "
-    "[default: as the numbers of a column show]",
-)
-from_step = click.option(
-    "--from-step",
-    type=click.IntRange(min=0),
-    is_eager=True,  # parsed before --to-step, whose callback reads it
-    help="First step to read.  [default: the first]",
-)
-to_step = click.option(
-    "--to-step",
-    type=click.IntRange(min=0),
-    callback=_after_from_step,
-    help="Last step to read, inclusive.  [default: the last]",
+
+
+def _steps(from_step: int | None, to_step: int | None) -> dict[str, int | None]:
+    if from_step is not None and to_step is not None and from_step > to_step:
+        raise UserError(f"--to-step {to_step} is less than --from-step {from_step}; swap them")
+    return {"from_step": from_step, "to_step": to_step}
+
+
+step_range = grouped(
+    "steps",
+    _steps,
+    ("from_step", "to_step"),
+    click.option("--from-step", type=_Step, help="First step to read.  [default: the first]"),
+    click.option("--to-step", type=_Step, help="Last step to read, inclusive.  [default: last]"),
 )
 
 
@@ -244,64 +273,17 @@ node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
 nodes = functools.partial(node_count, metavar="N[-M]", callback=_node_counts)
 
 
-def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
+def job_options(names: str, **texts: str) -> Callable[[F], F]:
     """Add options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
 
     def add(verb: F) -> F:
         for name in reversed(names.split()):
             forms = [_SHORT[name]] if name in _SHORT else []
-            verb = click.option(
-                *forms, f"--{name}", help=prefix + texts.get(name, JOB_OPTIONS[name])
-            )(verb)
+            text = texts.get(name, JOB_OPTIONS[name])
+            verb = click.option(*forms, f"--{name}", help=text)(verb)
         return verb
 
     return add
-
-
-def slurm_options(
-    cluster: str | None,
-    fields: Mapping[str, Any],
-    directives: Mapping[str, str | bool] | None = None,
-) -> SlurmOptions:
-    """Return options of an array, with what the profile `cluster`, or the user's default one, has.
-
-    Args:
-        cluster: The profile's name or file.
-        fields: Of the result, by name; None leaves one out.
-        directives: Further options of sbatch.
-
-    Raises:
-        ConfigError: the profile, or a line of its cluster.setup, is faulty.
-    """
-    from slurmllm.config.directives import USER_DEFAULTS, parse_options, user_defaults
-    from slurmllm.config.profiles import choose_cluster
-    from slurmllm.slurm.arrays import SlurmOptions
-
-    places = dict[str, Any](user_defaults())
-    values = {name: value for name, value in fields.items() if value is not None}
-    if choose_cluster(cluster)[0]:
-        from slurmllm.config.container import container_arguments
-        from slurmllm.config.resolve import resolve
-        from slurmllm.errors import ConfigError
-        from slurmllm.slurm.setup import setup_faults
-
-        config = resolve("tiny_neox", cluster)  # of the recipe, only what is the shell's is used
-        profile, slurm = config.cluster, config.recipe.slurm
-        places = slurm.model_dump(include=set(USER_DEFAULTS), exclude_none=True)
-        places = {"partition": profile.partition, **places}
-        if faults := setup_faults(profile.setup):
-            raise ConfigError(f"cluster profile {profile.name}", faults)
-        values = {"setup": profile.setup, "python": profile.python, **values}
-        if (container := profile.container) is not None:
-            shown = (Path.cwd(), profile.node_local)
-            values |= {"python": container.python, "by_srun": container.srun_runs_it}
-            values["container"] = lambda folders: container_arguments(
-                container, profile.device, [*folders, *shown]
-            )
-        directives = {**parse_options(profile.directives), **(directives or {})}
-    if "reservation" in places:
-        directives = {"reservation": places.pop("reservation"), **(directives or {})}
-    return SlurmOptions(**{**places, **values}, directives=directives or {})
 
 
 # Of submit and resume: fields of the recipe's section slurm, and options of both jobs.
@@ -328,24 +310,26 @@ class RunOptions(NamedTuple):
 
 def run_options(time: str) -> Callable[[F], F]:
     """Add the options of submit and resume, which the verb gets as `shared`."""
-    precompile = click.option(
-        "--precompile",
-        type=click.Choice(["auto", "always", "never"]),
-        default="auto",
-        show_default=True,
-        help="auto: skip the precompile stage if nothing is compiled, or if this or an earlier run "
-        "has compiled the graphs; always: compile again; never: compile in training.",
-    )
     text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
-    options = (
+    job = (*_FIELDS, *_DIRECTIVES)
+    return grouped(
+        "shared",
+        _run_options,
+        ("sbatch", *job, *RunOptions._fields[1:]),
         click.argument(
             "sbatch",
             nargs=-1,
             type=click.UNPROCESSED,
             metavar="[PATH=VALUE...] [-- SBATCH-OPTION...]",
         ),
-        job_options(" ".join((*_FIELDS, *_DIRECTIVES)), time=text),
-        precompile,
+        job_options(" ".join(job), time=text),
+        choice(
+            "--precompile",
+            "auto always never",
+            "auto: skip the precompile stage if nothing is compiled, or if this or an earlier run "
+            "has compiled the graphs; always: compile again; never: compile in training.",
+            default="auto",
+        ),
         runs_dir,
         _flag("--dry-run", "Print scripts and environment; submit nothing."),
         _flag("--local", "Run both stages on this machine, without Slurm."),
@@ -358,43 +342,24 @@ def run_options(time: str) -> Callable[[F], F]:
         as_json,
     )
 
-    def add(verb: F) -> F:
-        @functools.wraps(verb)
-        def call(*arguments: Any, sbatch: Sequence[str], **values: Any) -> Any:
-            slurm = {name: values.pop(name.replace("-", "_")) for name in (*_FIELDS, *_DIRECTIVES)}
-            shared = {name: values.pop(name) for name in RunOptions._fields[1:]}
-            settings = _slurm_settings(slurm, sbatch)
-            return verb(*arguments, **values, shared=RunOptions(settings, **shared))
-
-        for option in reversed(options):
-            call = option(call)
-        return cast(F, call)
-
-    return add
-
 
 def _flag(name: str, text: str) -> Callable[[F], F]:
     return click.option(name, is_flag=True, help=text)
 
 
-def _slurm_settings(
-    options: Mapping[str, str | None], more: Sequence[str]
-) -> dict[str, tuple[str, Any]]:
-    """Return the settings of the options above, by name, and of those after `--`."""
+def _run_options(sbatch: Sequence[str], **values: Any) -> RunOptions:
+    """Return the options, with settings of those of Slurm jobs, and of those after `--`."""
     from slurmllm.config.directives import parse_options
-    from slurmllm.errors import UserError
 
-    settings: dict[str, tuple[str, Any]] = {
-        f"slurm.{name}": (f"--{name}", options[name]) for name in _FIELDS
-    }
-    directives: dict[str, Any] = {name: options[name] for name in _DIRECTIVES}
+    settings = {f"slurm.{name}": (f"--{name}", values.pop(name)) for name in _FIELDS}
+    directives = {name: values.pop(name) for name in _DIRECTIVES}
     try:
-        directives |= parse_options(more)
+        directives |= parse_options(sbatch)
     except ValueError as error:
         raise UserError(str(error)) from error
     for stage in ("train", "precompile"):
         settings |= {f"slurm.directives.{stage}.{n}": (f"--{n}", v) for n, v in directives.items()}
-    return settings
+    return RunOptions(settings, **values)
 
 
 def nodes_and_mode(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
@@ -411,23 +376,35 @@ def plot(text: str) -> Callable[[Any], Any]:
     return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{text}")
 
 
-no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
+def plot_or_none(default: str) -> Callable[[F], F]:
+    """Add --plot and --no-plot: `plot` is a file, empty for that of `default`, None for none."""
+    no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
+    text = f".  [default: {default}]"
+    return grouped("plot", _plot_or_none, ("plot", "no_plot"), plot(text), no_plot)
 
 
-def check_picture(plot: str | None, no_plot: bool = False, option: str = "--plot") -> None:
-    """Raise UserError if a picture cannot be written, before any work is done."""
-    from slurmllm.errors import UserError
-
+def _plot_or_none(plot: str | None, no_plot: bool) -> str | None:
     if plot is not None and no_plot:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
+    check_picture(plot)
+    return None if no_plot else plot or ""
+
+
+def check_picture(plot: str | None, option: str = "--plot") -> None:
+    """Raise UserError if a picture cannot be written, before any work is done."""
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"{option} {plot}: pictures are PNG files; use {Path(plot).stem}.png")
 
 
+def check_page(option: str, path: str | None) -> None:
+    """Raise UserError if the name of an HTML page has another suffix."""
+    if path is not None and Path(path).suffix.lower() not in (".html", ".htm"):
+        page = f"{Path(path).stem}.html"
+        raise UserError(f"{option} {path}: the page is HTML; name it {page}")
+
+
 def check_folder(option: str, path: str | None) -> None:
     """Raise UserError if a file cannot be written by its name; before any work is done."""
-    from slurmllm.errors import UserError
-
     if path is None:
         return
     if not path or Path(path).is_dir():
@@ -439,107 +416,3 @@ def check_folder(option: str, path: str | None) -> None:
             f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
             "name another file"
         )
-
-
-def _csv_cell(value: Any) -> Any:
-    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def write_tables(
-    outputs: Mapping[str, str | None],
-    rows: Sequence[Mapping[str, Any]],
-    tables: Sequence[PlanTable],
-    notes: Sequence[str] = (),
-) -> None:
-    """Write what --csv and --markdown ask for; `-` is standard output."""
-    from slurmllm.config.yaml_source import flatten
-    from slurmllm.display.tables import csv_text, markdown_table
-    from slurmllm.run.rundir import write_bytes
-
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        if option == "--csv":
-            flat = [flatten(row) for row in rows]
-            text = csv_text([{key: _csv_cell(cell) for key, cell in row.items()} for row in flat])
-        else:
-            text = "\n".join(markdown_table(*table) for table in tables)
-            text += "".join(f"\n{note}\n" for note in notes)
-        if path == "-":
-            click.echo(text, nl=False)
-        else:
-            fix = f"name another file with {option}"
-            write_bytes(Path(path), text.encode(), f"cannot write {path}", fix)
-
-
-def source_options(
-    tags: Sequence[str],
-    patterns: Sequence[str],
-    wheres: Sequence[str],
-    decimals: Sequence[str],
-    count: int,
-) -> list[dict[str, Any]]:
-    """Return the arguments of `read_curve` for each of `count` sources.
-
-    `B:VALUE` is for one source, VALUE for all.
-    """
-    from slurmllm.compare.comparison import curve_letter
-    from slurmllm.errors import UserError
-    from slurmllm.metrics.tags import parse_tags
-    from slurmllm.metrics.text_logs import check_pattern
-
-    letters = [curve_letter(place) for place in range(count)]
-    for value in (*tags, *patterns, *wheres, *decimals):
-        side = _SIDE.match(value)
-        if side and side[1] not in letters:
-            raise UserError(f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}")
-    arguments: list[dict[str, Any]] = []
-    for letter in letters:
-        regexes = _values_of(letter, patterns)
-        for regex in regexes:
-            check_pattern(regex)
-        conditions = [value.partition("=") for value in _values_of(letter, wheres)]
-        for column, _, text in conditions:
-            if not (column and text):
-                raise UserError(f"--where {column!r}: give COLUMN=VALUE, such as split=train")
-        marks = _values_of(letter, decimals)
-        for mark in marks:
-            if mark not in ("comma", "point"):
-                raise UserError(f"--decimal {mark}: give comma or point")
-        for option, values in (("--pattern", regexes), ("--decimal", marks)):
-            if len(set(values)) > 1:
-                raise UserError(
-                    f"{option} '{values[1]}': there is '{values[0]}' already; give one for each "
-                    f"log, such as A:{values[0]}"
-                )
-        arguments.append(
-            {
-                "tags": parse_tags(_values_of(letter, tags)),
-                "pattern": next(iter(regexes), None),
-                "where": {column.strip(): text.strip() for column, _, text in conditions},
-                "decimal": next(iter(marks), None),
-            }
-        )
-    return arguments
-
-
-def _values_of(letter: str, values: Sequence[str]) -> list[str]:
-    """Return the values for one source, without its letter, and those for all."""
-    prefix = f"{letter}:"
-    return [v.removeprefix(prefix) for v in values if v.startswith(prefix) or not _SIDE.match(v)]
-
-
-def refuse_unused(curves: Sequence[Curve], values: Sequence[str]) -> None:
-    """Raise UserError if a tag or pattern is for our own runs only, which need none."""
-    from slurmllm.compare.comparison import curve_letter
-    from slurmllm.errors import UserError
-
-    of_letter = {curve_letter(place): curve for place, curve in enumerate(curves)}
-    for value in values:
-        side = _SIDE.match(value)
-        meant = [of_letter[side[1]]] if side else curves
-        if all(curve.kind == "run" for curve in meant):
-            raise UserError(
-                f"{value!r} does nothing: {meant[0].name} is a run of slurmllm, whose metrics have "
-                "fixed names; leave it out, or give a log of another framework"
-            )

@@ -14,10 +14,12 @@ import click
 from click.core import ParameterSource
 
 from slurmllm.cli import commands, options
+from slurmllm.display.tables import csv_text, markdown_table
+from slurmllm.errors import ConfigError, UserError
+from slurmllm.run.rundir import runs_root, write_bytes
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.errors import ConfigError
     from slurmllm.plan.budget import PurchasePlan
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.prices import NodePrice, PriceChoice
@@ -45,10 +47,6 @@ class _Request:
     markdown: str | None
     runs_dir: Path
     as_json: bool
-
-    @property
-    def many_profiles(self) -> bool:
-        return len(set(self.clusters)) > 1 or "all" in self.clusters
 
     @property
     def limited(self) -> bool:
@@ -100,12 +98,7 @@ class _Request:
     type=click.IntRange(min=1),
     help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
 )
-@click.option(
-    "--rank",
-    type=click.Choice(["speed", "lower"]),
-    default="speed",
-    help="Rank by predicted throughput, or by the lower end of its interval.  [default: speed]",
-)
+@options.choice("--rank", "speed lower", "By throughput, or its lower end.", default="speed")
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory.")
 @click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")
@@ -132,7 +125,6 @@ def plan(**values: Any) -> None:
     Exit codes: 0 success; 2 nothing fits or is within the limits, or invalid options; 4 a file
     cannot be written.
     """
-    from slurmllm.errors import UserError
     from slurmllm.plan.recipe_plan import node_counts
 
     request = _Request(**values)
@@ -142,14 +134,6 @@ def plan(**values: Any) -> None:
     for option, path in (("--plot", request.plot), *request.tables.items()):
         options.check_folder(option, path)
     counts = node_counts(request.nodes) if request.nodes else []
-    _check_combination(request, counts)
-    _plan(request, counts)
-
-
-def _check_combination(request: _Request, counts: Sequence[int]) -> None:
-    """Raise UserError if options are missing or exclude each other."""
-    from slurmllm.errors import UserError
-
     if not request.recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
     if request.limited and len(set(request.recipes)) > 1:
@@ -164,11 +148,11 @@ def _check_combination(request: _Request, counts: Sequence[int]) -> None:
             "--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16, "
             "or give --budget or --deadline"
         )
+    _plan(request, counts)
 
 
 def _plan(request: _Request, counts: Sequence[int]) -> None:
     """Plan recipes on profiles and node counts, and print or write the tables."""
-    from slurmllm.errors import ConfigError
     from slurmllm.plan import budget, output
     from slurmllm.plan.recipe_plan import plan_warnings
 
@@ -204,7 +188,6 @@ def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
     """Return the plan of each recipe on each profile."""
     from slurmllm.backends.environment import load_environment
     from slurmllm.display.progress import count_progress
-    from slurmllm.errors import UserError
     from slurmllm.plan.prices import parse_price, parse_tokens, read_prices, select_price
     from slurmllm.plan.recipe_plan import plan_recipe
 
@@ -215,7 +198,7 @@ def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
             raise UserError(
                 f"--price {request.price} with --prices: both give a price; leave one out"
             )
-        if request.many_profiles:
+        if len(set(request.clusters)) > 1 or "all" in request.clusters:
             raise UserError(
                 f"--price {request.price} with several profiles: their nodes do not cost the "
                 "same; write a table of prices, --prices FILE"
@@ -248,7 +231,6 @@ def _profiles(
     """Yield the recipe with each profile; `all`: those with figures and a price."""
     from slurmllm.config.profiles import available
     from slurmllm.config.resolve import clusters_dir, resolve
-    from slurmllm.errors import ConfigError
     from slurmllm.plan.prices import select_price
 
     named = [name for name in dict.fromkeys(request.clusters) if name != "all"]
@@ -265,7 +247,8 @@ def _profiles(
 def _write_files(
     request: _Request, plans: Sequence[RecipePlan], purchase: PurchasePlan | None
 ) -> None:
-    """Write the picture and the tables."""
+    """Write the picture and the tables; `-` is standard output."""
+    from slurmllm.config.yaml_source import flatten
     from slurmllm.plan import output
 
     if request.plot is not None:
@@ -277,7 +260,24 @@ def _write_files(
     top = request.top
     rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
     tables = output.tables(plans, top) if purchase is None else [purchase.table()]
-    options.write_tables(request.tables, rows, tables, output.price_lines(plans))
+    for option, path in request.tables.items():
+        if path is None:
+            continue
+        if option == "--csv":
+            cells = [{key: _csv_cell(cell) for key, cell in flatten(row).items()} for row in rows]
+            text = csv_text(cells)
+        else:
+            text = "\n".join(markdown_table(*table) for table in tables)
+            text += "".join(f"\n{note}\n" for note in output.price_lines(plans))
+        if path == "-":
+            click.echo(text, nl=False)
+        else:
+            fix = f"name another file with {option}"
+            write_bytes(Path(path), text.encode(), f"cannot write {path}", fix)
+
+
+def _csv_cell(value: Any) -> Any:
+    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _print(request: _Request, plans: Sequence[RecipePlan], purchase: PurchasePlan | None) -> None:
@@ -304,8 +304,6 @@ def _print(request: _Request, plans: Sequence[RecipePlan], purchase: PurchasePla
 
 def _no_fit_error(plan: RecipePlan) -> ConfigError:
     """Return the plan's error, with a command that plans a change with which a layout fits."""
-    from slurmllm.errors import ConfigError
-
     error = plan.no_fit_error()
     if not (changes := plan.node_plans[-1].nearest):
         return error
@@ -337,7 +335,6 @@ def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
 def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     """Return the command that submits a layout; it fetches missing data."""
     from slurmllm.plan.fit_check import changes
-    from slurmllm.run.rundir import runs_root
     from slurmllm.submit.inputs import locate
 
     if plan.config.cluster.planning_only is not None:

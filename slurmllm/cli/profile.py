@@ -11,6 +11,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.display.tables import print_line, print_table
 from slurmllm.format import format_bytes, format_percent, format_seconds
+from slurmllm.run.rundir import find_run
 
 if TYPE_CHECKING:
     from slurmllm.profile.profile import RankResult
@@ -34,20 +35,14 @@ def profile(run: str, attempt: int | None, rank: int | None, runs_dir: Path, as_
     Exit codes: 0 success; 2 no profile; 4 a trace cannot be read.
     """
     from slurmllm.profile.profile import read_profile
-    from slurmllm.run.rundir import find_run
 
     run_dir = find_run(run, runs_dir)
     profile = read_profile(run_dir, attempt, rank)
     if as_json:
-        ranks = [worker for worker in profile.ranks if rank in (None, worker.profile.rank)]
-        options.echo_json(
-            {
-                "run": run_dir.name,
-                "attempt": profile.attempt,
-                "neuron": None if profile.neuron is None else str(profile.neuron),
-                "ranks": [_json(worker) for worker in ranks],
-            }
-        )
+        ranks = [_json(worker) for worker in profile.ranks if rank in (None, worker.profile.rank)]
+        neuron = None if profile.neuron is None else str(profile.neuron)
+        values = {"run": run_dir.name, "attempt": profile.attempt, "neuron": neuron}
+        options.echo_json({**values, "ranks": ranks})
         return
     shown = next((w for w in profile.ranks if w.profile.rank == rank), profile.ranks[0])
     steps = f"steps {shown.profile.first_step}–{shown.profile.last_step}"
@@ -59,26 +54,20 @@ def profile(run: str, attempt: int | None, rank: int | None, runs_dir: Path, as_
     if len(profile.ranks) > 1:
         _print_ranks(profile.ranks)
         print_line(f"rank {shown.profile.rank}:")
-    _print_parts(shown)
-    _print_operations(shown)
-    _print_files(shown)
+    _print_worker(shown)
     if profile.neuron is not None:
         print_line(f"Neuron's profiles: {profile.neuron}")
 
 
 def _json(worker: RankResult) -> dict[str, object]:
     profile, files = worker.profile, worker.files
+    fields = {"rank", "first_step", "last_step", "step_s", "evaluation_s", "peak_bytes"}
     return {
-        "rank": profile.rank,
+        **profile.model_dump(include=fields),
         "node": profile.node or None,
-        "first_step": profile.first_step,
-        "last_step": profile.last_step,
-        "step_s": profile.step_s,
         "parts": worker.parts,
-        "evaluation_s": profile.evaluation_s,
         "waits_for": [{"rank": rank, "seconds": s} for rank, s in worker.waits_for.items()],
         "operations": [operation.model_dump() for operation in profile.operations[:_SHOWN]],
-        "peak_bytes": profile.peak_bytes,
         "trace": str(files.trace),
         "snapshot": str(files.snapshot) if files.snapshot.is_file() else None,
     }
@@ -99,35 +88,30 @@ def _print_ranks(ranks: Sequence[RankResult]) -> None:
     print_line()
 
 
-def _print_parts(worker: RankResult) -> None:
+def _print_worker(worker: RankResult) -> None:
+    """Print the parts of a step, the longest operations, and the files."""
     from slurmllm.profile.trace import PARTS
 
+    profile, files = worker.profile, worker.files
     rows = [(part, format_seconds(worker.parts[part]), _share(worker, part)) for part in PARTS]
-    step = ("step", format_seconds(worker.profile.step_s), "")
-    print_table(("part", "time", "share"), [*rows, step])
-    if worker.profile.evaluation_s:
-        seconds = format_seconds(worker.profile.evaluation_s)
+    print_table(("part", "time", "share"), [*rows, ("step", format_seconds(profile.step_s), "")])
+    if profile.evaluation_s:
+        seconds = format_seconds(profile.evaluation_s)
         print_line(f"evaluation after these steps, not in their time: {seconds}")
     print_line()
-
-
-def _print_operations(worker: RankResult) -> None:
-    rows = []
-    for operation in worker.profile.operations[:_SHOWN]:
-        share = format_percent(operation.self_s / worker.profile.step_s, 1)
+    operations = []
+    for operation in profile.operations[:_SHOWN]:
+        share = format_percent(operation.self_s / profile.step_s, 1)
         seconds = format_seconds(operation.self_s)
-        rows.append((operation.name[:80], seconds, share, f"{operation.calls:,}"))
-    print_table(("operation", "self time", "share", "calls"), rows)
+        operations.append((operation.name[:80], seconds, share, f"{operation.calls:,}"))
+    print_table(("operation", "self time", "share", "calls"), operations)
     print_line()
-
-
-def _print_files(worker: RankResult) -> None:
-    if worker.profile.peak_bytes is not None:
-        print_line(f"allocated at most: {format_bytes(worker.profile.peak_bytes)}")
-    print_line(f"trace: {worker.files.trace}")
+    if profile.peak_bytes is not None:
+        print_line(f"allocated at most: {format_bytes(profile.peak_bytes)}")
+    print_line(f"trace: {files.trace}")
     print_line("open it at https://ui.perfetto.dev (Open trace file), which uploads nothing")
-    if worker.files.snapshot.is_file():
-        print_line(f"memory: {worker.files.snapshot}")
+    if files.snapshot.is_file():
+        print_line(f"memory: {files.snapshot}")
         print_line("open it at https://docs.pytorch.org/memory_viz")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import UserError
+from slurmllm.format import format_count
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
@@ -42,8 +44,6 @@ def recipes(
     and line, --set, or the built-in default. --explain, --set and --cluster need NAME. --clusters
     lists the shipped profiles, and the file that --cluster names.
     """
-    from slurmllm.errors import UserError
-
     if schema:
         from slurmllm.config.schema import file_schema
 
@@ -66,21 +66,16 @@ def _list(as_json: bool) -> None:
     from slurmllm.config.resolve import recipes_dir, resolve
     from slurmllm.plan.parameters import parameters
 
-    recipes = (resolve(name, "local").recipe for name in available(recipes_dir()))
-    counted = ((recipe, parameters(recipe.model)) for recipe in recipes)
-    ordered = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
+    recipes = [resolve(name, "local").recipe for name in available(recipes_dir())]
+    counts = {recipe.name: parameters(recipe.model) for recipe in recipes}
+    recipes.sort(key=lambda r: (r.name.partition("_")[0], counts[r.name], r.name))
     if as_json:
         fields = {"name", "description", "default_cluster"}
-        rows = [
-            {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in ordered
-        ]
+        rows = [{**r.model_dump(include=fields), "parameters": counts[r.name]} for r in recipes]
         options.echo_json({"recipes": rows})
         return
-    from slurmllm.display.tables import print_table
-
     table = (
-        (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
-        for recipe, count in ordered
+        (r.name, format_count(counts[r.name]), r.description, r.default_cluster) for r in recipes
     )
     headings = ("recipe", "parameters", "description", "default cluster")
     print_table(headings, table, fold="description")
@@ -99,7 +94,6 @@ def _list_trainers(as_json: bool) -> None:
     if as_json:
         options.echo_json({"trainers": rows})
         return
-    from slurmllm.display.tables import print_table
 
     shown = ("name", "resume", "checkpoints", "progress", "description")
     table = [tuple(row[key] or "-" for key in shown) for row in rows]
@@ -116,7 +110,6 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     if as_json:
         options.echo_json({"clusters": rows})
         return
-    from slurmllm.display.tables import print_table
 
     shown = {
         "a node": "devices_per_node",
@@ -130,13 +123,10 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     for row in rows:
         values = [row[key] for key in shown.values()]
         figures = ["-" if value is None else f"{round(value, 2):g}" for value in values]
-        table.append((row["name"], row["device"], *figures, row["backend"], _notes(row)))
+        notes = ["planning only"] * (row["planning_only"] is not None) + ["rough"] * row["rough"]
+        notes += [f"{len(row['assumed'])} assumed"] * bool(row["assumed"])
+        table.append((row["name"], row["device"], *figures, row["backend"], ", ".join(notes)))
     print_table(("profile", "device", *shown, "backend", "notes"), table)
-
-
-def _notes(row: Mapping[str, Any]) -> str:
-    notes = ["planning only"] * (row["planning_only"] is not None) + ["rough"] * row["rough"]
-    return ", ".join([*notes, *[f"{len(row['assumed'])} assumed"] * bool(row["assumed"])])
 
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:
@@ -160,14 +150,6 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
         "assumed": [] if hardware is None else list(hardware.assumed),
         "source": None if hardware is None else hardware.source,
     }
-
-
-def _rounded(count: int) -> str:
-    """Return `6.86B`: a number of parameters with three digits."""
-    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= unit:
-            return f"{count / unit:#.3g}".rstrip(".") + letter
-    return str(count)
 
 
 def _show(
@@ -198,7 +180,6 @@ def _show(
             click.echo(textwrap.indent(profile, "# "), nl=False)
         return
     from slurmllm.config.yaml_source import flatten
-    from slurmllm.display.tables import print_table
 
     rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())
     print_table(("field", "value", "source"), rows, fold="value")

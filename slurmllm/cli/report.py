@@ -11,6 +11,8 @@ import click
 from slurmllm.cli import options
 from slurmllm.display.tables import print_table
 from slurmllm.errors import StorageError, UserError
+from slurmllm.format import format_names, format_number, format_percent, format_plural
+from slurmllm.run.rundir import find_run, find_sweep
 
 if TYPE_CHECKING:
     from slurmllm.report.facts import RunFacts
@@ -35,10 +37,7 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 )
 @click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
-@options.tags
-@options.patterns
-@options.wheres
-@options.decimals
+@options.log_options
 @options.plot(": a stacked bar of node hours per run.")
 @click.option(
     "--prediction", is_flag=True, help="Only compare a run with what `plan` predicts for it."
@@ -63,7 +62,7 @@ def report(
     cluster: str | None,
     runs_dir: Path,
     as_json: bool,
-    **of_logs: tuple[str, ...],
+    of_logs: options.LogOptions,
 ) -> None:
     """Report curves, throughput, utilization and cost of runs.
 
@@ -73,7 +72,6 @@ def report(
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
-    from slurmllm.cli.prediction import print_prediction
     from slurmllm.cli.sweep import ranking_json
     from slurmllm.plan.prices import parse_price
     from slurmllm.report.sources import compare_with_first, make_names_unique, read_run_facts
@@ -81,25 +79,26 @@ def report(
     from slurmllm.slurm.client import SlurmClient
 
     if prediction or cluster is not None:
-        alone = prediction and not any((price, out, plot, no_html, *of_logs.values()))
-        print_prediction(sources if alone else (), cluster, runs_dir, as_json)
+        alone = prediction and not any((price, out, plot, no_html, *of_logs))
+        _print_prediction(sources if alone else (), runs_dir, cluster, as_json)
         return
     choice = None if price is None else parse_price(price)
-    _check_paths(out, plot, no_files)
+    options.check_picture(plot)
+    if out is not None and no_files:
+        raise UserError("--out and --no-files exclude each other; give one of them")
+    options.check_page("--out", out)
     client = SlurmClient()
     rankings, paths = _locate(sources, runs_dir, client)
-    logs = zip(paths, options.source_options(**of_logs, count=len(paths)), strict=True)
+    logs = zip(paths, of_logs.arguments(len(paths)), strict=True)
     facts = [read_run_facts(*log, choice, client) for log in logs]
     runs = compare_with_first(make_names_unique(facts))
     if plot is not None:
-        _draw(runs, plot)
+        _draw(runs, plot, as_json)
     only_sweeps = len(rankings) == len(sources)
     if not as_json:  # before the files, whose pictures take longer than all the reading
         _print_rankings(rankings)
         if not only_sweeps:
             _print(runs)
-        if plot is not None:
-            click.echo(f"picture: {plot}")
     page = default_path(runs) if out is None else Path(out)
     if out is None and only_sweeps and len(rankings) == 1:
         page = rankings[0][0].sweep.reports / "report.html"
@@ -118,7 +117,6 @@ def _write(
 ) -> tuple[dict[str, str | None], StorageError | None]:
     """Write the page; returns the files, and the failure, before which the JSON is printed."""
     from slurmllm.cli.sweep import ranking_rows
-    from slurmllm.format import format_names
     from slurmllm.report.tables import Table
     from slurmllm.report.write import write_report
 
@@ -138,21 +136,12 @@ def _write(
         return nothing, StorageError(text)
 
 
-def _check_paths(out: str | None, plot: str | None, no_files: bool) -> None:
-    options.check_picture(plot)
-    if out is not None and no_files:
-        raise UserError("--out and --no-files exclude each other; give one of them")
-    if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
-
-
 def _locate(
     sources: Sequence[str], runs_dir: Path, client: SlurmClient
 ) -> tuple[Rankings, list[Path]]:
     """Return the sweeps with their runs by rank, and the paths of all sources of the page."""
     from slurmllm.metrics.source import locate
     from slurmllm.report.sources import find_run_directory
-    from slurmllm.run.rundir import find_sweep
     from slurmllm.status.sweeps import rank, read_sweep
 
     rankings, paths = [], []
@@ -168,13 +157,15 @@ def _locate(
     return rankings, list(dict.fromkeys(paths))
 
 
-def _draw(runs: Sequence[RunFacts], plot: str) -> None:
+def _draw(runs: Sequence[RunFacts], plot: str, as_json: bool) -> None:
     from slurmllm.report.pictures import draw_utilization
 
     used = {run.name: run.used for run in runs if run.used is not None}
     if not used:
         raise UserError(f"--plot {plot}: none of the sources is a run, and logs have no node hours")
     draw_utilization(used, Path(plot))
+    if not as_json:
+        click.echo(f"picture: {plot}")
 
 
 def _print_rankings(rankings: Rankings) -> None:
@@ -190,7 +181,7 @@ def _print(runs: Sequence[RunFacts]) -> None:
     """Print the tables, and each run's warnings."""
     from slurmllm.report import tables
     from slurmllm.report.document import comparison_texts
-    from slurmllm.report.throughput import scaling_rows
+    from slurmllm.report.facts import scaling_rows
 
     def show(table: Table, before: str = "") -> None:
         click.echo(before)
@@ -218,3 +209,38 @@ def _print(runs: Sequence[RunFacts]) -> None:
             show(tables.endings_table(facts.lost))
         for warning in facts.warnings:
             click.echo(f"warning: {facts.name}: {warning}")
+
+
+def _print_prediction(
+    sources: Sequence[str], runs_dir: Path, cluster: str | None, as_json: bool
+) -> None:
+    """Print predicted and measured figures of the only run."""
+    from slurmllm.report.prediction import check_run_prediction
+
+    if len(sources) != 1:
+        raise UserError(
+            "--prediction is of one run, alone or with --cluster PROFILE, and writes no files"
+        )
+    check = check_run_prediction(find_run(sources[0], runs_dir), cluster)
+    if as_json:
+        click.echo(check.model_dump_json(indent=2))
+        return
+    steps = f"{format_plural(check.steps, 'step')} of attempt{'s' * (len(check.attempts) > 1)} "
+    steps += ", ".join(map(str, check.attempts))
+    nodes = format_plural(check.nodes, "node")
+    click.echo(f"{check.run}: {steps} on {nodes}; profile {check.cluster}")
+    rows = []
+    for row in check.rows:
+        figures = [_measure(row.unit, value) for value in (row.predicted, row.measured)]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+        rows.append((row.name, *figures, ratio, row.note))
+    headings = ("", "predicted", "measured", "measured / predicted", "what it is")
+    print_table(headings, rows, fold="what it is")
+    for warning in check.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _measure(unit: str, value: float | None) -> str:
+    if value is None or unit == "":
+        return format_percent(value)
+    return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.errors import SlurmError, UserError
+from slurmllm.run.rundir import RunDir, Stage, find_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slurmllm.run.rundir import RunDir, Stage
     from slurmllm.slurm.client import SlurmClient
 
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
 @click.argument("command", metavar="[-- COMMAND …]", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--rank", type=click.IntRange(min=0), default=0, help="Enter this worker's node.  [default: 0]"
-)
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="Enter this worker's node.")
 @options.runs_dir
 def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None:
     """Open a shell on a node of RUN's running job, or run COMMAND there.
@@ -29,13 +29,8 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     profile's setup and in its container. It shares the node with the workers, and ends with the
     job.
     """
-    import os
-    import sys
-
     from slurmllm.backends.environment import node_local_cache, worker_environment
     from slurmllm.config.load import load
-    from slurmllm.errors import SlurmError, UserError
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient, step_options
     from slurmllm.slurm.environment import slurm_environment
     from slurmllm.submit.render import shared_folders
@@ -68,7 +63,6 @@ def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient)
     Raises:
         UserError: no job is running, or it has no such worker.
     """
-    from slurmllm.errors import UserError
     from slurmllm.run.records import JobsRecord
     from slurmllm.supervise.attempts import load_attempts
 
@@ -113,7 +107,6 @@ def run_stage(
     been requeued.
     """
     from slurmllm.config.load import load
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.launch import record_local, run_locally
     from slurmllm.submit.prepare import RunRequest, prepare

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_line, print_table
+from slurmllm.errors import RunError, StorageError
 
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
@@ -16,45 +19,29 @@ if TYPE_CHECKING:
 
 
 def _number(name: str, default: float, text: str) -> Callable[[Any], Any]:
-    return click.option(name, type=type(default), default=default, show_default=True, help=text)
+    return click.option(name, type=type(default), default=default, help=text)
 
 
 @click.command()
 @click.argument(
     "sources", nargs=-1, required=True, metavar="SOURCE...", shell_complete=options.complete_run
 )
-@click.option(
-    "--metric",
-    type=click.Choice(("loss", "grad_norm", "all")),
-    default="all",
-    show_default=True,
-    help="What to search for spikes; all: both if they are logged.",
-)
+@options.choice("--metric", "loss grad_norm all", "What to search for spikes.", default="all")
 @_number("--window", 20, "Number of steps in the running mean.")
 @_number("--threshold", 0.1, "A value higher than the running mean by more than this is a spike.")
 @_number("--min-gap", 1, "Spikes with fewer normal steps between them are merged.")
-@options.tags
-@options.patterns
-@options.wheres
-@options.decimals
-@options.from_step
-@options.to_step
-@options.plot(".  [default: <run>/reports/spikes-<run>.png, one per run]")
-@options.no_plot
+@options.log_options
+@options.step_range
+@options.plot_or_none("<run>/reports/spikes-<run>.png, one per run")
 @options.runs_dir
 @options.as_json
 def spikes(
     *,
     sources: tuple[str, ...],
     metric: str,
-    tags: tuple[str, ...],
-    patterns: tuple[str, ...],
-    wheres: tuple[str, ...],
-    decimals: tuple[str, ...],
-    from_step: int | None,
-    to_step: int | None,
+    of_logs: options.LogOptions,
+    steps: dict[str, int | None],
     plot: str | None,
-    no_plot: bool,
     runs_dir: Path,
     as_json: bool,
     **definition: Any,
@@ -70,18 +57,15 @@ def spikes(
 
     Exit codes: 0 success, with or without spikes; 2 invalid input; 4 the plot cannot be written.
     """
-    from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, read_curve
     from slurmllm.spikes.detection import analyze, select_steps
 
-    options.check_picture(plot, no_plot)
-    arguments = options.source_options(tags, patterns, wheres, decimals, len(sources))
     logs = [
         read_curve(locate(source, runs_dir), lenient=True, **of_source)
-        for source, of_source in zip(sources, arguments, strict=True)
+        for source, of_source in zip(sources, of_logs.arguments(len(sources)), strict=True)
     ]
-    options.refuse_unused(logs, [*tags, *patterns, *wheres, *decimals])
-    curves = [select_steps(curve, from_step, to_step) for curve in logs]
+    of_logs.refuse_unused(logs)
+    curves = [select_steps(curve, *steps.values()) for curve in logs]
     chosen = None if metric == "all" else cast("Metric", metric)
     runs = [analyze(curve, metric=chosen, **definition) for curve in curves]
     if not any(part.judged or part.not_finite_steps for run in runs for part in run.by_metric):
@@ -89,11 +73,9 @@ def spikes(
             "; ".join(f"{run.name}: {run.verdict}" for run in runs) + "; wait for more steps, or "
             "give a smaller --window"
         )
-    if not no_plot:
+    if plot is not None:
         runs = _draw(curves, runs, plot)
     if as_json:
-        import json
-
         documents = [json.loads(run.model_dump_json()) for run in runs]  # null if not finite
         click.echo(json.dumps({"runs": documents}, indent=2, ensure_ascii=False))
     else:
@@ -101,15 +83,12 @@ def spikes(
             _print(run)
 
 
-def _draw(
-    curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str | None
-) -> list[SpikeAnalysis]:
+def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> list[SpikeAnalysis]:
     """Draw a picture for each run, or one of all with --plot; only the latter must succeed."""
-    from slurmllm.errors import StorageError
     from slurmllm.spikes.plot import default_path, draw
 
     pairs = list(zip(curves, runs, strict=True))
-    if plot is not None:
+    if plot:
         draw(pairs, Path(plot))
         return [run.model_copy(update={"plot": plot}) for run in runs]
     drawn: list[SpikeAnalysis] = []
@@ -129,7 +108,6 @@ def _draw(
 def _print(run: SpikeAnalysis) -> None:
     from rich.text import Text
 
-    from slurmllm.display.tables import print_line, print_table
     from slurmllm.spikes.analysis import NAMES, SHOWN
 
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"

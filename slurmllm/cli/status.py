@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,12 +17,12 @@ import click
 from slurmllm.cli import options
 from slurmllm.display.tables import console, print_line
 from slurmllm.errors import EXIT_INTERRUPTED, UserError
+from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.text import Text
 
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import RunState
     from slurmllm.status.sweeps import SweepState
 
@@ -46,8 +50,14 @@ class _StatusCommand(click.Command):
 @click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
+@click.pass_context
 def status(
-    runs: tuple[str, ...], watch: float | None, active: bool, runs_dir: Path, as_json: bool
+    ctx: click.Context,
+    runs: tuple[str, ...],
+    watch: float | None,
+    active: bool,
+    runs_dir: Path,
+    as_json: bool,
 ) -> None:
     """Show the status of RUN, of the runs of a sweep, or of all runs.
 
@@ -55,6 +65,7 @@ def status(
     ended. If the output is not a terminal, each refresh prints another table; with --json, one
     document per line.
     """
+    from slurmllm.slurm.client import SlurmClient
 
     if active and runs:
         raise UserError(
@@ -62,7 +73,8 @@ def status(
         )
     if watch is not None and not 0.1 <= watch <= 86400:
         raise UserError(f"--watch {watch:g}: must be 0.1 to 86400 seconds, such as --watch 5")
-    read_states = _make_reader(tuple(dict.fromkeys(runs)), runs_dir, active)
+    targets = [find_run_or_sweep(name, runs_dir) for name in dict.fromkeys(runs)]
+    read_states = partial(_read_states, targets, runs_dir, active, SlurmClient())
     if watch is None:
         states = read_states()
         click.echo(states.as_json(indent=2)) if as_json else states.print()
@@ -70,20 +82,18 @@ def status(
     try:
         _watch(read_states, watch, as_json)
     except KeyboardInterrupt:  # the usual way to stop watching
-        click.get_current_context().exit(EXIT_INTERRUPTED)
+        ctx.exit(EXIT_INTERRUPTED)
 
 
+@dataclass
 class _ShownStates:
     """The states of one refresh; `empty_text` is for no runs, and None if a run was given."""
 
-    def __init__(
-        self, states: Sequence[RunState], empty_text: str | None, sweep: SweepState | None = None
-    ) -> None:
-        self.states, self.empty_text, self.sweep = states, empty_text, sweep
+    states: Sequence[RunState]
+    empty_text: str | None
+    sweep: SweepState | None = None
 
     def as_json(self, indent: int | None = None) -> str:
-        import json
-
         runs = [state.to_dict() for state in self.states]
         of_sweep = self.sweep.to_json() if self.sweep is not None else {}
         shown = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
@@ -107,54 +117,32 @@ class _ShownStates:
         for text in self.view():
             print_line(text)
 
-    @property
-    def active(self) -> bool:
-        return any(state.active for state in self.states)
 
-    @property
-    def slurm_unreachable(self) -> bool:
-        return any(state.slurm_unreachable for state in self.states)
-
-
-def _make_reader(names: Sequence[str], runs_dir: Path, active: bool) -> Callable[[], _ShownStates]:
-    """Return a function that reads the states of the named runs, or of all runs."""
-    from slurmllm.run.rundir import RunDir, find_run_or_sweep
-    from slurmllm.slurm.client import SlurmClient
+def _read_states(
+    targets: Sequence[RunDir | SweepDir], runs_dir: Path, active: bool, client: SlurmClient
+) -> _ShownStates:
+    """Read the states of the named runs and sweeps, or of all runs."""
     from slurmllm.status.runs import list_runs, run_state, run_states
     from slurmllm.status.sweeps import read_sweep, runs_of
 
-    client = SlurmClient()
-    targets = [find_run_or_sweep(name, runs_dir) for name in names]
     if len(targets) > 1:
-
-        def read_named() -> _ShownStates:
-            runs = dict.fromkeys(chain.from_iterable(map(runs_of, targets)))
-            return _ShownStates(run_states(list(runs), client), "all these runs were removed")
-
-        return read_named
-    if targets and not isinstance(sweep := targets[0], RunDir):
-
-        def read_runs() -> _ShownStates:
-            state = read_sweep(sweep, client)
-            text = f"{sweep.name}: all runs of the sweep were removed"
-            return _ShownStates(state.runs, text, state)
-
-        return read_runs
-    if targets and isinstance(run := targets[0], RunDir):
-        return lambda: _ShownStates([run_state(run, client)], None)
-
-    def read_states() -> _ShownStates:
-        # Listed at each refresh: runs may be submitted in between.
-        states = run_states(list_runs(runs_dir), client)
-        if active and states:
-            # While slurmctld is unreachable, these runs may still be active: they stay in the list.
-            shown = [state for state in states if state.active or state.slurm_unreachable]
-            empty_text = f"none of the {len(states)} runs in {runs_dir} is pending or running"
-            return _ShownStates(shown, empty_text)
-        hint = "`slurmllm submit tiny_neox --local` starts one"
-        return _ShownStates(states, f"no runs in {runs_dir} yet; {hint}")
-
-    return read_states
+        runs = dict.fromkeys(chain.from_iterable(map(runs_of, targets)))
+        return _ShownStates(run_states(list(runs), client), "all these runs were removed")
+    for target in targets:
+        if isinstance(target, RunDir):
+            return _ShownStates([run_state(target, client)], None)
+        sweep = read_sweep(target, client)
+        text = f"{target.name}: all runs of the sweep were removed"
+        return _ShownStates(sweep.runs, text, sweep)
+    # Listed at each refresh: runs may be submitted in between.
+    states = run_states(list_runs(runs_dir), client)
+    if active and states:
+        # While slurmctld is unreachable, these runs may still be active: they stay in the list.
+        shown = [state for state in states if state.active or state.slurm_unreachable]
+        text = f"none of the {len(states)} runs in {runs_dir} is pending or running"
+        return _ShownStates(shown, text)
+    hint = "`slurmllm submit tiny_neox --local` starts one"
+    return _ShownStates(states, f"no runs in {runs_dir} yet; {hint}")
 
 
 def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: bool) -> None:
@@ -194,7 +182,8 @@ def _refresh_until_ended(
     while True:
         shown = read_states()
         yield shown
-        was_active = was_active or shown.active
-        if not shown.active and not (was_active and shown.slurm_unreachable):
+        active = any(state.active for state in shown.states)
+        was_active = was_active or active
+        if not active and not (was_active and any(s.slurm_unreachable for s in shown.states)):
             return
         time.sleep(interval_s)

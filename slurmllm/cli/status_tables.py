@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,25 +27,32 @@ if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
     from slurmllm.run.artifact_records import MicroBatchRecord
     from slurmllm.run.records import AttemptRecord
-    from slurmllm.status.details import Details, TrainerDetails, WorkerProgress
+    from slurmllm.status.details import Details, WorkerProgress
     from slurmllm.status.runs import RunState
 
 Line = tuple[str, str]  # its heading and its text
 
-_RUNS = (
-    Column("run", room=16),
-    Column("state"),
-    Column("step"),
-    Column("loss", drop=1),
-    Column("seq/s", drop=3),
-    Column("left", drop=2),
-    Column("saved", drop=5),
-    Column("restarts", drop=7),
-    Column("node h", drop=6),
-    Column("usd", drop=8),
-    Column("nodes", drop=9),
-    Column("reason", room=PROSE, drop=4),
-)
+
+def _saved(state: RunState) -> str:
+    saved = state.last_checkpoint
+    return "" if saved is None else f"{saved.step}, {format_age(saved.age_s)}"
+
+
+_RUNS: dict[Column, Callable[[RunState], str]] = {
+    Column("run", room=16): lambda state: state.name,
+    Column("state"): lambda state: state.state,
+    Column("step"): lambda state: state.step_text,
+    Column("loss", drop=1): lambda state: _number(state.loss, ".4f"),
+    Column("seq/s", drop=3): lambda state: _number(state.seq_per_s, ".1f"),
+    Column("left", drop=2): lambda state: format_duration(state.eta_s),
+    Column("saved", drop=5): _saved,
+    Column("restarts", drop=7): lambda state: str(state.restarts),
+    Column("node h", drop=6): lambda state: format_hours(state.node_hours),
+    Column("usd", drop=8): lambda state: _number(state.usd, ",.2f"),
+    Column("nodes", drop=9): lambda state: str(state.nodes),
+    Column("reason", room=PROSE, drop=4): lambda state: state.reason,
+}
+_KNOWN_OF_DAMAGED = ("run", "state", "reason")
 _ATTEMPTS = (
     Column("attempt"),
     Column("nodes", drop=3),
@@ -73,35 +80,21 @@ def runs_view(
         shown = [state for state in shown if id(state) in fitting]
     # A redrawn table must not be longer than the terminal: one line per run.
     one_line = height is not None
-    table, left_out = _table(_RUNS, [_run_row(state) for state in shown], console, one_line)
+    rows = [
+        [
+            cell(state) if state.state != "damaged" or column.heading in _KNOWN_OF_DAMAGED else ""
+            for column, cell in _RUNS.items()
+        ]
+        for state in shown
+    ]
+    table, left_out = _table([*_RUNS], rows, console, one_line)
     view = [table]
     if "reason" in left_out and not one_line:
-        reasons = (f"{state.name}: {state.reason}" for state in shown if state.reason)
-        view += [Text(printable(reason)) for reason in reasons]
+        view += [Text(printable(f"{s.name}: {s.reason}")) for s in shown if s.reason]
     view += _no_room(left_out)
     if len(shown) < len(states):
         view.append(Text(f"… and {len(states) - len(shown)} older ones", style="dim"))
     return view
-
-
-def _run_row(state: RunState) -> tuple[str, ...]:
-    saved = state.last_checkpoint
-    if state.state == "damaged":  # no figure is known
-        return (state.name, state.state, *[""] * (len(_RUNS) - 3), state.reason)
-    return (
-        state.name,
-        state.state,
-        state.step_text,
-        _number(state.loss, ".4f"),
-        _number(state.seq_per_s, ".1f"),
-        format_duration(state.eta_s),
-        "" if saved is None else f"{saved.step}, {format_age(saved.age_s)}",
-        str(state.restarts),
-        format_hours(state.node_hours),
-        _number(state.usd, ",.2f"),
-        str(state.nodes),
-        state.reason,
-    )
 
 
 def run_view(state: RunState, console: Console) -> list[Text]:
@@ -154,8 +147,12 @@ def _lines(state: RunState) -> Iterator[Line]:
         yield "workers", compiling + _limit_and_others(details.workers)
     elif details is not None and details.workers is not None:
         yield "workers", _progress(details.workers)
-    if details is not None and details.trainer is not None:
-        yield from _trainer_lines(details.trainer)
+    if details is not None and (trainer := details.trainer) is not None:
+        yield "command", trainer.command
+        if trainer.missing:
+            yield "progress", trainer.missing
+        if trainer.incomplete:
+            yield "incomplete", f"{', '.join(trainer.incomplete)}: may be half-written"
     elif details is not None and details.mesh is not None:
         yield "batch", _batch(details.mesh, details.micro_batch)
     if state.metrics:
@@ -172,14 +169,6 @@ def _lines(state: RunState) -> Iterator[Line]:
     yield "cost so far", f"{format_hours(state.node_hours)} node hours{usd}"
     if details is not None:
         yield from _detail_lines(state, details)
-
-
-def _trainer_lines(trainer: TrainerDetails) -> Iterator[Line]:
-    yield "command", trainer.command
-    if trainer.missing:
-        yield "progress", trainer.missing
-    if trainer.incomplete:
-        yield "incomplete", f"{', '.join(trainer.incomplete)}: may be half-written"
 
 
 def _metric_lines(state: RunState) -> Iterator[Line]:
@@ -253,11 +242,11 @@ def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
 def _progress(workers: WorkerProgress) -> str:
     """`stepping after step 41`, with the time since the last change if it exceeds 10 s."""
     text = f"{workers.phase.replace('_', ' ')} after step {workers.step}"
-    if workers.unchanged_s >= 10:
-        what = "no step" if workers.phase == "stepping" else "no change"
-        text += f", {what} for {format_duration(workers.unchanged_s)}"
-        return text + _limit_and_others(workers)
-    return text + _limit_and_others(replace(workers, limit_s=None))
+    if workers.unchanged_s < 10:
+        return text + _limit_and_others(replace(workers, limit_s=None))
+    what = "no step" if workers.phase == "stepping" else "no change"
+    unchanged = f", {what} for {format_duration(workers.unchanged_s)}"
+    return text + unchanged + _limit_and_others(workers)
 
 
 def _limit_and_others(workers: WorkerProgress | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,15 +11,14 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
+from slurmllm.display.tables import print_table
+from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, UserError
+from slurmllm.run.rundir import find_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.run.rundir import RunDir
-    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.prepare import PreparedRun, RunRequest
 
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
 )
 @click.argument("recipe", shell_complete=options.complete_recipe)
 @click.option("--command", hidden=True)  # what follows `--`, if it is no option
-@options.nodes(
-    help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1", show_default=True
-)
+@options.nodes(help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1")
 @click.option("-J", "--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
@@ -73,43 +70,60 @@ def submit(
     With `-- COMMAND …` in place of RECIPE, or after trainers/NAME, a trainer of another project is
     supervised: `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
     """
-    from slurmllm.cli.command_line import command_settings
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import local_cluster, resolve, shorten
+    from slurmllm.submit.inputs import data_settings
+    from slurmllm.submit.launch import start_run
     from slurmllm.submit.sweep import resolve_cases
 
-    if shared.local and nodes[0] is not None:
-        raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
+    _check_options(shared, nodes, data, fetch, sweep)
     settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
-    if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
-        raise click.UsageError("--dependency and --max-running exclude each other; give one")
+    settings |= {**data_settings(data), "command.run": ("command line", command)}
     cases = sweeps.read_cases(sweep, shared.local)
     if not shared.dry_run:
         sweeps.confirm(len(cases), sweep.yes)
-        options.ignore_output_errors()
+        commands.ignore_output_errors()
     allocation, count, cluster = None, nodes[1], local_cluster(cluster, shared.local)
     if shared.in_allocation:
-        refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
+        refused = {"--local": shared.local, "--sweep": cases, **dict(shared.settings.values())}
+        refused["--nodes M-N"] = nodes[0]
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
-    settings |= {**_data_settings(data, fetch), **command_settings(command)}
     sources = (recipe, cluster, overrides, settings)
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if fetch:
         configs[0].recipe.require_training("--fetch", "leave it out")
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]
-    request = replace(
-        _request(configs[0], count, shared, local=shared.local),
-        name=name,
-        fetch=fetch_sources if fetch else None,
-    )
+    fields = {"name": name, "fetch": fetch_sources if fetch else None}
+    request = _request(configs[0], count, shared, local=shared.local, **fields)
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
-    _submit_run(ctx, request, shared, allocation)
+    run = start_run(request, allocation, print_warnings)
+    if shared.dry_run:
+        _print_dry_run(run, shared.as_json)
+    else:
+        _finish(ctx, run, shared.as_json)
 
 
-def _request(config: RunConfig, nodes: int, shared: RunOptions, *, local: bool) -> RunRequest:
+def _check_options(
+    shared: RunOptions,
+    nodes: tuple[int | None, int],
+    data: str | None,
+    fetch: bool,
+    sweep: SweepOptions,
+) -> None:
+    if shared.local and nodes[0] is not None:
+        raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
+    if sweep.max_running is not None and shared.settings["slurm.dependency"][1] is not None:
+        raise click.UsageError("--dependency and --max-running exclude each other; give one")
+    if data == "builtin" and fetch:
+        raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
+
+
+def _request(
+    config: RunConfig, nodes: int, shared: RunOptions, *, local: bool, **fields: Any
+) -> RunRequest:
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.prepare import RunRequest
 
@@ -122,48 +136,19 @@ def _request(config: RunConfig, nodes: int, shared: RunOptions, *, local: bool) 
         force=shared.force,
         dry_run=shared.dry_run,
         slurm=None if local or shared.in_allocation else SlurmClient(),
+        **fields,
     )
-
-
-def _submit_run(
-    ctx: click.Context, request: RunRequest, shared: RunOptions, allocation: str | None
-) -> None:
-    """Prepare a new run, then submit its jobs, run it here, or show what would be submitted."""
-    from slurmllm.submit.launch import start_run
-
-    run = start_run(request, allocation, print_warnings)
-    if request.dry_run:
-        _print_dry_run(run, shared.as_json)
-    else:
-        _finish(ctx, run, shared.as_json)
-
-
-def _start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
-    from slurmllm.submit.launch import start
-
-    print_warnings(prepared)
-    options.ignore_output_errors()
-    return start(prepared, at_once, allocation)
 
 
 def _finish(ctx: click.Context, run: SubmittedRun, as_json: bool) -> None:
     """Run a recorded run's stages here, or print the jobs that were submitted."""
     if run.sent is not None and run.sent.local:
-        ctx.exit(run_and_report(run, as_json))
-    print_submission(run, as_json)
-
-
-def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
-    from slurmllm.submit.inputs import data_settings
-
-    if data == "builtin" and fetch:
-        raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
-    return data_settings(data)
+        ctx.exit(_run_and_report(run, as_json))
+    _print_submission(run, as_json)
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
     """Return the allocation of this command, and the nodes to use; `refused`: option → value."""
-    from slurmllm.errors import UserError
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.supervise.allocation import held_allocation
 
@@ -193,8 +178,6 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
         return
     import yaml
 
-    from slurmllm.display.tables import print_table
-
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
     if prepared.run.jobs.is_file():
@@ -220,7 +203,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     prepared.require_startable()
 
 
-def print_submission(submitted: SubmittedRun, as_json: bool) -> None:
+def _print_submission(submitted: SubmittedRun, as_json: bool) -> None:
     """Print job ids, directory, mesh and the next commands."""
     if as_json:
         options.echo_json(submitted.to_dict(), indent=None)
@@ -266,10 +249,8 @@ def _print_graphs(prepared: PreparedRun) -> None:
         click.echo(f"graphs     {what}; no precompile stage")
 
 
-def run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
+def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     """Run the stages on this machine, or in an allocation; returns the exit code."""
-    from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
-
     prepared, run = submitted.prepared, submitted.prepared.run
     if not as_json:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
@@ -327,9 +308,9 @@ def resume(
     started with --local continues locally.
     """
     from slurmllm.config.load import load
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.launch import SubmittedRun
+    from slurmllm.status.runs import is_active
+    from slurmllm.submit.launch import SubmittedRun, start
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
 
@@ -338,8 +319,13 @@ def resume(
     run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
-    if included and _include_in_pending(run_dir, client, included, shared.as_json):
-        return
+    if included:
+        include_nodes(run_dir, client, included)
+        if is_active(run_dir, client):  # a pending job uses them
+            if shared.as_json:
+                fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
+                options.echo_json(fields, indent=None)
+            return
     with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):
         last = require_ended(run_dir, client, shared.force)
         most, allocation = None if nodes is None else nodes[1], None
@@ -347,27 +333,15 @@ def resume(
         if shared.in_allocation:
             before = most or (last.nodes if last else None)
             local, (allocation, count) = False, _held_nodes(before, {"--local": shared.local})
-        request = _request(load(run_dir.config, trusted=True), count, shared, local=local)
+        config = load(run_dir.config, trusted=True)
+        request = _request(config, count, shared, local=local, run=run_dir)
         changes = Changes(cluster, overrides, settings, from_scratch)
-        prepared = prepare_resume(replace(request, run=run_dir), changes, last)
+        prepared = prepare_resume(request, changes, last)
         if shared.dry_run:
             print_warnings(prepared)
             _print_dry_run(SubmittedRun(prepared), shared.as_json)
             return
-        submitted = _start(prepared, local or shared.in_allocation, allocation)
+        print_warnings(prepared)
+        commands.ignore_output_errors()
+        submitted = start(prepared, local or shared.in_allocation, allocation)
     _finish(ctx, submitted, shared.as_json)
-
-
-def _include_in_pending(
-    run: RunDir, client: SlurmClient, names: Sequence[str], as_json: bool
-) -> bool:
-    """End the exclusion of nodes; return whether a pending job uses them, so none is submitted."""
-    from slurmllm.status.runs import is_active
-
-    include_nodes(run, client, names)
-    if not is_active(run, client):
-        return False
-    if as_json:
-        fields = {"run": run.name, "run_dir": str(run.path), "included": names}
-        options.echo_json(fields, indent=None)
-    return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import EXIT_OK, UserError
+from slurmllm.format import format_hours, format_plural
+from slurmllm.run.rundir import SweepDir
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.run.rundir import SweepDir
     from slurmllm.status.sweeps import RankedRun, SweepState
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import Case, PreparedSweep
@@ -31,39 +34,34 @@ class SweepOptions(NamedTuple):
     yes: bool
 
 
-def sweep_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for sweeps to a verb, which gets them as `sweep`, a `SweepOptions`."""
-
-    @click.option(
+sweep_options = options.grouped(
+    "sweep",
+    SweepOptions,
+    SweepOptions._fields,
+    click.option(
         "--sweep",
         multiple=True,
         metavar="PATH=V1,V2",
         help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
         "combination.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--sweep-file",
         metavar="FILE.yaml",
         help="Submit a run for each case of the file, such as `low: {optim.lr: 1e-4}`.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--max-running", type=int, help="Runs of a sweep that train at a time.  [default: all]"
-    )
-    @click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs.")
-    @functools.wraps(verb)
-    def call(*arguments: Any, **values: Any) -> Any:
-        sweep = SweepOptions(*(values.pop(name) for name in SweepOptions._fields))
-        return verb(*arguments, **values, sweep=sweep)
-
-    return call
+    ),
+    click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs."),
+)
 
 
-def read_cases(options: SweepOptions, local: bool) -> list[Case]:
+def read_cases(requested: SweepOptions, local: bool) -> list[Case]:
     """Return the cases of --sweep or --sweep-file; none without these options."""
-    from slurmllm.errors import UserError
     from slurmllm.submit.sweep import grid, read_cases
 
-    sweep, sweep_file, max_running, _ = options
+    sweep, sweep_file, max_running, _ = requested
     if sweep and sweep_file is not None:
         raise UserError("--sweep and --sweep-file exclude each other; give one of them")
     if not sweep and sweep_file is None:
@@ -78,10 +76,6 @@ def read_cases(options: SweepOptions, local: bool) -> list[Case]:
 
 def confirm(count: int, yes: bool) -> None:
     """Ask before many runs are submitted."""
-    import sys
-
-    from slurmllm.errors import UserError
-
     if count <= MANY or yes:
         return
     if not sys.stdin.isatty():
@@ -97,7 +91,6 @@ def submit(
     as_json: bool,
 ) -> int:
     """Submit a sweep or run it here; returns the exit code."""
-    from slurmllm.errors import EXIT_OK
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
 
@@ -135,53 +128,18 @@ def _print_prepared(
     train_jobs: list[str | None] = [*jobs[count:]] or [None] * len(prepared.runs)
     pairs = zip(prepared.precompiles, jobs, strict=False)
     precompile_jobs = {graphs.run.name: job for graphs, job in pairs}
-    if as_json:
-        summary = _sweep_json(prepared, precompile_jobs, train_jobs)
-        options.echo_json({**summary, **more}, indent=None)
-        return
-    from slurmllm.display.tables import print_table
-    from slurmllm.format import format_plural
-
     name, record = prepared.sweep.name, prepared.record
-    at_a_time = "" if record.max_running is None else f", {record.max_running} at a time"
-    total = format_plural(len(prepared.runs), "run")
-    click.echo(f"sweep      {name}: {total}{at_a_time}")
-    click.echo(f"directory  {prepared.sweep.path}")
-    for graphs in prepared.graphs:
-        source = f"compiled by run {graphs.graphs_from} already"
-        if graphs.graphs_from is None:
-            job = precompile_jobs.get(graphs.run.name)
-            source = f"precompile job {job}" if job else "one precompile stage"
-        users = sum(run.graphs_from == graphs.run.name for run in prepared.runs)
-        click.echo(f"graphs     {source}, for {format_plural(users, 'run')}")
-    labels = record.labels
-    rows = [
-        (run.run.name, *(case.values.get(path, "") for path in labels), *([job] if job else []))
-        for run, case, job in zip(prepared.runs, record.cases, train_jobs, strict=True)
-    ]
-    print_table(("run", *labels.values(), *(["train job"] if jobs else [])), rows)
-    if jobs:
-        for number, verb in enumerate(("status", "compare", "cancel")):
-            click.echo(f"{'' if number else 'next':<10} slurmllm {verb} {name}")
-
-
-def _sweep_json(
-    prepared: PreparedSweep, precompile_jobs: Mapping[str, str], train_jobs: Sequence[str | None]
-) -> dict[str, Any]:
-    cases = zip(prepared.runs, prepared.record.cases, train_jobs, strict=True)
-    return {
-        "sweep": prepared.sweep.name,
-        "sweep_dir": str(prepared.sweep.path),
-        "max_running": prepared.record.max_running,
-        "graphs": [
+    rows = list(zip(prepared.runs, record.cases, train_jobs, strict=True))
+    if as_json:
+        graphs_of_runs = [
             {
                 "run_dir": str(graphs.run.path),
                 "graphs_from": graphs.graphs_from,
                 "precompile_job": precompile_jobs.get(graphs.run.name),
             }
             for graphs in prepared.graphs
-        ],
-        "runs": [
+        ]
+        runs = [
             {
                 "run": run.run.name,
                 "run_dir": str(run.run.path),
@@ -191,9 +149,31 @@ def _sweep_json(
                 "train_job": job,
                 "refusals": run.all_refusals,
             }
-            for place, (run, case, job) in enumerate(cases)
-        ],
-    }
+            for place, (run, case, job) in enumerate(rows)
+        ]
+        summary: dict[str, Any] = {"sweep": name, "sweep_dir": str(prepared.sweep.path)}
+        summary |= {"max_running": record.max_running, "graphs": graphs_of_runs, "runs": runs}
+        options.echo_json({**summary, **more}, indent=None)
+        return
+    at_a_time = "" if record.max_running is None else f", {record.max_running} at a time"
+    click.echo(f"sweep      {name}: {format_plural(len(prepared.runs), 'run')}{at_a_time}")
+    click.echo(f"directory  {prepared.sweep.path}")
+    for graphs in prepared.graphs:
+        source = f"compiled by run {graphs.graphs_from} already"
+        if graphs.graphs_from is None:
+            job = precompile_jobs.get(graphs.run.name)
+            source = f"precompile job {job}" if job else "one precompile stage"
+        users = sum(run.graphs_from == graphs.run.name for run in prepared.runs)
+        click.echo(f"graphs     {source}, for {format_plural(users, 'run')}")
+    labels = record.labels
+    cells = (
+        (run.run.name, *(case.values.get(path, "") for path in labels), *([job] if job else []))
+        for run, case, job in rows
+    )
+    print_table(("run", *labels.values(), *(["train job"] if jobs else [])), cells)
+    if jobs:
+        for number, verb in enumerate(("status", "compare", "cancel")):
+            click.echo(f"{'' if number else 'next':<10} slurmllm {verb} {name}")
 
 
 def print_table_of(sweep: SweepDir, as_json: bool) -> None:
@@ -218,8 +198,6 @@ def ranking_rows(
     state: SweepState, ranked: Sequence[RankedRun]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the headings and the rows of a sweep's runs, with the values that differ."""
-    from slurmllm.format import format_hours
-
     labels = state.record.labels
     has_price = any(run.state.usd is not None for run in ranked)
 
@@ -241,8 +219,6 @@ def ranking_rows(
 
 
 def print_ranking(state: SweepState, ranked: Sequence[RankedRun]) -> None:
-    from slurmllm.display.tables import print_table
-
     click.echo(f"sweep {state.sweep.name}, {state.summary}")
     print_table(*ranking_rows(state, ranked))
     click.echo("loss: mean over the last tenth of a run's steps")

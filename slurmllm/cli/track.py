@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 from slurmllm.errors import UserError
+from slurmllm.log import setup_logging
+from slurmllm.run.rundir import find_run
 
 if TYPE_CHECKING:
     from slurmllm.config.recipe import TrackerName
@@ -44,13 +49,7 @@ def sync(
 
     Exit codes: 0 all was sent; 2 a package, a key or an address is missing; 3 a tracker failed.
     """
-    import signal
-    import threading
-    from types import FrameType
-
     from slurmllm.config.load import load
-    from slurmllm.log import setup_logging
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
     from slurmllm.track import sync as sending

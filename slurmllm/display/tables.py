@@ -129,15 +129,12 @@ def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
         elif one_line:
             lines.append(f"{set_cell_size(line, room - 1)}…")
         else:
-            lines += _fold(line, room)
+            from rich.console import Console
+            from rich.text import Text
+
+            folded = Text(line).wrap(Console(), room, overflow="fold")
+            lines += [part.plain for part in folded]
     return lines
-
-
-def _fold(text: str, room: int) -> list[str]:
-    from rich.console import Console
-    from rich.text import Text
-
-    return [line.plain for line in Text(text).wrap(Console(), room, overflow="fold")]
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

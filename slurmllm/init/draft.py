@@ -1,22 +1,99 @@
-"""The profile of a partition: the shipped one that it extends, and a comment on each line."""
+"""The profile of a partition: the shipped one that it extends, and a comment on each line.
+
+Also doctor's check of a profile: what `init` would change in it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
-from typing import Any
+from typing import Any, Literal
 
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.profiles import Level, extended
+from slurmllm.config.directives import parse_options
+from slurmllm.config.profiles import Level, available, extended, read_profile
+from slurmllm.config.resolve import clusters_dir
 from slurmllm.config.schema import schema_line
 from slurmllm.config.yaml_source import parse_yaml, write_yaml
+from slurmllm.diagnose.finding import fail, ok, warn
+from slurmllm.errors import SlurmError
 from slurmllm.format import format_plural
-from slurmllm.init.figures import Figures, nearest_figures, shipped_values
-from slurmllm.init.survey import NodeKind, Partition, Survey
+from slurmllm.init.survey import NodeKind, Partition, Survey, survey
+from slurmllm.run.records import Finding
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.setup import setup_faults
 
 _DISK = "/var/tmp"  # noqa: S108 (every Linux has it on a disk; the caches there are private)
 _COLUMN = 34  # of the comments
+# GPU, as a word of GRES types and features → the shipped profile with its data sheet's figures.
+_GPUS = {"h200": "p5e", "h100": "h100_ib", "b200": "p6-b200", "a100": "a100_ib"}
+_SMALL_A100 = "p4d"  # of 40 GB
+_OTHER_GPU = "a100_ib"
+# Parts of a GPU, and boards with links and clocks of their own.
+_UNLIKE = re.compile(r"\d+g\.\d+gb|\bpcie\b|\bnvl\b|\bgh200\b|\bgb200\b")
+_REQUESTS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+_SAME_PEAK = 0.9  # boards of one GPU differ in their clocks
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A shipped profile to extend, and how sure it is that its figures hold."""
+
+    profile: str
+    confidence: Literal["exact", "likely", "guess"]
+    reason: str
+    # What the new profile changes of it besides what Slurm says.
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def nearest_figures(kind: NodeKind) -> Figures:
+    """Return the shipped profile whose figures are nearest to those of nodes.
+
+    Exact by the instance type, which ParallelCluster makes a feature of the nodes; else by the
+    type of GPU, which says nothing of the network.
+    """
+    shipped = {name: shipped_values(name) for name in available(clusters_dir())}
+    for name, values in shipped.items():
+        if values.get("instance_type") in kind.features:
+            reason = f"the nodes have the feature {values['instance_type']}"
+            return Figures(name, "exact", reason)
+    if not kind.gpus:
+        reason = "Slurm counts no GPUs; the figures are a guess at two cores of a server"
+        return Figures("local", "guess", reason)
+    name, gpu = _by_gpu(" ".join([kind.gpu_type, *kind.features]))
+    keys = (key for key in ("instance_type", "env") if shipped[name].get(key))
+    changes: dict[str, Any] = dict.fromkeys(keys)
+    if shipped[name].get("health", {}).get("efa_interfaces"):
+        changes["health"] = {"efa_interfaces": 0}
+    if gpu is None:
+        subject = f"the GPU {kind.gpu_type}" if kind.gpu_type else "a GPU that Slurm does not name"
+        reason = f"{subject} has no shipped profile, these are {name}'s"
+        source = f"a guess: those of {name}; `slurmllm calibrate` measures"
+        changes["hardware"] = {"rough": True, "source": source}
+        return Figures(name, "guess", reason, changes)
+    hardware = shipped[name]["hardware"]
+    assumed = [*hardware.get("assumed", []), "network_gb_s", "network_efficiency"]
+    if kind.gpus != shipped[name]["devices_per_node"]:
+        assumed += ["node_link_efficiency", "overlap"]
+    changes["hardware"] = {"assumed": list(dict.fromkeys(assumed))}
+    reason = f"by the GPU {gpu}, of {hardware['memory_gib']:g} GiB; the network is assumed"
+    return Figures(name, "likely", reason, changes)
+
+
+def shipped_values(name: str) -> dict[str, Any]:
+    return read_profile(clusters_dir() / f"{name}.yaml", clusters_dir())[0]
+
+
+def _by_gpu(text: str) -> tuple[str, str | None]:
+    """Return a shipped profile and the GPU by which it was chosen; None: of another GPU."""
+    text = re.sub(r"[^a-z0-9.]+", " ", text.lower())
+    gpu = next((gpu for gpu in _GPUS if re.search(rf"\b{gpu}\b", text)), None)
+    if gpu is None:
+        return _OTHER_GPU, None
+    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40(gb)?\b", text) else _GPUS[gpu]
+    return name, None if _UNLIKE.search(text) else gpu
 
 
 @dataclass(frozen=True)
@@ -144,3 +221,54 @@ def _allowed(partition: Partition, name: str) -> list[str] | None:
 
 def _yaml(values: dict[str, Any]) -> str:
     return write_yaml(values).rstrip("\n")
+
+
+def profile_finding(
+    client: SlurmClient, cluster: Cluster, source: str, partition: str | None = None
+) -> Finding:
+    """Compare a profile with what `init` would write for the partition that jobs are submitted to.
+
+    Args:
+        source: What chose the profile.
+        partition: In place of the profile's.
+    """
+    state = f"{cluster.name}, by {source}"
+    if faults := setup_faults(cluster.setup):
+        return fail("profile", "; ".join(faults), fix="correct the profile", blame="user")
+    if cluster.planning_only:
+        text = f"{state}: for planning only: {cluster.planning_only}"
+        return fail("profile", text, fix="another --cluster", blame="user")
+    try:
+        site = survey(client)
+    except SlurmError:  # other checks report it
+        return ok("profile", state)
+    default = next((p.name for p in site.partitions.values() if p.default), "")
+    name = partition or cluster.partition or default
+    if name not in site.partitions:
+        return ok("profile", state)
+    draft = draft_profile(site, site.partitions[name])
+    if not (changes := list(_changes(cluster, draft))):
+        return ok("profile", f"{state}; as `init` would write it for partition {name}")
+    fix = f"`slurmllm init --partition {name}` writes a profile; --dry-run shows it"
+    return warn("profile", f"{state}; `init` would change {', '.join(changes)}", fix=fix)
+
+
+def _changes(cluster: Cluster, draft: Draft) -> Iterator[str]:
+    """Yield what differs of the fields that Slurm knows better."""
+    new = draft.cluster()
+    for name in ("device", "devices_per_node", "cpus_per_node"):
+        before, after = getattr(cluster, name), getattr(new, name)
+        if before != after and (name, before) != ("cpus_per_node", None):
+            yield f"{name} {before} to {after}"
+    options, new_options = (parse_options(profile.directives) for profile in (cluster, new))
+    gpus = new_options.get("gpus-per-node", new.devices_per_node)
+    if new.device == "cuda" and not options.keys() & {*_REQUESTS}:
+        yield f"directives to request GPUs (--gpus-per-node={gpus})"
+    if "mem" in new_options and not any(option.startswith("mem") for option in options):
+        yield "directives to request all memory (--mem=0)"
+    hardware, nearest = cluster.hardware, new.hardware
+    if hardware and nearest and draft.figures.confidence != "guess":
+        peaks = sorted((hardware.bf16_tflops, nearest.bf16_tflops))
+        if peaks[0] < peaks[1] * _SAME_PEAK:
+            figures = f"{hardware.bf16_tflops:g} to {nearest.bf16_tflops:g} TFLOP/s"
+            yield f"hardware figures to those of {draft.figures.profile} ({figures})"

@@ -145,22 +145,17 @@ def _kinds(nodes: Sequence[PartitionNode]) -> tuple[NodeKind, ...]:
 
 
 def _this_machine(client: SlurmClient) -> Machine:
-    python = Path(sys.executable)
+    python, lmod = Path(sys.executable), os.environ.get("LMOD_VERSION")
+    has_modules = bool({"MODULES_CMD", "MODULESHOME"} & os.environ.keys())
     return Machine(
         host=os.uname().nodename,
-        modules=_module_system(),
+        modules=f"Lmod {lmod}" if lmod else "Environment Modules" * has_modules,
         loaded=tuple(filter(None, os.environ.get("LOADEDMODULES", "").split(":"))),
         disks=tuple(_disks()),
         python=str(python),
         python_file_system=file_system(python.parent.resolve())[0],
         containers=tuple(_runtimes(client)),
     )
-
-
-def _module_system() -> str:
-    if version := os.environ.get("LMOD_VERSION"):
-        return f"Lmod {version}"
-    return "Environment Modules" if {"MODULES_CMD", "MODULESHOME"} & os.environ.keys() else ""
 
 
 def _disks() -> Iterator[str]:

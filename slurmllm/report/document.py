@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slurmllm.format import ABSENT, format_names, format_plural
+from slurmllm.format import ABSENT, format_plural
 from slurmllm.report import tables
-from slurmllm.report.facts import RunFacts
+from slurmllm.report.facts import FIRST_STEPS, RunFacts, scaling_rows
 from slurmllm.report.figures import PlotData
 from slurmllm.report.tables import Table
-from slurmllm.report.throughput import FIRST_STEPS, scaling_rows
 from slurmllm.spikes.analysis import NAMES
 
 if TYPE_CHECKING:
@@ -84,10 +83,6 @@ def scores_name(run: int, suite: str) -> str:
     return f"scores-{run}-{file_part(suite)}"
 
 
-def title(runs: Sequence[RunFacts]) -> str:
-    return "Report of " + format_names([facts.name for facts in runs], 4)
-
-
 def sections(
     runs: Sequence[RunFacts], drawn: Sequence[PlotData], sweeps: Sequence[Table] = ()
 ) -> list[ReportSection]:
@@ -95,19 +90,23 @@ def sections(
 
     `sweeps` are the tables of sweeps: their runs by rank.
     """
+    verdicts = [Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs]
+    warnings = [f"{facts.name}: {text}" for facts in runs for text in facts.warnings]
+    curves, loss = _plots(drawn, "curves"), _plots(drawn, "loss")
+    picture = [Picture(CURVES, "Curves")] if curves or loss else []
     contents: dict[str, tuple[str, Iterable[Block]]] = {
-        "loss": ("Loss", _loss(drawn)),
+        "loss": ("Loss", [*loss, *(picture if loss else [])]),
         "sweep": ("Runs by rank", sweeps),
-        "summary": ("Summary", _summary(runs)),
+        "summary": ("Summary", [*verdicts, tables.summary_table(runs)]),
         "comparison": ("Comparison", _comparison(runs)),
         "setting": ("What ran where", _setting(runs)),
-        "curves": ("Curves", _curves(drawn)),
+        "curves": ("Curves", [*curves, *([] if loss else picture)]),
         "throughput": ("Throughput and scaling", _throughput(runs, drawn)),
         "utilization": ("Utilization", _utilization(runs)),
         "evaluation": ("Evaluation", _evaluation(runs, drawn)),
         "checkpoints": ("Checkpoints", _checkpoints(runs)),
         "spikes": ("Spikes", _spikes(runs)),
-        "warnings": ("Warnings", _warnings(runs)),
+        "warnings": ("Warnings", [Bullets(warnings)] if warnings else []),
     }
     return filled(contents)
 
@@ -118,31 +117,12 @@ def filled(contents: Mapping[str, tuple[str, Iterable[Block]]]) -> list[ReportSe
     return [section for section in made if section.blocks]
 
 
-def _summary(runs: Sequence[RunFacts]) -> Iterator[Block]:
-    for facts in runs:
-        yield Paragraph(tables.verdict(facts), strong=facts.name)
-    yield tables.summary_table(runs)
-
-
 def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
     yield tables.setting_table(runs)
     for facts in runs:
         if facts.attempts:
             yield Paragraph("attempts", strong=facts.name)
             yield tables.attempts_table(facts)
-
-
-def _loss(drawn: Sequence[PlotData]) -> Iterator[Block]:
-    if plots := _plots(drawn, "loss"):
-        yield from plots
-        yield Picture(CURVES, "Curves")
-
-
-def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
-    plots = _plots(drawn, "curves")
-    yield from plots
-    if plots and not _plots(drawn, "loss"):
-        yield Picture(CURVES, "Curves")
 
 
 def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
@@ -166,11 +146,6 @@ def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
                 yield Bullets(doubts)
             if metric.spikes:
                 yield Table(*metric.highest_spikes())
-
-
-def _warnings(runs: Sequence[RunFacts]) -> Iterator[Block]:
-    if warnings := [f"{facts.name}: {text}" for facts in runs for text in facts.warnings]:
-        yield Bullets(warnings)
 
 
 def _plots(drawn: Sequence[PlotData], section: str) -> list[Plot]:

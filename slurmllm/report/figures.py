@@ -24,8 +24,7 @@ import yaml
 from slurmllm.evaluate.scores import HELD_OUT
 from slurmllm.format import format_elapsed, format_names, format_number
 from slurmllm.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
-from slurmllm.report.facts import RunFacts
-from slurmllm.report.throughput import per_s, scaling_rows
+from slurmllm.report.facts import RunFacts, per_s, scaling_rows
 from slurmllm.run.records import TIME_PARTS, TimePart
 
 Json = dict[str, Any]
@@ -40,6 +39,7 @@ _FEWEST_ROWS = 300
 _MOST_PIECES = 600  # of a stacked figure
 _MOST_STACKS = 4
 _MOST_MARKS = 300  # per kind and run, the latest
+_PART_COLUMNS = ("data_wait_s", "forward_backward_s", "optimizer_s")  # the rest is the last part
 _ALL = slice(None)
 _DASHES = ("solid", "dash", "dot", "dashdot")  # of the training loss, of each text's
 
@@ -104,17 +104,7 @@ def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
     }
 
 
-def step_parts(curve: Curve) -> list[Floats] | None:
-    """Return the seconds of each step by STEP_PARTS; None if no part or step time was logged."""
-    taken = curve.columns.get("step_time_s")
-    names = ("data_wait_s", "forward_backward_s", "optimizer_s")
-    if taken is None or not curve.columns.keys() & set(names):
-        return None
-    parts = [np.nan_to_num(curve.columns.get(name, np.zeros(len(taken)))) for name in names]
-    return [*parts, np.maximum(taken - sum(parts), 0.0)]
-
-
-def series(curve: Curve, metric: str) -> Floats | None:
+def _series(curve: Curve, metric: str) -> Floats | None:
     """Return the values of a metric, NaN in rows without it; None if no row has it."""
     if metric in ("seq_per_s", "tokens_per_s"):
         sequences, tokens = per_s(curve)
@@ -124,7 +114,7 @@ def series(curve: Curve, metric: str) -> Floats | None:
     return values if values is not None and np.isfinite(values).any() else None
 
 
-def axis_top(times: Sequence[Floats]) -> float | None:
+def _axis_top(times: Sequence[Floats]) -> float | None:
     """Return the top of an axis of step times without outliers, such as a step that compiles.
 
     Returns None if all values fit: none is more than twice the top.
@@ -136,32 +126,23 @@ def axis_top(times: Sequence[Floats]) -> float | None:
     return top if 0 < top < float(values.max()) / 2 else None
 
 
-def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
-    """Return the metrics to draw, with title and unit; tokens/s only if a run has no seq/s."""
-    curves = [facts.curve for facts in runs if facts.curve is not None]
-    sequences = all(series(curve, "seq_per_s") is not None for curve in curves)
-    return [
-        row
-        for row in _METRICS
-        if any(series(curve, row[0]) is not None for curve in curves)
-        and not (row[0] == "tokens_per_s" and sequences)
-    ]
-
-
 def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
     most = max(_FEWEST_ROWS, _MOST_ROWS // max(1, len(runs)))
-    for metric, title, unit in shown_metrics(runs):
+    curves = [facts.curve for facts in runs if facts.curve is not None]
+    all_sequences = all(_series(curve, "seq_per_s") is not None for curve in curves)
+    for metric, title, unit in _METRICS:
+        logged = [v for curve in curves if (v := _series(curve, metric)) is not None]
+        if not logged or (metric == "tokens_per_s" and all_sequences):
+            continue
         lines: list[Json] = []
         markers: list[Json] = []
-        logged = [series(facts.curve, metric) for facts in runs if facts.curve is not None]
-        times = [values for values in logged if values is not None]
-        top = axis_top(times) if metric == "step_time_s" else None
+        top = _axis_top(logged) if metric == "step_time_s" else None
         for number, (facts, where) in enumerate(zip(runs, positions, strict=True)):
             if facts.curve is None:
                 continue
             markers += _marks(number, facts, facts.curve, where, everything=metric == "loss")
             lines += _lines(number, facts.curve, where, metric, most)
-            values = series(facts.curve, metric)
+            values = _series(facts.curve, metric)
             if values is None:
                 continue
             rows = _logged(facts.curve, metric)
@@ -187,7 +168,7 @@ def _lines(
     if metric in ("loss", VAL_LOSS):
         names |= {name: f"validation {text}".strip() for name, text in curve.validation.items()}
     for name, label in names.items():
-        values = series(curve, name)
+        values = _series(curve, name)
         if values is None:
             continue
         logged = _logged(curve, name)
@@ -247,8 +228,17 @@ def _marks(
 
 def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
     """Yield the parts of each run's steps, for the first runs only."""
-    split = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
-    for number, parts in split[:_MOST_STACKS]:
+    split = [
+        (number, facts.curve)
+        for number, facts in enumerate(runs)
+        if facts.curve and "step_time_s" in facts.curve.columns
+        if facts.curve.columns.keys() & {*_PART_COLUMNS}
+    ]
+    for number, curve in split[:_MOST_STACKS]:
+        taken = curve.columns["step_time_s"]
+        absent = np.zeros(len(taken))
+        parts = [np.nan_to_num(curve.columns.get(name, absent)) for name in _PART_COLUMNS]
+        parts.append(np.maximum(taken - sum(parts), 0.0))
         layers = [
             {"name": name, "color": color, "y": packed(piece_means(part, _MOST_PIECES), "f4")}
             for (name, color), part in zip(STEP_PARTS.items(), parts, strict=True)
@@ -260,7 +250,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
             "unit": "s",
             "x": positions[number].pieces(_MOST_PIECES),
             "layers": layers,
-            "top": axis_top([sum(parts, np.zeros(1))]),
+            "top": _axis_top([sum(parts, np.zeros(1))]),
         }
         shares = ", ".join(
             f"{name} {100 * float(np.sum(part)) / max(float(sum(map(np.sum, parts))), 1e-30):.1f} %"
@@ -365,6 +355,11 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
         if data:
             content: Json = {"kind": "scores", "data": data, "height": 420}
             yield PlotData(f"scores-{number}", f"Scores: {suite}", "evaluation", content)
+
+
+def unpacked(values: Json) -> npt.NDArray[Any]:
+    """Return the array of what `packed` returned."""
+    return np.frombuffer(base64.b64decode(values["b"]), f"<{values['t']}")
 
 
 def packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:

@@ -6,7 +6,7 @@ measured separately are combined, with a note.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -19,7 +19,9 @@ from slurmllm.errors import ConfigError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.step_time import SteadySteps, read_steady_steps, step_rates
 from slurmllm.plan.estimate import LayoutEstimate, predict
+from slurmllm.plan.lost_time import assumed, lost_time
 from slurmllm.plan.mesh import load_mesh, make_mesh
+from slurmllm.plan.parameters import parameters
 from slurmllm.plan.step import peak_flops
 from slurmllm.run.artifact_records import MicroBatchRecord
 from slurmllm.run.records import WorkerRecord
@@ -36,12 +38,26 @@ _OPTIMIZER = {"native": ("optimizer",), "nxd": ("data", "optimizer")}
 
 @dataclass(frozen=True)
 class ExpectedOverheads:
-    """Predictions for a run other than its step time; None: no prediction."""
+    """Predictions for a run other than its step time."""
 
-    start_up_s: float | None = None  # from a worker's start to the start of its first step
-    first_step_s: float | None = None  # excess of a first step over later ones
-    save_waited_s: float | None = None  # wait of training for a save
-    effective: float | None = None  # productive node hours / node hours
+    start_up_s: float  # from a worker's start to the start of its first step
+    first_step_s: float  # excess of a first step over later ones
+    save_waited_s: float  # wait of training for a save
+    effective: float | None  # productive node hours / node hours; None: no progress is expected
+
+
+def expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
+    """Return the expected overheads of a run outside its steps."""
+    config, nodes = candidate.config, candidate.mesh.nodes
+    size = parameters(config.recipe.model)
+    asynchronous = config.recipe.checkpoint.asynchronous
+    durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
+    try:
+        effective = lost_time(config, nodes, candidate.step.total).effective
+    except ConfigError:  # no progress by the assumptions, but the run made some
+        effective = None
+    start_up_s, first_step_s = durations.start_up[0], durations.first_step[0]
+    return ExpectedOverheads(start_up_s, first_step_s, save.waited_s, effective)
 
 
 class PredictedFigure(BaseModel):
@@ -76,15 +92,10 @@ class PredictionCheck(BaseModel):
     warnings: tuple[str, ...] = ()
 
 
-def check_run_prediction(
-    run: RunDir,
-    cluster: str | None = None,
-    expect: Callable[[LayoutEstimate], ExpectedOverheads] | None = None,
-) -> PredictionCheck:
+def check_run_prediction(run: RunDir, cluster: str | None = None) -> PredictionCheck:
     """Predict a run with its own configuration and compare that with its measurements.
 
-    `cluster` names another profile for the hardware figures; `expect` returns the predictions other
-    than step time.
+    `cluster` names another profile for the hardware figures.
 
     Raises:
         ConfigError: there are no hardware figures, or those of other nodes than the run's.
@@ -100,7 +111,7 @@ def check_run_prediction(
         micro = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
         mesh = make_mesh(config, steady.nodes, micro)
     candidate = predict(config, mesh)
-    expected = expect(candidate) if expect is not None else ExpectedOverheads()
+    expected = expected_overheads(candidate)
     used = account_node_hours(history)
     rows = [
         *_step_rows(steady, candidate),

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,11 +23,16 @@ from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.prices import NodePrice, PriceChoice, select_price
-from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
-from slurmllm.report.throughput import throughput_by_nodes
+from slurmllm.report.facts import (
+    CheckpointFacts,
+    CheckpointState,
+    Rate,
+    RunFacts,
+    throughput_by_nodes,
+)
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import AttemptRecord, Event, NodeRecord
-from slurmllm.run.rundir import RunDir, read_all
+from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import os_error_text
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, analyze
@@ -267,19 +273,9 @@ def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
 
 def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
     numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
-
-    def read(number: int) -> tuple[int, list[Event], list[int], RunError | None]:
+    for number in sorted(numbers | set(history.steps)):
         left_out: list[int] = []
-        try:
-            return number, list(read_events(run, number, left_out)), left_out, None
-        except RunError as error:  # raised in its turn: after the warnings of earlier attempts
-            return number, [], left_out, error
-
-    numbers |= set(history.steps)
-    for number, events, left_out, error in read_all(read, sorted(numbers)):
-        if error is not None:
-            raise error
-        yield from events
+        yield from read_events(run, number, left_out)
         if left_out:
             more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             warnings.append(
@@ -300,18 +296,13 @@ def _read_versions(
     for attempt in reversed(attempts):
         folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
-        for record, faults in read_all(_read_node, sorted(folder.glob("*.json"))):
-            warnings += faults
+        for path in sorted(folder.glob("*.json")):
+            record = warn_on_error(partial(NodeRecord.load, path), warnings)
             for name, version in ({} if record is None else record.versions).items():
                 versions[name].add(version)
         if versions:
             return {name: ", ".join(sorted(values)) for name, values in versions.items()}
     return {}
-
-
-def _read_node(path: Path) -> tuple[NodeRecord | None, list[str]]:
-    faults: list[str] = []
-    return warn_on_error(lambda: NodeRecord.load(path), faults), faults
 
 
 def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slurmllm.config.load import LenientConfig
 from slurmllm.evaluate.scores import ScoreTable
@@ -23,8 +24,7 @@ from slurmllm.format import (
     format_utc,
 )
 from slurmllm.plan.mesh import Mesh
-from slurmllm.report.facts import RunFacts
-from slurmllm.report.throughput import FIRST_STEPS, ScalingRow
+from slurmllm.report.facts import FIRST_STEPS, RunFacts, ScalingRow
 from slurmllm.run.records import TIME_PARTS
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
@@ -36,6 +36,25 @@ _NUMBER = re.compile(
 _SHOWN_REMOVED = 50
 _SHOWN_CHECKPOINTS = 5
 _SHOWN_RECOVERIES = 20
+# Heading → key of `ScalingRow.to_json`, and the form of its values
+_SCALING: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "run": ("run", str),
+    "model": ("recipe", lambda name: name or ABSENT),
+    "parameters": ("parameters", format_count),
+    "nodes": ("nodes", format_integer),
+    "workers": ("workers", format_integer),
+    "TP": ("tensor", format_integer),
+    "PP": ("pipeline", format_integer),
+    "DP": ("data", format_integer),
+    "seq len": ("seq_len", format_integer),
+    "global batch": ("global_batch", format_integer),
+    "seq/s": ("seq_per_s", format_number),
+    "tokens/s": ("tokens_per_s", format_number),
+    "MFU": ("mfu", format_percent),
+    "$/h": ("usd_per_hour", format_dollars),
+    "tokens/$": ("tokens_per_usd", format_count),
+    "scaling": ("scaling_efficiency", lambda share: format_percent(share, 1)),
+}
 RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
 
 
@@ -299,29 +318,12 @@ def scores_table(scores: ScoreTable) -> Table:
 
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     """Return AWS's columns that `slurmllm plan` has too, with the same names."""
-    cells = []
-    for row in rows:
-        facts, rate = row.facts, row.rate
-        degrees = zip(("TP", "PP", "DP"), map(format_integer, row.degrees), strict=True)
-        cells.append(
-            {
-                "run": facts.name,
-                "model": facts.recipe or ABSENT,
-                "parameters": format_count(facts.parameters),
-                "nodes": format_integer(rate.nodes),
-                "workers": format_integer(rate.workers),
-                **dict(degrees),
-                "seq len": format_integer(facts.configuration.count("model.seq_len")),
-                "global batch": format_integer(facts.configuration.count("train.global_batch")),
-                "seq/s": format_number(row.speed),
-                "tokens/s": format_number(rate.tokens_per_s_first_500 or rate.tokens_per_s),
-                "MFU": format_percent(rate.mfu),
-                "$/h": format_dollars(rate.usd_per_hour),
-                "tokens/$": format_count(rate.tokens_per_usd),
-                "scaling": format_percent(row.efficiency, 1),
-            }
-        )
-    return Table.of(cells)
+    return Table.of(
+        [
+            {heading: form(values[key]) for heading, (key, form) in _SCALING.items()}
+            for values in (row.to_json() for row in rows)
+        ]
+    )
 
 
 def parts_table(used: Mapping[str, Utilization]) -> Table:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pydantic_core
 
 from slurmllm import __version__
-from slurmllm.format import format_utc, printable
+from slurmllm.format import format_names, format_utc, printable
 from slurmllm.report.document import (
     Bullets,
     Paragraph,
@@ -26,12 +26,10 @@ from slurmllm.report.document import (
     ReportSection,
     file_part,
     sections,
-    title,
 )
-from slurmllm.report.facts import RunFacts
+from slurmllm.report.facts import RunFacts, scaling_rows
 from slurmllm.report.figures import figures, page_data
 from slurmllm.report.tables import Table
-from slurmllm.report.throughput import scaling_json, scaling_rows
 from slurmllm.run.rundir import report_path, write_atomic
 from slurmllm.status.recoveries import sum_by_ending
 from slurmllm.status.utilization import sum_utilization
@@ -158,7 +156,7 @@ def write_report(
 
     runs = [replace(facts, name=_utf8(facts.name)) for facts in runs]
     drawn, made_at = figures(runs), format_utc(time.time())
-    heading = heading or title(runs)
+    heading = heading or "Report of " + format_names([facts.name for facts in runs], 4)
     content = sections(runs, drawn, sweeps)
     if html:
         text = to_html(heading, content, page_data(runs, drawn), made_at)
@@ -183,7 +181,7 @@ def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more:
     document = {
         "runs": [_run(facts) for facts in runs],
         "total": sum_utilization(used) if used else None,
-        "scaling": scaling_json(scaling_rows(runs)),
+        "scaling": [row.to_json() for row in scaling_rows(runs)],
         "report": written,
         **more,
     }

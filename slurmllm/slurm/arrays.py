@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmllm.errors import SlurmError, StorageError
+from slurmllm.errors import ConfigError, SlurmError, StorageError
 from slurmllm.run.safe_files import check_private_folder
 from slurmllm.slurm.container import behind_prefix
 from slurmllm.slurm.environment import remove_slurm_variables
-from slurmllm.slurm.setup import limits_script, setup_script
+from slurmllm.slurm.setup import limits_script, setup_faults, setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
@@ -164,3 +164,46 @@ def finished_jobs(
 def array_of(jobs: Sequence[Any]) -> str:
     """Return the id of the array that the jobs belong to."""
     return str(jobs[0].job_id).split("_")[0]
+
+
+def slurm_options(
+    cluster: str | None,
+    fields: Mapping[str, Any],
+    directives: Mapping[str, str | bool] | None = None,
+) -> SlurmOptions:
+    """Return options of an array, with what the profile `cluster`, or the user's default one, has.
+
+    Args:
+        cluster: The profile's name or file.
+        fields: Of the result, by name; None leaves one out.
+        directives: Further options of sbatch.
+
+    Raises:
+        ConfigError: the profile, or a line of its cluster.setup, is faulty.
+    """
+    from slurmllm.config.directives import USER_DEFAULTS, parse_options, user_defaults
+    from slurmllm.config.profiles import choose_cluster
+
+    places = dict[str, Any](user_defaults())
+    values = {name: value for name, value in fields.items() if value is not None}
+    if choose_cluster(cluster)[0]:
+        from slurmllm.config.container import container_arguments
+        from slurmllm.config.resolve import resolve
+
+        config = resolve("tiny_neox", cluster)  # of the recipe, only what is the shell's is used
+        profile, slurm = config.cluster, config.recipe.slurm
+        places = slurm.model_dump(include=set(USER_DEFAULTS), exclude_none=True)
+        places = {"partition": profile.partition, **places}
+        if faults := setup_faults(profile.setup):
+            raise ConfigError(f"cluster profile {profile.name}", faults)
+        values = {"setup": profile.setup, "python": profile.python, **values}
+        if (container := profile.container) is not None:
+            shown = (Path.cwd(), profile.node_local)
+            values |= {"python": container.python, "by_srun": container.srun_runs_it}
+            values["container"] = lambda folders: container_arguments(
+                container, profile.device, [*folders, *shown]
+            )
+        directives = {**parse_options(profile.directives), **(directives or {})}
+    if "reservation" in places:
+        directives = {"reservation": places.pop("reservation"), **(directives or {})}
+    return SlurmOptions(**{**places, **values}, directives=directives or {})

@@ -23,7 +23,7 @@ def test_list_has_parameters_and_goes_by_size() -> None:
     assert lines[0].split()[:2] == ["recipe", "parameters"]
     size = {line.split()[0]: line.split()[1] for line in lines[1:]}
     assert size["neox_20b"] == "20.6B"
-    assert size["llama2_70b"] == "69.0B"
+    assert size["llama2_70b"] == "69B"
     assert size["pythia_160m"] == "162M"
     assert size["tiny_neox"] == "3.35M"
     names = list(size)

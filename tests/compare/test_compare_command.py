@@ -16,7 +16,7 @@ from training_rows import MakeFile, MakeRun, make_row, make_rows
 
 from slurmllm.cli.compare import _parse_shifts, compare
 from slurmllm.cli.main import cli
-from slurmllm.cli.options import source_options
+from slurmllm.cli.options import LogOptions
 from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
 from slurmllm.run.rundir import RunDir
 
@@ -368,10 +368,10 @@ def test_another_frameworks_log_by_tokens(run_command, make_run: MakeRun, tmp_pa
 def test_more_sources_than_letters() -> None:
     assert _parse_shifts(["#27=3", "Z=2"], 28)[25:] == [2, 3, None]
     values = ["#28:(?P<step>1)(?P<loss>2)", "A:(?P<step>3)(?P<loss>4)"]
-    patterns = [source["pattern"] for source in source_options([], values, [], [], 28)]
+    patterns = [source["pattern"] for source in LogOptions(patterns=tuple(values)).arguments(28)]
     assert patterns == ["(?P<step>3)(?P<loss>4)", *[None] * 26, "(?P<step>1)(?P<loss>2)"]
     with pytest.raises(UserError, match="there is no #29; the sources are A to #28"):
-        source_options([], ["#29:x"], [], [], 28)
+        LogOptions(patterns=("#29:x",)).arguments(28)
 
 
 def write_tensorboard(run: RunDir, rows: list[dict[str, Any]]) -> None:

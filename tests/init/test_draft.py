@@ -11,9 +11,7 @@ from fake_slurm import FakeSlurm
 
 from slurmllm.config.resolve import resolve
 from slurmllm.init import survey as survey_module
-from slurmllm.init.checks import profile_finding
-from slurmllm.init.draft import Draft, draft_profile
-from slurmllm.init.figures import nearest_figures
+from slurmllm.init.draft import Draft, draft_profile, nearest_figures, profile_finding
 from slurmllm.init.survey import Machine, NodeKind, survey
 from slurmllm.slurm.client import Association
 

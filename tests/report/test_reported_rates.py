@@ -12,9 +12,8 @@ from training_rows import make_row, write_rows
 from slurmllm.config.load import load
 from slurmllm.plan.parameters import model_flops
 from slurmllm.plan.prices import PriceChoice
-from slurmllm.report.facts import RunFacts
+from slurmllm.report.facts import RunFacts, scaling_rows
 from slurmllm.report.sources import make_names_unique, read_run_facts
-from slurmllm.report.throughput import scaling_rows
 from slurmllm.run.rundir import RunDir
 
 

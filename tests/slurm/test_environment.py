@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from submit.commands import call
 
-from slurmllm.cli.options import slurm_options
 from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.errors import SlurmError
 from slurmllm.slurm import client
+from slurmllm.slurm.arrays import slurm_options
 from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient, UnansweredError, step_options
 from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
 from slurmllm.supervise import allocation

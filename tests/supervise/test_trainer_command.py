@@ -10,7 +10,7 @@ import pytest
 from supervise.starts import attempt_record
 
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete, remove_old
-from slurmllm.cli.command_line import with_command
+from slurmllm.cli.commands import with_command
 from slurmllm.config.command import CommandConfig, fill, join_words, name_of_command
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
