@@ -83,6 +83,7 @@ def test_a_suspended_job_and_a_killed_supervisor(stage: Stage) -> None:
 @scene()
 def test_a_full_disk_ends_an_attempt_and_blames_no_node(stage: Stage) -> None:
     with Stage(stage.cluster, stage.shared / "runs", stage.shared, stage.inputs) as full:
+        full.is_over = stage.is_over
         job = full.submit("full", *ENDLESS)
         full.wait_for_step("full", 5)
         stage.cluster.call("shared", "full")

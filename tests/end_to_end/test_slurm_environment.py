@@ -80,7 +80,7 @@ def test_job_and_step_are_as_the_script_says(stage: Stage) -> None:
     job_id = json.loads(output[output.index("{") :])["jobs"]["train"]
     stage.wait_for_step("leak", 1)
     job = shown("job", job_id)
-    step = shown("step", f"{job_id}.0")
+    step = shown("step", f"{job_id}.1") or shown("step", f"{job_id}.0")
     expected = {
         **{"NumNodes": "2", "TimeLimit": "00:20:00", "Requeue": "1", "MinMemoryNode": "600M"},
         **{"WorkDir": str(stage.runs / "leak"), "JobName": "leak-train"},

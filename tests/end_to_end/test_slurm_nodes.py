@@ -51,9 +51,10 @@ def test_a_pending_run_starts_on_an_included_node(stage: Stage) -> None:
     scontrol("release", job)
     node = ExcludedNode(node="n14", reason="x", since=time.time(), until=time.time() + 3600)
     ExcludedNodes(nodes=(node,)).save(stage.runs / "short" / "excluded.json")
-    stage.until(lambda: "BadConstraints" in stage.status("short")["reason"], "never BadConstraints")
+    reason = lambda: stage.status("short")["reason"]  # noqa: E731
+    stage.until(lambda: "BadConstraints" in reason(), "never BadConstraints", every_s=2.0)
     remedy = "excluded: n14; `slurmllm resume short --include n14` uses them"
-    assert remedy in stage.status("short")["reason"]
+    assert remedy in reason()
     (row,) = json.loads(stage.look("nodes", "short", "--json"))["excluded"]
     assert (row["node"], row["jobs"]) == ("n14", [job])
     stage.call("resume", "short", "--include=n14")
@@ -67,7 +68,7 @@ def partition(name: str) -> Iterator[str]:
     nodes = DRAINED if name == "late-node" else NODE
     scontrol("create", f"PartitionName={name}", f"Nodes={nodes}", "MaxTime=60", "State=UP")
     yield name
-    scontrol("delete", f"PartitionName={name}")
+    subprocess.run(["scontrol", "delete", f"PartitionName={name}"], capture_output=True)
 
 
 # Options of the job, what changes before it is released, Slurm's reason, ours, its command
@@ -109,7 +110,7 @@ def test_a_wait_is_explained_and_its_command_ends_it(stage: Stage, name: str) ->
             shown = stage.status(run)["jobs"]["precompile"]["reason"]
             return bool(shown.startswith(reason))
 
-        stage.until(waits, f"never {reason}", every_s=0.5)
+        stage.until(waits, f"never {reason}", every_s=2.0)
         status = stage.status(run)
         shown_job = status["jobs"]["precompile"]
         assert status["state"] == "queued"
@@ -121,10 +122,8 @@ def test_a_wait_is_explained_and_its_command_ends_it(stage: Stage, name: str) ->
             subprocess.run(shlex.split(remedy), check=True)
         else:
             scontrol("update", f"NodeName={DRAINED}", "State=RESUME")
-        stage.until(lambda: not waits(), f"{reason} has not ended", every_s=0.5)
+        stage.until(lambda: not waits(), f"{reason} has not ended", every_s=2.0)
         stage.look("cancel", run)
-        active = lambda: SlurmClient().queue([job])[job].active  # noqa: E731
-        stage.until(lambda: not active(), f"{job} is left")
 
 
 @scene()

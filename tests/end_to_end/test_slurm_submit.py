@@ -72,7 +72,7 @@ def test_neox_20b_on_four_nodes_from_a_fresh_copy(stage: Stage) -> None:
 
 @scene(order=0)
 def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: Stage) -> None:
-    shorter = ("--set=train.steps=12", "--precompile=always")  # others may have the same graphs
+    shorter = ("--set=train.steps=24", "--precompile=always")  # others may have the same graphs
     sweep = ("--sweep=optim.lr=3e-4,3e-3", "--sweep=train.seed=1,2", "--max-running=2")
     arguments = (*stage.line("grid"), *SLOWLY, *shorter, *sweep)
     sent = json.loads(stage.look(*arguments, "--json"))
@@ -106,32 +106,27 @@ def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: Stage) -> Non
 
 @scene()
 def test_a_staged_environment_comes_by_sbcast_and_a_later_attempt_has_it(stage: Stage) -> None:
-    folder = stage.runs.parent / "staging"
-    python = make_environment(folder / "venv")
+    python = make_environment(stage.runs.parent / "venv")
     options = ("--set=cluster.stage_environment=true", *SLOWLY)
-    command = [str(python), "-P", "-m", "slurmllm", *stage.line("staged"), *options]
-    with Bench(folder / "runs") as bench:
-        bench.is_over = stage.is_over
-        command += ["--runs-dir", str(bench.runs)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        bench.wait_for_step("staged", 12)
-        before = bench.attempt("staged", 0)["nodes"]
-        stage.cluster.call("fail", before[1])
-        bench.wait("staged", "done", "stopped")
-        stage.cluster.call("heal", before[1])
-        assert bench.endings("staged") == [("node_failure", "requeue"), ("done", "finish")]
-        after = bench.attempt("staged", 1)["nodes"]
-        for attempt, nodes in enumerate((before, after)):
-            for node in nodes:
-                record = bench.node("staged", attempt, node)
-                assert record["environment_source"] == "staged"
-                present = attempt == 1 and node in before
-                assert record["environment_reason"] == ("present" if present else "broadcast")
-        # One archive for all attempts, and none left on the nodes.
-        (archive,) = (bench.runs / ".environments").glob("*.tar*")
-        manifest = json.loads(next(archive.parent.glob("*.json")).read_text())
-        assert manifest["archive"] == archive.name
-        left = ["sh", "-c", "ls -d /var/tmp/slurmllm-*.tar*"]
-        srun = ["srun", "-Q", "-w", after[0], "-N1", "-n1", *left]
-        assert subprocess.run(srun, capture_output=True, text=True).stdout == ""
+    command = stage.in_runs(*stage.line("staged"), *options)
+    command = [str(python), "-P", "-m", "slurmllm", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stage.wait_for_step("staged", 12)
+    before = stage.attempt("staged", 0)["nodes"]
+    stage.lose_node("staged", before[1])
+    assert stage.endings("staged") == [("node_failure", "requeue"), ("done", "finish")]
+    after = stage.attempt("staged", 1)["nodes"]
+    for attempt, nodes in enumerate((before, after)):
+        for node in nodes:
+            record = stage.node("staged", attempt, node)
+            assert record["environment_source"] == "staged"
+            present = attempt == 1 and node in before
+            assert record["environment_reason"] == ("present" if present else "broadcast")
+    # One archive for all attempts, and none left on the nodes.
+    (archive,) = (stage.runs / ".environments").glob("*.tar*")
+    manifest = json.loads(next(archive.parent.glob("*.json")).read_text())
+    assert manifest["archive"] == archive.name
+    left = ["sh", "-c", "ls -d /var/tmp/slurmllm-*.tar*"]
+    srun = ["srun", "-Q", "-w", after[0], "-N1", "-n1", *left]
+    assert subprocess.run(srun, capture_output=True, text=True).stdout == ""

@@ -129,7 +129,8 @@ def test_a_trainer_survives(stage: Stage, trainer: str, fault: str) -> None:
     losses = {row["step"]: row["loss"] for row in before}
     for row in after:  # those that were made on both sides of the restart
         if trainer != "Lightning" and row["step"] in losses:
-            assert row["loss"] == pytest.approx(losses[row["step"]], rel=1e-2)
+            rel = 1e-5 if trainer == "plain DDP" else 1e-2
+            assert row["loss"] == pytest.approx(losses[row["step"]], rel=rel)
     if os.environ.get("SLURMLLM_TEST_ALL") == "1":
         compare_with_unbroken(stage, trainer, fault, name)
 
