@@ -20,7 +20,9 @@ BIN := $(VENV)/bin
 # Each of the suite's thousands of processes would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python tools/run_tests.py
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# --no-compile: Python compiles the modules that are used when they are first imported.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
+  --constraint constraints.txt
 
 .PHONY: demo test test-all numerics check docs dist audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
 
@@ -114,9 +116,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
+$(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[dev]'
-	touch $@
+	touch $(VENV)/.installed $@
 
 # A real Slurm for the tests, from Debian's packages; left alone where it is there already, and
 # where it may not be installed (the tests that need it then say so and are skipped).

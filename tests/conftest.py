@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -165,10 +165,16 @@ def slurm_installed() -> None:
 
 
 @pytest.fixture(scope="session")
+def new_cluster(slurm_installed: None) -> Callable[[Path], DevCluster]:
+    """A state directory → its development cluster, not up yet."""
+    return DevCluster
+
+
+@pytest.fixture(scope="session")
 def _cluster(
-    slurm_installed: None, tmp_path_factory: pytest.TempPathFactory
+    new_cluster: Callable[[Path], DevCluster], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DevCluster]:
-    cluster = DevCluster(tmp_path_factory.mktemp("devcluster") / "state")
+    cluster = new_cluster(tmp_path_factory.mktemp("devcluster") / "state")
     cluster.call("up", "--nodes", "5", "--kill-wait", "30")  # Slurm's own default
     try:
         yield cluster

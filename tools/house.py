@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import functools
 import io
 import re
 import statistics
@@ -20,7 +21,7 @@ import sys
 import tarfile
 import tokenize
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,10 +51,17 @@ _LAYOUT = {
 _DIRECTIVES = ("# noqa", "# fmt:", "# type:", "#!")  # for tools, not for readers
 
 Sources = Mapping[str, str]  # path relative to the top of the tree → its text
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+Nodes = Sequence[ast.AST]  # all of a module, its own first
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_and_comments(text: str, tree: ast.Module) -> tuple[int, int]:
+@functools.cache
+def nodes_of(text: str) -> Nodes:
+    """Return all nodes of a module's tree."""
+    return [*ast.walk(ast.parse(text))]
+
+
+def code_and_comments(text: str, nodes: Nodes) -> tuple[int, int]:
     """Return the number of lines with code, docstrings left out, and of comments for readers."""
     code: set[int] = set()
     comments = 0
@@ -62,43 +70,41 @@ def code_and_comments(text: str, tree: ast.Module) -> tuple[int, int]:
             comments += not token.string.startswith(_DIRECTIVES)
         elif token.type not in _LAYOUT:
             code.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        holder = ast.Module | ast.ClassDef | Function
+    holder = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    for node in nodes:
         if isinstance(node, holder) and ast.get_docstring(node, clean=False) is not None:
             code.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(code), comments
 
 
-def called_once(text: str, tree: ast.Module) -> list[str]:
+def called_once(text: str, nodes: Nodes) -> list[str]:
     """Return private functions that occur only once after their definition.
 
     Decorated ones are left out: a property, a validator or a click callback is called by others.
     """
-    names = []
-    for node in ast.walk(tree):
-        if not isinstance(node, Function) or node.decorator_list:
-            continue
-        if node.name.startswith("_") and not node.name.startswith("__"):
-            uses = len(re.findall(rf"(?<!\w){re.escape(node.name)}(?!\w)", text)) - 1
-            if uses == 1:
-                names.append(node.name)
-    return names
+    words = collections.Counter(re.findall(r"\w+", text))
+    return [
+        node.name
+        for node in nodes
+        if isinstance(node, FUNCTIONS) and not node.decorator_list
+        if re.match(r"_(?!_)", node.name) and words[node.name] == 2
+    ]
 
 
-def pronouns(tree: ast.Module) -> int:
+def pronouns(nodes: Nodes) -> int:
     """Return how often a value or a parameter is named by one of `PRONOUNS`."""
     return sum(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS)
         or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
-        for node in ast.walk(tree)
+        for node in nodes
     )
 
 
-def hard_functions(tree: ast.Module) -> list[tuple[str, int, int]]:
+def hard_functions(nodes: Nodes) -> list[tuple[str, int, int]]:
     """Return name, lines and branches of the functions above `MOST_LINES` or `MOST_BRANCHES`."""
     hard = []
-    for node in ast.walk(tree):
-        if isinstance(node, Function):
+    for node in nodes:
+        if isinstance(node, FUNCTIONS):
             lines = (node.end_lineno or 0) - node.lineno + 1
             parts = list(ast.walk(node))
             branches = sum(isinstance(part, _BRANCHES) for part in parts)
@@ -117,7 +123,7 @@ def file_cycles(sources: Sources) -> list[list[str]]:
     imports: dict[str, set[str]] = {}
     for module, text in modules.items():
         targets = set()
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(text):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
@@ -142,13 +148,13 @@ def figures(package: Sources) -> dict[str, float]:
     code = comments = once = dialect = hard = 0
     classes: collections.Counter[str] = collections.Counter()
     for text in package.values():
-        tree = ast.parse(text)
-        file_code, file_comments = code_and_comments(text, tree)
+        nodes = nodes_of(text)
+        file_code, file_comments = code_and_comments(text, nodes)
         code, comments = code + file_code, comments + file_comments
-        once += len(called_once(text, tree))
-        dialect += pronouns(tree)
-        hard += len(hard_functions(tree))
-        classes.update({node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)})
+        once += len(called_once(text, nodes))
+        dialect += pronouns(nodes)
+        hard += len(hard_functions(nodes))
+        classes.update({node.name for node in nodes if isinstance(node, ast.ClassDef)})
     sizes = [len(text.splitlines()) for text in package.values()]
     return {
         "modules": len(package),
@@ -239,7 +245,7 @@ def _print_rooms(package: Sources) -> None:
 
 def _print_hard(package: Sources) -> None:
     for path, text in sorted(package.items()):
-        for name, lines, branches in hard_functions(ast.parse(text)):
+        for name, lines, branches in hard_functions(nodes_of(text)):
             print(f"{path}: {name}: {lines} lines, {branches} branches")
 
 

@@ -2,10 +2,10 @@
 
     python tools/run_tests.py [--record] [PYTEST_OPTION …]
 
-Two processes share the folders that need the CPUs, and three the files that mostly wait for Slurm,
-each with a cluster of its own. They are dealt by their seconds in tests/seconds.txt, the longest
-first: CPU seconds of the process and its children, and for Slurm's, seconds of the clock.
-`--record` writes the list anew, by the clock. A process's output is printed when it ends.
+One process plays the scenes on a real Slurm (tests/end_to_end/scenes.py), one has the other files
+with tests on a real Slurm, and two share the folders without. These are dealt by their CPU seconds
+in tests/seconds.txt, the longest first; `--record` writes the list anew, by the clock. A process's
+output is printed when it ends.
 """
 
 from __future__ import annotations
@@ -25,21 +25,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = ROOT / "tests" / "seconds.txt"
 SHORT_S = 1.0  # of a file that is not in the list
 LISTED_S = 10.0  # files that take less are not listed
-PROCESSES = {"cpu": 2, "slurm": 3}
+PROCESSES = {"scenes": 1, "slurm": 1, "cpu": 2}
 NO_TESTS = 5  # exit code of pytest if its options select none
 
 
-def deal(
-    paths: Iterable[str], count: int, seconds: Mapping[str, float], *, by_folder: bool = False
-) -> list[list[str]]:
-    """Share files among processes: the longest that is left to the one with the least to do.
+def deal(paths: Iterable[str], count: int, seconds: Mapping[str, float]) -> list[list[str]]:
+    """Share folders among processes: the longest that is left to the one with the least to do.
 
-    Args:
-        by_folder: Keep the files of a folder together, as they share fixtures that are expensive.
+    The files of a folder stay together, as they share fixtures that are expensive.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        groups[str(Path(path).parent) if by_folder else path].append(path)
+        groups[str(Path(path).parent)].append(path)
     taken_s = {
         name: sum(seconds.get(path, SHORT_S) for path in group) for name, group in groups.items()
     }
@@ -59,8 +56,11 @@ def read_seconds() -> dict[str, float]:
 
 
 def kind_of(path: Path) -> str:
-    """Return `slurm` for a file with tests on a real Slurm, else `cpu`."""
-    return "slurm" if "pytest.mark.slurm" in path.read_text(encoding="utf-8") else "cpu"
+    """Return the kind of process for a file, a key of `PROCESSES`."""
+    text = path.read_text(encoding="utf-8")
+    if "\n@scene(" in text:
+        return "scenes"
+    return "slurm" if "pytest.mark.slurm" in text else "cpu"
 
 
 def measured(reports: Iterable[Path]) -> dict[str, float]:
@@ -81,9 +81,7 @@ def main() -> int:
         paths[kind_of(path)].append(str(path.relative_to(ROOT)))
     seconds = read_seconds()
     shares = [
-        share
-        for kind, count in PROCESSES.items()
-        for share in deal(paths[kind], count, seconds, by_folder=kind == "cpu")
+        share for kind, count in PROCESSES.items() for share in deal(paths[kind], count, seconds)
     ]
     with tempfile.TemporaryDirectory(prefix="slurmllm-tests-") as temporary:
         folder, started = Path(temporary), time.monotonic()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import SMALL, Bench
-from end_to_end.slurm_runs import wait
 
 from diagnose.conftest import health
 
@@ -56,7 +55,7 @@ def test_a_node_that_fails_its_preflight_is_excluded(
         "--set=train.steps=15",
         "--set=slurm.drain=true",
     )
-    wait(bench, "r", "done", "stopped", "cancelled")
+    bench.wait("r", "done", "stopped", "cancelled")
     shown = bench.status("r")
     assert shown["state"] == "done"
     assert bench.endings("r") == [("node_failure", "requeue"), ("done", "finish")]

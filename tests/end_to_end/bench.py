@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,14 @@ LEAN = (
     "--set=cluster.health.enabled=false",
 )
 # For a fault that a command makes, which takes seconds on a busy machine: before the run ends.
-SLOWLY = (*REHEARSED, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.5")
+SLOWLY = (*LEAN, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.5")
 
 # How long a test waits for what must happen at all; how fast it happens is no test's business, for
 # the machine may have other work.
 PATIENCE_S = 400.0
 # Verbs that start no processes.
 _ALONE = ("status", "logs", "report", "compare", "cancel")
+_IN_PROCESS = threading.Lock()  # CliRunner replaces sys.stdout
 
 
 class Bench:
@@ -58,7 +60,8 @@ class Bench:
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self.started: list[subprocess.Popen[str]] = []
-        runs.mkdir(exist_ok=True)
+        self.is_over = threading.Event()  # whether what waits in other threads gives up
+        runs.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Bench:
         return self
@@ -69,28 +72,32 @@ class Bench:
             with process:  # closes its pipe, and waits
                 process.kill()
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def in_runs(self, *arguments: str) -> list[str]:
+        """Return the arguments with the folder of runs."""
         end = arguments.index("--") if "--" in arguments else len(arguments)
-        arguments = (*arguments[:end], "--runs-dir", str(self.runs), *arguments[end:])
+        return [*arguments[:end], "--runs-dir", str(self.runs), *arguments[end:]]
+
+    def start(self, *arguments: str, env: Mapping[str, str] = {}) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*SLURMLLM, *arguments],
+            [*SLURMLLM, *self.in_runs(*arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **env},
         )
         self.started.append(process)
         return process
 
-    def call(self, *arguments: str, code: int = 0) -> str:
+    def call(self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> str:
         """Return all that a verb prints, run in this process if it starts no others.
 
-        A new process costs half a second of CPUs.
+        A new process costs half a second of CPUs; with variables `env` it is one.
         """
-        if arguments[0] in _ALONE and "-f" not in arguments:
-            result = self._invoke(*arguments)
+        if arguments[0] in _ALONE and "-f" not in arguments and env is None:
+            result = self.invoke(*arguments)
             returned, output = result.exit_code, result.output
         else:
-            process = self.start(*arguments)
+            process = self.start(*arguments, env=env or {})
             output, _ = process.communicate(timeout=PATIENCE_S)
             returned = process.returncode
         assert returned == code, f"{returned}: {output}"
@@ -98,12 +105,14 @@ class Bench:
 
     def look(self, *arguments: str) -> str:
         """Return what a verb prints on stdout, run in this process."""
-        result = self._invoke(*arguments)
+        result = self.invoke(*arguments)
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    def _invoke(self, *arguments: str) -> Result:
-        return CliRunner().invoke(cli, [*arguments, "--runs-dir", str(self.runs)])
+    def invoke(self, *arguments: str) -> Result:
+        """Run a verb in this process."""
+        with _IN_PROCESS:
+            return CliRunner().invoke(cli, self.in_runs(*arguments))
 
     def status(self, name: str) -> dict[str, Any]:
         return dict(json.loads(self.look("status", name, "--json")))
@@ -163,15 +172,21 @@ class Bench:
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline, failure
-            time.sleep(every_s)
+            assert not self.is_over.wait(every_s)
 
-    def compare_exactly(self, one: str, other: str, steps: int = 40) -> dict[str, Any]:
-        found = dict(json.loads(self.look("compare", one, other, "--exact", "--json")))
-        assert found["verdict"] == "identical"
-        assert found["steps_compared"] == found["last_step"] == steps
-        assert not found["only_in_a"]
-        assert not found["only_in_b"]
-        return found
+    def wait(self, name: str, *states: str) -> None:
+        """Wait until a run has ended and `status` reports one of some states."""
+        self.until(lambda: self.ended(name), f"{name} never ended", every_s=0.2)
+        self.until(
+            lambda: self.status(name)["state"] in states, f"{name} never {states}", every_s=1.0
+        )
+
+    def compare_exactly(self, first: str, second: str, steps: int = 40) -> dict[str, Any]:
+        shown = dict(json.loads(self.look("compare", first, second, "--exact", "--json")))
+        assert shown["verdict"] == "identical"
+        assert shown["steps_compared"] == shown["last_step"] == steps
+        assert (shown["only_in_a"], shown["only_in_b"]) == ([], [])
+        return shown
 
 
 def processes_with(text: str) -> list[int]:

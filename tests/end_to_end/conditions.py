@@ -5,7 +5,6 @@ python tests/end_to_end/conditions.py [NAME…]     # plays them and prints a Ma
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -28,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / 
 from _devcluster.cluster import Cluster  # noqa: E402 (its folder is in the path only now)
 from _devcluster.processes import program, same_namespace  # noqa: E402
 from end_to_end.bench import SLURMLLM, Bench, processes_with  # noqa: E402
-from end_to_end.slurm_runs import outside_pid  # noqa: E402
+from end_to_end.scenes import worker_of  # noqa: E402
 
 DEVCLUSTER = Path(__file__).parents[2] / "tools" / "devcluster"
 OPTIONS = (
@@ -240,26 +239,30 @@ class Scene:
             self.seen.state = "?"
         finally:
             self.seen.text = " / ".join(filter(None, [*self.notes, self.seen.text]))
-            cancel = [*SLURMLLM, "cancel", self.name, f"--runs-dir={self.bench.runs}"]
-            subprocess.run(cancel, capture_output=True, timeout=120)
+            self.bench.invoke("cancel", self.name)
         return self.seen
 
     def _submit(self) -> bool:
         """Return whether submit accepted; its warnings and refusals are notes."""
         condition, options = self.condition, list(self.condition.options)
-        own = [f"--nodes={condition.nodes}", f"--name={self.name}", f"--runs-dir={self.bench.runs}"]
-        own += [f"--set=env.SLURMLLM_REHEARSAL_STEP_S={condition.step_s}"]
+        run = [f"--nodes={condition.nodes}", f"--name={self.name}"]
+        run += [f"--set=env.SLURMLLM_REHEARSAL_STEP_S={condition.step_s}"]
         at = options.index("--") if "--" in options else len(options)
-        command = [*condition.within, *SLURMLLM, *OPTIONS, *options[:at], *own, *options[at:]]
-        environment = {**os.environ, **{k: str(v) for k, v in condition.shell.items()}}
-        self.folder.mkdir(parents=True)
-        done = subprocess.run(
-            command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=300
-        )
-        lines = (done.stdout + done.stderr).splitlines()
-        starts = ("warning", "error") if done.returncode == 0 else ("",)
-        self.notes += [line.strip() for line in lines if line.lower().strip().startswith(starts)]
-        return done.returncode == 0
+        arguments = [*OPTIONS, *options[:at], *run, *options[at:]]
+        if condition.shell or condition.within or condition.fault:
+            command = [*condition.within, *SLURMLLM, *self.bench.in_runs(*arguments)]
+            environment = {**os.environ, **{k: str(v) for k, v in condition.shell.items()}}
+            self.folder.mkdir(parents=True)
+            streams = {"capture_output": True, "text": True, "timeout": 300}
+            done = subprocess.run(command, env=environment, cwd=self.folder, **streams)
+            code, output = done.returncode, done.stdout + done.stderr
+        else:  # in this process, which costs less
+            result = self.bench.invoke(*arguments)
+            code, output = result.exit_code, result.output
+        starts = ("warning", "error") if code == 0 else ("",)
+        lines = map(str.strip, output.splitlines())
+        self.notes += [line for line in lines if line.lower().startswith(starts)]
+        return code == 0
 
     def wait(self) -> None:
         """Wait for the end of the run, or until status says why it waits."""
@@ -269,7 +272,8 @@ class Scene:
         )
         deadline = time.monotonic() + (PENDING_S if waits else LIMIT_S)
         while time.monotonic() < deadline:
-            if text.search(self.status()["reason"]) if waits else self.bench.ended(self.name):
+            reason = self.bench.status(self.name)["reason"] if waits else ""
+            if text.search(reason) if waits else self.bench.ended(self.name):
                 return
             time.sleep(2 if waits else 0.3)
             if not waits:
@@ -293,7 +297,7 @@ class Scene:
             call("scontrol", "release", f"jobname={self.name}-train")
 
     def _look(self) -> None:
-        shown, seen = self.status(), self.seen
+        shown, seen = self.bench.status(self.name), self.seen
         closed = [attempt for attempt in shown["attempts"] if attempt["class"]]
         failed = [attempt for attempt in closed if attempt["class"] != "done"]
         seen.state = shown["state"]
@@ -309,7 +313,7 @@ class Scene:
         drained = re.findall(r"^(\S+) slurmllm", call("sinfo", "-hNo%N %E"), re.MULTILINE)
         run_nodes = {node for attempt in closed for node in attempt["nodes"]}
         seen.excluded = sorted({n["node"] for n in shown["excluded"]} | (run_nodes & {*drained}))
-        if self.condition.kind == 1 and (job := shown["jobs"].get("train")):
+        if self.condition.kind in (1, 4) and (job := shown["jobs"].get("train")):
             seen.leaks = leaks(self.run, job["job_id"])
 
     @cached_property
@@ -341,8 +345,8 @@ class Scene:
             "DISK": lambda: self.site.cluster.node_disk(self.broken).path,
             "SLURMD": lambda: " ".join(map(str, slurmd())),
             "SUPERVISOR": lambda: processes_with(f"supervise\0{self.run}\0")[0],
-            "RANK0": lambda: outside_pid(self.run, 0),
-            "RANK1": lambda: outside_pid(self.run, 1),
+            "RANK0": lambda: worker_of(self.run, 0),
+            "RANK1": lambda: worker_of(self.run, 1),
             "STATE": lambda: self.condition.name,
             "FOLDER": lambda: self.folder,
             "STATUS": lambda: f"{slurmllm} status {at}",
@@ -370,10 +374,6 @@ class Scene:
         elif done.returncode:
             raise AssertionError(f"{step}: {done.stdout}{done.stderr}")
         return None
-
-    def status(self) -> dict[str, Any]:
-        command = (*SLURMLLM, "status", self.name, "--json", f"--runs-dir={self.bench.runs}")
-        return dict(json.loads(call(*command)))
 
 
 def call(*command: str) -> str:

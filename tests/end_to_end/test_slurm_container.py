@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import SLOWLY, Bench, processes_with
-from end_to_end.slurm_runs import Cluster, outside_pid, submit, wait
+from end_to_end.bench import SLOWLY, processes_with
+from end_to_end.scenes import Stage, scene, worker_of
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,26 +42,26 @@ exec unshare --mount bash -euc '
 """
 
 
-@pytest.fixture
-def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An image with an interpreter of its own, and Apptainer, or the stand-in, on the PATH."""
+def make_image(folder: Path) -> tuple[Path, dict[str, str]]:
+    """An image with an interpreter of its own, and variables: the stand-in on the PATH."""
+    environment = {}
     if shutil.which("apptainer") is None:
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "apptainer").write_text(STAND_IN)
-        (tmp_path / "bin" / "apptainer").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    inside = tmp_path / "image" / "opt" / "inside"
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "apptainer").write_text(STAND_IN)
+        (folder / "bin" / "apptainer").chmod(0o755)
+        environment["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+    inside = folder / "image" / "opt" / "inside"
     inside.mkdir(parents=True)
     for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "root"):
-        (tmp_path / "image" / name).mkdir()
+        (folder / "image" / name).mkdir()
     for name in ("bin", "sbin", "lib", "lib64"):
-        (tmp_path / "image" / name).symlink_to(f"usr/{name}")
+        (folder / "image" / name).symlink_to(f"usr/{name}")
     (inside / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (inside / "python").chmod(0o755)
-    return tmp_path / "image"
+    return folder / "image", environment
 
 
-def settings(image: Path) -> tuple[str, ...]:
+def submit(stage: Stage, name: str, image: Path, environment: dict[str, str]) -> None:
     shown = {str(ROOT), sys.prefix, sys.base_prefix, *(path for path in sys.path if path)}
     folders = ["/usr", *(p for p in sorted(shown) if Path(p).is_dir() and p[:5] != "/usr/")]
     container = {
@@ -70,50 +70,45 @@ def settings(image: Path) -> tuple[str, ...]:
         "mounts": folders,
         "python": "/opt/inside/python",
     }
-    return (
-        f"--set=cluster.container={json.dumps(container)}",
-        '--set=cluster.setup=["export FROM_SETUP=1"]',
-        *SLOWLY,
-        "--set=slurm.backoff_s=0",
-    )
+    settings = (f"cluster.container={json.dumps(container)}", "slurm.backoff_s=0")
+    options = [f"--set={text}" for text in (*settings, 'cluster.setup=["export FROM_SETUP=1"]')]
+    stage.call(*stage.line(name), *SLOWLY, *options, env=environment)
 
 
-def test_a_run_in_a_container_is_killed_and_resumed(
-    bench: Bench, inputs: tuple[str, ...], image: Path, rehearsed_on_slurm: str
-) -> None:
-    submit(bench, inputs, "inside", *settings(image))
-    bench.wait_for_step("inside", 4)
-    workers = [
-        pid for pid in processes_with(f"{bench.runs / 'inside'}\0--stage\0train") if root(pid)
-    ]
-    assert len(workers) == 4  # two launchers with a worker each
-    bench.look("cancel", "inside")  # the signal must reach the workers, which save
-    wait(bench, "inside", "cancelled")
-    saved = bench.attempt("inside", 0)
-    assert (saved["class"], saved["checkpoint_after"]) == ("cancelled", saved["last_step"])
-    bench.call("resume", "inside")
-    bench.wait_for_step("inside", saved["last_step"] + 2, attempt=1)
-    os.kill(outside_pid(bench.runs / "inside", rank=1), signal.SIGKILL)
-    wait(bench, "inside", "done")
-    assert bench.endings("inside")[-2:] == [("node_failure", "restart"), ("done", "finish")]
-    bench.compare_exactly(rehearsed_on_slurm, "inside")
-
-
-def root(pid: int) -> bool:
-    """Whether a process is in the image."""
+def in_image(pid: int) -> bool:
     return Path(f"/proc/{pid}/root/opt/inside").is_dir()
 
 
-def test_an_image_that_cannot_be_started_ends_the_run_before_any_srun(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], image: Path
-) -> None:
+@scene(order=0)
+def test_a_run_in_a_container_is_killed_and_resumed(stage: Stage) -> None:
+    image, environment = make_image(stage.runs.parent / "inside")
+    submit(stage, "inside", image, environment)
+    stage.wait_for_step("inside", 4)
+    command = f"{stage.runs / 'inside'}\0--stage\0train"
+    workers = [pid for pid in processes_with(command) if in_image(pid)]
+    assert len(workers) == 4  # two launchers with a worker each
+    stage.look("cancel", "inside")  # the signal must reach the workers, which save
+    stage.wait("inside", "cancelled")
+    saved = stage.attempt("inside", 0)
+    assert (saved["class"], saved["checkpoint_after"]) == ("cancelled", saved["last_step"])
+    stage.call("resume", "inside", env=environment)
+    stage.wait_for_step("inside", saved["last_step"] + 2, attempt=1)
+    os.kill(worker_of(stage.runs / "inside", rank=1), signal.SIGKILL)
+    stage.wait("inside", "done")
+    assert stage.endings("inside")[-2:] == [("node_failure", "restart"), ("done", "finish")]
+    stage.compare_exactly(stage.rehearsed(), "inside")
+
+
+@scene()
+def test_an_image_that_cannot_be_started_ends_the_run_before_any_srun(stage: Stage) -> None:
+    image, environment = make_image(stage.runs.parent / "unusable")
     (image / "opt" / "inside" / "python").write_text(
         "#!/bin/sh\necho no slurmllm here >&2\nexit 1\n"
     )
-    submit(bench, inputs, "unusable", *settings(image))
-    wait(bench, "unusable", "stopped")
-    shown = bench.status("unusable")
-    assert "slurmllm cannot be started in" in shown["reason"]
-    assert "(exit code 1): no slurmllm here; correct the image" in shown["reason"]
-    attempts = list((bench.runs / "unusable" / "attempts").iterdir())
+    submit(stage, "unusable", image, environment)
+    stage.wait("unusable", "stopped")
+    reason = stage.status("unusable")["reason"]
+    assert "slurmllm cannot be started in" in reason
+    assert "(exit code 1): no slurmllm here; correct the image" in reason
+    attempts = list((stage.runs / "unusable" / "attempts").iterdir())
     assert [(folder / "health").exists() for folder in attempts] == [False]

@@ -9,13 +9,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from end_to_end.bench import SLOWLY, Bench
-from end_to_end.slurm_runs import submit
+from end_to_end.scenes import Stage, scene
 from slurm.test_environment import input_variables
 
 from slurmllm.slurm.client import SlurmClient
@@ -66,43 +66,44 @@ def harmful(name: str) -> str:
     return HARMFUL.get(name.partition("_")[2], "1")
 
 
-def shown(what: str, name: str) -> dict[str, str]:
-    done = subprocess.run(["scontrol", "show", what, name], capture_output=True, text=True)
+def shown(kind: str, name: str) -> dict[str, str]:
+    done = subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True)
     return dict(re.findall(r"(\S+?)=(\S+)", done.stdout))
 
 
-def test_job_and_step_are_as_the_script_says(
-    slurm: object, bench: Bench, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The user's defaults.
+@scene()
+def test_job_and_step_are_as_the_script_says(stage: Stage) -> None:
+    """Whatever variables the shell of `submit` has."""
     names = variables("sbatch", "srun", "salloc") - {f"SBATCH_{name}" for name in DEFAULTS}
-    with monkeypatch.context() as patch:
-        for variable in names:
-            patch.setenv(variable, harmful(variable))
-        jobs = submit(bench, inputs, "leak", *SLOWLY, "--time=0:20:00", "--mem=600")
-    bench.wait_for_step("leak", 1)
-    job = shown("job", jobs["train"])
-    step = shown("step", f"{jobs['train']}.1") or shown("step", f"{jobs['train']}.0")
+    line = (*stage.line("leak"), *SLOWLY, "--time=0:20:00", "--mem=600", "--json")
+    output = stage.call(*line, env={name: harmful(name) for name in names})
+    job_id = json.loads(output[output.index("{") :])["jobs"]["train"]
+    stage.wait_for_step("leak", 1)
+    job = shown("job", job_id)
+    step = shown("step", f"{job_id}.1") or shown("step", f"{job_id}.0")
     expected = {
         **{"NumNodes": "2", "TimeLimit": "00:20:00", "Requeue": "1", "MinMemoryNode": "600M"},
-        **{"WorkDir": str(bench.runs / "leak"), "JobName": "leak-train"},
-        "StdOut": str(bench.runs / "leak" / "logs" / "train.log"),
+        **{"WorkDir": str(stage.runs / "leak"), "JobName": "leak-train"},
+        "StdOut": str(stage.runs / "leak" / "logs" / "train.log"),
     }
     assert {key: job.get(key) for key in expected} == expected
     assert "ArrayJobId" not in job
     assert (step["Nodes"], step["Tasks"]) == ("2", "2"), step
     assert step["TimeLimit"] in ("UNLIMITED", "00:20:00")
     assert re.search(r"cpu=8\b", step["TRES"]), step
-    bench.look("cancel", "leak")
+    stage.look("cancel", "leak")
+    stage.wait("leak", "cancelled")
 
 
 @pytest.fixture(scope="module")
-def _site(_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def _site(
+    new_cluster: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("site")
     for number in range(4):
         (folder / f"gpu{number}").touch()
     (folder / "conf").write_text(CONF.format(folder=folder))
-    cluster = type(_cluster)(folder / "state")
+    cluster = new_cluster(folder / "state")
     cluster.call("up", "--nodes=4", f"--conf={folder}/conf")
     yield cluster.slurm_conf
     cluster.call("down")
@@ -173,17 +174,11 @@ def difference(expected: list[str], lines: list[str]) -> list[str]:
     return sorted({*parts[0], *expected[1:]} ^ {*parts[1], *lines[1:]})
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param({"SBATCH_ARRAY_INX", "SBATCH_WAIT", "SLURM_TIMELIMIT"}, id="a few"),
-        pytest.param((), id="each", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # the test above has all of them at once
 @pytest.mark.usefixtures("site")
 @pytest.mark.timeout(3600)
-def test_each_variable_alone_changes_no_job(names: Collection[str], tmp_path: Path) -> None:
-    probes, names = Probes(tmp_path), names or variables("sbatch", "srun", "salloc")
+def test_each_variable_alone_changes_no_job(tmp_path: Path) -> None:
+    probes, names = Probes(tmp_path), variables("sbatch", "srun", "salloc")
     began = time.monotonic()
     for variable in ("", *sorted(names)):
         probes.submit(variable)

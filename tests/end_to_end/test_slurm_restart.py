@@ -4,89 +4,81 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import REHEARSED, SLOWLY, Bench
-from end_to_end.slurm_runs import Cluster, accounted, lose_node, outside_pid, submit, wait
+from end_to_end.bench import LEAN, SLOWLY
+from end_to_end.scenes import ALONE, Stage, accounted, scene, worker_of
 
-from slurmllm.run.records import JobsRecord
+from slurmllm.config.resolve import resolve
+from slurmllm.diagnose.login_node import slurm_findings
+from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
+from slurmllm.status.runs import run_state
 
 pytestmark = pytest.mark.slurm
 
-QUICK = (*REHEARSED, "--set=slurm.backoff_s=0")
-TRAINED = ("--set=train.compile=false", "--set=slurm.backoff_s=0")
+AT_ONCE = "--set=slurm.backoff_s=0"
+CHAIN = "--set=slurm.restart=chain"
+SAVE_S = 6.0  # slurmctld saves its state every five seconds
 
 
-@pytest.fixture
-def no_requeue(slurm: Cluster) -> Iterator[None]:
-    """A site that refuses requeues."""
-    conf = Path(os.environ["SLURM_CONF"])
-    before = conf.read_text()
-    assert "JobRequeue=1" in before
-    conf.write_text(before.replace("JobRequeue=1", "JobRequeue=0"))
-    subprocess.run(["scontrol", "reconfigure"], check=True)
-    try:
-        yield
-    finally:
-        conf.write_text(before)
-        subprocess.run(["scontrol", "reconfigure"], check=True)
+def scontrol(*arguments: str) -> None:
+    subprocess.run(["scontrol", *arguments], check=True, capture_output=True)
 
 
-def test_a_spare_node_takes_the_place_of_a_lost_one(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
-) -> None:
-    job = submit(bench, inputs, "spared", *QUICK, *SLOWLY, "--set=slurm.spare_nodes=1")["train"]
-    bench.wait_for_step("spared", 12)
-    os.kill(outside_pid(bench.runs / "spared", rank=1), signal.SIGKILL)
-    bench.wait_for_step("spared", 22, attempt=1)
-    lost = bench.attempt("spared", 1)["nodes"][1]
-    lose_node(slurm, bench, "spared", lost)
-    again = ("node_failure", "restart")
-    assert bench.endings("spared") == [again, again, ("done", "finish")]
-    killed, failed, last = (bench.attempt("spared", number) for number in range(3))
-    assert {one["job_id"] for one in (killed, failed, last)} == {job}
-    assert {one["restart_count"] for one in (killed, failed, last)} == {0}
+@scene(order=0)
+def test_a_spare_node_takes_the_place_of_a_lost_one(stage: Stage) -> None:
+    job = stage.submit("spared", *SLOWLY, AT_ONCE, "--set=slurm.spare_nodes=1")
+    stage.wait_for_step("spared", 12)
+    os.kill(worker_of(stage.runs / "spared", rank=1), signal.SIGKILL)
+    stage.wait_for_step("spared", 22, attempt=1)
+    lost = stage.attempt("spared", 1)["nodes"][1]
+    stage.lose_node("spared", lost)
+    restart = ("node_failure", "restart")
+    assert stage.endings("spared") == [restart, restart, ("done", "finish")]
+    killed, failed, last = (stage.attempt("spared", number) for number in range(3))
+    for attempt in (killed, failed, last):
+        assert (attempt["job_id"], attempt["restart_count"]) == (job, 0)
     assert killed["nodes"] == failed["nodes"]
     assert (killed["spare_nodes"], last["spare_nodes"]) == (1, 0)
     assert lost not in last["nodes"]
     assert failed["blamed_nodes"] == [lost]
     # Slurm has taken the lost node out of the job, which it did not requeue.
-    bench.until(lambda: accounted(job) == ["RESIZING", "COMPLETED"], "sacct: not COMPLETED")
-    bench.compare_exactly(rehearsed_on_slurm, "spared")
-    assert bench.status("spared")["restarts"] == 2
+    stage.until(lambda: accounted(job) == ["RESIZING", "COMPLETED"], "sacct: not COMPLETED")
+    stage.compare_exactly(stage.rehearsed(), "spared")
+    assert stage.status("spared")["restarts"] == 2
 
 
-def test_a_chain_of_jobs(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str, no_requeue: None
-) -> None:
-    jobs = [submit(bench, inputs, "chained", *QUICK, *SLOWLY)["train"]]
-    run = RunDir(bench.runs / "chained")
+@scene(order=0)
+def test_a_chain_of_jobs(stage: Stage) -> None:
+    jobs = [stage.submit("chained", *SLOWLY, AT_ONCE, CHAIN)]
+    run = RunDir(stage.runs / "chained")
 
     def sent() -> tuple[str | None, str | None]:
         last = JobsRecord.load(run.jobs).submissions[-1]
         assert last.restart == "chain"
         return last.train_job, last.successor_job
 
-    bench.wait_for_step("chained", 12)
+    stage.wait_for_step("chained", 12)
     first, successor = sent()
     assert first == jobs[0]
     assert successor is not None
     assert SlurmClient().queue([successor])[successor].reason == "Dependency"
-    refused = subprocess.run(["scontrol", "requeue", jobs[0]], capture_output=True, text=True)
-    assert "disabled" in refused.stderr
     subprocess.run(["scancel", "--signal=USR1", "--batch", jobs[0]], check=True)  # the time limit
-    bench.wait_for_step("chained", 24, attempt=1)
+    stage.wait_for_step("chained", 24, attempt=1)
     jobs.append(successor)
     assert sent()[0] == successor
-    lost = bench.attempt("chained", 1)["nodes"][1]
-    lose_node(slurm, bench, "chained", lost)
-    assert bench.endings("chained") == [
+    lost = stage.attempt("chained", 1)["nodes"][1]
+    stage.lose_node("chained", lost)
+    assert stage.endings("chained") == [
         ("advance_signal", "chain"),
         ("node_failure", "chain"),
         ("done", "finish"),
@@ -94,57 +86,149 @@ def test_a_chain_of_jobs(
     train, following = sent()
     assert following is None
     jobs.append(str(train))
-    assert [bench.attempt("chained", number)["job_id"] for number in range(3)] == jobs
-    assert lost not in bench.attempt("chained", 2)["nodes"]
-    name = "chained-train"
-    listed = subprocess.run(["squeue", "-h", "-o", "%i %j"], capture_output=True, text=True)
-    assert name not in listed.stdout, "no job is left"
-    bench.compare_exactly(rehearsed_on_slurm, "chained")
+    assert [stage.attempt("chained", number)["job_id"] for number in range(3)] == jobs
+    assert lost not in stage.attempt("chained", 2)["nodes"]
+    listed = subprocess.run(["squeue", "-h", "-o", "%j"], capture_output=True, text=True)
+    assert "chained-train" not in listed.stdout, "no job is left"
+    stage.compare_exactly(stage.rehearsed(), "chained")
 
 
-def test_a_job_takes_the_nodes_that_there_are(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
-) -> None:
-    def update(*fields: str) -> None:
-        subprocess.run(["scontrol", "update", "NodeName=n4,n5", *fields], check=True)
-
-    update("State=DRAIN", "Reason=test")
+@scene()
+def test_a_job_takes_the_nodes_that_there_are(stage: Stage) -> None:
+    scontrol("update", "NodeName=n20", "State=DRAIN", "Reason=test")
     try:
-        job = submit(bench, inputs, "elastic", *QUICK, "--nodes=2-4")["train"]
-        bench.wait_for_step("elastic", 12)
+        options = ("--nodes=2-4", "--exclude=n[1-16,21-22]")
+        job = stage.submit("elastic", *SLOWLY, AT_ONCE, *options)
+        stage.wait_for_step("elastic", 12)
     finally:
-        update("State=RESUME")
+        scontrol("update", "NodeName=n20", "State=RESUME")
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
-    wait(bench, "elastic", "done", "stopped", "cancelled")
-    assert bench.endings("elastic") == [("advance_signal", "requeue"), ("done", "finish")]
-    first, last = bench.attempt("elastic", 0), bench.attempt("elastic", 1)
+    stage.wait("elastic", "done", "stopped", "cancelled")
+    assert stage.endings("elastic") == [("advance_signal", "requeue"), ("done", "finish")]
+    first, last = stage.attempt("elastic", 0), stage.attempt("elastic", 1)
     # Of three nodes the global batch allows two.
     assert (len(first["nodes"]), len(last["nodes"])) == (2, 4)
     assert last["spare_nodes"] == 0
-    assert bench.status("elastic")["mesh"]["accumulation"] == 1
-    shown = bench.look("compare", rehearsed_on_slurm, "elastic", "--json", "--no-plot")
+    assert stage.status("elastic")["mesh"]["accumulation"] == 1
+    shown = stage.look("compare", stage.rehearsed(), "elastic", "--json", "--no-plot")
     assert json.loads(shown)["verdict"] in ("identical", "match")
 
 
-@pytest.mark.long
-def test_a_chain_over_three_time_limits_and_a_lost_node(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], no_requeue: None
-) -> None:
+@pytest.mark.long  # test_a_chain_of_jobs has the same signals and losses
+@scene(order=0)
+def test_a_chain_over_three_time_limits_and_a_lost_node(stage: Stage) -> None:
     # Slurm looks at time limits every 30 s: a job trains for 30 to 60 s before it is signalled.
-    many = (*TRAINED, "--set=train.steps=1500", "--set=checkpoint.every_steps=50")
-    submit(bench, inputs, "limits", *many, "--time=2", "--set=slurm.signal_lead_s=60")
-    bench.until(lambda: (bench.runs / "limits/metrics/attempt_001.jsonl").is_file(), "no chain")
-    lost = bench.attempt("limits", 1)["nodes"][1]
-    lose_node(slurm, bench, "limits", lost)
-    endings = bench.endings("limits")
+    many = ("--set=train.compile=false", AT_ONCE, CHAIN, "--set=train.steps=1500")
+    many = (*many, "--set=checkpoint.every_steps=50")
+    stage.submit("limits", *many, "--time=2", "--set=slurm.signal_lead_s=60")
+    stage.until(lambda: (stage.runs / "limits/metrics/attempt_001.jsonl").is_file(), "no chain")
+    stage.lose_node("limits", stage.attempt("limits", 1)["nodes"][1])
+    endings = stage.endings("limits")
     assert endings.count(("advance_signal", "chain")) >= 3
     assert endings.count(("node_failure", "chain")) == 1
     assert endings[-1] == ("done", "finish")
-    jobs = [bench.attempt("limits", number)["job_id"] for number in range(len(endings))]
+    jobs = [stage.attempt("limits", number)["job_id"] for number in range(len(endings))]
     assert len(set(jobs)) == len(jobs)
     listed = subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True)
     assert not set(jobs) & set(listed.stdout.split()), "no job is left"
-    submit(bench, inputs, "unlimited", *many)
-    wait(bench, "unlimited", "done")
-    found = json.loads(bench.look("compare", "unlimited", "limits", "--exact", "--json"))
-    assert (found["verdict"], found["steps_compared"]) == ("identical", 1500)
+    stage.submit("unlimited", *many)
+    stage.wait("unlimited", "done")
+    stage.compare_exactly("unlimited", "limits", 1500)
+
+
+@contextmanager
+def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
+    """Start a held job and have slurmctld lose that start; the job is then held again.
+
+    slurmctld saves its state with some seconds of delay. Here it gets back the state of before the
+    start, and a prolog has the nodes register before the batch script exists: Slurm then shows the
+    job as pending while its script runs.
+    """
+    conf = Path(os.environ["SLURM_CONF"])
+    prolog, state, saved = conf.with_name("prolog"), conf.with_name("slurmctld"), conf.parent / "s"
+    before, registered = conf.read_text(), conf.with_name("registered")
+    prolog.write_text(f"#!/bin/sh\nuntil [ -e {registered} ]; do sleep 0.2; done\n")
+    prolog.chmod(0o755)
+
+    def lose(job: str) -> None:
+        conf.write_text(f"{before}Prolog={prolog}\n")
+        scontrol("reconfigure")
+        time.sleep(SAVE_S)
+        shutil.copytree(state, saved)
+        scontrol("release", job)
+        stage.until(lambda: SlurmClient().batch_job(job).state == "RUNNING", "never started")
+        stage.cluster.call("restart", "--stop", "--kill")
+        shutil.rmtree(state)
+        saved.rename(state)
+        stage.cluster.call("restart", "--start")
+        assert SlurmClient().batch_job(job).state == "PENDING"
+        states = SlurmClient().node_states
+        stage.until(lambda: set(states().values()) <= {"idle"}, "the nodes never registered")
+        registered.touch()
+
+    yield lose
+    conf.write_text(before)
+    registered.unlink(missing_ok=True)
+    scontrol("reconfigure")
+    shutil.rmtree(saved, ignore_errors=True)
+    for node, node_state in SlurmClient().node_states().items():
+        if "drain" in node_state:
+            resume = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
+            # Since 23.11 a reconfigured slurmctld starts again.
+            stage.until(lambda c=resume: subprocess.run(c).returncode == 0, f"{node} stays drained")
+
+
+@scene(order=ALONE)
+def test_a_run_whose_start_slurmctld_has_lost_goes_on(stage: Stage) -> None:
+    # Nothing starts before the job is held, however busy this machine is.
+    scontrol("update", "PartitionName=main", "State=DOWN")
+    job = stage.submit("lost", *LEAN, "--set=train.steps=20")
+    scontrol("hold", job)
+    scontrol("update", "PartitionName=main", "State=UP")
+    stage.until(lambda: stage.status("lost")["state"] == "queued", "never pending", every_s=1.0)
+    with start_to_lose(stage) as lose:
+        lose(job)
+        log = stage.runs / "lost" / "logs" / "train.log"
+        lost = f"slurmctld shows job {job} as pending: it has lost this start of the job"
+        stage.until(lambda: log.is_file() and lost in log.read_text(), "the supervisor never left")
+        # Its node would refuse the same job again: another one takes its place.
+        stage.wait("lost", "done")
+        assert stage.endings("lost") == [("done", "finish")]
+        assert stage.attempt("lost", 0)["job_id"] == str(int(job) + 1)
+        shown = SlurmClient().queue([job]).get(job)
+        assert shown is None or not shown.active
+        # No node is blamed, excluded or drained.
+        assert not (stage.runs / "lost" / "excluded.json").exists()
+        assert not any("drain" in state for state in SlurmClient().node_states().values())
+
+
+@scene(order=ALONE)
+def test_a_node_that_slurm_has_drained_for_it_is_explained(stage: Stage) -> None:
+    folder = stage.runs.parent / "drained"
+    folder.mkdir()
+    script, mark = folder / "job.sh", folder / "mark"
+    script.write_text(f"#!/bin/bash\n#SBATCH --requeue\necho >>{mark}\nsleep 300\n")
+    sbatch = ["sbatch", "--parsable", "--hold", "--nodelist=n1", f"--output={folder}/out"]
+    job = subprocess.check_output([*sbatch, str(script)], text=True).strip()
+    with start_to_lose(stage) as lose:
+        lose(job)
+        stage.until(mark.exists, "the script never started")
+        scontrol("release", job)
+        client = SlurmClient()
+        stage.until(lambda: "drain" in client.node_states()["n1"], "n1 was not drained")
+        run = RunDir(folder / "runs" / "r")
+        run.path.mkdir(parents=True)
+        run.config.write_text(resolve("tiny_neox").to_yaml())
+        sent = Submission(submitted_at=0.0, nodes=1, local=False, first_attempt=0, train_job=job)
+        JobsRecord(submissions=(sent,)).save(run.jobs)
+        fix = "`scontrol update NodeName=n1 State=RESUME`"
+
+        def explained() -> bool:
+            reason = run_state(run, client).reason
+            return "Duplicate jobid" in reason and fix in reason and "scontrol release" in reason
+
+        stage.until(explained, "status never explained it", every_s=1.0)
+        nodes = {f.check: f for f in slurm_findings(client, resolve("tiny_neox").cluster)}["nodes"]
+        assert (nodes.status, fix in nodes.fix) == ("warn", True)
+        client.cancel([job])
+        stage.until(lambda: client.node_states()["n1"] == "drained", "the job never ended")

@@ -1,30 +1,29 @@
 """Trainers of other projects on a real Slurm: how each fault ends, and what it costs them.
 
-`pytest -s -m "slurm and long"` of this file prints the table of docs/any_trainer.md.
+With SLURMLLM_TEST_ALL=1, `pytest -s` of this file prints the rows of the table of
+docs/any_trainer.md: trainer, fault, class, action, s to the next step, steps lost, curve.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from end_to_end.bench import Bench
-from end_to_end.slurm_runs import Cluster, lose_node, wait
-
-from slurmllm.cli.main import cli
+from amounts import amount
+from end_to_end.scenes import Stage, process_of, scene
 
 pytestmark = pytest.mark.slurm
 
 SCRIPTS = Path(__file__).parents[1] / "trainers"
 STEPS = 40
+NODES = amount(2, of=4)
 NO_PREFLIGHT = "--set=cluster.health.enabled=false"
 # Trainer → its recipe's `extends`, the command line, further settings of `command`
 HF = "hf_trainer.py --output_dir {run}/outputs --step_s {step_s} --enable_jit_checkpoint true"
@@ -58,8 +57,8 @@ ENDINGS = {
 }
 
 
-def submit_trainer(bench: Bench, trainer: str, name: str, step_s: float = 0.25) -> str:
-    """Submit a run of a trainer on four nodes; returns the job."""
+def submit_trainer(stage: Stage, trainer: str, name: str, step_s: float = 0.25) -> str:
+    """Submit a run of a trainer; returns the job."""
     adapter, run, settings = TRAINERS[trainer]
     values = {"python": sys.executable, "scripts": SCRIPTS, "step_s": step_s}
     for placeholder, value in values.items():
@@ -72,81 +71,32 @@ def submit_trainer(bench: Bench, trainer: str, name: str, step_s: float = 0.25) 
         "watchdog": {"min_step_s": 15},
         "env": {"OMP_NUM_THREADS": "1"},
     }
-    file = bench.runs / f"{name}.yaml"
+    file = stage.runs / f"{name}.yaml"
     file.write_text(json.dumps(recipe))
-    arguments = ("--nodes=4", f"--name={name}", "--cluster=local", NO_PREFLIGHT, "--json")
-    return str(json.loads(bench.look("submit", str(file), *arguments))["jobs"]["train"])
-
-
-def unbroken(bench: Bench, trainer: str) -> str:
-    """The unbroken run of a trainer, for all faults."""
-    name = f"whole-{slug(trainer)}"
-    if not (bench.runs / name).is_dir():
-        submit_trainer(bench, trainer, name, step_s=0.02)
-    wait(bench, name, "done", "stopped", "cancelled")
-    assert bench.endings(name) == [("done", "finish")]
-    return name
+    arguments = (f"--nodes={NODES}", f"--name={name}", "--cluster=local", NO_PREFLIGHT, "--json")
+    return str(json.loads(stage.look("submit", str(file), *arguments))["jobs"]["train"])
 
 
 def slug(text: str) -> str:
     return text.lower().replace(" ", "-")
 
 
-def process_of(run: Path, rank: int) -> int:
-    """The process id of a trainer's worker as this machine numbers it."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            arguments = (entry / "cmdline").read_bytes()
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_worker = b"python" in arguments.split(b"\0")[0] and b"distributed.run" not in arguments
-        if is_worker and f"{run}/outputs".encode() in arguments and b"RANK=%d" % rank in variables:
-            return int(entry.name)
-    raise AssertionError(f"no worker {rank} of {run}")
+def make_fault(stage: Stage, fault: str, name: str, job: str, script: str) -> None:
+    if fault == "killed node":
+        stage.lose_node(name, stage.attempt(name, 0)["nodes"][1])
+    elif fault == "time limit":
+        subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    else:
+        outputs = stage.runs / name / "outputs"
+        worker = process_of(outputs, script, rank=1, but="torch.distributed.run")
+        os.kill(worker, signal.SIGKILL if fault == "killed worker" else signal.SIGSTOP)
 
 
-def kill_worker(slurm: Cluster, bench: Bench, name: str, job: str) -> None:
-    os.kill(process_of(bench.runs / name, rank=1), signal.SIGKILL)
-
-
-def kill_node(slurm: Cluster, bench: Bench, name: str, job: str) -> None:
-    lose_node(slurm, bench, name, bench.attempt(name, 0)["nodes"][1])
-
-
-def reach_time_limit(slurm: Cluster, bench: Bench, name: str, job: str) -> None:
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
-
-
-def stop_worker(slurm: Cluster, bench: Bench, name: str, job: str) -> None:
-    os.kill(process_of(bench.runs / name, rank=1), signal.SIGSTOP)
-
-
-FAULTS: dict[str, Callable[[Cluster, Bench, str, str], None]] = {
-    "killed worker": kill_worker,
-    "killed node": kill_node,
-    "time limit": reach_time_limit,
-    "hang": stop_worker,
-}
-
-
-def rows_of(bench: Bench, name: str, attempt: int) -> list[dict[str, Any]]:
-    path = bench.runs / name / "metrics" / f"attempt_{attempt:03d}.jsonl"
+def rows_of(stage: Stage, name: str, attempt: int) -> list[dict[str, Any]]:
+    path = stage.runs / name / "metrics" / f"attempt_{attempt:03d}.jsonl"
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[str]]:
-    lines = [
-        "| trainer | fault | class | action | s to the next step | steps lost | curve |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    yield lines
-    print("\n" + "\n".join(lines))
 
 
 CASES = [
@@ -156,34 +106,48 @@ CASES = [
         marks=() if (trainer, fault) == ("plain DDP", "killed worker") else pytest.mark.long,
     )
     for trainer in TRAINERS
-    for fault in FAULTS
+    for fault in ENDINGS
 ]
 
 
 @pytest.mark.parametrize(("trainer", "fault"), CASES)
-def test_a_trainer_survives(
-    slurm: Cluster, bench: Bench, table: list[str], trainer: str, fault: str
-) -> None:
+@scene(order=0)
+def test_a_trainer_survives(stage: Stage, trainer: str, fault: str) -> None:
     name = f"{slug(trainer)}-{slug(fault)}"
-    job = submit_trainer(bench, trainer, name)
-    bench.until(
-        lambda: any(row["step"] >= 15 for row in rows_of(bench, name, 0)), f"{name}: no step 15"
+    job = submit_trainer(stage, trainer, name)
+    stage.until(
+        lambda: any(row["step"] >= 15 for row in rows_of(stage, name, 0)), f"{name}: no step 15"
     )
-    FAULTS[fault](slurm, bench, name, job)
-    wait(bench, name, "done", "stopped", "cancelled")
-    assert bench.endings(name) == ENDINGS[fault]
-    before, after = rows_of(bench, name, 0), rows_of(bench, name, 1)
-    reference, adapter = unbroken(bench, trainer), TRAINERS[trainer][0]
-    arguments = ("compare", reference, name, "--json", "--no-plot", "--runs-dir", str(bench.runs))
-    shown = json.loads(CliRunner().invoke(cli, arguments).stdout)
-    ending = ENDINGS[fault][0]
-    seconds = after[0]["time"] - before[-1]["time"]
+    (script,) = re.findall(r"\w+\.py", TRAINERS[trainer][1])
+    make_fault(stage, fault, name, job, str(SCRIPTS / script))
+    stage.wait(name, "done", "stopped", "cancelled")
+    assert stage.endings(name) == ENDINGS[fault]
+    before, after = rows_of(stage, name, 0), rows_of(stage, name, 1)
     lost = before[-1]["step"] - after[0]["step"] + 1
-    difference = shown["metrics"]["loss"]["max_rel_diff"]
-    curve = f"{shown['verdict']}, to {difference:.0e}"
-    table.append(f"| {' | '.join((trainer, fault, *ending, f'{seconds:.0f}', str(lost), curve))} |")
     assert after[-1]["step"] == STEPS
     assert 0 <= lost <= 20
+    losses = {row["step"]: row["loss"] for row in before}
+    for row in after:  # those that were made on both sides of the restart
+        if trainer != "Lightning" and row["step"] in losses:
+            rel = 1e-5 if trainer == "plain DDP" else 1e-2
+            assert row["loss"] == pytest.approx(losses[row["step"]], rel=rel)
+    if os.environ.get("SLURMLLM_TEST_ALL") == "1":
+        compare_with_unbroken(stage, trainer, fault, name)
+
+
+def compare_with_unbroken(stage: Stage, trainer: str, fault: str, name: str) -> None:
+    """Compare with a run that nothing disturbs, one for all faults."""
+    reference, adapter = f"whole-{slug(trainer)}", TRAINERS[trainer][0]
+    stage.once(reference, lambda: submit_trainer(stage, trainer, reference, step_s=0.02))
+    stage.wait(reference, "done")
+    shown = json.loads(stage.look("compare", reference, name, "--json", "--no-plot"))
+    difference = shown["metrics"]["loss"]["max_rel_diff"]
+    before, after = rows_of(stage, name, 0), rows_of(stage, name, 1)
+    seconds = after[0]["time"] - before[-1]["time"]
+    lost = before[-1]["step"] - after[0]["step"] + 1
+    curve = f"{shown['verdict']}, to {difference:.0e}"
+    ending = ENDINGS[fault][0]
+    print(f"| {' | '.join((trainer, fault, *ending, f'{seconds:.0f}', str(lost), curve))} |")
     if trainer == "Lightning":  # it begins the data of an epoch anew in its middle
         assert difference > 0.1
     elif (adapter, fault) == ("hf_trainer", "time limit"):

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from end_to_end.bench import LEAN, SMALL, Bench
-from end_to_end.slurm_runs import wait
 from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
@@ -176,12 +175,14 @@ def test_a_dry_run_writes_nothing(home: Path, fake: FakeSlurm) -> None:
 
 
 @pytest.fixture(scope="module")
-def gpu_site(_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def gpu_site(
+    new_cluster: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("gpus")
     for number in range(8):
         (folder / f"gpu{number}").symlink_to("/dev/null")
     (folder / "conf").write_text(GPUS.format(folder=folder))
-    cluster = type(_cluster)(folder / "state")
+    cluster = new_cluster(folder / "state")
     cluster.call("up", "--nodes=3", f"--conf={folder}/conf")
     yield cluster.slurm_conf
     cluster.call("down")
@@ -219,7 +220,7 @@ def test_a_run_with_the_profile_of_a_real_site(
     bench = Bench(tmp_path / "runs")
     assert init("--yes", "--partition=main").exit_code == 0
     bench.call("submit", "tiny_neox", "--nodes=2", "--name=r", *SMALL, *inputs, *LEAN)
-    wait(bench, "r", "done", "stopped", "cancelled")
+    bench.wait("r", "done", "stopped", "cancelled")
     assert bench.status("r")["state"] == "done"
     script = (tmp_path / "runs" / "r" / "scripts" / "train.sbatch").read_text()
     assert "#SBATCH --partition=main\n" in script

@@ -16,19 +16,13 @@ SPEC.loader.exec_module(run_tests)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_files_are_dealt_by_their_seconds(count: int) -> None:
-    seconds = {"a/long": 60.0, "b/middle": 31.0, "c/middle": 30.0}
-    shares = run_tests.deal([*seconds, "a/short"], count, seconds)
-    assert sorted(path for share in shares for path in share) == sorted([*seconds, "a/short"])
-    assert all(share == sorted(share) for share in shares)
+def test_folders_are_dealt_by_their_seconds(count: int) -> None:
+    seconds = {"a/long": 60.0, "b/middle": 21.0, "b/other": 10.0, "c/middle": 30.0}
+    shares = run_tests.deal([*seconds, "d/short"], count, seconds)
+    assert sorted(path for share in shares for path in share) == sorted([*seconds, "d/short"])
     assert shares[0][0] == "a/long"
     if count == 2:
-        assert shares[1] == ["b/middle", "c/middle"]
-
-
-def test_a_folder_stays_together() -> None:
-    seconds = {"a/one": 30.0, "b/one": 20.0, "b/two": 20.0}
-    assert run_tests.deal(seconds, 2, seconds, by_folder=True) == [["b/one", "b/two"], ["a/one"]]
+        assert shares[1] == ["b/middle", "b/other", "c/middle"]
 
 
 def test_the_list_is_of_files_that_exist() -> None:

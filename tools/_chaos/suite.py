@@ -208,22 +208,3 @@ def _unsupported(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
         reasons = found.setdefault(injected["failure"]["kind"], {})
         reasons[injected["victim"]] = reasons.get(injected["victim"], 0) + 1
     return found
-
-
-def table(found: dict[str, Any]) -> str:
-    """The summary as text."""
-    failed = found["failed"]
-    lines = [
-        f"{found['runs']} runs, {found['failures']} failures injected, "
-        + (f"{len(failed)} runs FAILED: seeds {failed}" if failed else "all runs passed"),
-        "",
-        "check             broken in",
-        *(f"{name:<17} {count} runs" for name, count in found["checks"].items()),
-        "",
-        "failure            class of the attempt that it hit",
-    ]
-    for kind, endings in found["confusion"].items():
-        lines.append(f"{kind:<18} {', '.join(f'{e} {n}' for e, n in endings.items())}")
-    for kind, reasons in found["unsupported"].items():
-        lines.append(f"{kind:<18} not possible here: {'; '.join(reasons)}")
-    return "\n".join(lines)

@@ -1,6 +1,6 @@
 """The planner against published runs: each model predicted from constants fitted without it.
 
-python tools/benchmarks/planner.py [--hardware GROUPS] [--rows] [--fit] [--write] [--json FILE]
+python tools/benchmarks/planner.py [--hardware GROUPS] [--rows] [--fit] [--write]
 
 The constants of the hardware profiles (`CONSTANTS`) are fitted once for each model, to the rows
 (published/*.csv) of all others, and that model is predicted with them ("left out"). Generations of
@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from published_rows import Row, chosen_meshes, rows
@@ -295,9 +293,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
     parser.add_argument("--write", action="store_true", help=f"replace {FILE.name}")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report: list[dict[str, Any]] = []
     kept: list[Result] = []
     hits: list[bool] = []
     missed: list[str] = []
@@ -320,7 +316,6 @@ def main() -> None:
             tables.append([_summary("trn1 layouts", of_layouts, inside(of_layouts))])
         for line in (line for table in tables for line in table):
             _print(line)
-            report.append(line)
         missed += _missed([line for table in tables for line in table])
         if len(found) < len(every):
             others = [case for case in every if not is_evidence(case)]
@@ -329,15 +324,13 @@ def main() -> None:
             print(f"{'medians, row by row':<24} {len(found):4}  {spread(found):7.1%}")
         if options.rows:
             _print_rows(results, within)
-    report.append(_summary("all", kept, hits))
-    _print(report[-1])
-    missed += _missed(report[-1:])
+    total = _summary("all", kept, hits)
+    _print(total)
+    missed += _missed([total])
     for text in missed:
         print(f"missed: {text}")
     if options.write:
         _write([result.run for result in kept])
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     sys.exit(bool(missed))
 
 

@@ -1,6 +1,6 @@
 """The meshes that AWS chose, beside what the planner would choose for the same run.
 
-python tools/benchmarks/planner_meshes.py [--json FILE]
+python tools/benchmarks/planner_meshes.py
 
 For each row of published/chosen_meshes.csv: whether it is predicted to fit, and how its best
 predicted throughput compares with the best of all meshes, twice: with precision, checkpointing,
@@ -11,12 +11,9 @@ should be; rows that cannot be told are skipped by name.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import sys
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from published_rows import FOLDER, SHAPES, checkpointing, configuration, precision
@@ -34,24 +31,6 @@ _SETTINGS = (
     "train.activation_checkpointing",
 )
 _PRECISION = ("parallel.virtual_pipeline",)
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found = judged()
-    print(f"{'':<52} {'mesh':>7} {'fits':>5} {'GiB':>6} {'same settings':>14} {'free':>6}  best")
-    for one in found:
-        _print(one)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    wrong = [one for one in found if one.get("wrong")]
-    print(
-        f"{len(found)} rows, {sum('skipped' in one for one in found)} skipped, {len(wrong)} wrong"
-    )
-    sys.exit(bool(wrong))
 
 
 def judged() -> list[dict[str, Any]]:
@@ -79,14 +58,13 @@ def _judged(row: dict[str, str], nodes: int) -> dict[str, Any]:
     shown: dict[str, Any] = {"name": name, "tensor": degrees[0], "pipeline": degrees[1]}
     for kind, fixed in (("same", _SETTINGS), ("free", _PRECISION)):
         fitting = _fitting(config, nodes, fixed)
-        own = [one for one in fitting if (one.mesh.tensor, one.mesh.pipeline) == degrees]
-        best = fitting[0] if fitting else None
-        shown[kind] = own[0].seq_per_s / best.seq_per_s if own and best else 0.0
+        chosen = [c for c in fitting if (c.mesh.tensor, c.mesh.pipeline) == degrees]
+        shown[kind] = chosen[0].seq_per_s / fitting[0].seq_per_s if chosen else 0.0
         if kind == "same":
-            shown["fits"] = bool(own)
-            shown["gib"] = own[0].memory.peak / 2**30 if own else None
-        if best is not None:
-            shown[f"best_{kind}"] = f"TP {best.mesh.tensor} PP {best.mesh.pipeline}"
+            shown["fits"] = bool(chosen)
+        if fitting:
+            best = fitting[0].mesh
+            shown[f"best_{kind}"] = f"TP {best.tensor} PP {best.pipeline}"
     # Nobody has reported the speed of an example's mesh.
     slow = max(shown["same"], shown["free"]) < NEAR and row["status"] != "example config"
     shown["wrong"] = not shown["fits"] or slow
@@ -131,34 +109,13 @@ def _fitting(config: RunConfig, nodes: int, fixed: Collection[str]) -> Any:
 
 def _limits(name: str, row: dict[str, str], config: RunConfig, nodes: int) -> dict[str, Any]:
     """Rows that tell the degrees in part, and whether anything fits."""
-    fitting = [
-        one
-        for one in _fitting(config, nodes, _SETTINGS)
-        if row["tp"] == "?" or one.mesh.tensor == int(row["tp"])
-    ]
-    fits = bool(fitting)
-    return {
-        "name": name,
-        "tensor": row["tp"],
-        "pipeline": "any",
-        "fits": fits,
-        "gib": min((one.memory.peak for one in fitting), default=0) / 2**30 or None,
-        "wrong": fits == ("OUT OF MEMORY" in row["status"]),
-    }
-
-
-def _print(one: dict[str, Any]) -> None:
-    if "skipped" in one:
-        print(f"{one['name']:<52} skipped: {one['skipped']}")
-        return
-    gib = "-" if one["gib"] is None else f"{one['gib']:.2f}"
-    ratios = [f"{one[kind]:.1%}" if kind in one else "-" for kind in ("same", "free")]
-    best = " / ".join(one[key] for key in ("best_same", "best_free") if key in one)
-    print(
-        f"{one['name']:<52} {one['tensor']:>3}/{one['pipeline']:<3} {one['fits']!s:>5} {gib:>6} "
-        f"{ratios[0]:>14} {ratios[1]:>6}  {best}{'  WRONG' if one['wrong'] else ''}"
-    )
+    fitting = _fitting(config, nodes, _SETTINGS)
+    fits = any(row["tp"] == "?" or c.mesh.tensor == int(row["tp"]) for c in fitting)
+    return {"name": name, "fits": fits, "wrong": fits == ("OUT OF MEMORY" in row["status"])}
 
 
 if __name__ == "__main__":
-    main()
+    rows = judged()
+    for row in rows:
+        print(", ".join(f"{key} {value}" for key, value in row.items()))
+    sys.exit(any(row.get("wrong") for row in rows))

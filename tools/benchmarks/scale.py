@@ -1,7 +1,7 @@
 """What the control plane costs at 16 to 1,024 workers.
 
     python tools/benchmarks/scale.py [--workers 16,64,256,512] [--per-node 32] [--rounds 5]
-        [--step-s 1.0] [--json]
+        [--step-s 1.0]
 
 Forks real launchers (relays) and workers (control planes) after one import, without the model's
 arithmetic. All processes wait at a gate; the time to open begins when it opens. They write what
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import mmap
 import os
 import shutil
@@ -34,7 +33,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -63,11 +61,6 @@ COLUMNS = {
     "decide_ms": ("decide, ms", ".1f"),
     "save_ms": ("save, ms", ".1f"),
     "resume_ms": ("resume, ms", ".1f"),
-    "messages": ("messages", ".0f"),
-    "bytes": ("bytes", ".0f"),
-    "connections": ("connections", ".0f"),
-    "descriptors": ("descriptors", ".0f"),
-    "launcher_descriptors": ("launcher's", ".0f"),
 }
 
 
@@ -79,7 +72,6 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=32, help="workers a launcher")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=1.0, help="sleep in the place of a step")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args()
     rows = []
     for workers in map(int, args.workers.split(",")):
@@ -87,9 +79,6 @@ def main() -> None:
         rows.append(row_of(workers, args.per_node, args.rounds, args.step_s))
         signal.alarm(0)
         print(f"{workers} workers done, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(rows))
-        return
     print("| " + " | ".join(title for title, _ in COLUMNS.values()) + " |")
     print("|" + "---|" * len(COLUMNS))
     for row in rows:
@@ -98,8 +87,6 @@ def main() -> None:
 
 def row_of(workers: int, per_node: int, rounds: int, step_s: float) -> Row:
     begun, figures = measure(workers, per_node, rounds, step_s)
-    messages, num_bytes = figures.traffic.max(0)
-    connections, descriptors = figures.files.max(0)
     return {
         "workers": workers,
         "open_s": figures.opened.max() - begun,
@@ -109,11 +96,6 @@ def row_of(workers: int, per_node: int, rounds: int, step_s: float) -> Row:
         "decide_ms": np.median(figures.decide) * 1e3,
         "save_ms": np.median(figures.save) * 1e3,
         "resume_ms": np.median(figures.resume) * 1e3,
-        "messages": messages,
-        "bytes": num_bytes,
-        "connections": connections,
-        "descriptors": descriptors,
-        "launcher_descriptors": figures.relay_files.max(),
     }
 
 
@@ -127,9 +109,6 @@ class Measured:
         self.decide = shared(workers, rounds)  # agreement that is waited for, s
         self.save = shared(workers, rounds)
         self.resume = shared(workers, rounds)
-        self.traffic = shared(workers, 2)  # messages and bytes of an agreement
-        self.files = shared(workers, 2)  # sockets and descriptors
-        self.relay_files = shared(nodes)  # descriptors of a launcher
         self.relay_cpu = shared(nodes)  # CPU time of a launcher for an agreement, s
         self.failed = shared(1)
 
@@ -224,7 +203,6 @@ def _launch(
 ) -> None:
     gate.close_write()
     path, local = folder / f"control-{position.index}", Gate()
-    before = len(_descriptors())
     children = []
     # Before the relay's thread exists: a process forked later would have its sockets too.
     for rank in position.workers():
@@ -245,7 +223,6 @@ def _launch(
     local.close_write()
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     relay.close()
-    figures.relay_files[position.index] -= before
     if any(codes):
         figures.failed[0] = 1
 
@@ -257,11 +234,7 @@ def _work(rank: int, position: Position, path: Path, figures: Measured, step_s: 
     control = ControlPlane(rank, world, str(path), SECRET)
     control.barrier()
     figures.opened[rank] = time.perf_counter()
-    files = _descriptors()
-    figures.files[rank] = sum(name.startswith("socket:") for name in files), len(files)
     control.barrier()
-    if first:
-        figures.relay_files[position.index] += len(_descriptors(os.getppid()))
     _agree(control, figures, rank, step_s, position.index if first else None, relay_cpu)
     agreement = Agreement(control)
 
@@ -299,7 +272,7 @@ def _agree(
     time.sleep(step_s)
     agreement.read()
     agreement.post(Flags())
-    cpu_s, relay_s, sent = 0.0, relay_cpu(), control.traffic
+    cpu_s, relay_s = 0.0, relay_cpu()
     for index in range(rounds):
         time.sleep(step_s)  # the step's own work
         begun, cpu = time.perf_counter(), time.thread_time()
@@ -308,7 +281,6 @@ def _agree(
         cpu_s += time.thread_time() - cpu
         figures.step[rank, index] = time.perf_counter() - begun
     figures.step_cpu[rank] = cpu_s / rounds
-    figures.traffic[rank] = (np.array(control.traffic) - sent) / rounds
     if node is not None:
         figures.relay_cpu[node] = (relay_cpu() - relay_s) / rounds
     agreement.read()
@@ -347,15 +319,6 @@ def _cpu_clock(pid: int) -> Callable[[], float]:
     """The CPU time of another process so far, s."""
     clock = (~pid << 3) | _CPU_CLOCK  # clock_getcpuclockid(3)
     return lambda: time.clock_gettime(ctypes.c_int(clock).value)
-
-
-def _descriptors(pid: int | None = None) -> list[str]:
-    """What each open descriptor refers to."""
-    targets = []
-    for link in Path(f"/proc/{pid or 'self'}/fd").iterdir():
-        with suppress(OSError):  # the one that lists them
-            targets.append(str(link.readlink()))
-    return targets
 
 
 if __name__ == "__main__":

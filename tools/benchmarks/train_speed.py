@@ -1,7 +1,7 @@
 """Training tokens/s on this machine's CPUs: ours and others in turn, and their ratios.
 
     python tools/benchmarks/train_speed.py [--models neox_30m,neox_125m] [--seq 512,1024]
-        [--precision fp32,bf16] [--rounds 5] [--steps 4] [--json]
+        [--precision fp32,bf16] [--rounds 5] [--steps 4]
 
 Every contestant (`contestants/`) is a child process that stays alive and computes only in its
 turn: in each round all of them run the same number of steps, in an order that moves on by one from
@@ -18,12 +18,10 @@ that wants an environment of its own gets it by --python, e.g. --python litgpt=P
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ _ROWS = 64
 def measure(
     task: Task, names: list[str], surroundings: Surroundings, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """One setting's result, as --json prints it."""
+    """One setting's result."""
     peaks: dict[str, list[float]] = {"fp32": [], "bf16": []}
     with started(task, names, surroundings) as (contestants, products):
         present = [name for name in names if contestants[name].missing is None]
@@ -93,7 +91,7 @@ def table(result: dict[str, Any]) -> str:
     """A result as text."""
     peaks = result["products_gflops"]
     lines = [
-        f"{result['model']}  seq {result['seq']}  batch {result['batch']}  {result['precision']}: "
+        f"seq {result['seq']}  batch {result['batch']}  {result['precision']}: "
         f"{result['parameters'] / 1e6:.1f} M parameters, "
         f"{result['flops_per_token'] / 1e6:.0f} MFLOP/token; products of 2048³: "
         f"{peaks['fp32']:.0f} GFLOP/s in fp32, {peaks['bf16']:.0f} in bf16",
@@ -117,24 +115,17 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_tokens(path: Path, text: str | None, tokenizer: str | None, seq: int, vocab: int) -> None:
-    """Real text as sequences with the token after each, int64 [rows, seq + 1]."""
+def write_tokens(path: Path, seq: int) -> None:
+    """The language reference as sequences with the token after each, int64 [rows, seq + 1]."""
+    import pydoc_data.topics
+
     from tokenizers import Tokenizer
 
-    if text is None or tokenizer is None:
-        import pydoc_data.topics
+    from slurmllm.corpus.builtin import ensure_stdlib
 
-        from slurmllm.corpus.builtin import ensure_stdlib
-
-        tokenizer = tokenizer or str(ensure_stdlib(path.parent)[1])
-        text = text or pydoc_data.topics.__file__
-    encoder = Tokenizer.from_file(tokenizer)
-    if encoder.get_vocab_size() > vocab:
-        raise SystemExit(
-            f"{tokenizer} has {encoder.get_vocab_size()} entries, more than --vocab {vocab}; "
-            "choose a larger --vocab or a smaller tokenizer"
-        )
-    ids = np.array(encoder.encode(Path(text).read_text(encoding="utf-8")).ids, dtype=np.int64)
+    encoder = Tokenizer.from_file(str(ensure_stdlib(path.parent)[1]))
+    text = Path(pydoc_data.topics.__file__).read_text(encoding="utf-8")
+    ids = np.array(encoder.encode(text).ids, dtype=np.int64)
     rows = min(_ROWS, (len(ids) - 1) // seq)
     starts = np.arange(rows)[:, None] * seq
     np.save(path, ids[starts + np.arange(seq + 1)])
@@ -156,14 +147,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="counted steps in a turn")
     parser.add_argument(
-        "--batch", type=int, help="sequences in a step; default: 2048 tokens' worth"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--vocab", type=int, default=50304)
-    parser.add_argument("--text", help="a text file; default: the stdlib's language reference")
-    parser.add_argument("--tokenizer", help="a tokenizer.json; default: one of the stdlib corpus")
-    parser.add_argument("--cache", help="folder for compiled graphs; default: a temporary one")
-    parser.add_argument(
         *("--python", "-p"),
         action="append",
         default=[],
@@ -173,7 +156,6 @@ def main() -> None:
     parser.add_argument(
         "--share-variables", action="store_true", help="the environment variables of ours to all"
     )
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each setting")
     options = parser.parse_args()
     pythons = dict(pair.split("=", 1) for pair in options.python)
     unknown = [name for name in options.peers if name not in CONTESTANTS]
@@ -182,22 +164,17 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(unknown)}; there are {[*MODELS, *CONTESTANTS]}")
     names = ["ours", *(name for name in options.peers if name != "ours")]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.cache or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        surroundings = Surroundings(folder, pythons, options.share_variables)
+        surroundings = Surroundings(Path(temporary), pythons, options.share_variables)
         for model in options.models:
-            shape = replace(MODELS[model], vocab=options.vocab)
             for seq in map(int, options.seq):
                 tokens = Path(temporary) / f"tokens_{seq}.npy"
-                write_tokens(tokens, options.text, options.tokenizer, seq, shape.vocab)
-                batch = options.batch or max(1, TOKENS_PER_STEP // seq)
+                write_tokens(tokens, seq)
+                batch = max(1, TOKENS_PER_STEP // seq)
                 for precision in options.precision:
-                    task = Task(shape, seq, batch, precision, options.threads, str(tokens))
-                    result = {
-                        "model": model,
-                        **measure(task, names, surroundings, options.rounds, options.steps),
-                    }
-                    print(json.dumps(result) if options.json else table(result) + "\n", flush=True)
+                    threads = os.cpu_count() or 1
+                    task = Task(MODELS[model], seq, batch, precision, threads, str(tokens))
+                    result = measure(task, names, surroundings, options.rounds, options.steps)
+                    print(f"{model}  {table(result)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """How right the verdicts and causes of `slurmllm compare` are.
 
     python tools/benchmarks/departures --noise 300 [--json]
-    python tools/benchmarks/departures --submitted DIR [--as-is] [--json]
     python tools/benchmarks/departures [--golden DIR] [--pythia DIR] [--json]
 
-The first counts false alarms and what is found in simulated noise. The second makes small runs with
-a known departure by `slurmllm submit --local` and compares them, with and without their records.
-The last compares published curves that the user fetched: golden values of Megatron-LM's tests, and
-runs that differ in the seed.
+The first counts false alarms and what is found in simulated noise. The second compares published
+curves that the user fetched: golden values of Megatron-LM's tests, and runs that differ in the
+seed.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from departures import noise, published, submitted
+from departures import noise, published
 
 
 def main() -> None:
@@ -33,24 +31,18 @@ def main() -> None:
         prog="departures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--noise", type=int, metavar="SEEDS", help="simulations a row")
-    parser.add_argument("--submitted", type=Path, metavar="DIR", help="runs directory")
-    parser.add_argument("--as-is", action="store_true", help="submit nothing that is missing")
     parser.add_argument("--golden", type=Path, metavar="DIR", help="see published.py")
     parser.add_argument("--pythia", type=Path, metavar="DIR", help="likewise")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not (options.noise or options.submitted or options.golden or options.pythia):
-        parser.error("give --noise, --submitted, --golden or --pythia")
+    if not (options.noise or options.golden or options.pythia):
+        parser.error("give --noise, --golden or --pythia")
     figures: dict[str, object] = {}
     texts = []
     if options.noise:
         rates = noise.measure(options.noise)
         figures["noise"] = rates
         texts.append(noise.show(rates, options.noise))
-    if options.submitted:
-        answers = submitted.measure(options.submitted, train_missing=not options.as_is)
-        figures["submitted"] = [asdict(answer) for answer in answers]
-        texts.append(submitted.show(answers))
     if options.golden:
         golden = published.compare_golden(options.golden)
         figures["golden"] = [asdict(pair) for pair in golden]

@@ -1,0 +1,141 @@
+"""On a real Slurm: exclusions, waits that are explained, and requests that never start."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from end_to_end.bench import LEAN, SLOWLY, SMALL
+from end_to_end.scenes import Stage, scene
+
+from slurmllm.run.records import ExcludedNode, ExcludedNodes
+from slurmllm.slurm.client import SlurmClient
+
+pytestmark = pytest.mark.slurm
+NODE, DRAINED = "n21", "n22"  # no other scene needs them
+
+
+def scontrol(*arguments: str) -> None:
+    subprocess.run(["scontrol", *arguments], check=True, capture_output=True)
+
+
+@scene()
+def test_a_node_without_a_substitute_is_not_excluded(stage: Stage) -> None:
+    """Other nodes are idle, but not of the feature; the lost one comes back after 25 s."""
+    stage.submit("two", "--set=slurm.directives.train={constraint: a100}", *SLOWLY)
+    stage.wait_for_step("two", 5)
+    stage.cluster.call("fail", "n16")
+    time.sleep(25)
+    stage.cluster.call("heal", "n16")
+    stage.wait("two", "done", "stopped")
+    assert stage.endings("two") == [("node_failure", "requeue"), ("done", "finish")]
+    assert stage.attempt("two", 0)["blamed_nodes"] == ["n16"]
+    (row,) = json.loads(stage.look("nodes", "two", "--json"))["excluded"]
+    assert (row["node"], row["jobs"]) == ("n16", [])  # recorded, and in no job's list
+    assert row["evidence"] in ("slurm", "no_answer")
+    assert round((row["until"] - row["since"]) / 3600) == 1
+
+
+@scene()
+def test_a_pending_run_starts_on_an_included_node(stage: Stage) -> None:
+    held = "--set=slurm.directives.train.hold=true"  # or it starts before its list has changed
+    nodes = "--set=slurm.directives.train.constraint=h100"
+    job = stage.submit("short", *LEAN, nodes, held, "--set=train.steps=20")
+    SlurmClient().exclude(job, ["n14"])
+    scontrol("release", job)
+    node = ExcludedNode(node="n14", reason="x", since=time.time(), until=time.time() + 3600)
+    ExcludedNodes(nodes=(node,)).save(stage.runs / "short" / "excluded.json")
+    reason = lambda: stage.status("short")["reason"]  # noqa: E731
+    stage.until(lambda: "BadConstraints" in reason(), "never BadConstraints", every_s=2.0)
+    remedy = "excluded: n14; `slurmllm resume short --include n14` uses them"
+    assert remedy in reason()
+    (row,) = json.loads(stage.look("nodes", "short", "--json"))["excluded"]
+    assert (row["node"], row["jobs"]) == ("n14", [job])
+    stage.call("resume", "short", "--include=n14")
+    stage.wait("short", "done", "stopped")
+    assert stage.endings("short") == [("done", "finish")]
+    assert json.loads(stage.look("nodes", "short", "--json")) == {"excluded": []}
+
+
+@contextmanager
+def partition(name: str) -> Iterator[str]:
+    nodes = DRAINED if name == "late-node" else NODE
+    scontrol("create", f"PartitionName={name}", f"Nodes={nodes}", "MaxTime=60", "State=UP")
+    yield name
+    subprocess.run(["scontrol", "delete", f"PartitionName={name}"], capture_output=True)
+
+
+# Options of the job, what changes before it is released, Slurm's reason, ours, its command
+WAITS = {
+    "held": ("hold=true", "", "JobHeldUser", "the user holds it", "scontrol release"),
+    "begin": ("begin=now+1hour", "", "BeginTime", "delayed", "StartTime=now"),
+    "time": (
+        "",
+        "PartitionName=late-time MaxTime=10",
+        "PartitionTimeLimit",
+        "MaxTime",
+        "TimeLimit=10",
+    ),
+    "node": (
+        *(f"nodelist={DRAINED}", f"NodeName={DRAINED} State=DRAIN Reason=disk_is_bad"),
+        *("ReqNodeNotAvail", "drained: disk_is_bad", ""),
+    ),
+    "bad": ("", f"JobId=$JOB ExcNodeList={NODE}", "BadConstraints", "exclusions", "ExcNodeList="),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+@scene()
+def test_a_wait_is_explained_and_its_command_ends_it(stage: Stage, name: str) -> None:
+    option, change, reason, text, command = WAITS[name]
+    options = [option, *(["hold=true"] if name not in ("held", "begin") else [])]
+    run = f"wait-{name}"
+    with partition(f"late-{name}") as late:
+        arguments = ["submit", "tiny_neox", "--nodes=1", f"--name={run}", *SMALL, *LEAN]
+        arguments += [*stage.inputs, f"--partition={late}", "--precompile=always", "--json"]
+        arguments += [f"--set=slurm.directives.precompile.{text}" for text in options if text]
+        job = str(json.loads(stage.look(*arguments))["jobs"]["precompile"])
+        if change:
+            scontrol("update", *change.replace("$JOB", job).split())
+        if name not in ("held", "begin"):
+            scontrol("release", job)
+
+        def waits() -> bool:
+            shown = stage.status(run)["jobs"]["precompile"]["reason"]
+            return bool(shown.startswith(reason))
+
+        stage.until(waits, f"never {reason}", every_s=2.0)
+        status = stage.status(run)
+        shown_job = status["jobs"]["precompile"]
+        assert status["state"] == "queued"
+        for part in (text, shown_job["meaning"], shown_job["remedy"]):
+            assert part in status["reason"]
+        if command:
+            lines = re.findall("`([^`]+)`", shown_job["remedy"].replace("MAXTIME", "10"))
+            remedy = next(line for line in lines if command in line)
+            subprocess.run(shlex.split(remedy), check=True)
+        else:
+            scontrol("update", f"NodeName={DRAINED}", "State=RESUME")
+        stage.until(lambda: not waits(), f"{reason} has not ended", every_s=2.0)
+        stage.look("cancel", run)
+
+
+@scene()
+def test_a_request_that_slurm_never_starts_is_refused(stage: Stage) -> None:
+    with partition("late-never") as late:
+        scontrol("update", f"PartitionName={late}", "MaxTime=10")
+        call = ("submit", "tiny_neox", "--nodes=1", "--name=never", *SMALL, *stage.inputs)
+        call = (*call, f"--partition={late}", "--time=0:30:00")
+        message = stage.call(*call, code=2)
+        assert "--time 0:30:00: partition late-never permits 00:10:00 (MaxTime)" in message
+        assert stage.call(*call, "--dry-run", code=2).count("late-never permits 00:10:00") > 1
+        assert not (stage.runs / "never").exists()
+        assert "needs 8 nodes; partition late-never has 1 suitable" in stage.call(
+            *call[:2], "--nodes=8", *call[3:-1], "--set=train.micro_batch=1", "--time=9", code=2
+        )
