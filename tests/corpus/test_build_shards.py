@@ -168,7 +168,7 @@ def test_inputs_that_change_are_named(inputs: Path) -> None:
 
 def test_two_builds_to_one_name(inputs: Path) -> None:
     work = WorkFolder.of(inputs.parent / "out.arrow")
-    work.path.mkdir()
+    work.path.mkdir(0o700)
     with (work.path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DataError, match=r"another `data build` is writing out.arrow"):
@@ -297,7 +297,7 @@ def test_a_worker_that_fails_with_an_error(inputs: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", "/bin/false")
     shards = plan_shards(find_inputs([str(inputs)]), BuildOptions())
     work = WorkFolder(inputs.parent / "work")
-    work.path.mkdir()
+    work.path.mkdir(0o700)
     with pytest.raises(CodeError, match=r"\d\.jsonl\) ended with exit code 1"):
         list(run_locally(shards, work, 2, lambda running: None))
 
