@@ -21,16 +21,7 @@ from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
-from .corpora import (
-    close,
-    restored,
-    saved,
-    slot_tokens,
-    streams,
-    take,
-    write_megatron,
-    write_texts,
-)
+from .corpora import close, restored, saved, slot_tokens, streams, take, write_megatron, write_texts
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Many short documents, empty ones among them, or few that take several pieces.
@@ -161,11 +152,7 @@ def test_workers_change_nothing(
     stop=st.integers(0, 10),
 )
 def test_documents_and_positions_of_a_masked_batch(
-    tmp_path_factory: pytest.TempPathFactory,
-    lengths: list[int],
-    seed: int,
-    seq_len: int,
-    stop: int,
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int, seq_len: int, stop: int
 ) -> None:
     # Each token encodes its document and its index in it.
     documents = [[[d * 100 + place for place in range(n)]] for d, n in enumerate(lengths)]

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from amounts import amount
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from slurmllm.data.sources import open_source, text
 from slurmllm.data.sources.base import BEGINS, Source, document_hash, fingerprint
@@ -24,23 +21,6 @@ from .corpora import write_table, write_texts
 def whole(source: Source, document: int) -> list[int]:
     pieces = [(document, piece) for piece in range(source.num_pieces(document))]
     return [int(token) for token in source.read(pieces).tokens]
-
-
-@settings(max_examples=amount(10, of=40))
-@given(content=st.text(alphabet="ab é東🙂\n", max_size=300), piece_bytes=st.integers(8, 60))
-def test_pieces_of_any_text_hold_all_of_it(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, content: str, piece_bytes: int
-) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    encoder = TokenEncoder(tokenizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE_BYTES", piece_bytes)
-        source = open_source(write_texts(folder / "c.arrow", [content]), encoder, None)
-        tokens = whole(source, 0)
-        assert tokens[-1] == encoder.end_of_document
-        assert encoder.decode(np.array(tokens[:-1])) == content
-        last = (0, source.num_pieces(0) - 1)
-        assert source.read([last]).tokens[-1] == encoder.end_of_document
 
 
 def test_documents_read_together_equal_those_read_singly(

@@ -81,12 +81,7 @@ def test_what_a_run_reads(corpus: Path, tokenizer: Path) -> None:
     (rank,) = streams(corpus, tokenizer, validation=0.25, mask="document")
     identity = json.loads(json.dumps(rank.identity))
     assert identity.pop("corpora") == [
-        {
-            "path": str(corpus),
-            "fingerprint": rank.state()["corpus"],
-            "weight": 1.0,
-            "documents": 97,
-        }
+        {"path": str(corpus), "fingerprint": rank.state()["corpus"], "weight": 1.0, "documents": 97}
     ]
     assert identity == {
         "tokenizer": TokenEncoder(tokenizer).fingerprint,

@@ -88,10 +88,7 @@ def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
         for data in stream.blocks(CHUNK_BYTES):
             held.append(data)
             if sum(map(len, held)) > base.LARGEST_DOCUMENT:
-                on_error(
-                    f"{stream.file.name}: {base.too_large('document')}",
-                    "file",
-                )
+                on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
                 return
     except OSError:
         lines, feed, _ = b"".join(held).rpartition(b"\n")
