@@ -3,9 +3,8 @@
 1. `inputs.py` finds the files and fixes their order.
 2. `shard.py` groups them into shards and reads each with `readers/` and `decompress.py` into an
    Arrow stream; `workers.py` does so in this process, in worker processes or in Slurm jobs.
-3. `finished_shard.py` reads these record batches back and marks duplicates.
-4. `join.py` streams them into one Arrow record batch or into Megatron's `.bin` and `.idx`, a few
-   megabytes at a time.
+3. `join.py` marks duplicates and streams the shards into one Arrow record batch or into Megatron's
+   `.bin` and `.idx`, a few megabytes at a time.
 
 `build.py` runs these steps and writes the manifest. Finished shards stay in the work folder
 (`work_folder.py`) until the corpus is complete, so that an interrupted build continues.

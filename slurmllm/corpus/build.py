@@ -32,13 +32,7 @@ from slurmllm.corpus.work_folder import (
     refuse_existing,
     writing,
 )
-from slurmllm.corpus.workers import (
-    ShardResult,
-    peak_bytes,
-    run_locally,
-    run_on_slurm,
-    run_shard,
-)
+from slurmllm.corpus.workers import ShardResult, peak_bytes, run_locally, run_on_slurm, run_shard
 from slurmllm.display.progress import OnStage
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.records import Record

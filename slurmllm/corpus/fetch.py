@@ -58,10 +58,6 @@ class _Address(NamedTuple):
     file_system: Any
     path: str
 
-    @property
-    def is_http(self) -> bool:
-        return "http" in str(self.file_system.protocol)
-
 
 class _Opened(NamedTuple):
     """An open address."""
@@ -263,7 +259,7 @@ def _address(url: str, anonymous: bool) -> _Address:
 def _open(address: _Address, offset: int) -> Iterator[_Opened]:
     """Open an address to be read from `offset`."""
     file_system, path = address.file_system, address.path
-    if not address.is_http:
+    if "http" not in str(file_system.protocol):
         info = file_system.info(path)
         keys = ("ETag", "etag", "blob_id", "LastModified", "mtime")
         version = str(next((info[key] for key in keys if info.get(key)), ""))

@@ -138,9 +138,10 @@ def _candidates(
 ) -> list[Path]:
     """Return the files of an argument to read; those with unknown endings go to `unknown`."""
     folder = Path(argument)
+    is_folder = folder.is_dir()
     saved: set[Path] = set()
     paths: Iterable[Path] = [folder]
-    if folder.is_dir():
+    if is_folder:
         paths = _walk(folder, split, on_note, saved)
     elif not folder.exists() and glob.has_magic(argument):
         # Path.glob takes no absolute pattern.
@@ -153,11 +154,11 @@ def _candidates(
             raise DataError(f"{argument}: input and output are the same file; choose another --out")
         if any(part in excluded for part in (resolved, *resolved.parents)):
             continue
-        if folder.is_dir() and _classify(path, format) is None:
+        if is_folder and _classify(path, format) is None:
             unknown.append(path)
         else:
             candidates.append(path)
-    if not folder.is_dir():
+    if not is_folder:
         return candidates
     kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
     texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]

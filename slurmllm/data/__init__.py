@@ -2,7 +2,7 @@
 
 Reading order: `sources/` reads documents as token ids (with `tokenizer` and `chat`); `spec`
 describes a stream; `order` decides which document and which corpus comes when; `slots` packs the
-documents into sequences; `stream` is what training uses, with `state` for its checkpoints and
-`prefetch` to tokenize in separate processes; `inspection` validates the data before a submit. The
-corpora are built by `slurmllm.corpus`. Nothing here imports torch.
+documents into sequences; `stream` is what training uses, with `prefetch` to tokenize in separate
+processes; `inspection` validates the data before a submit. The corpora are built by
+`slurmllm.corpus`. Nothing here imports torch.
 """

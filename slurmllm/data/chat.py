@@ -31,6 +31,7 @@ class ChatFormat:
 
     Attributes:
         end_token: The tokenizer config's `eos_token`, None if it has none.
+        has_template: Whether texts are rendered, with special tokens.
         fingerprint: Hex digest of template and special tokens; empty if there are none.
         source: The file of the template.
     """
@@ -52,15 +53,11 @@ class ChatFormat:
             identity = json.dumps([template, sorted(self._tokens.items())])
             self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._sandbox: Sandbox | None = None
+        self.has_template = template is not None
         if template is not None:
             settings = {"template": template, "tokens": self._tokens, "source": str(self.source)}
             self._sandbox = Sandbox("slurmllm.data.conversation", settings)
             list(self._ask([]))
-
-    @property
-    def has_template(self) -> bool:
-        """Whether texts are rendered, with special tokens."""
-        return self._sandbox is not None
 
     def conversations(self, texts: Sequence[str]) -> Iterator[Rendered]:
         """Render conversations, JSON as a corpus has it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -134,9 +134,9 @@ def inspect_corpus(
         documents = picked[begin : begin + _AT_ONCE].tolist()
         end = begin + len(documents)
         sizes[begin:end] = [source.document_size(document) for document in documents]
-        counts = _count_tokens(source, documents, None if whole else _SAMPLED_PIECES)
-        tokens[begin:end] = counts.lengths
-        trained, answers = trained + counts.trained, answers + counts.answers
+        most = None if whole else _SAMPLED_PIECES
+        tokens[begin:end], num_trained, num_answers = _count_tokens(source, documents, most)
+        trained, answers = trained + num_trained, answers + num_answers
         seen += int(sizes[begin:end].sum())
         on_progress(seen)
     total, error = int(tokens.sum()), 0
@@ -202,14 +202,13 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
     return sequences
 
 
-class _Counts(NamedTuple):
-    lengths: list[int]  # tokens of each document
-    trained: int  # tokens
-    answers: int
+def _count_tokens(
+    source: Source, documents: list[int], most: int | None
+) -> tuple[list[int], int, int]:
+    """Count the tokens of each document, those that are trained, and the answers.
 
-
-def _count_tokens(source: Source, documents: list[int], most: int | None) -> _Counts:
-    """Count some documents; tokens of a long one are extrapolated from `most` of its pieces."""
+    Tokens of a long document are extrapolated from `most` of its pieces.
+    """
     requests: list[Request] = []
     spans: list[tuple[int, int]] = []  # pieces read, pieces of the document
     for document in documents:
@@ -226,7 +225,7 @@ def _count_tokens(source: Source, documents: list[int], most: int | None) -> _Co
     for read, pieces in spans:
         lengths.append(round(int(counts[begin : begin + read].sum()) * pieces / read))
         begin += read
-    return _Counts(lengths, int(trained.sum()), int(answers.sum()))
+    return lengths, int(trained.sum()), int(answers.sum())
 
 
 def _describe_lengths(tokens: Integers) -> Lengths:

@@ -44,7 +44,7 @@ def document_pieces(
         numbers = np.arange(number, number + ahead)
         documents = order.take(slot + numbers * stride)
         number += ahead
-        if not split.all_documents:
+        if split.validation:
             mask = split.document_mask(source.document_hashes(documents))
             numbers, documents = numbers[mask], documents[mask]
         if not len(documents):

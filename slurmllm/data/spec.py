@@ -106,10 +106,6 @@ class Split:
         # As an integer, so that the bound is exact on every machine.
         self._below = np.uint64(int(Fraction(str(validation)) * 2**64))
 
-    @property
-    def all_documents(self) -> bool:
-        return self.validation == 0
-
     def document_mask(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Return which documents are on this side, by the hashes of their content."""
         held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
@@ -119,7 +115,7 @@ class Split:
         """Yield the documents of a corpus on this side, in the order of the file."""
         for begin in range(0, len(source), _AT_ONCE):
             documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
-            if not self.all_documents:
+            if self.validation:
                 documents = documents[self.document_mask(source.document_hashes(documents))]
             yield from documents.tolist()
 
@@ -204,7 +200,7 @@ def check_same_stream(here: State, saved: State) -> None:
                 f"{here[key]}; {_FIX}"
             )
     # Contents and weights, not paths: a corpus may have been moved.
-    corpora = saved["corpora"]
+    corpora = saved.get("corpora", [])
     if len(here["corpora"]) != len(corpora):
         raise DataError(
             f"the data state was saved with {len(corpora)} corpora, this stream has "

@@ -39,13 +39,7 @@ from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED
-from slurmllm.data.spec import (
-    Split,
-    State,
-    StreamSpec,
-    check_same_stream,
-    identity,
-)
+from slurmllm.data.spec import Split, State, StreamSpec, check_same_stream, identity
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.rundir import RunDir

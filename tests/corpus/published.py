@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
+from click.testing import CliRunner
+
 from corpus.data_server import DataServer
+from slurmllm.cli.main import cli
 from slurmllm.data.tokenizer import train_tokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs"]
@@ -22,24 +23,9 @@ def publish_wikipedia(server: DataServer, folder: Path, lines: int = 400) -> Non
     trained = json.loads(train_tokenizer(texts, 300))
     (folder / "t.json").write_text(json.dumps(trained))
     (folder / "text.txt").write_text("\n\n".join(texts))
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "slurmllm",
-            "data",
-            "build",
-            str(folder / "text.txt"),
-            "--out",
-            str(folder / "c"),
-            "--tokenize",
-            str(folder / "t.json"),
-            "--workers",
-            "1",
-        ],
-        check=True,
-        capture_output=True,
-    )
+    arguments = [folder / "text.txt", "--out", folder / "c", "--tokenize", folder / "t.json"]
+    command = ["data", "build", *map(str, arguments), "--workers", "1"]
+    CliRunner().invoke(cli, command, catch_exceptions=False)
     merges = "\n".join(" ".join(pair) for pair in trained["model"]["merges"])
     server.files |= {
         "wiki/my-gpt2_text_document.bin": (folder / "c.bin").read_bytes(),

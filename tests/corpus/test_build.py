@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
 import xxhash
-import zstandard
 from amounts import amount
+from backports import zstd
 from click.testing import CliRunner
 from data.conftest import names_in
 from hypothesis import given, settings
@@ -130,14 +129,6 @@ def test_blank_documents_and_duplicates(
     assert manifest.text_bytes == sum(len(text.encode()) for text in expected)
 
 
-def test_a_corpus_is_input_too(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    build(tmp_path, "a.txt")
-    (tmp_path / "out.arrow").rename(tmp_path / "first.arrow")
-    build(tmp_path, "first.arrow")
-    assert texts(tmp_path) == PARAGRAPHS
-
-
 def test_prompts_and_completions(tmp_path: Path) -> None:
     rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
     lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
@@ -158,15 +149,10 @@ def test_conversations(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", lines.encode())
     built = build(tmp_path, "a.jsonl", dedup=True, messages_key="messages")
     text = json.dumps({"messages": rows[0]}, separators=(",", ":"))
-    assert corpus(tmp_path).to_pydict() == {
-        "messages": [text],
-        "id": [document_hash(text.encode())],
-        "source": [str(tmp_path / "a.jsonl")],
-    }
+    assert corpus(tmp_path).select(["messages", "id"]).to_pylist() == [
+        {"messages": text, "id": document_hash(text.encode())}
+    ]
     assert (built.manifest.empty, built.manifest.duplicates) == (2, 1)
-    assert built.manifest.messages_key == "messages"
-    write(tmp_path / "b.txt", b"text")
-    assert b"messages_key" not in build(tmp_path, "b.txt").manifest.content()
 
 
 BAD = {
@@ -195,34 +181,6 @@ def test_bad_documents_are_errors_or_counted(tmp_path: Path, name: str) -> None:
     assert name in manifest.bad_examples[0]
 
 
-def test_no_text_at_all(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", b" \n\n \n")
-    with pytest.raises(DataError, match="no text in 1 input file"):
-        build(tmp_path, "a.txt")
-    assert names_in(tmp_path) == ["a.txt"]
-
-
-def test_existing_output_is_kept(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.txt", TEXT.encode())
-    out = write(tmp_path / "out.arrow", b"precious")
-    files = find_inputs([str(source)])
-    with pytest.raises(DataError, match=r"already exists; .*--overwrite"):
-        build_corpus(files, out, ReadOptions())
-    assert out.read_bytes() == b"precious"
-    with pytest.raises(DataError, match="is a folder"):
-        build_corpus(files, tmp_path, ReadOptions(), overwrite=True)
-
-
-def test_failed_overwrite_keeps_the_old_corpus(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    build(tmp_path, "a.txt")
-    write(tmp_path / "b.txt", b"\xff")
-    with pytest.raises(DataError):
-        build(tmp_path, "a.txt", "b.txt")
-    assert texts(tmp_path) == PARAGRAPHS
-    assert manifest_path(tmp_path / "out.arrow").exists()
-
-
 @pytest.mark.parametrize("limit", [100_000, 1_000_000])
 def test_full_disk(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A shard takes 750 kB, the corpus of both 1.5 MB: the limits meet a shard and the join.
@@ -244,44 +202,34 @@ def test_full_disk(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
     paragraph = b"some words that make a line of text of no great length at all\n" * 3 + b"\n"
-    with zstandard.open(tmp_path / "a.txt.zst", "wb") as stream:
-        for _ in range(2000):
-            stream.write(paragraph * 500)  # 185 MB
+    (tmp_path / "a.txt.zst").write_bytes(zstd.compress(paragraph * 500_000))  # 93 MB
     script = "from slurmllm.cli.main import main; main()"
     arguments = ["data", "build", str(tmp_path), "--out", str(tmp_path / "out.arrow"), "--json"]
     run = subprocess.run(
         [sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True
     )
     result = json.loads(run.stdout)
-    assert result["text_bytes"] > 180e6
-    assert result["peak_memory_bytes"] < 250e6
+    assert result["text_bytes"] > 90e6
+    assert result["peak_memory_bytes"] < 160e6
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.txt", TEXT.encode())
     write(tmp_path / "b.jsonl", b"{")
-    run = CliRunner().invoke(data, ["build", "a.txt", "--out", "c.arrow"])
-    assert run.exit_code == 0, run.output
-    assert run.stdout.startswith("c.arrow: 3 documents, 0.0 MB of text from 1 file in ")
-    run = CliRunner().invoke(data, ["build", "a.txt", "--out", "c.arrow"])
-    assert isinstance(run.exception, DataError)
     write(tmp_path / "list", b"b.jsonl\n")
-    run = CliRunner().invoke(
-        data,
-        [
-            *("build", "*.txt", "--files-from", "list", "--out", "c.arrow", "--overwrite"),
-            *("--skip-bad", "--json"),
-        ],
-        catch_exceptions=False,
-    )
+    run = CliRunner().invoke(data, ["build", "a.txt", "--out", "c.arrow"])
+    assert (run.exit_code, run.stderr) == (0, ""), run.output
+    assert run.stdout.startswith("c.arrow: 3 documents, 0.0 MB of text from 1 file in ")
+    for out, message in (("c.arrow", r"already exists; .*--overwrite"), (".", "is a folder")):
+        with pytest.raises(DataError, match=message):
+            CliRunner().invoke(data, ["build", "a.txt", "--out", out], catch_exceptions=False)
+    arguments = ["build", "*.txt", "--files-from", "list", "--out", "c.arrow", "--overwrite"]
+    run = CliRunner().invoke(data, [*arguments, "--skip-bad", "--json"], catch_exceptions=False)
     summary = json.loads(run.stdout)
-    assert summary["documents"] == 3
-    assert summary["inputs"] == 2
-    assert summary["bad"] == 1
-    assert summary["shards"] == 1
+    counts = {name: summary[name] for name in ("documents", "inputs", "bad", "shards")}
+    assert counts == {"documents": 3, "inputs": 2, "bad": 1, "shards": 1}
     assert "b.jsonl:1: not JSON" in run.stderr
-    assert "slurmllm" not in click.unstyle(run.stderr)
 
 
 @pytest.mark.parametrize(
@@ -301,16 +249,6 @@ def test_options_that_do_not_fit(arguments: list[str], message: str) -> None:
     run = CliRunner().invoke(data, ["build", *arguments, "--out", "c.arrow"])
     assert run.exit_code == 2
     assert message in run.stderr
-
-
-def test_progress_is_quiet_without_a_terminal(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    script = "from slurmllm.cli.data import data; data()"
-    arguments = ["build", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c.arrow")]
-    run = subprocess.run(
-        [sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True
-    )
-    assert run.stderr == ""
 
 
 def test_a_log_gets_a_line_now_and_then(

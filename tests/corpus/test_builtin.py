@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,11 +15,6 @@ from slurmllm.data.inspection import check_corpora
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import vocab_size_of
 from slurmllm.errors import DataError
-
-
-@pytest.fixture(scope="module")
-def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
 
 
 def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
@@ -40,26 +32,15 @@ def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
     assert any('"""' in text for text in pa.ipc.open_file(corpus).read_all()["text"].to_pylist())
 
 
-def test_what_is_there_is_used(stdlib: tuple[Path, Path]) -> None:
-    before = [path.stat() for path in stdlib]
-    begun = time.perf_counter()
+def test_the_same_is_made_once(tmp_path: Path, stdlib: tuple[Path, Path]) -> None:
+    inodes = [path.stat().st_ino for path in stdlib]
     assert ensure_stdlib(stdlib[0].parent) == stdlib
-    assert time.perf_counter() - begun < 0.1
-    assert [path.stat().st_ino for path in stdlib] == [stat.st_ino for stat in before]
-
-
-def test_two_processes_at_once_make_the_same(tmp_path: Path, stdlib: tuple[Path, Path]) -> None:
-    script = (
-        "import sys; from pathlib import Path; from slurmllm.corpus.builtin import ensure_stdlib;"
-        "ensure_stdlib(Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    both = [subprocess.Popen(command) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
-    names = [path.name for path in stdlib]
-    assert names_in(tmp_path) == sorted([*names, names[0] + ".json"])
-    for path in (*stdlib, manifest_path(stdlib[0])):
-        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    assert [path.stat().st_ino for path in stdlib] == inodes
+    corpus, tokenizer = ensure_stdlib(tmp_path, 300)
+    assert corpus.read_bytes() == stdlib[0].read_bytes()
+    assert manifest_path(corpus).read_bytes() == manifest_path(stdlib[0]).read_bytes()
+    assert tokenizer.name.endswith(".300.tokenizer.json")
+    assert names_in(tmp_path) == sorted([corpus.name, manifest_path(corpus).name, tokenizer.name])
 
 
 def test_a_python_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ import json
 import lzma
 import os
 import struct
-import subprocess
-import sys
 import tempfile
 import tracemalloc
 from datetime import datetime
@@ -30,7 +28,7 @@ from hypothesis import strategies as st
 
 from slurmllm.corpus.inputs import FormatOption, input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
-from slurmllm.corpus.readers import DocumentReader, base, delimited
+from slurmllm.corpus.readers import DocumentReader
 from slurmllm.errors import DataError
 
 PACKERS = {
@@ -99,12 +97,7 @@ def test_all_formats_hold_the_same(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pa.string(),
-        pa.large_string(),
-        pa.string_view(),
-        pa.dictionary(pa.int32(), pa.string()),
-    ],
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
 )
 def test_string_columns_of_all_kinds(
     tmp_path: Path, kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
@@ -114,14 +107,9 @@ def test_string_columns_of_all_kinds(
     many = PARAGRAPHS * 300
     table = arrow_table(many, kind, key="body")
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-    (tmp_path / "stream.arrow").write_bytes(arrow_stream(table))
-    (tmp_path / "file.arrow").write_bytes(arrow_stream(table, file=True))
-    paths = [tmp_path / name for name in ("a.parquet", "stream.arrow", "file.arrow")]
-    if kind != pa.string_view():
-        pa.feather.write_feather(table, tmp_path / "a.feather", compression="lz4")
-        paths.append(tmp_path / "a.feather")
-    for path in paths:
-        assert texts(path, text_key="body") == many
+    (tmp_path / "a.arrow").write_bytes(arrow_stream(table))
+    for name in ("a.parquet", "a.arrow"):
+        assert texts(tmp_path / name, text_key="body") == many
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
@@ -136,37 +124,21 @@ def test_damaged_indices_do_not_end_the_interpreter(tmp_path: Path, kind: pa.Dat
         old, new = struct.pack("<i4si", 20, b"anot", 0), struct.pack("<i4si", 20, b"anot", 99)
     assert old in content
     path.write_bytes(content.replace(old, new))
-    assert "not a readable Arrow file" in read_in_a_process(path)
+    with pytest.raises(DataError, match="not a readable Arrow file"):
+        texts(path)
 
 
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
 )
 def test_a_row_that_is_not_utf8_is_left_out_alone(tmp_path: Path, kind: pa.DataType) -> None:
-    texts = ["a text of more than twelve bytes", "another of that kind", "and a third one of them"]
-    content = arrow_stream(arrow_table(texts, kind), file=True)
-    assert content.count(b"er of that kind") == 1
+    rows = ["a text of more than twelve bytes", "another of that kind", "and a third one of them"]
+    content = arrow_stream(arrow_table(rows, kind), file=True)
     path = tmp_path / "a.arrow"
     path.write_bytes(content.replace(b"er of that kind", b"er of \xff\xfeat kind"))
-    printed = read_in_a_process(path)
-    assert "row 2" in printed
-    assert texts[0] in printed
-    assert texts[2] in printed
-
-
-def read_in_a_process(path: Path) -> str:
-    """What the reader prints of a file that might end its process."""
-    code = (
-        "import sys; from pathlib import Path; from slurmllm.corpus.inputs import input_file; "
-        "from slurmllm.corpus.options import ReadOptions; "
-        "from slurmllm.corpus.readers import DocumentReader; "
-        "print(list(DocumentReader(input_file(Path(sys.argv[1])), ReadOptions(), print)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
-    return done.stdout
+    documents, (error,) = read(path, skip=True)
+    assert documents == [rows[0], rows[2]]
+    assert error.endswith("a.arrow: row 2 of column 'text' is not UTF-8")
 
 
 def test_a_short_text_many_times_is_read_in_chunks(
@@ -183,21 +155,10 @@ def test_a_short_text_many_times_is_read_in_chunks(
     assert max(chunk.nbytes for (chunk,) in documents) < 3 << 20
 
 
-def test_joined_compressed_streams_are_read_to_their_end(tmp_path: Path) -> None:
-    # What `cat a.gz b.gz` makes.
-    for ending, pack in PACKERS.items():
-        path = tmp_path / f"a.txt{ending}"
-        path.write_bytes(pack(b"first\n\n") + pack(b"sec") + pack(b"ond\n"))
-        assert texts(path) == ["first", "second"]
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a") + b"\0" * 8 + lzma.compress(b"b"))
-    assert texts(tmp_path / "a.txt.xz") == ["ab"]
-
-
 @pytest.mark.parametrize("ending", PACKERS)
-@pytest.mark.parametrize("keep", [0.5, 0.999, 0.0005, 0])
+@pytest.mark.parametrize("keep", [0.5, 0])
 def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
-    lines = json_lines([os.urandom(90).hex() for _ in range(5000)])
-    packed = PACKERS[ending](lines)
+    packed = PACKERS[ending](json_lines([os.urandom(90).hex() for _ in range(2000)]))
     packed = packed[: int(len(packed) * keep)]
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(packed)
@@ -209,7 +170,7 @@ def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
         f"near byte {size} of {size} on disk, after {len(documents):,} documents)"
     )
     if ending != ".bz2":  # whose blocks hold 900 kB each
-        assert 5000 * keep - 1000 < len(documents) < 5000
+        assert 2000 * keep - 1000 < len(documents) < 2000
 
 
 @pytest.mark.parametrize("ending", PACKERS)
@@ -217,17 +178,16 @@ def test_corrupt_compressed_files(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmllm.corpus.options.ERROR_EXAMPLES", 10**6)
-    lines = json_lines([os.urandom(90).hex() for _ in range(4000)])
-    packed = bytearray(PACKERS[ending](lines))
+    packed = bytearray(PACKERS[ending](json_lines([os.urandom(90).hex() for _ in range(2000)])))
     middle = len(packed) // 2
     packed[middle : middle + 20] = b"\0" * 20
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(packed)
     documents, errors = read(path, skip=True)
     assert "cannot be read to its end" in errors[-1]
-    assert len(documents) < 4000
+    assert len(documents) < 2000
     path.write_bytes(b"no such thing" * 100)
-    with pytest.raises(DataError, match="cannot be read to its end"):
+    with pytest.raises(DataError, match=r"cannot be read to its end: it is not \w+, or damaged"):
         texts(path)
 
 
@@ -383,100 +343,40 @@ def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
                 texts(tmp_path / name)
 
 
-def test_errors_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.csv"
-    path.write_bytes(b'\xef\xbb\xbf"id",text\n1,a\n\n2,b,c\n3,\xff\n4,"d\ne"\n5\n6,\n')
-    documents, errors = read(path, skip=True)
-    assert documents == ["a", "d\ne", ""]
-    assert [error.split("a.csv:")[1] for error in errors] == [
-        "4: row 2 has 3 columns, the header has 2: '2,b,c'",
-        "5: row 3 of column 'text' is not UTF-8",
-        "8: row 5 has 1 columns, the header has 2: '5'",
-    ]
-    with pytest.raises(DataError, match=r"a.csv:4: row 2 has 3 columns"):
-        texts(path)
+    monkeypatch.setattr("slurmllm.corpus.readers.delimited._LARGEST", 1 << 20)
+    long = b"x" * (1 << 20)
+    for rows, good, errors in (
+        (
+            b'1,"on\ne"\n2,a,\xff\n\n3,three\n4,\xfe\n5,five',
+            ["on\ne", "three", "five"],
+            [
+                "4: row 2 has 3 columns, the header has 2: '2,a,\\udcff'",
+                "7: row 4 of column 'text'",
+            ],
+        ),
+        (b"1,one\n2\n3,three", ["one", "three"], ["3: row 2 has 1 columns, the header has 2: '2'"]),
+        (b"2," + long * 4 + b"\n3,three", ["three"], ["2: a line of more than 1 MiB, the largest"]),
+        (b'2,"' + long + b'y"\n3,three', ["three"], ["2: a cell of more than 1,048,576 char"]),
+        (b'1,a\n2,"never\nclosed', ["a"], ["3: row 2 has a quotation mark that is never closed"]),
+        (
+            b'1,"' + b"a\n" * (1 << 19) + b'"\n2,"' + b"x\n" * (1 << 20),
+            ["a\n" * (1 << 19)],
+            ["524290: a cell of more than 1,048,576 characters, or a quotation mark that is never"],
+        ),
+    ):
+        path.write_bytes(b"id,text\n" + rows)
+        documents, messages = read(path, skip=True)
+        assert documents == good
+        assert len(messages) == len(errors)
+        for message, error in zip(messages, errors, strict=True):
+            assert message.split("a.csv:")[1].startswith(error)
     with pytest.raises(DataError, match=r"no column 'body' \(columns: id, text\).* skip such"):
         texts(path, text_key="body")
-    path.write_bytes(b"id,text\n1," + b"x" * 200_000 + b"\n2\n")
-    with pytest.raises(DataError, match=r"a.csv:3: row 2 has 1 columns"):
-        texts(path)
-    path.write_bytes(b'text\na\n"' + b"never closed\n" * 200_000)
-    with pytest.raises(DataError, match="a quotation mark that is never closed"):
-        texts(path)
     path.write_bytes(b"")
     with pytest.raises(DataError, match="an empty file"):
         texts(path)
-
-
-def test_a_csv_is_read_on_after_rows_of_every_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.csv"
-    # Arrow cannot even report a row of another length that is not UTF-8.
-    path.write_bytes(b"id,text\n1,one\n2,a,\xff\n3,three\n4,\xfe\n5,five\n")
-    documents, errors = read(path, skip=True)
-    assert documents == ["one", "three", "five"]
-    assert [error.split("a.csv:")[1] for error in errors] == [
-        "3: row 2 has 3 columns, the header has 2: '2,a,\\udcff'",
-        "5: row 4 of column 'text' is not UTF-8",
-    ]
-    monkeypatch.setattr("slurmllm.corpus.readers.delimited._LARGEST", 1 << 20)
-    for long, reason in (
-        (b"x" * (4 << 20), "3: a line of more than 1 MiB, the largest that is read"),
-        (b'"' + b"x" * (1 << 20) + b'y"', "3: a cell of more than 1,048,576 characters"),
-    ):
-        path.write_bytes(b"id,text\n1,one\n2," + long + b"\n3,three\n")
-        documents, errors = read(path, skip=True)
-        assert documents == ["one", "three"]
-        assert errors[0].endswith(f"a.csv:{reason}")
-    path.write_bytes(b'id,text\n1,"' + b"a\n" * (1 << 19) + b'"\n2,"' + b"x\n" * (3 << 20))
-    documents, errors = read(path, skip=True)
-    assert documents == ["a\n" * (1 << 19)]
-    assert "a quotation mark that is never closed" in errors[0]
-
-
-def test_wrong_rows_of_a_csv_cost_one_pass_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = 0
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal lines
-        for block in base.line_blocks(*args, **options):
-            lines += block.count(b"\n")
-            yield block
-
-    monkeypatch.setattr(delimited, "line_blocks", counted)
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"id,text\n" + b"1,2,3\n1,\xff\n" * 100_000 + b"1,good\n")
-    errors = InputErrors(skip_bad=True)
-    chunks = DocumentReader(input_file(path), ReadOptions(), errors.add)
-    assert [text for (chunk,) in chunks for text in chunk.to_pylist()] == ["good"]
-    assert (errors.count, lines) == (200_000, 200_002)
-
-
-def test_the_interpreter_ends_after_a_long_row(tmp_path: Path) -> None:
-    """Arrow's thread, which reads ahead, must not be in Python when the interpreter exits."""
-    path = tmp_path / "a.csv.gz"
-    path.write_bytes(gzip.compress(b"id,text" + bytes(200 << 20) + b"\n1,one\n", 1))
-    assert "a line of more than 64 MiB" in read_in_a_process(path)
-
-
-def test_prompts_and_completions(tmp_path: Path) -> None:
-    rows = [{"q": "Why?", "a": "Because."}, {"q": "", "a": "Hm"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "a.csv").write_text("a,q\nBecause.,Why?\nHm,\n")
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (tmp_path / "a.arrow").write_bytes(arrow_stream(pa.Table.from_pylist(rows)))
-    for ending in ("jsonl", "csv", "parquet", "arrow"):
-        documents = texts(tmp_path / f"a.{ending}", prompt_key="q", completion_key="a")
-        assert documents == [("Why?", "Because."), ("", "Hm")]
-    (tmp_path / "b.jsonl").write_text('{"q": "x"}\n')
-    with pytest.raises(DataError, match=r"b.jsonl:1: no field 'a' .*--completion-key"):
-        texts(tmp_path / "b.jsonl", prompt_key="q", completion_key="a")
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match="a text file has no fields"):
-        texts(tmp_path / "a.txt", prompt_key="q", completion_key="a")
 
 
 def test_conversations(tmp_path: Path) -> None:
@@ -522,70 +422,60 @@ def test_conversations_that_cannot_be_used(tmp_path: Path, ending: str) -> None:
     else:
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
         path.write_bytes(lines if ending == "jsonl" else arrow_stream(table))
-    place = r"a.jsonl:2: " if ending == "jsonl" else f"a.{ending}: row 2 cannot be used: "
-    with pytest.raises(
-        DataError, match=rf"{place}field 'm' has no messages. Fix the file, or skip"
-    ):
-        texts(path, messages_key="m")
-    errors = InputErrors(skip_bad=True)
-    reader = DocumentReader(input_file(path), ReadOptions(messages_key="m"), errors.add)
-    assert sum(len(chunk[0]) for chunk in reader) == 2
-    assert errors.count == 1
+    documents, (error,) = read(path, skip=True, messages_key="m")
+    assert len(documents) == 2
+    place = "a.jsonl:2: " if ending == "jsonl" else f"a.{ending}: row 2 cannot be used: "
+    assert error.endswith(f"{place}field 'm' has no messages")
     with pytest.raises(DataError, match=r"no (field|column) 'x' .*--messages-key"):
         texts(path, messages_key="x")
-    for name in ("a.txt", "a.csv"):
-        (tmp_path / name).write_text("x")
-        with pytest.raises(DataError, match="has no lists of messages, so no --messages-key"):
-            texts(tmp_path / name, messages_key="m")
 
 
-def test_half_a_surrogate_pair_in_a_conversation(tmp_path: Path) -> None:
-    messages = '[{"role": "assistant", "content": "\\ud800"}]'
-    (tmp_path / "a.jsonl").write_text(f'{{"m": {messages}}}\n')
-    with pytest.raises(DataError, match=r"a.jsonl:1: field 'm' has half a surrogate pair"):
-        texts(tmp_path / "a.jsonl", messages_key="m")
-
-
-def test_a_date_in_a_conversation(tmp_path: Path) -> None:
+def test_keys_that_a_format_or_a_document_does_not_have(tmp_path: Path) -> None:
+    pair = {"prompt_key": "q", "completion_key": "a"}
+    half = '{"m": [{"role": "assistant", "content": "\\ud800"}]}'
     message = {"role": "assistant", "content": "a", "at": datetime(2026, 1, 1)}
     pq.write_table(pa.Table.from_pylist([{"m": [message]}]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"row 1 cannot be used: field 'm' cannot be written as"):
-        texts(tmp_path / "a.parquet", messages_key="m")
+    for name, content, options, error in (
+        ("a.txt", "x", {"messages_key": "m"}, "has no lists of messages, so no --messages-key"),
+        ("a.csv", "x", {"messages_key": "m"}, "has no lists of messages, so no --messages-key"),
+        ("a.txt", "x", pair, "a text file has no fields"),
+        ("a.jsonl", '{"q": "x"}', pair, r"a.jsonl:1: no field 'a' .*--completion-key"),
+        ("a.jsonl", half, {"messages_key": "m"}, r":1: field 'm' has half a surrogate pair"),
+        ("a.parquet", None, {"messages_key": "m"}, "row 1 .*: field 'm' cannot be written as"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=error):
+            texts(tmp_path / name, **options)
 
 
-@pytest.mark.parametrize("text_by", ["jsonl", "line", "paragraph", "document"])
+@pytest.mark.parametrize(
+    ("text_by", "errors", "good"),
+    [
+        ("jsonl", [":2: a line of", ":4: not JSON"], ["one", "two"]),
+        ("line", [":2: a line of"], ["one", "two", "{"]),
+        ("paragraph", [": near byte 6,"], ["one", "two", "{"]),
+        ("document", [": a document of"], []),
+    ],
+)
 def test_what_is_too_long_is_skipped_without_being_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_by: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_by: str, errors: list[str], good: Any
 ) -> None:
     monkeypatch.setattr("slurmllm.corpus.readers.base.LARGEST_DOCUMENT", 5 << 20)
     first, second = ['{"text": "one"}', '{"text": "two"}'] if text_by == "jsonl" else ["one", "two"]
-    long = "\n".join(["a" * 1000] * 20_000) if text_by == "paragraph" else "a" * (20 << 20)
+    long = "\n".join(["a" * 999] * 20_000) if text_by == "paragraph" else "a" * (20 << 20)
     path = tmp_path / f"in.{'jsonl' if text_by == 'jsonl' else 'txt'}.gz"
     gap = "\n\n" if text_by == "paragraph" else "\n"
     path.write_bytes(gzip.compress(gap.join([first, long, second, "{"]).encode(), 1))
-    errors: list[str] = []
-
-    def on_error(error: str, extent: str = "document", /) -> None:
-        errors.append(f"{extent}: {error}")
-
-    options = ReadOptions(text_by="line" if text_by == "jsonl" else text_by)  # type: ignore[arg-type]
     tracemalloc.start()
-    documents = [
-        text
-        for (texts,) in DocumentReader(input_file(path), options, on_error)
-        for text in texts.to_pylist()
-    ]
+    documents, messages = read(
+        path, skip=True, **{} if text_by == "jsonl" else {"text_by": text_by}
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40 << 20, "chunks of 2 MiB, and what is held up to the limit"
-    place = {"jsonl": ":2", "line": ":2", "paragraph": ": near byte 6,", "document": ""}[text_by]
-    what = {"jsonl": "line", "line": "line"}.get(text_by, text_by)
-    assert place in errors[0]
-    assert errors[0].endswith(f"a {what} of more than 5 MiB, the largest that is read")
-    if text_by == "document":
-        assert (documents, len(errors)) == ([], 1)
-    elif text_by == "jsonl":
-        assert documents == ["one", "two"]
-        assert "in.jsonl.gz:4: not JSON" in errors[1], "the lines are still counted"
-    else:
-        assert (documents, len(errors)) == (["one", "two", "{"], 1)
+    assert documents == good
+    assert len(messages) == len(errors)
+    for message, error in zip(messages, errors, strict=True):
+        assert error in message
+    assert "of more than 5 MiB, the largest that is read" in messages[0]

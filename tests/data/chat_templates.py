@@ -34,39 +34,6 @@ LLAMA2 = (
     "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
     "{% endif %}{% endfor %}"
 )
-LLAMA3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    " + message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-    "{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (  # 7B Instruct v0.1
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
-    "{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}"
-    "{% endif %}{% endfor %}"
-)
-ZEPHYR = """\
-{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>
-' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>
-' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>
-'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] +"
     " '<|im_end|>' + '\n'}}{% endfor %}"
@@ -175,9 +142,6 @@ MARKED = (
 # Template, bos_token, eos_token, whether it takes a system turn, begin and end of a trained turn.
 TEMPLATES: dict[str, tuple[str, str, str, bool, str, str]] = {
     "llama2": (LLAMA2, "<s>", "</s>", True, " ", " </s>"),
-    "llama3": (LLAMA3, "<|begin_of_text|>", "<|eot_id|>", True, "", "<|eot_id|>"),
-    "mistral": (MISTRAL, "<s>", "</s>", False, "", "</s> "),
-    "zephyr": (ZEPHYR, "<s>", "</s>", True, "", "</s>\n"),
     "chatml": (CHATML, "<s>", "<|im_end|>", True, "", "<|im_end|>\n"),
     "qwen3": (QWEN3, "<s>", "<|im_end|>", True, "", "<|im_end|>\n"),
     "marked": (MARKED, "<s>", "<|im_end|>", True, "", "<|im_end|>"),

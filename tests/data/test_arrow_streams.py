@@ -55,79 +55,67 @@ STRINGS = {
 }
 
 
+def strings(texts: list[Any], kind: str) -> pa.Array:
+    column = pa.array(texts, pa.string())
+    if pa.types.is_dictionary(STRINGS[kind]):
+        column = column.dictionary_encode()
+    return column.cast(STRINGS[kind])
+
+
 @pytest.mark.parametrize("kind", STRINGS)
-@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 def test_streams_and_files_of_the_same_rows_are_equal(
     tmp_path: Path, tokenizer: Path, kind: str, rows: int, compression: str | None
 ) -> None:
-    column = pa.array(TEXTS, pa.string()).cast(pa.large_string())
-    is_dictionary = pa.types.is_dictionary(STRINGS[kind])
-    column = (
-        column.dictionary_encode().cast(STRINGS[kind])
-        if is_dictionary
-        else column.cast(STRINGS[kind])
-    )
+    column = strings(TEXTS, kind)
     table = pa.table({"n": list(range(len(TEXTS))), "text": column})
     encoder = TokenEncoder(tokenizer)
     expected = [[*encoder.encode(text)] for text in TEXTS]
     for stream in (True, False):
         path = write(tmp_path / f"{stream}.arrow", table, rows, stream, compression=compression)
         source = open_source(path, encoder, None)
-        # Not in the order of the file.
-        order = [3, 0, 6, 5, 1, 2, 4, 0]
+        order = [3, 0, 6, 5, 1, 2, 4, 0]  # not that of the file
         assert [whole(source, row) for row in order] == [expected[row] for row in order]
         assert len(source) == len(TEXTS)
         assert source.total_size == sum(len(text.encode()) for text in TEXTS)
         assert built(path) == (TEXTS, [])
-        batches = ArrowBatches(path)
-        assert batches.compressed == (compression is not None)
-        read = pa.Table.from_batches([batches[i] for i in range(len(batches.rows))])
-        assert read.equals(table)
+        assert ArrowBatches(path).compressed == (compression is not None)
 
 
-def test_dictionaries_that_change(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("deltas", [False, True])
+def test_dictionaries_that_change(tmp_path: Path, tokenizer: Path, deltas: bool) -> None:
     parts = [["a", "b", "a"], ["c", "b"], ["c", "d", "a"]]
-    for deltas in (False, True):
-        path = tmp_path / "d.arrow"
-        schema = pa.schema({"text": pa.dictionary(pa.int32(), pa.string())})
-        options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=deltas)
-        words: list[str] = []
-        with pa.ipc.new_stream(str(path), schema, options=options) as writer:
-            for part in parts:
-                # Longer than the one before, or another one.
-                words = [*words, *sorted({*part} - {*words})] if deltas else sorted({*part})
-                indices = pa.array([words.index(word) for word in part], pa.int32())
-                column = pa.DictionaryArray.from_arrays(indices, pa.array(words))
-                writer.write_batch(pa.record_batch([column], schema=schema))
-        texts = [text for part in parts for text in part]
-        source = open_source(path, TokenEncoder(tokenizer), None)
-        read = [
-            TokenEncoder(tokenizer).decode(np.array(whole(source, row)[:-1]))
-            for row in (7, 0, 3, 5, 1, 2, 4, 6)
-        ]
-        assert read == [texts[row] for row in (7, 0, 3, 5, 1, 2, 4, 6)]
-        assert built(path)[0] == texts
+    path = tmp_path / "d.arrow"
+    schema = pa.schema({"text": pa.dictionary(pa.int32(), pa.string())})
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=deltas)
+    words: list[str] = []
+    with pa.ipc.new_stream(str(path), schema, options=options) as writer:
+        for part in parts:
+            # Longer than the one before, or another one.
+            words = [*words, *sorted({*part} - {*words})] if deltas else sorted({*part})
+            indices = pa.array([words.index(word) for word in part], pa.int32())
+            column = pa.DictionaryArray.from_arrays(indices, pa.array(words))
+            writer.write_batch(pa.record_batch([column], schema=schema))
+    texts = [text for part in parts for text in part]
+    encoder = TokenEncoder(tokenizer)
+    source = open_source(path, encoder, None)
+    for row in (7, 0, 3, 5, 1, 2, 4, 6):
+        assert whole(source, row) == encoder.encode(texts[row]).tolist()
+    assert built(path)[0] == texts
 
 
 @pytest.mark.parametrize("kind", STRINGS)
 def test_null_rows_and_batches_without_rows(tmp_path: Path, tokenizer: Path, kind: str) -> None:
     texts = ["one", None, "two", None]
-    column = pa.array(texts, pa.string())
-    if pa.types.is_dictionary(STRINGS[kind]):
-        column = column.dictionary_encode()
-    table = pa.table({"text": column.cast(STRINGS[kind])})
+    table = pa.table({"text": strings(texts, kind)})
     path = tmp_path / "n.arrow"
     with pa.ipc.new_stream(str(path), table.schema) as writer:
         empty = pa.RecordBatch.from_pylist([], schema=table.schema)
-        for batch in (
-            empty,
-            *table.to_batches(max_chunksize=3)[:1],
-            empty,
-            *table.slice(3).to_batches(),
-            empty,
-        ):
+        for batch in table.to_batches(max_chunksize=3):
+            writer.write_batch(empty)
             writer.write_batch(batch)
+        writer.write_batch(empty)
     encoder = TokenEncoder(tokenizer)
     source = open_source(path, encoder, None)
     assert [len(whole(source, row)) for row in range(4)] == [
@@ -136,47 +124,32 @@ def test_null_rows_and_batches_without_rows(tmp_path: Path, tokenizer: Path, kin
     assert built(path)[0] == ["one", "", "two", ""]
 
 
-def test_streams_without_rows(tmp_path: Path, tokenizer: Path) -> None:
-    table = pa.table({"text": pa.array([], pa.large_string())})
-    path = write(tmp_path / "e.arrow", table, 1)
-    with pytest.raises(DataError, match=r"e\.arrow has no documents"):
-        open_source(path, TokenEncoder(tokenizer), None)
-    assert built(path) == ([], [])
-
-
 def test_truncated_streams(tmp_path: Path, tokenizer: Path) -> None:
-    """At every byte: an error that says what is the matter, and --skip-bad reads what is whole."""
-    table = pa.table({"text": TEXTS})
-    content = write(tmp_path / "s.arrow", table, 2).read_bytes()
+    """An error that says what is the matter, and --skip-bad reads what is whole."""
+    content = write(tmp_path / "s.arrow", pa.table({"text": TEXTS}), 2).read_bytes()
     begins = [
         index for index in range(0, len(content), 8) if content[index : index + 4] == b"\xff" * 4
     ]
-    path, encoder, reasons = tmp_path / "cut.arrow", TokenEncoder(tokenizer), set()
-    for size in {*range(0, len(content), 23), *begins, *(begin + 4 for begin in begins)}:
+    path, encoder = tmp_path / "cut.arrow", TokenEncoder(tokenizer)
+    for size in {*range(0, len(content), 67), *begins, *(begin + 4 for begin in begins)}:
         path.write_bytes(content[:size])
-        with pytest.raises(DataError, match=r"cut\.arrow is not a complete Arrow file: ") as info:
+        with pytest.raises(DataError, match=r"cut\.arrow is not a complete Arrow file: "):
             open_source(path, encoder, None)
-        reasons.add(str(info.value).partition("Arrow file: ")[2])
         with pytest.raises(DataError, match=r"not a readable Arrow file|not an Arrow file"):
             built(path)
         whole_batches = max(0, sum(begin <= size for begin in begins) - 2)
         documents, errors = built(path, skip_bad=True)
         assert documents == TEXTS[: 2 * whole_batches]
         assert len(errors) == 1
-    for text in ("no end marker", "metadata bytes, but only read", "for message body, got"):
-        assert any(text in reason for reason in reasons)
-    path.write_bytes(content[: begins[3]])
-    with pytest.raises(DataError, match=r"no end marker: it was cut off, .* 2 batches, 4 rows"):
-        open_source(path, encoder, None)
-    path.write_bytes(content[: begins[3] - 8])
-    with pytest.raises(DataError, match=r"for message body, got .* 1 batches, 2 rows"):
-        open_source(path, encoder, None)
-    path.write_bytes(content + content)
-    with pytest.raises(DataError, match=r"bytes follow its end marker"):
-        open_source(path, encoder, None)
-    path.write_bytes(b"PAR1 and the rest of some other file")
-    with pytest.raises(DataError, match=r"it begins with b'PAR1 and'"):
-        open_source(path, encoder, None)
+    for data, message in (
+        (content[: begins[3]], r"no end marker: it was cut off, .* 2 batches, 4 rows"),
+        (content[: begins[3] - 8], r"for message body, got .* 1 batches, 2 rows"),
+        (content + content, r"bytes follow its end marker"),
+        (b"PAR1 and the rest of some other file", r"it begins with b'PAR1 and'"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=message):
+            open_source(path, encoder, None)
 
 
 def test_damage_in_a_later_batch(tmp_path: Path, tokenizer: Path) -> None:
@@ -228,12 +201,17 @@ def test_lists_of_token_ids(tmp_path: Path, kind: str, compression: str | None) 
         assert (source.size_unit, source.knows_documents) == ("tokens", True)
         with pytest.raises(DataError, match=r"token 0 of document 3 of .* is 10, .*0 … 9"):
             whole(open_source(path, None, 10), 3)
-    nulls = pa.table({"input_ids": pa.array([[1, None, 2]], pa.list_(pa.int32()))})
-    with pytest.raises(DataError, match="has null among the token ids of column 'input_ids'"):
-        whole(open_source(write(tmp_path / "n.arrow", nulls, 1), None, 20), 0)
-    nulls = pa.table({"input_ids": pa.array([[1], None, [2]], pa.list_(pa.int32()))})
-    source = open_source(write(tmp_path / "n.arrow", nulls, 2), None, 20)
-    assert [whole(source, row) for row in range(3)] == [[1], [], [2]]
+
+
+def test_nulls_of_token_ids(tmp_path: Path) -> None:
+    for rows, whole_rows in (([[1], None, [2]], [[1], [], [2]]), ([[1, None, 2]], None)):
+        table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
+        source = open_source(write(tmp_path / "n.arrow", table, 2), None, 20)
+        if whole_rows is None:
+            with pytest.raises(DataError, match="has null among the token ids of column 'input_"):
+                whole(source, 0)
+        else:
+            assert [whole(source, row) for row in range(3)] == whole_rows
 
 
 def test_a_large_compressed_batch_is_refused(

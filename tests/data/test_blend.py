@@ -42,22 +42,6 @@ def test_shares_are_exact_at_every_moment(
         assert abs(count - weight * 3 * global_batch / sum(exact)) < 1
 
 
-@settings(max_examples=amount(7, of=30))
-@given(weights=WEIGHTS, steps=st.integers(0, 20))
-def test_counts_are_all_there_is_to_remember(weights: list[float], steps: int) -> None:
-    blend = Blend(weights, 6, 3, [0] * len(weights))
-    for _ in range(steps):
-        blend.next_step()
-    resumed = Blend(weights, 6, 3, blend.counts)
-    assert [blend.next_step() for _ in range(5)] == [resumed.next_step() for _ in range(5)]
-
-
-def test_far_positions_cost_nothing() -> None:
-    blend = Blend([0.1, 0.2, 0.7], 10, 1, [10**15, 2 * 10**15, 7 * 10**15])
-    blend.next_step()
-    assert blend.counts == [10**15 + 1, 2 * 10**15 + 2, 7 * 10**15 + 7]
-
-
 def test_every_slot_reads_every_corpus_alike() -> None:
     blend = Blend([7, 1], 8, 1, [0, 0])  # one draw of the second a step
     slots = Counter(blend.next_step().index(1) for _ in range(800))

@@ -16,7 +16,6 @@ from slurmllm.data.chat import ChatFormat
 from slurmllm.data.sources import open_source
 from slurmllm.data.sources.base import UNTRAINED
 from slurmllm.data.spec import StreamSpec
-from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
 from slurmllm.errors import DataError, StorageError
 
@@ -34,6 +33,7 @@ LLAMA2 = (
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
     "{% else %}{{ raise_exception('only these') }}{% endif %}{% endfor %}"
 )
+DOUBLED = "{% set a = [1] %}{% set b = [1] %}" + "{% set a = [a, a] %}{% set b = [b, b] %}" * 40
 ROWS = [("What is 1 + 1?", "2"), ("  Größe? ", '東京 {"a": 1}'), ("", "")]
 
 
@@ -50,7 +50,6 @@ def folder(path: Path, template: Any = None, **config: Any) -> Path:
     return path / "tokenizer.json"
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
     ("template", "eos"),
     [
@@ -60,33 +59,25 @@ def folder(path: Path, template: Any = None, **config: Any) -> Path:
         ("{{ messages | tojson }}{{ messages[1:] | tojson(indent=1) }}", None),
     ],
 )
-def test_templates_render_as_in_transformers(
-    tmp_path: Path, template: Any, eos: Any, rows: tuple[str, str]
-) -> None:
+def test_templates_render_as_in_transformers(tmp_path: Path, template: Any, eos: Any) -> None:
     from transformers import AutoTokenizer
 
     config = {"eos_token": eos} if eos else {}
     path = folder(tmp_path, template, bos_token="<s>", **config)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    turns = [{"role": "user", "content": rows[0]}, {"role": "assistant", "content": rows[1]}]
-    before = theirs.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    whole = theirs.apply_chat_template(turns, tokenize=False)
-    chat = ChatFormat(path)
-    if not whole.startswith(before):
-        with pytest.raises(DataError, match="cannot be split into prompt and completion"):
-            chat.texts([rows])
-        return
-    assert chat.texts([rows]) == [(before, whole[len(before) :])]
-    source = open_source(write_prompts(tmp_path / "c.arrow", [rows]), TokenEncoder(path), None)
-    tokens = source.read([(0, 0)]).tokens.tolist()
-    expected = theirs(before, add_special_tokens=False)["input_ids"]
-    assert tokens[: len(expected)] == expected
-
-
-def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
-    path = folder(tmp_path, "{{ 'old' }}")
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    assert ChatFormat(path).texts([("a", "b")])[0][1] == "b<|im_end|>\n"
+    theirs, chat = AutoTokenizer.from_pretrained(tmp_path), ChatFormat(path)
+    for rows in ROWS:
+        turns = [{"role": "user", "content": rows[0]}, {"role": "assistant", "content": rows[1]}]
+        before = theirs.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        whole = theirs.apply_chat_template(turns, tokenize=False)
+        if not whole.startswith(before):
+            with pytest.raises(DataError, match="cannot be split into prompt and completion"):
+                chat.texts([rows])
+            continue
+        assert chat.texts([rows]) == [(before, whole[len(before) :])]
+        source = open_source(write_prompts(tmp_path / "c.arrow", [rows]), TokenEncoder(path), None)
+        tokens = source.read([(0, 0)]).tokens.tolist()
+        expected = theirs(before, add_special_tokens=False)["input_ids"]
+        assert tokens[: len(expected)] == expected
 
 
 def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]:
@@ -105,13 +96,12 @@ def test_prompts_are_read_and_completions_trained(tmp_path: Path) -> None:
     assert marked(tmp_path, plain, ("x", "y<|endoftext|>")) == ("x", "y<|endoftext|>")
     other_end = folder(tmp_path, eos_token="<|im_end|>")
     assert marked(tmp_path, other_end, ("x", "y")) == ("x", "y<|im_end|>")
-    chat = folder(tmp_path, CHATML, eos_token="<|im_end|>")
+    chat = folder(tmp_path, "{{ 'old' }}", eos_token="<|im_end|>")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
     prompt = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert marked(tmp_path, chat, ("x", "y")) == (prompt, "y<|im_end|>\n")
-
-
-def test_a_config_belongs_to_its_own_tokenizer(tmp_path: Path) -> None:
-    other = folder(tmp_path, CHATML).rename(tmp_path / "other.tokenizer.json")
+    # A config belongs to its own tokenizer.
+    other = chat.rename(tmp_path / "other.tokenizer.json")
     assert marked(tmp_path, other, ("x", "y")) == ("x", "y<|endoftext|>")
     assert ChatFormat(other).fingerprint == ""
 
@@ -119,17 +109,23 @@ def test_a_config_belongs_to_its_own_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[-1].content }}", r"from character 0 they are 'x' and 'y'"),
+        ("{{ messages[-1].content }}", r"from character 0 they are 'What is it\?' and 'It is no"),
         ("{% if %}", "the chat template of .*tokenizer_config.json fails: "),
         ("{{ raise_exception('only system') }}", "fails: only system; fix it"),
         ("{{ messages[9].content.other }}", "fails: .* has no"),
         ("{{ messages.append(1) }}", "fails: .*unsafe"),
+        ("{{ 1 / 0 }}", "fails: division by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: maximum recursion"),
+        ("hello", "omits the text of"),
+        (["a"], "without a template named `default`"),
+        ([{"name": "tools", "template": CHATML}], "without a template named `default`"),
+        (3, "chat_template of .* is int"),
     ],
 )
-def test_invalid_templates(tmp_path: Path, template: str, message: str) -> None:
-    path = folder(tmp_path, template)
+def test_invalid_templates(tmp_path: Path, template: Any, message: str) -> None:
+    encoder = TokenEncoder(folder(tmp_path, template))
     with pytest.raises(DataError, match=message):
-        ChatFormat(path).texts([("x", "y")])
+        open_source(write_prompts(tmp_path / "p.arrow", ROWS), encoder, None)
 
 
 def test_invalid_files(tmp_path: Path) -> None:
@@ -146,39 +142,28 @@ def test_invalid_files(tmp_path: Path) -> None:
         open_source(corpus, TokenEncoder(path), None).read([(0, 0)])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_labels_of_a_packed_batch(tmp_path: Path, workers: int) -> None:
+def test_labels_of_a_packed_batch(tmp_path: Path, corpus: Path) -> None:
     path = folder(tmp_path)
     rows = [(f"question {i} " * (i % 3), f"answer {i}") for i in range(20)]
-    corpus = write_prompts(tmp_path / "c.arrow", rows)
-    spec = StreamSpec([(corpus, 1.0)], path, 12, 4, 1, mask="document")
-    trained, encoder = [], TokenEncoder(path)
-    with PackedStream(spec, 0, 1, workers) as stream:
-        assert not stream.trains_every_token
-        for _ in range(30):
-            batch = stream.next_batch()
-            labels = batch.labels(-100)
-            assert np.array_equal(labels == -100, batch.untrained[:, 1:])
-            is_trained = labels != -100
-            assert np.array_equal(labels[is_trained], batch.tokens[:, 1:][is_trained])
-            trained.append(labels)
-            assert batch.positions is not None
-            assert (batch.positions[batch.begins[:, :-1]] == 0).all()
+    prompts = write_prompts(tmp_path / "c.arrow", rows)
+    spec = StreamSpec([(prompts, 1.0)], path, 12, 4, 1, mask="document")
+    (stream,), encoder = streams(spec), TokenEncoder(path)
+    assert not stream.trains_every_token
+    batches = [stream.next_batch() for _ in range(30)]
+    for batch in batches:
+        labels = batch.labels(-100)
+        assert np.array_equal(labels == -100, batch.untrained[:, 1:])
+        is_trained = labels != -100
+        assert np.array_equal(labels[is_trained], batch.tokens[:, 1:][is_trained])
+        assert (batch.positions[batch.begins[:, :-1]] == 0).all()
     for slot in range(4):
-        row = np.concatenate([labels[slot] for labels in trained])
+        row = np.concatenate([batch.labels(-100)[slot] for batch in batches])
         answers = encoder.decode(row[row != -100]).split("<|endoftext|>")[1:-1]
         assert answers
         assert set(answers) <= {answer for _, answer in rows}
-
-
-def test_a_mixture_with_text(tmp_path: Path, corpus: Path) -> None:
-    path = folder(tmp_path)
-    prompts = write_prompts(tmp_path / "c.arrow", [("question", "answer")])
-    spec = StreamSpec([(prompts, 1.0), (corpus, 1.0)], path, 12, 4, 1)
-    (stream,) = streams(spec)
-    batch = stream.next_batch()
-    assert batch.untrained is not None
-    assert sorted(batch.untrained.any(axis=1).tolist()) == [False, False, True, True]
+    (mixture,) = streams(StreamSpec([(prompts, 1.0), (corpus, 1.0)], path, 12, 4, 1))
+    untrained = mixture.next_batch().untrained
+    assert sorted(untrained.any(axis=1).tolist()) == [False, False, True, True]
 
 
 def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
@@ -193,26 +178,6 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
         streams(spec)[0].load_state(state)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (["a"], "without a template named `default`"),
-        ([{"name": "tools", "template": CHATML}], "without a template named `default`"),
-        (3, "chat_template of .* is int"),
-        ("{{ 1 / 0 }}", "fails: division by zero"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: maximum recursion"),
-        ("hello", "omits the text of"),
-    ],
-)
-def test_templates_are_validated_when_a_corpus_is_opened(
-    tmp_path: Path, template: Any, message: str
-) -> None:
-    encoder = TokenEncoder(folder(tmp_path, template))
-    corpus = write_prompts(tmp_path / "p.arrow", ROWS)
-    with pytest.raises(DataError, match=message):
-        open_source(corpus, encoder, None)
-
-
 def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
     path = folder(tmp_path, eos_token="<|im_end|>")
     content = path.read_text().replace("<|endoftext|>", "<|other|>")
@@ -224,33 +189,6 @@ def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
         TokenEncoder(path)
 
 
-DOUBLED = "{% set a = [1] %}{% set b = [1] %}" + "{% set a = [a, a] %}{% set b = [b, b] %}" * 40
-
-
-@pytest.mark.parametrize(
-    ("bomb", "reason"),
-    [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "5 s"),
-        # Single operations, in C.
-        (DOUBLED + "{{ a == b }}", "5 s"),
-        pytest.param(DOUBLED + "{{ b in [a] }}", "5 s", marks=pytest.mark.long),
-        pytest.param("{{ 7 ** (9 ** 9) }}", "5 s", marks=pytest.mark.long),
-        pytest.param("{{ 7 ** (9 ** 9) % messages|length }}", "5 s", marks=pytest.mark.long),
-        pytest.param(DOUBLED + "{{ [a, b]|sort }}", "5 s", marks=pytest.mark.long),
-        (DOUBLED + "{{ a|tojson }}", "5 s|512 MiB"),
-        pytest.param(DOUBLED + "{{ a|wordwrap(1) }}", "5 s|512 MiB", marks=pytest.mark.long),
-        pytest.param(DOUBLED + "{{ a|string }}", "5 s|512 MiB", marks=pytest.mark.long),
-        ("{{ 'a' * 10**11 }}", "512 MiB"),
-        ("{% set a = 'aa' %}" + "{% set a = a ~ a %}" * 60, "512 MiB"),
-        ("{{ 'a' * (2**24 + 1) }}", "16,777,216"),
-    ],
-)
-def test_templates_are_stopped(tmp_path: Path, bomb: str, reason: str) -> None:
-    (tmp_path / "chat_template.jinja").write_text(bomb)
-    with pytest.raises(DataError, match=f"chat template of .*fails: .*({reason}).*; fix it"):
-        ChatFormat(tmp_path / "tokenizer.json").validate()
-
-
 def test_one_child_renders_many_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[Any] = []
     popen = subprocess.Popen
@@ -258,13 +196,13 @@ def test_one_child_renders_many_documents(tmp_path: Path, monkeypatch: pytest.Mo
         subprocess, "Popen", lambda *a, **k: children.append(popen(*a, **k)) or children[-1]
     )
     template = "{% for m in messages %}{% if m.content == 'bomb' %}"
-    template += "{{ 7 ** (9 ** 9 * messages|length) }}{% endif %}"
+    template += "{{ 'a' * 10 ** (10 + messages|length) }}{% endif %}"
     chat = ChatFormat(folder(tmp_path, template + "{{ m.content }}\ud800{% endfor %}"))
     pairs = [(f"{n} größer", "\udc00 東京") for n in range(300)]
     assert chat.texts(pairs) == [(f"{prompt}\ud800", f"{answer}\ud800") for prompt, answer in pairs]
     assert chat.texts(pairs[:3])
     assert len(children) == 1
-    with pytest.raises(DataError, match="fails: it runs for more than 5 s"):
+    with pytest.raises(DataError, match="fails: its rendering exceeds the limit of 512 MiB"):
         chat.texts([("a", "b"), ("bomb", "b"), ("c", "d")])
     assert children[0].poll() is not None
     assert chat.texts([("a", "b")]) == [("a\ud800", "b\ud800")], "in another child"
@@ -285,24 +223,36 @@ def test_one_child_renders_many_documents(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "reason"),
     [
-        "{{ 'a'|center(10**10) }}",
-        "{{ '%10000000000d' % 1 }}",
-        "{{ '{:10000000000d}'.format(1) }}",
-        "{{ ('c' * 10**7).join(['a'] * 1000) }}",
-        "{{ ('a' * 10**4).replace('a', 'b' * 10**6) }}",
-        "{% set a = 'a' * 10**7 %}{{ (" + "a ~ " * 100 + "a)|length }}",
-        "{{ messages|tojson(indent=10**10) }}",
-        "{{ lipsum(n=10**6) }}",
-        "{{ " + "bos_token + " * 300 + "1 }}",
+        (DOUBLED + "{{ a == b }}", "5 s"),  # a single operation, in C
+        (DOUBLED + "{{ a|tojson }}", "5 s|512 MiB"),
+        ("{{ 'a' * 10**11 }}", "512 MiB"),
+        ("{{ ('a' * 10**4).replace('a', 'b' * 10**6) }}", "512 MiB"),
+        ("{{ messages|tojson(indent=10**10) }}", "512 MiB"),
+        ("{{ 'a' * (2**24 + 1) }}", "16,777,216"),
+        ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
+        ("{{ " + "bos_token + " * 300 + "1 }}", "nested parentheses|more than 5 s"),
+        *(
+            pytest.param(template, "5 s|512 MiB", marks=pytest.mark.long)
+            for template in (
+                "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+                DOUBLED + "{{ b in [a] }}",
+                "{{ 7 ** (9 ** 9) % messages|length }}",
+                DOUBLED + "{{ [a, b]|sort }}",
+                DOUBLED + "{{ a|wordwrap(1) }}",
+                "{{ 'a'|center(10**10) }}",
+                "{{ '{:10000000000d}'.format(1) }}",
+                "{{ ('c' * 10**7).join(['a'] * 1000) }}",
+                "{% set a = 'a' * 10**7 %}{{ (" + "a ~ " * 100 + "a)|length }}",
+            )
+        ),
     ],
 )
-def test_memory_that_one_expression_takes_is_limited(tmp_path: Path, template: str) -> None:
+def test_memory_that_one_expression_takes_is_limited(
+    tmp_path: Path, template: str, reason: str
+) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    reason = "exceeds the limit of 512 MiB"
-    if "lipsum" in template or "bos_token" in template:
-        reason = "'lipsum' is undefined|nested parentheses|more than 5 s"
     with pytest.raises(DataError, match=rf"the chat template of .* fails: .*({reason}).*; fix it"):
         ChatFormat(folder(tmp_path, template)).validate()
     assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -10,26 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from amounts import amount
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 
 from slurmllm.data.conversation import read_conversation
 from slurmllm.data.sources import open_source
 from slurmllm.data.sources.base import BEGINS, UNTRAINED, document_hash
-from slurmllm.data.spec import StreamSpec
-from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
 from slurmllm.errors import DataError
 
 from .chat_templates import CHATML, MARKED, QWEN3, SPECIAL, TEMPLATES, conversations
-from .corpora import restored, saved, streams, take, write_table
+from .corpora import write_table
 
 TEXT = ["What is it? größer 東京 first second <|user|> <|assistant|> user assistant system\n\n"] * 3
 CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "東京"}}}
@@ -150,17 +140,12 @@ def sentencepiece_like() -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
-def test_other_tokenizers(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
+def test_other_tokenizers(tmp_path: Path) -> None:
     """Tokens begin inside of characters, or have a space that is not in the text."""
     from transformers import AutoTokenizer
 
     path = folder(tmp_path, MARKED)
-    if kind == "gpt2":
-        tokenizer = Tokenizer.from_file(str(request.getfixturevalue("gpt2")))
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    else:
-        tokenizer = sentencepiece_like()
+    tokenizer = sentencepiece_like()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.save(str(path))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -224,11 +209,7 @@ def test_tools_and_their_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (
-            TEMPLATES["llama2"][0],
-            chat("a", "b") + chat("c") * 2,
-            "fails: Conversation roles",
-        ),
+        (TEMPLATES["llama2"][0], chat("a", "b") + chat("c") * 2, "fails: Conversation roles"),
         ("{{ 'x' }}", chat("a", "b"), "no token belongs to a turn of the assistant"),
         ("{{ messages[-1].content }}", chat("a", "b"), "does not show where message 2, the assist"),
         # Something at the end of the whole text.
@@ -259,95 +240,44 @@ def test_a_tokenizer_without_a_template(tmp_path: Path, tokenizer: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("value", "reason"),
     [
-        ({}, r"no field 'messages' \(fields: none\); see --messages-key"),
-        ({"messages": "hello"}, "'messages' is text and not JSON: \"hello\""),
-        ({"messages": 3}, "'messages' is 3, not a list"),
-        ({"messages": []}, "'messages' has no messages"),
-        ({"messages": ["a"]}, 'message 1 is "a", not an object'),
+        ("hello", "'messages' is text and not JSON: \"hello\""),
+        (3, "'messages' is 3, not a list"),
+        ([], "'messages' has no messages"),
+        (["a"], 'message 1 is "a", not an object'),
+        ([{"role": "robot", "content": "a"}], 'message 1 has the role "robot"; roles'),
+        ([{"content": "a"}], "message 1 has the role null"),
+        ([{"from": ["a"], "value": "a"}], "message 1 has the role"),
+        ([{"role": "user"}], "message 1 has the content null"),
+        ([{"role": "user", "content": 3}], "message 1 has the content 3"),
         (
-            {"messages": [{"role": "robot", "content": "a"}]},
-            'message 1 has the role "robot"; roles',
-        ),
-        ({"messages": [{"content": "a"}]}, "message 1 has the role null"),
-        ({"messages": [{"from": ["a"], "value": "a"}]}, "message 1 has the role"),
-        ({"messages": [{"role": "user"}]}, "message 1 has the content null"),
-        ({"messages": [{"role": "user", "content": 3}]}, "message 1 has the content 3"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
             "message 1 has a part that is not text, .*image.*; only text is trained",
         ),
-        ({"messages": [{**chat("a", "b")[1], "weight": 0}]}, "a `weight` other than 1"),
-        ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "has the `tool_calls`"),
+        ([{**chat("a", "b")[1], "weight": 0}], "a `weight` other than 1"),
+        ([{"role": "assistant", "tool_calls": ["x"]}], "has the `tool_calls`"),
         ({"messages": chat("a"), "tools": 3}, "'tools' is 3, not a list of objects"),
     ],
 )
-def test_records_that_cannot_be_used(row: dict[str, Any], reason: str) -> None:
+def test_records_that_cannot_be_used(value: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        read_conversation(row, "messages")
+        read_conversation({"messages": value}, "messages")
+    with pytest.raises(ValueError, match=r"no field 'm' \(fields: messages\); see --messages-key"):
+        read_conversation({"messages": value}, "m")
 
 
 def test_forms_of_a_record() -> None:
     expected = chat("a", "b")
-    for row in (
-        {"messages": expected, "other": 1},
-        {"messages": json.dumps(expected), "tools": None},
-        {"messages": [{**m, "name": None, "weight": 1} for m in expected]},
-        {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {
-            "messages": [
-                {**m, "content": [{"type": "text", "text": m["content"]}]} for m in expected
-            ]
-        },
+    for messages in (
+        expected,
+        json.dumps(expected),
+        [{**m, "name": None, "weight": 1} for m in expected],
+        [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in expected],
     ):
-        actual = read_conversation(row, "messages")
+        actual = read_conversation({"x": messages, "tools": None, "other": 1}, "x")
         assert actual == (expected, None)
         assert actual.trains
         assert read_conversation({"messages": actual.to_json()}, "messages") == actual
     assert not read_conversation({"messages": chat("a", " ", "b")}, "messages").trains
-    assert read_conversation({"messages": [], "x": expected}, "x").messages == expected
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_packed_conversations(tmp_path: Path, workers: int) -> None:
-    """Each is a document of its own, also one longer than a sequence; a resume is exact."""
-    tokenizer = folder(tmp_path / "t", CHATML)
-    rows = [chat(*(f"turn {i} {turn} " * (i % 4) for turn in range(4))) for i in range(20)]
-    spec = StreamSpec([(write_conversations(tmp_path / "c.arrow", rows), 1.0)], tokenizer, 40, 4, 1)
-    spec = StreamSpec(**{**spec.__dict__, "mask": "document"})
-    encoder = TokenEncoder(tokenizer)
-    source = open_source(spec.corpora[0][0], encoder, None)
-    documents = [source.read([(document, 0)]) for document in range(len(rows))]
-    assert min(len(d.tokens) for d in documents) < 40 < max(len(d.tokens) for d in documents)
-    whole = {d.tokens.tobytes(): d.marks for d in documents}
-    with PackedStream(spec, 0, 1, workers) as stream:
-        batches = [stream.next_batch() for _ in range(40)]
-    for slot in range(4):
-        tokens = np.concatenate([batch.tokens[slot, :-1] for batch in batches]).astype(np.int32)
-        begins = np.concatenate([batch.begins[slot, :-1] for batch in batches])
-        untrained = np.concatenate([batch.untrained[slot, :-1] for batch in batches])
-        starts = np.flatnonzero(begins).tolist()
-        assert len(starts) > 10
-        for begin, end in itertools.pairwise(starts):
-            marks = whole[tokens[begin:end].tobytes()]
-            assert ((marks & UNTRAINED) > 0).tolist() == untrained[begin:end].tolist()
-    for batch in batches:
-        assert (batch.positions[batch.begins[:, :-1]] == 0).all()
-        labels = batch.labels(-100)
-        assert np.array_equal(labels == -100, batch.untrained[:, 1:])
-    first = streams(spec)
-    take(first, 7)
-    state = saved(first)
-    resumed = restored(streams(spec, 2), state)
-    assert np.array_equal(take(first, 5), take(resumed, 5))
-
-
-def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
-    tokenizer = folder(tmp_path, CHATML)
-    corpus = write_conversations(tmp_path / "c.arrow", [chat("a", "b")])
-    spec = StreamSpec([(corpus, 1.0)], tokenizer, 12, 4, 1)
-    state = saved(streams(spec))
-    folder(tmp_path, MARKED)
-    with pytest.raises(DataError, match=r"tokenizer \(fingerprint\)"):
-        restored(streams(spec), state)

@@ -57,12 +57,6 @@ def test_hashes_are_of_the_ids_whatever_their_type(tmp_path: Path) -> None:
     assert len(set(hashes[0])) == 4
 
 
-def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
-    source = open_source(write_megatron(tmp_path / "m", [[[1]], [[2, 60_000]]]), None, 50_257)
-    with pytest.raises(DataError, match=r"token 1 of document 1 of .*m\.bin is 60000, .* 50257"):
-        source.read([(0, 0), (1, 0)])
-
-
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "m", DOCUMENTS)
     index, tokens = tmp_path / "m.idx", tmp_path / "m.bin"
@@ -103,10 +97,3 @@ def test_an_index_broken_in_the_middle(tmp_path: Path) -> None:
     source = open_source(prefix, None, None)
     with pytest.raises(DataError, match=r"document 0 of .*m\.idx \(sequences 0 to 1 of 4\) is not"):
         source.read([(0, 0)])
-
-
-def test_modalities_after_the_index_are_passed_over(tmp_path: Path) -> None:
-    prefix = write_megatron(tmp_path / "m", DOCUMENTS)
-    index = tmp_path / "m.idx"
-    index.write_bytes(index.read_bytes() + bytes(4))
-    assert whole(open_source(prefix, None, None), 0) == [5, 6, 7]

@@ -35,25 +35,18 @@ UNCUT = {
         None,
     ),
     "gemma": (normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous")),
-    "t5": (None, pre_tokenizers.Metaspace()),
     "mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
     "roberta": (None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "bert": (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()),
     "whole bytes": (None, BYTES),
     "pairs of words": (
         None,
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated"), BYTES]),
     ),
-    "every 7": (None, pre_tokenizers.Sequence([pre_tokenizers.FixedLength(7), BYTES])),
     "quotes": (
         None,
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex('"[^"]*"'), "isolated"), BYTES]),
     ),
-    "punctuation": (None, pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), BYTES])),
-    "strip": (normalizers.Strip(), GPT2),
     "prefix": (normalizers.Prepend("x"), GPT2),
-    "words joined": (normalizers.Replace(" ", ""), GPT2),
-    "delimiter": (None, pre_tokenizers.CharDelimiterSplit(" ")),
     "inverted": (
         None,
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), "removed", True), BYTES]),
@@ -111,7 +104,7 @@ def test_pieces_have_the_tokens_of_the_whole(
     path = tokenizer_of(*(CUT | UNCUT)[name], folder)
     assert TokenEncoder(path).splits_words == (name in CUT)
 
-    @settings(max_examples=amount(60 if name in CUT else 5, of=400))
+    @settings(max_examples=amount(30 if name in CUT else 5, of=400))
     @given(st.lists(PARTS, max_size=60), st.integers(1, 40))
     def check(parts: list[str], size: int) -> None:
         pieces_and_whole(path, "".join(parts), folder, size)
@@ -120,10 +113,11 @@ def test_pieces_have_the_tokens_of_the_whole(
 
 
 @pytest.mark.parametrize("name", CUT)
-@pytest.mark.parametrize("unit", ["the quick fox ", "你好东京，快乐。", "x = f(y)\nif (a):\n"])
-def test_text_code_and_chinese_are_cut(name: str, unit: str, tmp_path: Path) -> None:
+def test_text_code_and_chinese_are_cut(name: str, tmp_path: Path) -> None:
     path = tokenizer_of(*CUT[name], tmp_path)
-    assert pieces_and_whole(path, unit * 300, tmp_path, 256) > len(unit.encode()) * 300 // 256 // 2
+    for unit in ("the quick fox ", "你好东京，快乐。", "x = f(y)\nif (a):\n"):
+        pieces = pieces_and_whole(path, unit * 300, tmp_path, 256)
+        assert pieces > len(unit.encode()) * 300 // 256 // 2
 
 
 def test_a_document_without_a_place_to_cut_is_one_piece(tmp_path: Path) -> None:

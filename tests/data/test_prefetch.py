@@ -74,14 +74,6 @@ def test_signals_to_the_whole_job_do_not_end_the_worker(stream: PackedStream) ->
     assert alive(worker_pid(stream))
 
 
-def test_close_ends_the_worker(stream: PackedStream) -> None:
-    stream.next_batch()
-    pid = worker_pid(stream)
-    stream.close()
-    stream.close()
-    assert not alive(pid)
-
-
 def test_a_dropped_stream_ends_its_worker(corpus: Path, tokenizer: Path) -> None:
     stream = one_rank(corpus, tokenizer)
     pid = worker_pid(stream)
@@ -159,7 +151,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["idle", "reading", "forked", "exit"])
+@pytest.mark.parametrize("how", ["idle", "forked", "exit"])
 def test_no_worker_outlives_its_parent(
     tmp_path: Path, corpus: Path, tokenizer: Path, how: str
 ) -> None:

@@ -4,14 +4,11 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from amounts import amount
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from slurmllm.data.sources import open_source, text
 from slurmllm.data.sources.base import BEGINS, Source, document_hash, fingerprint
@@ -24,35 +21,6 @@ from .corpora import write_table, write_texts
 def whole(source: Source, document: int) -> list[int]:
     pieces = [(document, piece) for piece in range(source.num_pieces(document))]
     return [int(token) for token in source.read(pieces).tokens]
-
-
-@pytest.mark.parametrize("piece_bytes", [700, 4096])
-def test_pieces_of_real_text_give_the_tokens_of_the_whole(
-    tmp_path: Path, wikitext: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
-) -> None:
-    monkeypatch.setattr(text, "PIECE_BYTES", piece_bytes)
-    content = wikitext.read_text()[:300_000]
-    source = open_source(write_texts(tmp_path / "c.arrow", [content]), TokenEncoder(gpt2), None)
-    assert source.num_pieces(0) == -(-len(content.encode()) // piece_bytes) > 50
-    expected = Tokenizer.from_file(str(gpt2)).encode(content).ids
-    assert whole(source, 0) == [*expected, 50256]
-
-
-@settings(max_examples=amount(10, of=40))
-@given(content=st.text(alphabet="ab é東🙂\n", max_size=300), piece_bytes=st.integers(8, 60))
-def test_pieces_of_any_text_hold_all_of_it(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, content: str, piece_bytes: int
-) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    encoder = TokenEncoder(tokenizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE_BYTES", piece_bytes)
-        source = open_source(write_texts(folder / "c.arrow", [content]), encoder, None)
-        tokens = whole(source, 0)
-        assert tokens[-1] == encoder.end_of_document
-        assert encoder.decode(np.array(tokens[:-1])) == content
-        last = (0, source.num_pieces(0) - 1)
-        assert source.read([last]).tokens[-1] == encoder.end_of_document
 
 
 def test_documents_read_together_equal_those_read_singly(
@@ -69,31 +37,23 @@ def test_documents_read_together_equal_those_read_singly(
         assert together.marks[begin:end].tolist() == [BEGINS] + [0] * (end - begin - 1)
 
 
-def test_corpora_in_one_batch_or_many_are_equal(tmp_path: Path, tokenizer: Path) -> None:
-    texts = [f"number {i}" for i in range(10)]
-    sources = [
-        open_source(
-            write_texts(tmp_path / f"{rows}.arrow", texts, rows_per_batch=rows),
-            TokenEncoder(tokenizer),
-            None,
-        )
-        for rows in (10, 3)
-    ]
-    documents = np.array([9, 0, 5])
-    assert whole(sources[0], 9) == whole(sources[1], 9)
-    for source in sources:
-        assert source.total_size == sum(map(len, texts))
-        expected = [document_hash(texts[document].encode()) for document in documents]
-        assert source.document_hashes(documents).tolist() == expected
-
-
 def test_hashes_do_not_need_the_column(tmp_path: Path, tokenizer: Path) -> None:
-    encoder, documents = TokenEncoder(tokenizer), np.arange(3)
-    a, b = (
-        open_source(write_texts(tmp_path / f"{ids}.arrow", ["x", "", "é"], ids=ids), encoder, None)
-        for ids in (True, False)
-    )
-    assert np.array_equal(a.document_hashes(documents), b.document_hashes(documents))
+    texts = ["x", "", "é"]
+    paths = [write_texts(tmp_path / f"{ids}.arrow", texts, ids=ids) for ids in (True, False)]
+    # Of another tool.
+    paths += [write_table(tmp_path / "c.arrow", {"id": list("abc"), "text": texts})]
+    for path in paths:
+        source = open_source(path, TokenEncoder(tokenizer), None)
+        hashes = [document_hash(text.encode()) for text in texts]
+        assert source.document_hashes(np.arange(3)).tolist() == hashes
+        assert len(whole(source, 0)) == 2
+
+
+def test_numpy_rows_are_documents(tmp_path: Path) -> None:
+    source = open_source(save(tmp_path / "t.npy", np.arange(12).reshape(4, 3), "uint8"), None, 12)
+    assert len(source) == 4
+    assert source.read([(2, 0), (0, 0)]).tokens.tolist() == [6, 7, 8, 0, 1, 2]
+    assert source.read([(2, 0), (0, 0)]).marks.tolist() == [1, 0, 0, 1, 0, 0]
 
 
 def damaged(path: Path, old: bytes, new: bytes) -> Path:
@@ -146,18 +106,18 @@ def test_a_document_changed_since_the_build(tmp_path: Path, tokenizer: Path) -> 
 def test_fingerprints_see_size_and_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
     actual = set()
-    for content in (b"", b"a", b"b", b"a" * 10_000, b"a" * 9_999 + b"b", b"a" * 10_001):
+    for content in (b"", b"a", b"b", b"a" * 9_999 + b"b", b"a" * 10_001):
         path.write_bytes(content)
         actual |= {fingerprint([path]), fingerprint([path], "kind")}
-    assert len(actual) == 12
     size = 64 << 20
     with path.open("wb") as stream:
         stream.truncate(size)
-    before = fingerprint([path])
+    actual.add(fingerprint([path]))
     with path.open("r+b") as stream:
         stream.seek(size // 63)  # of 64 samples the second begins just before
         stream.write(b"x")
-    assert fingerprint([path]) != before
+    actual.add(fingerprint([path]))
+    assert len(actual) == 12
     with pytest.raises(StorageError, match=r"cannot read .*none"):
         fingerprint([tmp_path / "none"])
 
@@ -167,7 +127,7 @@ def save(path: Path, tokens: Sequence[int] | np.ndarray, dtype: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", ">u4"])
+@pytest.mark.parametrize("dtype", ["uint16", ">u4"])
 def test_numpy_tokens_in_blocks(tmp_path: Path, tokenizer: Path, dtype: str) -> None:
     tokens = np.random.default_rng(1).integers(0, 300, 10_000)
     encoder = TokenEncoder(tokenizer)
@@ -180,43 +140,23 @@ def test_numpy_tokens_in_blocks(tmp_path: Path, tokenizer: Path, dtype: str) -> 
     assert np.flatnonzero(read.marks == BEGINS).tolist() == sorted(set(begins))
 
 
-def test_numpy_rows_are_documents(tmp_path: Path) -> None:
-    source = open_source(save(tmp_path / "t.npy", np.arange(12).reshape(4, 3), "uint8"), None, 12)
-    assert len(source) == 4
-    assert whole(source, 2) == [6, 7, 8]
-    assert source.read([(2, 0), (0, 0)]).marks.tolist() == [1, 0, 0, 1, 0, 0]
-    assert len(set(source.document_hashes(np.arange(4)).tolist())) == 4
-
-
-def test_invalid_numpy_files(tmp_path: Path) -> None:
-    def refused(path: Path, message: str) -> None:
-        with pytest.raises(DataError, match=message):
-            open_source(path, None, 100)
-
-    refused(tmp_path / "none.npy", "no corpus .*none.npy")
-    refused(save(tmp_path / "f.npy", [1.5], "float32"), r"float32 of shape \[1\]; .* integers")
-    refused(save(tmp_path / "e.npy", [], "int32"), r"int32 of shape \[0\]")
-    refused(save(tmp_path / "3.npy", np.ones((2, 2, 2)), "int32"), r"shape \[2, 2, 2\]")
-    path = save(tmp_path / "cut.npy", range(1000), "int32")
-    path.write_bytes(path.read_bytes()[:-8])
-    refused(path, "cut.npy is not a whole .npy file")
-    path.write_bytes(b"text")
-    refused(path, "cut.npy is not a whole .npy file")
-    for bad in (100, -1):
-        source = open_source(save(tmp_path / "b.npy", [1] * 5000 + [bad], "int64"), None, 100)
-        message = rf"token 904 of document 1 of .*b\.npy is {bad}, .*model.vocab_size is 100"
-        with pytest.raises(DataError, match=message):
-            source.read([(1, 0)])
-        assert len(source.read([(0, 0)]).tokens) == 4096
-
-
-def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"c\.arrow has text, and no tokenizer is set"):
-        open_source(write_texts(tmp_path / "c.arrow", ["a"]), None, None)
-
-
-def test_ids_of_another_tool_are_not_hashes(tmp_path: Path, tokenizer: Path) -> None:
-    for kind in (pa.int64(), pa.string()):
-        ids = pa.array([7]).cast(kind)
-        path = write_table(tmp_path / "c.arrow", {"id": ids, "text": ["a"]})
-        assert len(whole(open_source(path, TokenEncoder(tokenizer), None), 0)) == 2
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "message"),
+    [
+        (None, "", "no corpus .*t.npy"),
+        ([1.5], "float32", r"float32 of shape \[1\]; .* integers"),
+        ([], "int32", r"int32 of shape \[0\]"),
+        (np.ones((2, 2, 2)), "int32", r"shape \[2, 2, 2\]"),
+        (b"text", "", "t.npy is not a whole .npy file"),
+        ([1] * 5000 + [100], "int64", r"token 904 of document 1 .* is 100, .*vocab_size is 100"),
+        ([1] * 5000 + [-1], "int64", r"token 904 of document 1 .* is -1, .*vocab_size is 100"),
+    ],
+)
+def test_invalid_numpy_files(tmp_path: Path, tokens: Any, dtype: str, message: str) -> None:
+    path = tmp_path / "t.npy"
+    if isinstance(tokens, bytes):
+        path.write_bytes(tokens)
+    elif tokens is not None:
+        save(path, tokens, dtype)
+    with pytest.raises(DataError, match=message):
+        open_source(path, None, 100).read([(1, 0)])

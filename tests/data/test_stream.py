@@ -1,25 +1,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.ipc
 import pytest
-from amounts import sample
-from tokenizers import Tokenizer
 
-from slurmllm.data.order import DocumentOrder
 from slurmllm.data.spec import StreamSpec, merge_states
-from slurmllm.data.stream import Batch, PackedStream
+from slurmllm.data.stream import Batch, PackedStream, check_data
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.rundir import RunDir
 
 from . import corpora
 from .conftest import make_corpus
-from .corpora import close, restored, saved, slot_tokens, take
+from .corpora import close, restored, saved, take
 
 SEQ_LEN = 24
 GLOBAL_BATCH = 8
@@ -34,110 +32,6 @@ def streams(
     corpus: Path, tokenizer: Path, dp_size: int = 1, workers: int = 0, **other: Any
 ) -> list[PackedStream]:
     return corpora.streams(spec(corpus, tokenizer, **other), dp_size, workers)
-
-
-def test_shape_and_type(corpus: Path, tokenizer: Path) -> None:
-    (rank,) = streams(corpus, tokenizer)
-    batch, begins, untrained = rank.next_batch()
-    assert begins is None
-    assert untrained is None
-    assert batch.shape == (GLOBAL_BATCH, SEQ_LEN + 1)
-    assert batch.dtype == np.int64
-
-
-@pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
-def test_batches_do_not_depend_on_the_ranks(corpus: Path, tokenizer: Path, dp_size: int) -> None:
-    expected = take(streams(corpus, tokenizer), 40)
-    assert np.array_equal(take(streams(corpus, tokenizer, dp_size), 40), expected)
-
-
-@pytest.mark.parametrize(
-    ("dp_size", "workers"), sample(2, [(1, 3), (2, 1), (1, 1), (4, 5)], arguments=2)
-)
-def test_batches_do_not_depend_on_the_workers(
-    corpus: Path, tokenizer: Path, dp_size: int, workers: int
-) -> None:
-    expected = take(streams(corpus, tokenizer), 40)
-    ranks = streams(corpus, tokenizer, dp_size, workers)
-    try:
-        assert np.array_equal(take(ranks, 40), expected)
-    finally:
-        close(ranks)
-
-
-def test_seeds_give_other_batches(corpus: Path, tokenizer: Path) -> None:
-    here, there = (take(streams(corpus, tokenizer, seed=seed), 3) for seed in (1, 2))
-    assert not np.array_equal(here, there)
-
-
-def test_packing_loses_no_token(corpus: Path, tokenizer: Path) -> None:
-    batches = take(streams(corpus, tokenizer), 100)
-    documents = pa.ipc.open_file(corpus).read_all()["text"].to_pylist()
-    encoder = TokenEncoder(tokenizer)
-    order = DocumentOrder(len(documents), seed=11).take(np.arange(GLOBAL_BATCH * 200))
-    for slot in range(GLOBAL_BATCH):
-        tokens = slot_tokens(batches, slot)
-        expected: list[int] = []
-        for document in order[slot::GLOBAL_BATCH].tolist():
-            expected += encoder.encode(documents[document]).tolist()
-        assert tokens == expected[: len(tokens)]
-
-
-def test_every_document_once_an_epoch(corpus: Path, tokenizer: Path, texts: list[str]) -> None:
-    batches = take(streams(corpus, tokenizer), 400)
-    encoder = TokenEncoder(tokenizer)
-    seen: dict[int, str] = {}  # by position
-    for slot in range(GLOBAL_BATCH):
-        text = encoder.decode(np.array(slot_tokens(batches, slot)))
-        for visit, document in enumerate(text.split("<|endoftext|>")[:-1]):
-            seen[slot + visit * GLOBAL_BATCH] = document
-    for epoch in range(2):
-        positions = range(epoch * len(texts), (epoch + 1) * len(texts))
-        assert sorted(seen[position] for position in positions) == sorted(texts)
-
-
-@pytest.mark.parametrize(
-    ("stop", "before", "after"),
-    [(0, 1, 4), (1, 4, 2), (7, 1, 1), (7, 8, 1), (33, 8, 1), (33, 1, 4)],
-)
-def test_resume_is_exact(corpus: Path, tokenizer: Path, stop: int, before: int, after: int) -> None:
-    expected = take(streams(corpus, tokenizer), stop + 20)
-    ranks = streams(corpus, tokenizer, before)
-    assert np.array_equal(take(ranks, stop), expected[:stop]) if stop else True
-    state = saved(ranks)
-    resumed = restored(streams(corpus, tokenizer, after), state)
-    assert saved(resumed) == state
-    assert np.array_equal(take(resumed, 20), expected[stop:])
-
-
-# Two workers of a rank: test_batches_are_counted_and_passed_over.
-@pytest.mark.parametrize("workers", sample(1, [1, 2]))
-def test_state_is_of_batches_handed_out(corpus: Path, tokenizer: Path, workers: int) -> None:
-    expected = take(streams(corpus, tokenizer), 30)
-    ahead, plain = streams(corpus, tokenizer, 2, workers), streams(corpus, tokenizer, 2)
-    try:
-        take(ahead, 10)  # the workers are further by now
-        take(plain, 10)
-        state = saved(ahead)
-        assert state == saved(plain)
-        for ranks in (ahead, streams(corpus, tokenizer, 4, workers)):
-            assert np.array_equal(take(restored(ranks, state), 20), expected[10:])
-            close(ranks)
-    finally:
-        close(ahead)
-
-
-def test_going_back_on_the_same_stream(corpus: Path, tokenizer: Path) -> None:
-    ranks = streams(corpus, tokenizer)
-    first = take(ranks, 5)
-    state = saved(streams(corpus, tokenizer))
-    assert np.array_equal(take(restored(ranks, state), 5), first)
-
-
-def test_state_is_small(corpus: Path, tokenizer: Path) -> None:
-    ranks = streams(corpus, tokenizer, global_batch=1024)
-    take(ranks, 3)
-    assert len(json.dumps(saved(ranks))) < 16_000
 
 
 def test_state_of_another_stream_is_refused(
@@ -190,12 +84,7 @@ def test_what_a_run_reads(corpus: Path, tokenizer: Path) -> None:
     (rank,) = streams(corpus, tokenizer, validation=0.25, mask="document")
     identity = json.loads(json.dumps(rank.identity))
     assert identity.pop("corpora") == [
-        {
-            "path": str(corpus),
-            "fingerprint": rank.state()["corpus"],
-            "weight": 1.0,
-            "documents": 97,
-        }
+        {"path": str(corpus), "fingerprint": rank.state()["corpus"], "weight": 1.0, "documents": 97}
     ]
     assert identity == {
         "tokenizer": TokenEncoder(tokenizer).fingerprint,
@@ -205,21 +94,6 @@ def test_what_a_run_reads(corpus: Path, tokenizer: Path) -> None:
         "mask": "document",
         "validation": 0.25,
     }
-
-
-def test_real_text_gives_the_tokens_of_the_library(
-    tmp_path: Path, wikitext: Path, gpt2: Path
-) -> None:
-    paragraphs = [p.strip("\n") for p in wikitext.read_text().split("\n \n") if p.strip()]
-    corpus = make_corpus(tmp_path, paragraphs)
-    library = Tokenizer.from_file(str(gpt2))
-    ids = [[*e.ids, 50256] for e in library.encode_batch(paragraphs)]
-    order = DocumentOrder(len(paragraphs), seed=11).take(np.arange(4 * 400)).tolist()
-    batches = take(streams(corpus, gpt2, seq_len=512, global_batch=4), 30)
-    for slot in range(4):
-        tokens = slot_tokens(batches, slot)
-        expected = [t for document in order[slot::4] for t in ids[document]]
-        assert tokens == expected[: len(tokens)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -246,3 +120,40 @@ def test_labels_do_not_change_the_inputs_of_one_row() -> None:
     batch = Batch(tokens, None, np.array([[True, True, True, False, False, False]]))
     assert batch.labels(-100).tolist() == [[-100, -100, 3, 4, 5]]
     assert batch.inputs.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def recorded(**changed: Any) -> dict[str, Any]:
+    corpus = {"path": "/a.arrow", "fingerprint": "12", "documents": 9, "weight": 1.0}
+    fields = {"seed": 1, "seq_len": 8, "global_batch": 4, "mask": "none", "validation": 0.0}
+    return {"corpora": [corpus], "tokenizer": "77", **fields, **changed}
+
+
+def test_written_once_and_held_to(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.path.mkdir()
+    check_data(run, recorded())
+    written = run.data.read_bytes()
+    assert DataRecord.load(run.data).tokenizer == "77"
+    check_data(run, recorded())
+    assert run.data.read_bytes() == written
+    changed = {"path": "/a.arrow", "fingerprint": "34", "documents": 9, "weight": 1.0}
+    with pytest.raises(DataError, match=r"corpora a\.arrow \(12\) and a\.arrow \(34\)"):
+        check_data(run, recorded(corpora=[changed]))
+    with pytest.raises(DataError, match="seed 1 and 2"):
+        check_data(run, recorded(seed=2))
+
+
+def test_a_damaged_record_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir(tmp_path)
+    run.data.write_text("{")
+    check_data(run, recorded())
+    assert "data.json is damaged" in caplog.text
+    check_data(run, recorded())
+    with pytest.raises(DataError, match="seed"):
+        check_data(run, recorded(seed=2))
+    run.data.unlink()
+    os.mkfifo(run.data)
+    check_data(run, recorded())
+    assert run.data.is_file()

@@ -16,10 +16,11 @@ from slurmllm.errors import DataError
 
 def test_any_text_comes_back(tokenizer: Path) -> None:
     encoder = TokenEncoder(tokenizer)
-    text = "  größer 東京 \t\x00\r\n🙂 never seen in training"
+    text = "  größer 東京 \t\x00\r\n🙂 never <|endoftext|> seen in training"
     ids = encoder.encode(text)
     assert ids.dtype == np.int32
     assert ids[-1] == encoder.end_of_document == 0
+    assert 0 not in ids[:-1], "a document cannot forge its end"
     assert encoder.decode(ids) == text + "<|endoftext|>"
 
 
@@ -27,12 +28,6 @@ def test_training_is_deterministic(texts: list[str]) -> None:
     first = train_tokenizer(texts, 400)
     assert first == train_tokenizer(iter(texts), 400)
     assert Tokenizer.from_str(first).get_vocab_size() == 400
-
-
-def test_a_document_cannot_forge_its_end(tokenizer: Path) -> None:
-    encoder = TokenEncoder(tokenizer)
-    ids = encoder.encode("before<|endoftext|>after")
-    assert list(ids).count(encoder.end_of_document) == 1
 
 
 def test_settings_of_the_file_lose_no_token(tmp_path: Path, tokenizer: Path) -> None:
@@ -113,7 +108,6 @@ def test_bad_input_reaches_the_caller(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text(" \n")
     for name, message in (("a.jsonl", "a.jsonl:2: not JSON"), ("b.txt", "nothing to train on")):
         arguments = ["train", str(tmp_path / name), "--out", str(tmp_path / "t.json")]
-        run = CliRunner().invoke(command, [*arguments, "--vocab-size", "300"])
-        assert isinstance(run.exception, DataError)
-        assert message in str(run.exception)
+        with pytest.raises(DataError, match=message):
+            CliRunner().invoke(command, [*arguments, "--vocab-size", "300"], catch_exceptions=False)
         assert not (tmp_path / "t.json").exists()

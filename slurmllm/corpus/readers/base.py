@@ -38,22 +38,15 @@ class OnError(Protocol):
 
 
 def line_blocks(
-    stream: OpenedInput,
-    on_error: OnError,
-    *,
-    begin: bytes = b"",
-    keep_bom: bool = False,
-    longest: int | None = None,
+    stream: OpenedInput, on_error: OnError, *, begin: bytes = b"", longest: int | None = None
 ) -> Iterator[bytes]:
-    """Yield blocks that end after a line feed, or with the file.
+    """Yield blocks that end after a line feed, or with the file; `begin` was read before.
 
-    A block has about CHUNK_BYTES, or is one longer line. A byte-order mark is removed unless
-    `keep_bom`; `begin` was read before. A line of more than `longest` bytes, by default
-    LARGEST_DOCUMENT, is an error, and becomes an empty line.
+    A block has about CHUNK_BYTES, or is one longer line. A line of more than `longest` bytes, by
+    default LARGEST_DOCUMENT, is an error, and becomes an empty line.
     """
     longest = longest or LARGEST_DOCUMENT
     held: list[bytes] = []  # the beginning of a line
-    first = not keep_bom
     lines = 0
     skipping = False
     for data in itertools.chain([begin], stream.blocks(CHUNK_BYTES)):
@@ -69,15 +62,10 @@ def line_blocks(
             held, skipping = [], True
             continue
         if end:
-            block = b"".join([*held, memoryview(data)[:end]])
-            yield block.removeprefix(BOM) if first else block
-            first = False
+            yield b"".join([*held, memoryview(data)[:end]])
             held = []
         held.append(data[end:])
-    last = b"".join(held)
-    if first:
-        last = last.removeprefix(BOM)
-    if last:
+    if last := b"".join(held):
         yield last
 
 

@@ -14,7 +14,14 @@ import pyarrow as pa
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import Extent, ReadOptions
-from slurmllm.corpus.readers.base import CHUNK_BYTES, Documents, OnError, line_blocks, no_column
+from slurmllm.corpus.readers.base import (
+    BOM,
+    CHUNK_BYTES,
+    Documents,
+    OnError,
+    line_blocks,
+    no_column,
+)
 
 # Bytes of a line and characters of a cell; Python's reader needs some ten times the memory.
 _LARGEST = 64 << 20
@@ -109,7 +116,8 @@ class _Rows:
             self._hole = False
 
     def _lines(self) -> Iterator[str]:
-        for block in line_blocks(self._stream, self._on_long_line, longest=_LARGEST):
+        begin = next(self._stream.blocks(CHUNK_BYTES), b"").removeprefix(BOM)
+        for block in line_blocks(self._stream, self._on_long_line, begin=begin, longest=_LARGEST):
             for line in block.splitlines(keepends=True):
                 yield line.decode("utf-8", "surrogateescape")
         self._ended = True

@@ -39,7 +39,7 @@ _NEXT_ELEMENT = re.compile(r"[^\s,]|\Z")
 def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    begin, line = next(stream.blocks(base.CHUNK_BYTES), b""), 1
+    begin, line = next(stream.blocks(base.CHUNK_BYTES), b"").removeprefix(BOM), 1
     if _is_array(begin):
         try:
             yield from _read_array(stream, begin, options, on_error)
@@ -59,7 +59,7 @@ def read_json_lines(
 
 def _is_array(begin: bytes) -> bool:
     """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
-    first, _, rest = begin.removeprefix(BOM).lstrip().partition(b"\n")
+    first, _, rest = begin.lstrip().partition(b"\n")
     with contextlib.suppress(ValueError, RecursionError):
         return first.startswith(b"[") and not (rest.strip() and json.loads(first))
     return first.startswith(b"[")
@@ -148,7 +148,7 @@ def _read_array(
     stream: OpenedInput, begin: bytes, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     """Read a file that is one JSON array, element by element."""
-    name, decode = stream.file.name, codecs.getincrementaldecoder("utf-8-sig")().decode
+    name, decode = stream.file.name, codecs.getincrementaldecoder("utf-8")().decode
     blocks = map(decode, stream.blocks(base.CHUNK_BYTES))
     text = decode(begin)
     at, number, rows = text.index("[") + 1, 1, []

@@ -38,7 +38,7 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
     if options.text_by == "paragraph":
         blocks = _paragraph_blocks(stream, on_error)
     elif options.text_by == "line":
-        blocks = line_blocks(stream, on_error, keep_bom=True)
+        blocks = line_blocks(stream, on_error)
     else:
         blocks = _whole_file(stream, on_error)
     offset = 0  # in the decompressed file
@@ -88,10 +88,7 @@ def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
         for data in stream.blocks(CHUNK_BYTES):
             held.append(data)
             if sum(map(len, held)) > base.LARGEST_DOCUMENT:
-                on_error(
-                    f"{stream.file.name}: {base.too_large('document')}",
-                    "file",
-                )
+                on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
                 return
     except OSError:
         lines, feed, _ = b"".join(held).rpartition(b"\n")
@@ -104,7 +101,7 @@ def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]
     held: list[bytes] = []  # the beginning of a paragraph
     offset, skipping = 0, False
     try:
-        for block in line_blocks(stream, on_error, keep_bom=True):
+        for block in line_blocks(stream, on_error):
             offset += len(block)
             if not any(held) and block.isspace():
                 skipping = False

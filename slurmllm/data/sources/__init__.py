@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_source(
-    path: Path,
-    encoder: TokenEncoder | None,
-    vocab_size: int | None,
-    modules: Sequence[str] = (),
+    path: Path, encoder: TokenEncoder | None, vocab_size: int | None, modules: Sequence[str] = ()
 ) -> Source:
     """Open a corpus.
 

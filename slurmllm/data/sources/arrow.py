@@ -21,7 +21,7 @@ from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.staged_files import local_copy
 
-_FIX = "build it again with `slurmllm data build`"
+FIX = "build it again with `slurmllm data build`"
 _TOKENS = "input_ids"
 # Batches that stay open: mapped ones take a kilobyte, decompressed ones their size.
 _OPEN_BATCHES = 4096
@@ -59,7 +59,7 @@ class ArrowFile:
         except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
             raise DataError(
                 f"{file} is not a complete Arrow file: {error}; was it cut while it was copied, or "
-                f"is it another format? {_FIX.capitalize()}"
+                f"is it another format? {FIX.capitalize()}"
             ) from error
         self._schema = self._parts[0].schema
         are_views = pa.string_view() in self._schema.types
@@ -67,19 +67,19 @@ class ArrowFile:
             if not part.schema.equals(self._schema):
                 raise DataError(
                     f"{file} has other columns than {self.files[0].name}, or of other types "
-                    f"({part.schema.names} and {self._schema.names}); {_FIX}"
+                    f"({part.schema.names} and {self._schema.names}); {FIX}"
                 )
             if (are_views or part.compressed) and part.largest_bytes > _LARGEST_COPY:
                 raise DataError(
                     f"{file} is compressed, or of the type string_view, in a batch of "
-                    f"{part.largest_bytes / 1e6:,.0f} MB, which cannot be mapped; {_FIX}"
+                    f"{part.largest_bytes / 1e6:,.0f} MB, which cannot be mapped; {FIX}"
                 )
         self._first_batch = np.cumsum([0, *(len(part.rows) for part in self._parts)]).tolist()
         # [batches + 1], the index of each batch's first row
         rows = [0, *(rows for part in self._parts for rows in part.rows)]
         self.first: list[int] = np.cumsum(rows).tolist()
         if len(self) == 0:
-            raise DataError(f"{path} has no documents; {_FIX} from files with text")
+            raise DataError(f"{path} has no documents; {FIX} from files with text")
         copied = are_views or any(part.compressed for part in self._parts)
         # How many batches of a column stay open.
         self.open_batches = _OPEN_COPIES if copied else _OPEN_BATCHES
@@ -96,7 +96,7 @@ class ArrowFile:
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise DataError(
                 f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
-                f"{_FIX}, whose --text-key names the column of the text"
+                f"{FIX}, whose --text-key names the column of the text"
             )
         return ValueColumn(self, name)
 
@@ -138,14 +138,7 @@ class ArrowFile:
     def damaged(self, document: int, reason: str) -> StorageError:
         return StorageError(
             f"document {document} of {self.path} is damaged: {reason}; compare the file with the "
-            f"sha256 in its manifest, and {_FIX}"
-        )
-
-    def changed_error(self, document: int) -> StorageError:
-        return StorageError(
-            f"document {document} of {self.path} was changed or damaged since it was built: its "
-            "content does not have the hash in the column `id`; compare the file with the sha256 "
-            f"in its manifest, and {_FIX}"
+            f"sha256 in its manifest, and {FIX}"
         )
 
     def _read(self, index: int) -> pa.RecordBatch:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.data.chat import ChatFormat, Rendered
-from slurmllm.data.sources.arrow import ArrowFile
+from slurmllm.data.sources.arrow import FIX, ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
     UNTRAINED,
@@ -27,7 +27,7 @@ from slurmllm.data.sources.base import (
     prompt_hash,
 )
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
+from slurmllm.errors import DataError, StorageError
 
 # Upper bound of the text that a resume inside a long document tokenizes again.
 PIECE_BYTES = 64 << 10
@@ -89,7 +89,11 @@ class _ArrowSource(Source):
         if self._id is not None and self.content_hash(document) != self._id(document):
             if text is not None:
                 self._file.decoded(document, text)  # raises with the position if it is not UTF-8
-            raise self._file.changed_error(document)
+            raise StorageError(
+                f"document {document} of {self.path} was changed or damaged since it was built: "
+                "its content does not have the hash in the column `id`; compare the file with the "
+                f"sha256 in its manifest, and {FIX}"
+            )
 
 
 class TextSource(_ArrowSource):
