@@ -234,7 +234,7 @@ def _read(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
-    from slurmllm.compare.comparison import refuse_invented_steps
+    from slurmllm.compare.comparison import refuse_inexact_logs
     from slurmllm.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
@@ -255,7 +255,7 @@ def _read(
     options.refuse_unused(curves, [value for values in of_logs for value in values])
     if choices.exact or choices.require in ("identical", "match"):
         option = "--exact" if choices.exact else f"--require {choices.require}"
-        refuse_invented_steps(curves, option)
+        refuse_inexact_logs(curves, option)
     return curves[: len(runs)], curves[len(runs) :]
 
 

@@ -14,8 +14,8 @@ from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, describe_schedule_change, tokens_per_step
 from slurmllm.compare.statistics import Statistics
 from slurmllm.display.tables import data_frame
-from slurmllm.errors import UserError
-from slurmllm.metrics.curves import Axis, Curve, Ints, Range, describe_ranges
+from slurmllm.errors import RunError, UserError
+from slurmllm.metrics.curves import Axis, Curve, DamageWarning, Ints, Range, describe_ranges
 from slurmllm.run.records import Record
 
 if TYPE_CHECKING:
@@ -219,9 +219,16 @@ def invented_steps(curves: Sequence[Curve], letter: str) -> str:
     return f"if the step numbers of {' and '.join(labels)}, which no log shows, are right, "
 
 
-def refuse_invented_steps(curves: Sequence[Curve], option: str) -> None:
-    """Raise UserError if `option` requires equal points, but a log does not have their steps."""
+def refuse_inexact_logs(curves: Sequence[Curve], option: str) -> None:
+    """Raise UserError if `option` requires equal points, but a log lost some, or has no steps."""
     for curve in curves:
+        for damage in (text for text in curve.warnings if isinstance(text, DamageWarning)):
+            lines = ", ".join(map(str, damage.lines[:5])) + (" …" if len(damage.lines) > 5 else "")
+            raise RunError(
+                f"{option}: not all of {curve.name} can be read: {damage}"
+                + (f" (lines {lines})" if len(damage.lines) > 1 else "")
+                + f"; restore the file, or leave out {option} to compare the rest"
+            )
         if curve.invented_steps:
             raise UserError(
                 f"{option}: the steps of {curve.name} are invented, so that its points are not "

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from slurmllm.format import format_plural
-from slurmllm.metrics.curves import COLUMNS
+from slurmllm.metrics.curves import COLUMNS, DamageWarning
 from slurmllm.metrics.merge import FileRows, RowBlock
 from slurmllm.metrics.row_reader import (
     CUT_LINE,
@@ -139,17 +139,19 @@ def _collect(
             raise line_error(path, *faults[0])
         first += block.lines
         rows += [] if block.rows is None else [block.rows]
-    warnings = []
+    warnings = list[str]()
     if faults:
         others = format_plural(len(faults) - 1, "other invalid line")
         also = f" and {others}" if len(faults) > 1 else ""
-        warnings.append(f"{path}:{faults[0][0]}: {faults[0][1]}; skipped this line{also}")
+        text = f"{path}:{faults[0][0]}: {faults[0][1]}; skipped this line{also}"
+        warnings.append(DamageWarning(text, [line for line, _ in faults]))
     if unknown_values:
         line, what = unknown_values[0]
-        warnings.append(
+        text = (
             f"{path}:{line}: {what}; such values are treated as missing; a newer version of "
             "slurmllm may have written the file"
         )
+        warnings.append(DamageWarning(text, [line for line, _ in unknown_values]))
     if cut is not None:
         warnings.append(f"{path}:{cut[0]}: skipped the truncated last line")
     return rows, warnings

@@ -33,7 +33,7 @@ class _RowQueue(RowCollector):
         super().__init__()
         self.waiting: list[Numbers] = []
         self._losses = self._count = 0
-        self._rank: list[tuple[str, str]] | None = None
+        self._rank: str | None = None
 
     def add(
         self,
@@ -41,7 +41,7 @@ class _RowQueue(RowCollector):
         line: int = 0,
         texts: Iterable[tuple[str, str]] = (),
     ) -> None:
-        rank = list(texts)
+        rank = dict(texts).get("rank", "")
         self._rank = rank if self._rank is None else self._rank
         if rank != self._rank:
             return

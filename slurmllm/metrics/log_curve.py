@@ -9,7 +9,7 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
-from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, bit_identical
+from slurmllm.metrics.curves import Curve, DamageWarning, Flags, Floats, Ints, bit_identical
 from slurmllm.metrics.log_series import COUNTS, Log, TagSeries
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.numbers import DecimalMark
@@ -59,7 +59,12 @@ def curve_of_log(
     convention = None if choice.format is None else choice.format.convention
     if convention is not None and convention.counts == "samples":
         block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
-    warnings = [*log.warnings, *choice.missing, *_tag_warnings(log, choice)]
+    read = {"", *choice.tags.values()}
+    warnings = [  # damage to a column that is not read is none
+        str(text) if isinstance(text, DamageWarning) and text.column not in read else text
+        for text in log.warnings
+    ]
+    warnings += [*choice.missing, *_tag_warnings(log, choice)]
     if log.invented_steps:
         warnings.append(f"{log.path}: {log.invented_steps}")
     if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:

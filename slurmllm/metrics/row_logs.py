@@ -23,15 +23,21 @@ from typing import Any, BinaryIO
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
-from slurmllm.metrics.log_series import Log, RowCollector, TagSeries, log_suffix, open_log
+from slurmllm.metrics.curves import DamageWarning
+from slurmllm.metrics.log_series import (
+    MISSING,
+    Log,
+    RowCollector,
+    TagSeries,
+    log_suffix,
+    open_log,
+)
 from slurmllm.metrics.numbers import LONGEST_NUMBER, parse_value
 from slurmllm.metrics.row_reader import json_number, parse_row
 from slurmllm.metrics.tags import step_keys
 from slurmllm.run.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
 
 _LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
-# Cells of a table that are no values, as pandas reads them
-_MISSING = {"", "na", "n/a", "none", "null", "-", "<na>"}
 # W&B's range over the runs that were averaged
 _WANDB_RANGE = ("__MIN", "__MAX")
 # Keys of a JSON document that may hold the rows, preferred first
@@ -57,9 +63,6 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     """
     rows, warnings = RowCollector(), list[str]()
     short, wide = list[int](), list[int]()  # lines, the header is 1
-    columns = set[str]()  # with numbers
-    # Column → number of cells that are no numbers; line and text of the first
-    texts: dict[str, tuple[int, int, str]] = {}
     last = 0
     with open_log(path, warnings) as stream:
         lines = _table_lines(stream, path, warnings)
@@ -87,34 +90,20 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                         number = parse_cell(name, cell)
                         if number is not None:
                             numbers.append((name, number))
-                        elif cell.strip().lower() not in _MISSING:
-                            count, line, text = texts.get(name, (0, last, cell))
-                            texts[name] = (count + 1, line, text)
+                        elif cell.strip().lower() not in MISSING:
                             labels.append((name, cell.strip()))
-                columns.update(name for name, _ in numbers)
                 rows.add(numbers, last, labels)
         except csv.Error as error:
-            warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
-    warnings += [
-        f"{path}:{texts[name][1]}: {texts[name][2]!r:.40} in column {name!r} is not a number; such "
-        f"cells are missing values: {texts[name][0]}"
-        for name in names
-        if name in texts and name in columns
-    ]
-    warnings += _skipped_rows(path, short, wide, last, len(names))
-    return rows.log(path, "csv", tags, warnings)
-
-
-def _skipped_rows(
-    path: Path, short: Sequence[int], wide: Sequence[int], last: int, width: int
-) -> Iterator[str]:
+            line = reader.line_num + 1
+            warnings.append(DamageWarning(f"{path}:{line}: {error}; read as far as that"))
     if short == [last]:
-        yield f"{path}:{last}: skipped the truncated last line"
+        warnings.append(f"{path}:{last}: skipped the truncated last line")
         short = []
-    for lines, how in ((short, "fewer"), (wide, "more")):
-        if lines:
-            rows = format_plural(len(lines), "row")
-            yield f"{path}:{lines[0]}: skipped {rows} with {how} than the header's {width} columns"
+    for skipped, how in ((short, "fewer"), (wide, "more")):
+        if skipped:
+            text = f"{path}:{skipped[0]}: skipped {format_plural(len(skipped), 'row')} with {how} "
+            warnings.append(DamageWarning(f"{text}than the header's {len(names)} columns", skipped))
+    return rows.log(path, "csv", tags, warnings)
 
 
 def parse_cell(name: str, cell: str) -> float | None:
@@ -210,8 +199,10 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
     if broken == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif broken:
-        lines = format_plural(len(broken), "line")
-        warnings.append(f"{path}:{broken[0]}: not a JSON object; skipped {lines}")
+        text = (
+            f"{path}:{broken[0]}: not a JSON object; skipped {format_plural(len(broken), 'line')}"
+        )
+        warnings.append(DamageWarning(text, broken))
     return rows.log(path, "jsonl", tags, warnings)
 
 
@@ -324,8 +315,9 @@ def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
                         for item in history.item
                     }
                     rows.add(json_numbers({"_step": history.step.num} | row))
-    except (ValueError, DecodeError, RecursionError) as error:
-        warnings.append(f"{path}: {error}; read as far as that")
+    except (EOFError, ValueError, DecodeError, RecursionError) as error:
+        text = f"{path}: {error}; read as far as that"
+        warnings.append(text if isinstance(error, EOFError) else DamageWarning(text))
     return rows.log(path, "jsonl", tags, warnings)
 
 
@@ -338,7 +330,7 @@ def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
         checksum, size, kind = _HEADER.unpack(header)
         text = stream.read(size)
         if len(text) < size:
-            raise ValueError(f"the record at byte {place} is cut")
+            raise EOFError(f"the record at byte {place} is cut")
         if zlib.crc32(text, zlib.crc32(bytes([kind]))) != checksum:
             raise ValueError(f"the record at byte {place} is damaged")
         record = text if kind in (_FULL, _FIRST) else record + text
@@ -392,9 +384,8 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
                 except ValueError:
                     broken.append(number)
         if broken:
-            warnings.append(
-                f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
-            )
+            text = f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
+            warnings.append(DamageWarning(text, broken))
     # A restart writes all metrics again: each file alone does not show in which order.
     values.sort(key=itemgetter(0))
     for moment, step, name, value in values:
@@ -428,7 +419,7 @@ def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
             if isinstance(row, dict):
                 rows.add([("step", float(step["step"])), *json_numbers(row)])
             else:
-                warnings.append(f"{file} is not complete JSON; skipped it")
+                warnings.append(DamageWarning(f"{file} is not complete JSON; skipped it"))
             continue
         log = read_table(file, tags)
         name = None if "Value" in tags.values() else _TAG_CSV.fullmatch(file.name)

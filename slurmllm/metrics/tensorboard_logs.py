@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from slurmllm.errors import RunError
+from slurmllm.metrics.curves import DamageWarning
 from slurmllm.metrics.log_series import Log, TagSeries
 from slurmllm.run.safe_files import open_regular
 
@@ -42,7 +43,13 @@ class EventFile:
 
 
 class _DamagedFileError(Exception):
-    """A record whose length is damaged, or which is cut."""
+    """A record whose length is damaged, or the last one, which is cut."""
+
+    cut = False
+
+
+class _CutFileError(_DamagedFileError):
+    cut = True
 
 
 def is_event_file(path: Path) -> bool:
@@ -169,9 +176,11 @@ def read_event_file(path: Path) -> EventFile:
                 steps.append(event.step)
                 times.append(event.wall_time)
         except _DamagedFileError as error:
-            warnings.append(f"{path}: {error}; read as far as that")
+            text = f"{path}: {error}; read as far as that"
+            warnings.append(text if error.cut else DamageWarning(text))
     if malformed:
-        warnings.append(f"{path}: {malformed} records are not TensorBoard events; skipped them")
+        text = f"{path}: {malformed} records are not TensorBoard events; skipped them"
+        warnings.append(DamageWarning(text))
     all_steps, all_times = np.array(steps, dtype=np.int64), np.array(times)
     series = {}
     for tag, (indices, numbers) in scalars.items():
@@ -215,7 +224,7 @@ def _records(stream: BinaryIO) -> Iterator[bytes]:
             position = stream.seek(position + size + _FRAME_BYTES)
             text = b""
     if text:
-        raise _DamagedFileError(f"the last record, at byte {position}, is cut")
+        raise _CutFileError(f"the last record, at byte {position}, is cut")
 
 
 def _tensor_scalar(value: Any) -> float | None:

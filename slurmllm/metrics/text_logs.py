@@ -177,7 +177,8 @@ class _LineReader:
             self.format = log_format.model_copy(update=changes)
         self.row = Numbers()  # the next line may belong to it
         self.invented_steps = ""
-        self._texts = [("rank", rank)] if rank else []
+        self._rank = [("rank", rank)] if rank else []
+        self._texts = self._rank
         self._number = 0  # of its first line
         self._patterns = [
             (_compile(line.head), _compile(line.pair) if line.pair else None, line.epochs_from)
@@ -201,6 +202,9 @@ class _LineReader:
             if values is not None:
                 self.end_row()
                 self.row, self._number = pairs | values, number
+                # Of a user's pattern, such as `\S+`: what is no number is damage.
+                groups = match.groupdict() if match is not None else {}
+                self._texts = [*self._rank, *_unread_texts(groups, values)]
                 if not self._following:
                     self.end_row()
                 return True
@@ -336,6 +340,11 @@ def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers 
         elif text := _TIMESTAMP.search(stamp):
             values["time"] = datetime.fromisoformat(text[0]).replace(tzinfo=UTC).timestamp()
     return values
+
+
+def _unread_texts(groups: Mapping[str, str | None], values: Numbers) -> list[tuple[str, str]]:
+    names = groups.keys() & set(METRICS) - values.keys()
+    return [(name, text) for name in names if (text := groups[name])]
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
