@@ -485,8 +485,7 @@ def source_options(
     """
     from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
-    from slurmllm.metrics.tags import parse_tags
-    from slurmllm.metrics.text_logs import check_pattern
+    from slurmllm.metrics.tags import check_pattern, parse_tags
 
     letters = [curve_letter(place) for place in range(count)]
     for value in (*tags, *patterns, *wheres, *decimals):

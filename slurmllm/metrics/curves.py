@@ -236,9 +236,6 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
 
     So no spike is lost. The last row is selected too, and the first of each gap (values that are
     not finite), so that it stays a gap; if not `keep_short_gaps`, only those of whole pieces.
-
-    Returns:
-        Rows, ascending. [at most `limit` + number of pieces with a gap]
     """
     if len(values) <= limit:
         return np.arange(len(values), dtype=np.int64)

@@ -80,10 +80,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     """Open a log; a .gz is decompressed to a temporary file.
 
     If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
-
-    Raises:
-        RunError: the name ends in .gz but the file is not gzip; it is UTF-16 or a Git LFS pointer.
-        OSError: the file cannot be read.
+    Raises RunError if it is not gzip, UTF-16, or a Git LFS pointer.
     """
     stream = open_regular(path)
     start = stream.read(len(LFS_POINTER))
@@ -180,11 +177,7 @@ class RowCollector:
         log_format: LogFormat | None = None,
         invented_steps: str = "",
     ) -> Log:
-        """Return the rows as a log, without those that have no step.
-
-        Raises:
-            RunError: there are no rows, or no key is the step.
-        """
+        """Return the rows that have a step as a log; raise RunError if there are none."""
         if not len(self):
             raise RunError(
                 f"no metrics in {path}: it has no row of numbers; give the log of a training run"
@@ -280,10 +273,9 @@ class RowCollector:
                 )
 
     def _decide_commas(self) -> tuple[frozenset[str], int | None]:
-        """Correct the values of columns with decimal commas, which were read as thousands.
+        """Correct columns with decimal commas, which were read as thousands.
 
-        Returns:
-            The columns that are undecided, and the first row with a decimal comma, if any.
+        Returns the columns that are undecided, and the first row with a decimal comma, if any.
         """
         counts = {tag for metric in COUNTS for tag in find_tags(self._commas, common_names(metric))}
         all_marks = {mark for _, marks in self._commas.values() for mark in marks}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from training_rows import MakeFile, Row, make_rows
 
-from slurmllm.compare import diagnosis
+from slurmllm.compare import observation
 from slurmllm.compare.alignment import Alignment
 from slurmllm.compare.causes import find_differences
 from slurmllm.compare.compare import compare
@@ -421,8 +421,9 @@ def test_the_last_of_several_changes_after_roundings(asked) -> None:
 
 
 def test_every_clue_is_used_and_named_once() -> None:
-    source = Path(diagnosis.__file__).read_text()
-    for name, clue in diagnosis.clue_table().items():
+    folder = Path(observation.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    for name, clue in observation.clue_table().items():
         assert f'"{name}"' in source, name
         texts = dict.fromkeys(("columns", "steps", "letter", "before"), "")
         assert clue.text.format(at="at step 1", gap=10, step=1, **texts)

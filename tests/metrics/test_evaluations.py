@@ -16,7 +16,7 @@ from worker_events import evaluation
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import resolve
-from slurmllm.metrics.evaluations import last_evaluation, read_evaluations
+from slurmllm.metrics.row_reader import last_evaluation, read_evaluations
 from slurmllm.metrics.source import read_run
 from slurmllm.report.figures import figures
 from slurmllm.report.sources import read_run_facts

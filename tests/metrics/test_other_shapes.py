@@ -14,9 +14,9 @@ from slurmllm import compare_runs
 from slurmllm.cli.main import cli
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
-from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.numbers import CommaNumber, parse_number
 from slurmllm.metrics.source import read_curve
+from slurmllm.metrics.text_logs import split_prefix
 
 STEPS = range(1, 41)
 LOSSES = [round(3 + 7 / (step + 2), 4) for step in STEPS]

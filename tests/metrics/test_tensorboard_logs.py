@@ -20,9 +20,9 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from training_rows import make_rows, write_rows
 
 from slurmllm.errors import RunError
-from slurmllm.metrics import tensorboard_logs
+from slurmllm.metrics import binary_logs
+from slurmllm.metrics.binary_logs import read_event_file
 from slurmllm.metrics.source import read_curve
-from slurmllm.metrics.tensorboard_logs import read_event_file
 
 tags = st.sampled_from(["loss", "lr", "norm", "train/loss", "ü", "a_rather_long_tag/of_something"])
 float32s = st.floats(width=32)
@@ -88,7 +88,7 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
             start = SessionLog(status=SessionLog.START)
             written.append(Event(wall_time=wall_time, step=step, session_log=start))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorboard_logs, "_PIECE_BYTES", 300)
+        patch.setattr(binary_logs, "_PIECE_BYTES", 300)
         path = write_events(Path(folder) / "events.out.tfevents.1.h", written)
         path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
         assert_equal_to_tensorboard(path)
@@ -208,8 +208,8 @@ def test_folders_below(tmp_path: Path) -> None:
 def test_an_event_too_large_to_hold_scalars_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorboard_logs, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(tensorboard_logs, "_MAX_EVENT_BYTES", 3000)
+    monkeypatch.setattr(binary_logs, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(binary_logs, "_MAX_EVENT_BYTES", 3000)
     image = event(5, Summary.Value(tag="i", image=Summary.Image(encoded_image_string=b"x" * 9000)))
     events = [*loss_events(1, 9), image, *loss_events(10, 20)]
     curve = read_curve(write_events(tmp_path / "x.tfevents.1.h", events))
