@@ -128,31 +128,6 @@ def test_lines_with_bars_and_losses_of_other_data(
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "INFO:root:Step: {}, Loss: {}, Grad Norm: {}",  # not picotron's
-        "2026-01-01 00:00:00,000 INFO train.py:33 global_step {} | loss {} | gnorm {}",
-    ],
-)
-def test_lines_of_plain_scripts(line: str, write: WriteLog) -> None:
-    curve = check(read_curve(write("x.log", *(line.format(*point, 0.5) for point in points()))))
-    assert set(curve.columns["grad_norm"]) == {0.5}
-
-
-def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
-    rows = [f"{step},{loss}" for step, loss in points()]
-    # A resume that logs one more column, but writes no header
-    curve = read_curve(write("x.csv", "step,loss", *rows[:20], "21,1e-4,3.5", "22,1e-4,3.4,"))
-    check(curve, range(1, 21), LOSSES[:20])
-    assert curve.warnings[0].endswith(
-        "x.csv:22: skipped 2 rows with more than the header's 2 columns"
-    )
-    check(read_curve(write("x.csv", "step,loss", *(f"{row},, " for row in rows))))
-    with pytest.raises(RunError, match="skipped 1 row with more than the header's 2 columns"):
-        read_curve(write("x.csv", "step,loss", "1,2,345"))
-
-
-@pytest.mark.parametrize(
     ("name", "train", "evaluation"),
     [
         ("x.jsonl", '{{"step": {step}, "split": "train", "loss": {loss}}}', '"split": "val"'),
@@ -366,15 +341,6 @@ def test_what_is_no_prefix(write: WriteLog) -> None:
         assert curve.columns["time"][0] > 1.7e9
     assert split_prefix("2026-01-01 10:00:00 INFO loss: 2.5") == ("", "INFO loss: 2.5")
     assert split_prefix("step1: 2.5") == ("", "step1: 2.5")
-
-
-def test_ranks_in_rows(write: WriteLog) -> None:
-    rows = [
-        json.dumps({"step": step, "rank": rank, "loss": loss + rank})
-        for step, loss in points()
-        for rank in (2, 0, 1)
-    ]
-    assert "read rank=0" in check(read_curve(write("x.jsonl", *rows))).warnings[0]
 
 
 def test_ranks_whose_counter_begins_again_each_epoch(write: WriteLog) -> None:

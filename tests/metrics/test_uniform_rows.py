@@ -134,15 +134,6 @@ def test_lenient_reading_leaves_damage_out(tmp_path: Path) -> None:
         read_curve(path.parents[1])
 
 
-def test_an_empty_attempt_is_passed_over(tmp_path: Path) -> None:
-    folder = tmp_path / "r" / "metrics"
-    write_rows(folder / "attempt_000.jsonl", make_rows(1, 5))
-    write_rows(folder / "attempt_001.jsonl", [])
-    write_rows(folder / "attempt_002.jsonl", make_rows(4, 9, 2))
-    curve = read_curve(folder.parent)
-    assert (curve.steps[-1], curve.overlap_rows, curve.warnings) == (9, 2, ())
-
-
 def test_what_a_run_directory_tells_of_the_training(tmp_path: Path) -> None:
     run = tmp_path / "r"
     write_rows(run / "metrics" / "attempt_000.jsonl", make_rows(1, 5))
