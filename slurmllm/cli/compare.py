@@ -213,7 +213,7 @@ def _read(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
-    from slurmllm.compare.comparison import refuse_invented_steps
+    from slurmllm.compare.comparison import refuse_inexact_logs
     from slurmllm.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
@@ -233,7 +233,7 @@ def _read(
     choices.of_logs.refuse_unused(curves)
     if choices.exact or choices.require in ("identical", "match"):
         option = "--exact" if choices.exact else f"--require {choices.require}"
-        refuse_invented_steps(curves, option)
+        refuse_inexact_logs(curves, option)
     return curves[: len(runs)], curves[len(runs) :]
 
 

@@ -122,8 +122,7 @@ class LogOptions(NamedTuple):
     def arguments(self, count: int) -> list[dict[str, Any]]:
         """Return the arguments of `read_curve` for each of `count` sources."""
         from slurmllm.compare.comparison import curve_letter
-        from slurmllm.metrics.tags import parse_tags
-        from slurmllm.metrics.text_logs import check_pattern
+        from slurmllm.metrics.tags import check_pattern, parse_tags
 
         letters = [curve_letter(place) for place in range(count)]
         for value in chain(*self):

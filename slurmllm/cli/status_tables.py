@@ -20,7 +20,7 @@ from slurmllm.format import (
     format_time,
     printable,
 )
-from slurmllm.metrics.evaluations import perplexity
+from slurmllm.metrics.row_reader import perplexity
 from slurmllm.metrics.step_time import finite_number
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from slurmllm.metrics.curves import (
 Method = Literal["exact", "interpolated"]
 # Share of the sparser curve's points that must be common; else the denser one is interpolated.
 _MIN_COMMON = 0.5
-# Longest gap, in median intervals, that is interpolated
-_MAX_GAP = 3.0
+_MAX_GAP = 3.0  # longest gap, in median intervals, that is interpolated
 # A shift, or a mean, must bring the values closer than this share of the scatter of single steps …
 _CLOSE = 0.2
 # … and without it they must be further apart than this one.
@@ -300,10 +299,7 @@ class Alignment:
 
 
 def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints:
-    """Return the rows of a range of steps whose positions ascend.
-
-    Rows of a counter that was set back are ignored.
-    """
+    """Return the rows of a range of steps whose positions ascend: no counter that is set back."""
     positions = curve.positions(axis)
     usable = np.isfinite(positions)
     if axis != "step":

@@ -53,30 +53,23 @@ _CHANGED = 8  # points after these whose mean counts
 # Shared noise of the curves above which scatter is not independent
 _SHARED = 0.5
 SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
-# Probability that noise alone takes some window of a curve beyond τ plus its error
-_CHANCE = 1e-3
+_CHANCE = 1e-3  # probability that noise alone takes some window of a curve beyond τ plus its error
 # Blocks and scatter over τ: the fewer points, the less certain an estimate.
 _NOISY = ((1, 1.75), (8, 1.25))
 _NOISY_ALL = 1.1
-# Limit of a single point, in multiples of what a window's mean needs
-_WINSOR = 1.5
-# Values that a window must hold, neighbours that are alike counted as one.
-_INDEPENDENT = 3.0
+_WINSOR = 1.5  # limit of a single point, in multiples of what a window's mean needs
+_INDEPENDENT = 3.0  # values that a window must hold, neighbours that are alike counted as one
 # Number of windows, each a quarter after the last, from which the error can be estimated
 _TOLD = 24
-# Points around an outlier scatter by less than a tenth of it.
-_OFF = 10.0
-# Points that one shock may take far off
-_SHOCK = 16
-# Blocks of a long curve, by whose means the mean over all points is tested
-_BLOCKS = 4096
+_OFF = 10.0  # points around an outlier scatter by less than a tenth of it
+_SHOCK = 16  # points that one shock may take far off
+_BLOCKS = 4096  # blocks of a long curve, by whose means the mean over all points is tested
 # Noise that is the same throughout: share of independent values, ratio of mean squares in parts
 _WHITE, _UNEVEN = 0.7, 5.0
 _ALIKE = 0.5  # ratio of the means before and after an onset that is none
 _LATE = 100  # points of independent scatter, after which an onset has a cause of its own
 _GROWN = 0.25  # times what is usual: differences at first, if they grow
-# Number of the furthest points among which outliers are searched
-_RANKED = 512
+_RANKED = 512  # number of the furthest points among which outliers are searched
 
 
 @dataclass(frozen=True)

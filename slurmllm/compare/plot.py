@@ -85,13 +85,7 @@ def draw(
     to_step: int | None = None,
     seeds: Sequence[Curve] = (),
 ) -> None:
-    """Draw A and the curves that it was compared with into a PNG file, and the band of seeds.
-
-    Steps and seeds are those of the comparisons.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Draw A, the curves that it was compared with and the band of seeds into a PNG file."""
     a, drawn = align(a, others, comparisons, from_step, to_step)
     axis, shift = comparisons[0].alignment.axis, comparisons[0].a.shift
     band = SeedBand(a, [shift_steps(seed, shift) for seed in seeds], axis) if seeds else None
@@ -229,8 +223,7 @@ def _mark_departure(
     row = min(int(np.searchsorted(steps, step)), len(steps) - 1)
     place = float(each.alignment.positions[row])
     axes.axvline(place, color=color, linewidth=1.0, zorder=1)
-    # On the side of the line with more room
-    right = place <= (span[0] + span[1]) / 2
+    right = place <= (span[0] + span[1]) / 2  # on the side of the line with more room
     where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     where |= {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
     where["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}

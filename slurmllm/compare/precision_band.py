@@ -54,8 +54,7 @@ def precision_basis(
 ) -> Basis | None:
     """Return the basis if it is requested, or if only recorded, unbiased precisions differ.
 
-    Raises:
-        UserError: it is requested, and a precision is unknown or not the recorded one.
+    Raises UserError if it is requested, and a precision is unknown or not the recorded one.
     """
     recorded = [curve.settings.get("train.precision") for curve in curves]
     if not requested:
@@ -86,11 +85,7 @@ def precision_limits(
     differences: Mapping[str, Floats],
     tolerances: Tolerances,
 ) -> dict[str, PrecisionLimits]:
-    """Return the limits of loss, gradient norm and parameter norm.
-
-    Raises:
-        RunError: A has no learning rate or no gradient norm.
-    """
+    """Return the limits of each metric; raise RunError without A's rate or gradient norm."""
     for name in ("lr", "grad_norm"):
         if not len(a.series(name)[0]):
             raise RunError(

@@ -27,8 +27,7 @@ from slurmllm.compare.statistics import (
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Floats, Ints
 
-# Probability that another seed leaves the band, over both metrics
-CHANCE = 0.01
+CHANCE = 0.01  # probability that another seed leaves the band, over both metrics
 # For t: few seeds show little of the shape of the noise.
 _ASKED = CHANCE / 5
 _METRICS = 2
@@ -61,8 +60,7 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     further = np.sqrt(1 + 1 / count)
     units, z = deviations / scale, (other - mean) / (scale * further)
     calm, calm_z = medians_of_three(units), medians_of_three(z)
-    # 1, 4, 16 … points as long as there are 8 means at least, then all points
-    widths = [1]
+    widths = [1]  # 1, 4, 16 … points as long as there are 8 means at least, then all points
     while widths[-1] * 4 * 8 <= points:
         widths.append(widths[-1] * 4)
     if points > 1:
@@ -113,10 +111,8 @@ def _point_to_point(deviations: Floats) -> Floats:
 def _excursions(units: Floats) -> Floats:
     """Return by how much the band is wider where a seed makes an excursion. [points]
 
-    By blocks of a 32nd of the points, and the blocks next to them.
-
-    Args:
-        units: Deviations of the seeds in units of their scatter. [seeds, points]
+    By blocks of a 32nd of the points, and those next to them.
+    `units`: the seeds' deviations in units of their scatter. [seeds, points]
     """
     points = units.shape[1]
     width = max(8, points // 32)
@@ -200,9 +196,7 @@ class SeedBand:
     def check(self, metric: str, points: Points, letter: str) -> BandResult:
         """Compare B's values with the band, at their common points.
 
-        Raises:
-            RunError: a seed lacks the metric at nearly all of them, or has the losses of B or of
-                another of the runs.
+        Raises RunError if a seed lacks the metric there, or has the losses of another run.
         """
         steps = points.steps
         rows = [points.a]

@@ -13,10 +13,8 @@ from slurmllm.metrics.curves import Floats, Ints
 from slurmllm.run.records import Record
 
 WINDOWS = 10
-# Values of which the signed-rank test is exact
-_EXACT = 25
-# Of all points: the width of the running mean that smooths the curves.
-_SMOOTHING = 1 / 50
+_EXACT = 25  # values of which the signed-rank test is exact
+_SMOOTHING = 1 / 50  # of all points: the width of the running mean that smooths the curves
 
 
 class Window(Record):
@@ -45,7 +43,7 @@ class Statistics(Record):
     windows: tuple[Window, ...]
 
 
-@np.errstate(all="ignore")  # it runs in a thread, which has a state of its own
+@np.errstate(all="ignore")
 def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     """Describe how a metric differs, by its points and their signed relative differences.
 
@@ -218,10 +216,8 @@ def autocorrelation(rows: Floats) -> Floats:
     return correlation
 
 
-# No noise has a heavier tail than Student's t with so many degrees of freedom.
-_HEAVIEST = 3
-# Points from which the tail is estimated, an eighth of all at most
-_TAIL = 64
+_HEAVIEST = 3  # no noise has a heavier tail than Student's t with so many degrees of freedom
+_TAIL = 64  # points from which the tail is estimated, an eighth of all at most
 
 
 def largest(sizes: Floats, count: int) -> Floats:
@@ -264,20 +260,12 @@ _FLOOR = 1e-9  # smaller differences count as none
 
 
 def find_onset(r: Floats, begin: int, end: int) -> int:
-    """Find the onset of a departure.
+    """Find the onset of a departure that is known to be at the points `begin` … `end` - 1 of r.
 
     It is the point at which |r| grows most over all before, tenfold at least, and persists. If it
     emerges from noise it is the first point that is off by more than those before and persists;
     if the step is small compared with the noise, the point that best divides the values into
-    those before and those after (CUSUM).
-
-    Args:
-        r: Signed differences. [points]
-        begin: First point of what is known to be a departure.
-        end: The point after its last.
-
-    Returns:
-        An index from 0 to end - 1; `begin` if nothing clearer is found.
+    those before and those after (CUSUM). It is `begin` if nothing clearer is found.
     """
     if end == begin + 1:
         # A single point, unless those after it are off as well, by more than all before it
@@ -322,9 +310,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
 def largest_rise(r: Floats, end: int) -> int | None:
     """Return where |r| rises most, tenfold at least, over all before and stays up; else None.
 
-    Args:
-        r: Signed differences; the first few are not looked at: they are what was before. [points]
-        end: Points from here on are not looked at, except for whether it stays up.
+    The first few points are what was before; those from `end` on only show whether it stays up.
     """
     if end <= _SURE:
         return None

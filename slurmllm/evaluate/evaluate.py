@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -122,7 +122,14 @@ def plan_evaluation(
             skipped[VALIDATION] = str(error)
     elif corpus is not None:
         raise UserError("--validation-corpus requires --task validation")
-    remaining = tuple(_resolve_validation(located, skipped, text) for located in suites)
+
+    def resolve(row: SuiteTask) -> SuiteTask | None:
+        """Return the row, that of `validation` named by its text; None if it is skipped."""
+        if row.task == VALIDATION and text is not None:
+            return row.model_copy(update={"task": text.name, "name": row.title})
+        return None if row.task in skipped else row
+
+    remaining = tuple(replace(s, suite=s.suite.changed(resolve)) for s in suites)
     if all(not tuple(located.suite.rows()) for located in remaining):
         reasons = "; ".join(f"{task} {why}" for task, why in skipped.items())
         raise UserError(f"no task is left to evaluate: {reasons}")
@@ -135,19 +142,6 @@ def plan_evaluation(
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
         version = None if newest is None else newest.version
     return EvaluationPlan(remaining, text, skipped, version, settings)
-
-
-def _resolve_validation(
-    located: LocatedSuite, skipped: Collection[str], text: ValidationText | None
-) -> LocatedSuite:
-    """Return the suite without skipped tasks, its row of `validation` named by the text."""
-
-    def resolve(row: SuiteTask) -> SuiteTask | None:
-        if row.task == VALIDATION and text is not None:
-            return row.model_copy(update={"task": text.name, "name": row.title})
-        return None if row.task in skipped else row
-
-    return replace(located, suite=located.suite.changed(resolve))
 
 
 def plan_jobs(

@@ -45,8 +45,7 @@ from slurmllm.slurm.arrays import (
 )
 
 _POLL_S = 0.2
-# Between SIGTERM and SIGKILL: a job removes the model that it has exported.
-_TERMINATE_S = 5.0
+_TERMINATE_S = 5.0  # between SIGTERM and SIGKILL: a job removes the model that it has exported
 _SHARD_BYTES = 5 * 10**9  # files of an exported model
 
 

@@ -297,8 +297,7 @@ def _refuse_code(
 def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
     """Return why the harness cannot run a task, by its name and file; None if it can.
 
-    Raises:
-        UserError: there is no such folder of tasks, or the harness cannot be imported.
+    Raises UserError if there is no such folder of tasks, or the harness cannot be imported.
     """
     name, manager = request.task.task, _manager_of(request, allow_code)
     if name not in manager.all_tasks:

@@ -24,11 +24,7 @@ def default_path(store: RunDir, suite: str) -> Path:
 
 
 def draw(table: ScoreTable, name: str, path: Path, curve: Curve | None = None) -> None:
-    """Plot the scores of a suite, next to the validation loss the training loss of `curve`.
-
-    Raises:
-        StorageError: the picture cannot be written.
-    """
+    """Plot the scores of a suite, next to the validation loss the training loss of `curve`."""
     by_unit: dict[tuple[str, str], list[ScoreRow]] = {}
     for row in table.rows:
         metric = row.metric.partition(",")[0]

@@ -131,11 +131,7 @@ def checkpoint_checksum(manifest: CheckpointManifest) -> str:
 
 
 def folder_checksum(folder: Path) -> str:
-    """Return a digest of the files of a Hugging Face model folder.
-
-    Raises:
-        UserError: its weights are not safetensors.
-    """
+    """Return a digest of a Hugging Face model folder; raise UserError if it has no safetensors."""
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{folder} has no weights in safetensors, and no others are read: pickles "

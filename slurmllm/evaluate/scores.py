@@ -91,8 +91,7 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
     return tasks or scored[:1], warnings
 
 
-# The group of `validation` in all shipped suites.
-HELD_OUT = "held-out text"
+HELD_OUT = "held-out text"  # the group of `validation` in all shipped suites
 
 
 def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:

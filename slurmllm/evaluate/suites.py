@@ -170,11 +170,7 @@ _RULES = {
 
 
 def read_suite(path: Path) -> Suite:
-    """Read a suite's file.
-
-    Raises:
-        ConfigError: it cannot be read, or has faults: all of them, by dotted path.
-    """
+    """Read a suite's file; raise ConfigError with all its faults, by dotted path."""
     values, _ = read_yaml(path)
     try:
         return Suite.model_validate(values)

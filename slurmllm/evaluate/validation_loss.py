@@ -21,7 +21,7 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import single_sequences
 from slurmllm.errors import DataError
 from slurmllm.evaluate.validation_text import MAX_SEQUENCES
-from slurmllm.metrics.evaluations import perplexity
+from slurmllm.metrics.row_reader import perplexity
 from slurmllm.model import IGNORED
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill

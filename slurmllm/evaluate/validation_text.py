@@ -20,8 +20,7 @@ from slurmllm.evaluate.request import ValidationText
 from slurmllm.evaluate.suites import VALIDATION
 from slurmllm.run.rundir import RunDir
 
-# Without --limit: enough for a standard error of some thousandths of a nat.
-MAX_SEQUENCES = 1000
+MAX_SEQUENCES = 1000  # without --limit: enough for a standard error of some thousandths of a nat
 # The version of our own loop: increased when the same text and weights give another loss.
 LOOP = "slurmllm validation 1"
 # Corpora, which are read directly; a file of any other type is first built into a corpus.

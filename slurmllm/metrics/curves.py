@@ -7,7 +7,7 @@ spikes and report work on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -54,6 +54,23 @@ TAGS = {
 }
 # What an exact resume reproduces bit by bit; the other metrics are times and rates.
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
+
+
+class DamageWarning(str):
+    """A warning of rows or values that cannot be read, and were left out.
+
+    Attributes:
+        lines: Numbers of the lines, if known.
+        column: Of values; empty: whole rows.
+    """
+
+    lines: Sequence[int]
+    column: str
+
+    def __new__(cls, text: str, lines: Sequence[int] = (), column: str = "") -> DamageWarning:
+        warning = super().__new__(cls, text)
+        warning.lines, warning.column = lines, column
+        return warning
 
 
 @dataclass(frozen=True)
@@ -219,9 +236,6 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
 
     So no spike is lost. The last row is selected too, and the first of each gap (values that are
     not finite), so that it stays a gap; if not `keep_short_gaps`, only those of whole pieces.
-
-    Returns:
-        Rows, ascending. [at most `limit` + number of pieces with a gap]
     """
     if len(values) <= limit:
         return np.arange(len(values), dtype=np.int64)

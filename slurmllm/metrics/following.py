@@ -7,57 +7,148 @@ curve of its log. What a file holds at the first look is of earlier attempts, an
 
 from __future__ import annotations
 
+import csv
 import math
-import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.growing_rows import JsonRows, Lines, TableRows, TextRows
-from slurmllm.metrics.log_series import Log, log_suffix
+from slurmllm.metrics.binary_logs import event_files, event_folders
+from slurmllm.metrics.log_series import RowCollector, TagSeries, log_suffix
+from slurmllm.metrics.row_logs import column_names, json_numbers, read_cells
+from slurmllm.metrics.row_reader import parse_row
 from slurmllm.metrics.source import read_log
 from slurmllm.metrics.tags import (
+    FILES,
+    JSON_LINES,
+    TABLES,
+    TEXTS,
     LogFormat,
     TagChoice,
     choose_tags,
-    log_formats,
+    find_format,
     per_device,
     step_keys,
 )
-from slurmllm.metrics.tensorboard_logs import event_files, event_folders
-from slurmllm.metrics.text_logs import Numbers
+from slurmllm.metrics.text_logs import Numbers, TextReader
 from slurmllm.run.safe_files import LONGEST_LINE, open_regular
 
-PATTERN_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
-TEXTS = (".log", ".txt", ".out", ".err")
-TABLES = (".csv", ".tsv")
-JSON_LINES = (".jsonl", ".ndjson")
-_FILES = (*TEXTS, *TABLES, *JSON_LINES, ".json", ".wandb")
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 1.0
 _PAUSE_S = 2.0  # without output, after which a row of several lines counts as complete
 # What can only be read as a whole: the time between two readings, and their share of it.
 _REREAD_S, _REREAD_SHARE = 10.0, 0.05
 _MAX_WAITING = 10_000  # rows before the first with a loss
+_MAX_OTHERS = 1000  # rows of a format that is not the one with most rows
 
 
-class MetricsSource(Protocol):
-    """What is followed."""
+class _RowQueue(RowCollector):
+    """Rows that wait until they are taken, of the rank that had the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Numbers] = []
+        self._losses = self._count = 0
+        self._rank: str | None = None
+
+    def add(
+        self,
+        row: Iterable[tuple[str, float]],
+        line: int = 0,
+        texts: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        rank = dict(texts).get("rank", "")
+        self._rank = rank if self._rank is None else self._rank
+        if rank == self._rank:
+            values = dict(row)
+            self.waiting.append(values)
+            self._losses += any("loss" in key.lower() for key in values)
+            self._count += 1
 
     @property
-    def format(self) -> LogFormat | None: ...
+    def sizes(self) -> tuple[int, int]:
+        return self._losses, self._count
 
-    def read(self, last: bool = False) -> list[Numbers]:
-        """Return the new rows, without looking too often, at the `last` call incomplete ones too.
 
-        Raises:
-            OSError: a file cannot be read.
-            RunError: it is not such a file.
-        """
+class TextRows:
+    """The rows in lines of text."""
+
+    def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
+        self._text = TextReader(pattern, None if log_format is None else log_format.name)
+        self._queues = [_RowQueue() for _ in self._text.rows]
+        self._text.rows = [*self._queues]
+        self.format = self._named = log_format
+        self.numbered = False  # whether nothing shows the steps: rows are counted
+
+    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
+        self._text.read(chunk)
+        for reader in self._text.readers:
+            reader.settle()
+        return self.settle(last) if last else self._take()
+
+    def settle(self, last: bool = False) -> list[Numbers]:
+        """Return rows that only more lines could complete: none have come for a while."""
+        self._text.settle(last)
+        return self._take()
+
+    def _take(self) -> list[Numbers]:
+        """Return the rows of the format that has most, as of a whole log."""
+        queue = max(self._queues, key=lambda queue: queue.sizes)
+        rows, queue.waiting = queue.waiting, []
+        for other in self._queues:
+            other.waiting = other.waiting[-_MAX_OTHERS:]
+        for reader in self._text.readers if rows else ():
+            if reader.rows is queue:
+                self.format = reader.format or self._named
+                self.numbered = bool(reader.invented_steps)
+                break
+        tags = self.format.tags.values() if self.format is not None else ()
+        if not any("time" in names for names in tags):  # else Detectron2's time of a step
+            for row in rows:
+                row.pop("time", None)  # of a time zone that it does not name
+        return rows
+
+
+class JsonRows:
+    """The rows of JSON lines; other lines are skipped."""
+
+    format: LogFormat | None = None
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = b"" if last else rest[-LONGEST_LINE:]
+        rows = map(self._row, [*lines, rest] if last else lines)
+        return [row for row in rows if row is not None]
+
+    def _row(self, line: bytes) -> Numbers | None:
+        row = parse_row(line) if line.strip() else None
+        return dict(json_numbers(row)) if isinstance(row, dict) else None
+
+
+class TableRows(JsonRows):
+    """The rows of a table; a cell that is not a number is a missing value."""
+
+    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+        super().__init__()
+        self._path, self._tags = path, tags
+        self._columns, self._delimiter = list[str](), ","
+
+    def _row(self, line: bytes) -> Numbers | None:
+        text = line.decode("utf-8-sig", "replace").replace("\0", "")
+        if not self._columns:
+            self._delimiter, self._columns = column_names(text, self._path, self._tags)
+            return None
+        cells: list[str] = []
+        with suppress(csv.Error):
+            cells = next(csv.reader([text], delimiter=self._delimiter), [])
+        row = dict(read_cells(self._columns, cells)[0])
+        return row if row and len(cells) >= len(self._columns) else None
 
 
 class FollowedOutput:
@@ -95,7 +186,7 @@ class FollowedFile:
         self._file: tuple[Path, int] | None = None  # its inode
         self._offset = self._rows = 0  # what was read of it
         self._head, self._next = b"", 0.0
-        self._lines: Lines = JsonRows()
+        self._lines: TextRows | JsonRows = JsonRows()
         with suppress(OSError):
             self._look(skip=True)
 
@@ -137,7 +228,7 @@ class FollowedFile:
         self._rows += len(rows)
         return [] if skip else rows[before:]
 
-    def _reader(self, path: Path) -> Lines:
+    def _reader(self, path: Path) -> TextRows | JsonRows:
         suffix = log_suffix(path)
         if suffix in TEXTS:
             return TextRows()
@@ -168,17 +259,19 @@ class RereadLog:
         if seen == self._seen and (path.is_file() or len(files) > 1):
             return []
         log = read_log(path, self._tags)
+        if log is None:
+            raise RunError(f"{path} holds the metrics of slurmllm itself; give the trainer's log")
         self._next += (time.monotonic() - now) / _REREAD_SHARE
-        before, self._rows, self._seen = self._rows, list(_rows_of(log)), seen
+        before, self._rows, self._seen = self._rows, _rows_of(log.series), seen
         # A resume may have cut what a document held, and its files count anew.
         pairs = zip(before, self._rows, strict=False)
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(before))
         return self._rows[same:]
 
 
-def _rows_of(log: Log) -> Iterator[Numbers]:
+def _rows_of(log: Mapping[str, TagSeries]) -> list[Numbers]:
     rows: dict[int, Numbers] = {}  # by position
-    for tag, series in log.series.items():
+    for tag, series in log.items():
         times = series.values if series.times is None else series.times
         columns = (series.order, series.steps, series.values, times)
         for order, step, value, moment in zip(*(c.tolist() for c in columns), strict=True):
@@ -186,7 +279,7 @@ def _rows_of(log: Log) -> Iterator[Numbers]:
             row[tag] = value
             if series.times is not None:
                 row["time"] = moment
-    return (rows[order] for order in sorted(rows))
+    return [rows[order] for order in sorted(rows)]
 
 
 def newest(path: Path) -> Path | None:
@@ -197,6 +290,9 @@ def newest(path: Path) -> Path | None:
     first = next(number for number, part in enumerate(parts) if "*" in part)
     paths = Path(*parts[:first]).glob("/".join(parts[first:]))
     return max(paths, key=lambda each: each.stat().st_mtime_ns, default=None)
+
+
+MetricsSource = FollowedOutput | FollowedFile | RereadLog
 
 
 def follow(progress: str | None, tags: Mapping[str, str]) -> MetricsSource:
@@ -219,38 +315,7 @@ def printing_rank(progress: str | None, world_size: int) -> int:
 
 def is_path(text: str) -> bool:
     path = Path(text)
-    return "/" in text or path.suffix in _FILES or "tfevents" in path.name
-
-
-def find_format(text: str) -> LogFormat:
-    """Return the format of a name; case, `_`, `-` and spaces are equal, and its end may be missing.
-
-    Raises:
-        ValueError: there is none, or several.
-    """
-    formats = {_plain(name): log_format for name, log_format in log_formats().items()}
-    if (name := _plain(text)) in formats:
-        return formats[name]
-    begun = [f for f in log_formats().values() if name and name in _beginnings(f.name)]
-    fitting = [f for f in begun if f.lines] or begun
-    if len(fitting) != 1:
-        names = [f.name for f in fitting or log_formats().values()]
-        raise ValueError(
-            f"progress {text!r} is {'several formats' if fitting else 'no known format'}; give one "
-            f"of {', '.join(names)}; a pattern such as {PATTERN_EXAMPLE}; or the path of a file of "
-            f"metrics ({', '.join(_FILES)}) or of a folder of TensorBoard events"
-        )
-    return fitting[0]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
-
-
-def _beginnings(name: str) -> set[str]:
-    """Return the plain first words of a name: `hugging`, `huggingface`; of each of `A or B`."""
-    parts = (re.split(r"[\s_-]+", part) for part in name.split(" or "))
-    return {_plain("".join(words[:n])) for words in parts for n in range(1, len(words) + 1)}
+    return "/" in text or path.suffix in FILES or "tfevents" in path.name
 
 
 class MetricNames:

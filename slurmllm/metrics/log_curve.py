@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
-from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, bit_identical
+from slurmllm.metrics.curves import Curve, DamageWarning, Flags, Floats, Ints, bit_identical
 from slurmllm.metrics.log_series import COUNTS, Log, TagSeries
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.numbers import DecimalMark
 from slurmllm.metrics.row_selection import rows_with, select_rows
-from slurmllm.metrics.step_counters import continue_steps
-from slurmllm.metrics.tags import TagChoice, choose_tags, per_device
+from slurmllm.metrics.tags import TagChoice, choose_tags, find_tags, per_device
 
 _MAX_RESTARTS = 1000
 # Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
 _MIXED = 0.3
+
+_MOST_RESUMES = 100
+_FEW = 5  # losses whose median is compared
+# Of what the loss has changed in a run: how far it may be, after a resume, from where it was
+_NEAR = 0.25
 
 
 def curve_of_log(
@@ -29,22 +34,16 @@ def curve_of_log(
     where: Mapping[str, str] | None = None,
     decimal: DecimalMark | None = None,
 ) -> Curve:
-    """Convert a log to a curve.
+    """Convert a log to a curve; arguments as of `source.read_curve`.
 
-    Args:
-        where: Column → the value that it must have in the rows to read.
-        decimal: The decimal mark, if the numbers of a column do not show it.
-
-    Raises:
-        RunError: no tag is the loss, a requested tag is missing, a decimal mark is unknown, or
-            rows of several splits or ranks are in one log.
+    Raises RunError without a loss, a requested tag or a decimal mark, or for several splits.
     """
     for column, text in (where or {}).items():
         log = rows_with(log, column, text)
     choice = _choose_tags(log, tags)
     log = select_rows(_with_decimals(log, choice, decimal), choice.tags)
     choice = _choose_tags(log, tags)  # a rank may lack some
-    log = continue_steps(log, choice.tags)
+    log = _continue_steps(log, choice.tags)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
     if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
         in_ms = chosen["step_time_s"]
@@ -59,7 +58,12 @@ def curve_of_log(
     convention = None if choice.format is None else choice.format.convention
     if convention is not None and convention.counts == "samples":
         block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
-    warnings = [*log.warnings, *choice.missing, *_tag_warnings(log, choice)]
+    read = {"", *choice.tags.values()}
+    warnings = [  # damage to a column that is not read is none
+        str(text) if isinstance(text, DamageWarning) and text.column not in read else text
+        for text in log.warnings
+    ]
+    warnings += [*choice.missing, *_tag_warnings(log, choice)]
     if log.invented_steps:
         warnings.append(f"{log.path}: {log.invented_steps}")
     if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
@@ -203,3 +207,92 @@ def _merge_tags(
         absent[metric][index] = False
         row_attempts[index] = np.maximum(row_attempts[index], attempts)
     return RowBlock(steps, row_attempts, columns, absent), (rows, identical, largest)
+
+
+class _Resume(NamedTuple):
+    order: int  # position in the log of the first row after it
+    offset: int  # steps before it
+    evidence: str  # tag that goes on
+    exact: bool  # whether the evidence gives the number of steps, not only that they go on
+
+
+def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
+    """Count on the steps of resumes that begin again at the log's first step.
+
+    Two runs in one file look alike. What else was logged tells them apart: tokens, samples or
+    epochs go on in a resumed run, and so does the loss.
+    """
+    loss = log.series.get(metrics.get("loss") or metrics["grad_norm"])
+    if loss is None or len(loss.steps) < 2:
+        return log
+    resumes: list[_Resume] = []
+    starts = 1 + np.flatnonzero((np.diff(loss.steps) < 0) & (loss.steps[1:] <= loss.steps[0]))
+    begin = offset = 0
+    for start in starts.tolist() if len(starts) <= _MOST_RESUMES else ():
+        resume = _find_resume(log, metrics, loss, begin, start, offset)
+        if resume is None:
+            return log
+        resumes.append(resume)
+        begin, offset = start, resume.offset
+    if not resumes:
+        return log
+    orders: Ints = np.array([resume.order for resume in resumes])
+    offsets: Ints = np.array([0, *(resume.offset for resume in resumes)])
+    series = {
+        tag: replace(s, steps=s.steps + offsets[np.searchsorted(orders, s.order, side="right")])
+        for tag, s in log.series.items()
+    }
+    first, place = resumes[0], log.place(resumes[0].order)
+    more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
+    text = (
+        f"the steps begin again at {loss.steps[starts[0]]} ({place}{more}), and {first.evidence} "
+        f"goes on: counted on from step {first.offset}"
+    )
+    if all(resume.exact for resume in resumes):
+        return replace(log, series=series, warnings=(*log.warnings, text))
+    return replace(log, series=series, invented_steps=log.invented_steps or f"{text}, as a guess")
+
+
+def _find_resume(
+    log: Log, metrics: Mapping[str, str], loss: TagSeries, begin: int, start: int, offset: int
+) -> _Resume | None:
+    """Return the resume before row `start` of the loss, in a part that began at row `begin`."""
+    before, after = slice(begin, start), slice(start, len(loss.steps))
+    _, at_a, at_b = np.intersect1d(loss.steps[before], loss.steps[after], return_indices=True)
+    if bit_identical(loss.values[before][at_a], loss.values[after][at_b]).all():
+        return None  # started again
+    order = int(loss.order[start])
+    intervals = np.diff(loss.steps[before])
+    interval = int(np.median(intervals)) if intervals.size else 1
+    next_step = offset + int(loss.steps[start - 1]) + interval - int(loss.steps[start])
+    for metric in {"tokens", "samples"} & metrics.keys():
+        counter = log.series.get(metrics[metric])
+        if (
+            counter is None
+            or not (counter.order < order).sum() > 1 <= (counter.order >= order).sum()
+        ):
+            continue
+        steps, values = counter.steps, counter.values
+        row = int(np.argmax(counter.order >= order))
+        first = int(np.argmax(counter.order >= loss.order[begin]))
+        if values[row] > values[first] and steps[row - 1] > steps[first]:
+            per_step = (values[row - 1] - values[first]) / (steps[row - 1] - steps[first])
+            step = steps[first] + (values[row] - values[first]) / per_step
+            count = round(float(step - steps[row]))
+            if count > 0 and abs(step - steps[row] - count) < 0.05:
+                return _Resume(order, offset + count, metrics[metric], True)
+    for tag in find_tags(log.series, ["epoch"])[:1]:
+        epochs = log.series[tag]
+        earlier, later = (epochs.values[epochs.order < order], epochs.values[epochs.order >= order])
+        if earlier.size and later.size and earlier[0] < later[0] >= earlier[-1]:
+            return _Resume(order, next_step, tag, False)
+    goes_on = _goes_on(loss.values[before], loss.values[after])
+    return _Resume(order, next_step, "the loss", False) if goes_on else None
+
+
+def _goes_on(before: Floats, after: Floats) -> bool:
+    """Return whether a loss is, after a resume, near its last values and not its first ones."""
+    few = max(1, min(_FEW, len(before) // 4))
+    first, last, new = (float(np.median(v)) for v in (before[:few], before[-few:], after[:few]))
+    moved = abs(first - last)
+    return moved > 0.02 * abs(first) and abs(new - last) < _NEAR * moved

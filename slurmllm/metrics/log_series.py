@@ -7,7 +7,7 @@ import gzip
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import Floats, Ints, SourceKind
+from slurmllm.metrics.curves import DamageWarning, Floats, Ints, SourceKind
 from slurmllm.metrics.numbers import CommaNumber, DecimalMark, decimal_mark
 from slurmllm.metrics.tags import LogFormat, common_names, find_tags, list_tags, step_keys
 from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON, open_regular
@@ -25,6 +25,8 @@ _BLOCK_BYTES = 1 << 16
 _SPOOLED_BYTES = 256 << 20  # in memory; what is longer is in a file
 _FRACTIONAL = 0.1  # share of steps that are not whole numbers
 _MOST_TEXTS = 200  # different ones in a column that separates rows
+# Cells of a table that are no values, as pandas reads them
+MISSING = {"", "na", "n/a", "none", "null", "-", "<na>"}
 # Metrics that are whole numbers, or rates of them: a comma separates thousands
 COUNTS = ("step", "tokens", "samples", "seq_per_s", "tokens_per_s")
 
@@ -78,10 +80,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     """Open a log; a .gz is decompressed to a temporary file.
 
     If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
-
-    Raises:
-        RunError: the name ends in .gz but the file is not gzip; it is UTF-16 or a Git LFS pointer.
-        OSError: the file cannot be read.
+    Raises RunError if it is not gzip, UTF-16, or a Git LFS pointer.
     """
     stream = open_regular(path)
     start = stream.read(len(LFS_POINTER))
@@ -118,7 +117,8 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
             # correct; if a checksum fails, any line may be wrong.
             correct = isinstance(error, EOFError) or "Not a gzipped file" in str(error)
             warning = f"{path} is damaged: {error}; read as far as possible"
-            warnings.append(warning if correct else f"{warning}, and some of it may be wrong")
+            warning += "" if correct else ", and some of it may be wrong"
+            warnings.append(warning if isinstance(error, EOFError) else DamageWarning(warning))
             content.truncate(complete)
     content.seek(0)
     return content
@@ -177,11 +177,7 @@ class RowCollector:
         log_format: LogFormat | None = None,
         invented_steps: str = "",
     ) -> Log:
-        """Return the rows as a log, without those that have no step.
-
-        Raises:
-            RunError: there are no rows, or no key is the step.
-        """
+        """Return the rows that have a step as a log; raise RunError if there are none."""
         if not len(self):
             raise RunError(
                 f"no metrics in {path}: it has no row of numbers; give the log of a training run"
@@ -192,7 +188,7 @@ class RowCollector:
             place = f"{path}:{self._lines[row]}" if self._lines[row] else str(path)
             warnings = (*warnings, f"{place}: numbers have decimal commas; read 2,5 as 2.5")
         step_key, rows, row_steps, skipped = self._select_steps(path, tags)
-        warnings = (*warnings, *skipped)
+        warnings = (*warnings, *self._mixed_columns(path, step_key), *skipped)
         series = {}
         for key, positions in self._rows.items():
             key_rows = np.frombuffer(positions, dtype=np.int64)
@@ -248,18 +244,38 @@ class RowCollector:
                 f"{path}{f':{line}' if line else ''}: {step_key} is {steps[place]:g}, not a whole "
                 "number; name the column of the step with --tag step=KEY"
             )
+        lines = [line for row in rows[~valid].tolist() if (line := self._lines[row])]
         warnings = [
-            f"{path}: skipped {np.sum(~valid)} of {len(steps)} rows: {step_key} is {step:g}, not "
-            "an integer of 0 or more"
+            DamageWarning(
+                f"{path}: skipped {np.sum(~valid)} of {len(steps)} rows: {step_key} is {step:g}, "
+                "not an integer of 0 or more",
+                lines,
+            )
             for step in steps[~valid][:1].tolist()
         ]
         return step_key, rows[valid], steps[valid].astype(np.int64), warnings
 
-    def _decide_commas(self) -> tuple[frozenset[str], int | None]:
-        """Correct the values of columns with decimal commas, which were read as thousands.
+    def _mixed_columns(self, path: Path, step_key: str) -> Iterator[str]:
+        """Yield warnings of texts in columns of numbers; without a step, the row is left out."""
+        for key in self._rows if self._texts else ():
+            at, codes, codes_of = self._texts.get(key, ((), (), {}))
+            texts = list(codes_of)
+            cells = [(row, texts[code]) for row, code in zip(at, codes, strict=True)]
+            cells = [(row, text) for row, text in cells if text.lower() not in MISSING]
+            if cells and key != "rank":
+                lines = [self._lines[row] for row, _ in cells]
+                place = f"{path}:{lines[0]}" if lines[0] else str(path)
+                yield DamageWarning(
+                    f"{place}: {cells[0][1]!r:.40} in column {key!r} is not a number; such cells "
+                    f"are missing values: {len(cells)}",
+                    lines,
+                    "" if key == step_key else key,
+                )
 
-        Returns:
-            The columns that are undecided, and the first row with a decimal comma, if any.
+    def _decide_commas(self) -> tuple[frozenset[str], int | None]:
+        """Correct columns with decimal commas, which were read as thousands.
+
+        Returns the columns that are undecided, and the first row with a decimal comma, if any.
         """
         counts = {tag for metric in COUNTS for tag in find_tags(self._commas, common_names(metric))}
         all_marks = {mark for _, marks in self._commas.values() for mark in marks}

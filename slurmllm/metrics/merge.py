@@ -146,12 +146,7 @@ def _fallback_warning(steps: Ints, attempts: Ints) -> Iterator[str]:
 
 
 def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Select the row of each step that is used.
-
-    Returns:
-        Indices of the used rows, by step; of the replaced rows; and of the rows that replaced
-        these.
-    """
+    """Return the rows that are used, by step; the replaced ones; and what replaced these."""
     if np.all(steps[1:] > steps[:-1]):
         none: Ints = np.empty(0, dtype=np.int64)
         return np.arange(len(steps)), none, none
@@ -187,11 +182,7 @@ def _new_schedules(
 
 
 def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:
-    """Compare rows, by their indices, with those that replaced them.
-
-    Returns:
-        Whether they are bit-identical, and their largest relative difference.
-    """
+    """Return whether rows have the bits of those that replaced them, and the largest difference."""
     identical, largest = True, 0.0
     for key in REPRODUCED if old.size else ():
         if key in columns:

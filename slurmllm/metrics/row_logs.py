@@ -1,8 +1,6 @@
-"""Logs that hold rows of numbers: tables, JSON, and the files of W&B, MLflow and TensorBoard.
+"""Logs that hold rows of numbers: tables, JSON, MLflow's files and TensorBoard's tables.
 
-A .wandb file is a log in LevelDB's format (leveldb doc/log_format.md, with a header of 7 bytes):
-blocks of 32 KiB with records, each a serialized `Record` of wandb/proto/wandb_internal.proto. Only
-its history is read, without the wandb package.
+The readers raise RunError for a file without rows or steps, OSError for one that cannot be read.
 """
 
 from __future__ import annotations
@@ -10,36 +8,33 @@ from __future__ import annotations
 import csv
 import json
 import re
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from importlib import resources
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
-from slurmllm.metrics.log_series import Log, RowCollector, TagSeries, log_suffix, open_log
+from slurmllm.metrics.curves import DamageWarning
+from slurmllm.metrics.log_series import (
+    MISSING,
+    Log,
+    RowCollector,
+    TagSeries,
+    log_suffix,
+    open_log,
+)
 from slurmllm.metrics.numbers import LONGEST_NUMBER, parse_value
 from slurmllm.metrics.row_reader import json_number, parse_row
 from slurmllm.metrics.tags import step_keys
 from slurmllm.run.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
 
 _LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
-# Cells of a table that are no values, as pandas reads them
-_MISSING = {"", "na", "n/a", "none", "null", "-", "<na>"}
-# W&B's range over the runs that were averaged
-_WANDB_RANGE = ("__MIN", "__MAX")
+_WANDB_RANGE = ("__MIN", "__MAX")  # W&B's range over the runs that were averaged
 # Keys of a JSON document that may hold the rows, preferred first
 _ROW_KEYS = ("log_history", "history", "metrics", "logs", "rows", "data")
-_FILE_HEADER = struct.Struct("<4sHB")  # ":W&B", magic, version
-_HEADER = struct.Struct("<IHB")  # checksum, length, type
-_BLOCK_BYTES = 1 << 15
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 # TensorBoard's "Download as CSV" (one file per tag), OLMo-core's metric_saver.py (one per step)
 _TAG_CSV = re.compile(r".*-tag-(?P<tag>.+)\.csv")
 _STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")
@@ -50,22 +45,13 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
 
     A last line without a newline is skipped if its last value is shorter than all others of that
     column: it is probably truncated within a number.
-
-    Raises:
-        RunError: it has no header or no rows, or no column is the step.
-        OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
     short, wide = list[int](), list[int]()  # lines, the header is 1
-    columns = set[str]()  # with numbers
-    # Column → number of cells that are no numbers; line and text of the first
-    texts: dict[str, tuple[int, int, str]] = {}
     last = 0
     with open_log(path, warnings) as stream:
         lines = _table_lines(stream, path, warnings)
-        header = next(lines, "")
-        delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header.count)
-        names = column_names(header, delimiter, path, tags)
+        delimiter, names = column_names(next(lines, ""), path, tags)
         reader = csv.reader(lines, delimiter=delimiter)
         try:
             for cells in reader:
@@ -81,43 +67,37 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 if any(cell.strip() for cell in cells[len(names) :]):
                     wide.append(last)
                     continue
-                numbers, labels = list[tuple[str, float]](), list[tuple[str, str]]()
-                for name, cell in zip(names, cells, strict=False):
-                    if cell and name and not name.endswith(_WANDB_RANGE):
-                        number = parse_cell(name, cell)
-                        if number is not None:
-                            numbers.append((name, number))
-                        elif cell.strip().lower() not in _MISSING:
-                            count, line, text = texts.get(name, (0, last, cell))
-                            texts[name] = (count + 1, line, text)
-                            labels.append((name, cell.strip()))
-                columns.update(name for name, _ in numbers)
+                numbers, labels = read_cells(names, cells)
                 rows.add(numbers, last, labels)
         except csv.Error as error:
-            warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
-    warnings += [
-        f"{path}:{texts[name][1]}: {texts[name][2]!r:.40} in column {name!r} is not a number; such "
-        f"cells are missing values: {texts[name][0]}"
-        for name in names
-        if name in texts and name in columns
-    ]
-    warnings += _skipped_rows(path, short, wide, last, len(names))
+            line = reader.line_num + 1
+            warnings.append(DamageWarning(f"{path}:{line}: {error}; read as far as that"))
+    if short == [last]:
+        warnings.append(f"{path}:{last}: skipped the truncated last line")
+        short = []
+    for skipped, how in ((short, "fewer"), (wide, "more")):
+        if skipped:
+            text = f"{path}:{skipped[0]}: skipped {format_plural(len(skipped), 'row')} with {how} "
+            warnings.append(DamageWarning(f"{text}than the header's {len(names)} columns", skipped))
     return rows.log(path, "csv", tags, warnings)
 
 
-def _skipped_rows(
-    path: Path, short: Sequence[int], wide: Sequence[int], last: int, width: int
-) -> Iterator[str]:
-    if short == [last]:
-        yield f"{path}:{last}: skipped the truncated last line"
-        short = []
-    for lines, how in ((short, "fewer"), (wide, "more")):
-        if lines:
-            rows = format_plural(len(lines), "row")
-            yield f"{path}:{lines[0]}: skipped {rows} with {how} than the header's {width} columns"
+def read_cells(
+    names: Sequence[str], cells: Sequence[str]
+) -> tuple[list[tuple[str, float]], list[tuple[str, str]]]:
+    """Return the numbers and the texts of a table's row, by column."""
+    numbers, texts = list[tuple[str, float]](), list[tuple[str, str]]()
+    for name, cell in zip(names, cells, strict=False):
+        if not cell or not name or name.endswith(_WANDB_RANGE):
+            continue
+        if (number := _parse_cell(name, cell)) is not None:
+            numbers.append((name, number))
+        elif cell.strip().lower() not in MISSING:
+            texts.append((name, cell.strip()))
+    return numbers, texts
 
 
-def parse_cell(name: str, cell: str) -> float | None:
+def _parse_cell(name: str, cell: str) -> float | None:
     if len(cell) <= LONGEST_NUMBER:
         with suppress(ValueError):
             return float(cell)
@@ -129,17 +109,16 @@ def _new_header(cells: Sequence[str], names: Sequence[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
     shared = len(set(header) & set(names) - {""})
     is_header = 2 * shared >= min(len(header), len(names)) and shared > 1
-    return header if is_header and not any(parse_cell("", cell) for cell in header) else []
+    return header if is_header and not any(_parse_cell("", cell) for cell in header) else []
 
 
-def column_names(
-    header_line: str, delimiter: str, path: Path, tags: Mapping[str, str]
-) -> list[str]:
-    """Return the names of a table's columns; raise RunError if it has none.
+def column_names(header_line: str, path: Path, tags: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the delimiter of a table and the names of its columns; raise RunError without any.
 
     W&B's table of a chart has columns `<run> - <metric>`: the run's name is cut off if all are of
     one, unless the user names such a column.
     """
+    delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header_line.count)
     header: list[str] = []
     with suppress(csv.Error):  # a line of 128 KiB without a separator
         cells = next(csv.reader([header_line], delimiter=delimiter), [])
@@ -152,7 +131,7 @@ def column_names(
     one_run = len({run for run, _, metric in parts if metric}) == 1
     only_steps = all(step_keys([name], {}) for name in others)
     named = set(tags.values()) & (set(header) - set(metrics))
-    return metrics if one_run and only_steps and not named else header
+    return delimiter, metrics if one_run and only_steps and not named else header
 
 
 def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[str]:
@@ -179,12 +158,7 @@ def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[
 
 
 def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read JSON lines; other lines are skipped with a warning.
-
-    Raises:
-        RunError: it holds no rows, or no key is the step.
-        OSError: the file cannot be read.
-    """
+    """Read JSON lines; other lines are skipped with a warning."""
     rows, broken, last = RowCollector(), list[int](), 0
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
@@ -210,18 +184,15 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
     if broken == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif broken:
-        lines = format_plural(len(broken), "line")
-        warnings.append(f"{path}:{broken[0]}: not a JSON object; skipped {lines}")
+        text = (
+            f"{path}:{broken[0]}: not a JSON object; skipped {format_plural(len(broken), 'line')}"
+        )
+        warnings.append(DamageWarning(text, broken))
     return rows.log(path, "jsonl", tags, warnings)
 
 
 def read_json(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a JSON document that holds a list of rows, or a list of values for each key.
-
-    Raises:
-        RunError: it holds neither, or no key is the step.
-        OSError: the file cannot be read.
-    """
+    """Read a JSON document that holds a list of rows, or a list of values for each key."""
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
         text = stream.read(_LARGEST_JSON + 1)
@@ -298,72 +269,6 @@ def json_texts(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
-def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a W&B offline run file.
-
-    Raises:
-        RunError: it is not such a file, or holds no history.
-        OSError: the file cannot be read.
-    """
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-    rows, warnings = RowCollector(), list[str]()
-    parse = _record_type().FromString
-    try:
-        with open_regular(path) as stream:
-            if (begin := stream.read(_FILE_HEADER.size)[:4]) != b":W&B":
-                raise RunError(
-                    f"{path} is not a W&B run file: it begins with {begin!r} instead of b':W&B'; "
-                    "give the run-ID.wandb of an offline-run folder"
-                )
-            for record in _wandb_records(stream):
-                history = parse(record).history
-                if history.item:
-                    row = {
-                        item.key or ".".join(item.nested_key): json.loads(item.value_json or "null")
-                        for item in history.item
-                    }
-                    rows.add(json_numbers({"_step": history.step.num} | row))
-    except (ValueError, DecodeError, RecursionError) as error:
-        warnings.append(f"{path}: {error}; read as far as that")
-    return rows.log(path, "jsonl", tags, warnings)
-
-
-def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
-    record, place = b"", _FILE_HEADER.size
-    while len(header := stream.read(min(_HEADER.size, _BLOCK_BYTES - place % _BLOCK_BYTES))):
-        if len(header) < _HEADER.size:  # the end of a block, too short for a header: zeros
-            place += len(header)
-            continue
-        checksum, size, kind = _HEADER.unpack(header)
-        text = stream.read(size)
-        if len(text) < size:
-            raise ValueError(f"the record at byte {place} is cut")
-        if zlib.crc32(text, zlib.crc32(bytes([kind]))) != checksum:
-            raise ValueError(f"the record at byte {place} is damaged")
-        record = text if kind in (_FULL, _FIRST) else record + text
-        if len(record) > LARGEST_RECORD:
-            raise ValueError(
-                f"the record before byte {place} has more than {LARGEST_RECORD:,} bytes"
-            )
-        if kind in (_FULL, _LAST):
-            yield record
-        place += _HEADER.size + size
-
-
-@cache
-def _record_type() -> Any:
-    from google.protobuf import (  # type: ignore[import-untyped]
-        descriptor_pb2,
-        message_factory,
-        text_format,
-    )
-
-    text = resources.files("slurmllm.metrics").joinpath("wandb.textproto").read_text("utf-8")
-    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
-    return message_factory.GetMessages([file])["slurmllm.wandb.Record"]
-
-
 def mlflow_runs(folder: Path) -> list[Path]:
     """Return the runs of an MLflow file store: the folder itself, or those below it."""
     if (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir():
@@ -373,12 +278,7 @@ def mlflow_runs(folder: Path) -> list[Path]:
 
 
 def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
-    """Read a run of an MLflow file store: metrics/NAME holds lines of `timestamp value step`.
-
-    Raises:
-        RunError: it has no metrics.
-        OSError: a file cannot be read.
-    """
+    """Read a run of an MLflow file store: metrics/NAME holds lines of `timestamp value step`."""
     rows, warnings = RowCollector(), list[str]()
     values: list[tuple[float, float, str, float]] = []  # time in ms, step, name, value
     for path in sorted(path for path in (run / "metrics").rglob("*") if path.is_file()):
@@ -392,9 +292,8 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
                 except ValueError:
                     broken.append(number)
         if broken:
-            warnings.append(
-                f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
-            )
+            text = f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
+            warnings.append(DamageWarning(text, broken))
     # A restart writes all metrics again: each file alone does not show in which order.
     values.sort(key=itemgetter(0))
     for moment, step, name, value in values:
@@ -414,12 +313,7 @@ def split_log_files(folder: Path) -> list[Path]:
 
 
 def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read such a file, or a folder of them.
-
-    Raises:
-        RunError: a file has no rows.
-        OSError: a file cannot be read.
-    """
+    """Read such a file, or a folder of them."""
     files = split_log_files(path) if path.is_dir() else [path]
     rows, series, warnings = RowCollector(), dict[str, TagSeries](), list[str]()
     for file in files:
@@ -428,7 +322,7 @@ def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
             if isinstance(row, dict):
                 rows.add([("step", float(step["step"])), *json_numbers(row)])
             else:
-                warnings.append(f"{file} is not complete JSON; skipped it")
+                warnings.append(DamageWarning(f"{file} is not complete JSON; skipped it"))
             continue
         log = read_table(file, tags)
         name = None if "Value" in tags.values() else _TAG_CSV.fullmatch(file.name)

@@ -1,4 +1,4 @@
-"""The rows of our own metrics files (JSON lines, one per step), read without numpy.
+"""The rows of our own metrics files (JSON lines, one per step) and events, read without numpy.
 
 Here is the definition of a row and of a damaged line, which the fast columnar reader
 (`attempt_metrics`) shares. A worker that is killed can leave its last line cut in the middle: a
@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,7 @@ _NAMED_NUMBERS = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infi
 def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a metrics file with their lines' numbers, up to the last whole one.
 
-    Raises:
-        RunError: a line is not a row, or the file cannot be read.
+    Raises RunError if a line is not a row, or the file cannot be read.
     """
     cut_line = None
     try:
@@ -104,11 +104,7 @@ def row_fault(row: Any) -> str | None:
 
 
 def last_row(run: RunDir) -> Row | None:
-    """Read the newest row of a run as written; None if the run has made no step.
-
-    Raises:
-        RunError: a metrics file cannot be read.
-    """
+    """Read the newest row of a run as written; None if the run has made no step."""
     try:
         for path in reversed(run.metrics_files()):
             row = last_row_of(path)
@@ -126,8 +122,7 @@ def last_row_of(path: Path) -> Row | None:
 def last_rows(path: Path, count: int) -> list[Row]:
     """Read the last rows of a metrics file from its end, oldest first; lines without are skipped.
 
-    Raises:
-        OSError: the file cannot be read, or its end holds no rows.
+    Raises OSError if the file cannot be read, or its end holds no rows.
     """
     rows: list[Row] = []
     with open_regular(path) as stream:
@@ -159,12 +154,8 @@ def read_events(
 ) -> Iterator[Event]:
     """Yield the events of a train attempt, oldest first; none if it wrote none.
 
-    Lines that are not events (a cut last one, a kind of a newer version) are skipped.
-
-    Their numbers, from 1, are appended to `skipped_lines`.
-
-    Raises:
-        RunError: the file cannot be read.
+    Lines that are not events (a cut last one, a kind of a newer version) are skipped; their
+    numbers are appended to `skipped_lines`. Raises RunError if the file cannot be read.
     """
     # Here, so that the rows above are read without pydantic.
     from pydantic import ValidationError
@@ -184,3 +175,33 @@ def read_events(
         except ValidationError:
             if skipped_lines is not None:
                 skipped_lines.append(number)
+
+
+def read_evaluations(run: RunDir, files: Iterable[Path]) -> dict[int, Event]:
+    """Return the evaluation of each step, of the latest of attempts, by their metrics files."""
+    evaluations = {}
+    for path in files:
+        for event in read_events(run, int(path.stem.removeprefix("attempt_"))):
+            if event.kind == "evaluation":
+                evaluations[event.step] = event
+    return evaluations
+
+
+def last_evaluation(run: RunDir) -> Event | None:
+    """Return the newest evaluation; None without one, or if its file cannot be read."""
+    for path in reversed(run.metrics_files()):
+        with suppress(RunError):
+            if evaluations := read_evaluations(run, [path]):
+                return list(evaluations.values())[-1]
+    return None
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
+
+
+def evaluation_values(losses: Mapping[str, float]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, loss in losses.items():
+        values |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}
+    return values

@@ -29,11 +29,7 @@ _NUMBERED = re.compile(rf"{_RANK.pattern}|.*(train|val|eval|test|split|fold|seed
 def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
     """Return the log with the rows of the training split and of the lowest rank.
 
-    Args:
-        metrics: Metric → its tag.
-
-    Raises:
-        RunError: another column separates rows of the same steps.
+    Raises RunError if another column separates rows of the same steps. `metrics`: metric → tag.
     """
     loss = log.series[metrics.get("loss") or metrics["grad_norm"]]
     for name, column in _columns(log, metrics):

@@ -12,20 +12,20 @@ from typing import Any
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import row_logs
-from slurmllm.metrics.curves import Convention, Curve, Setting
-from slurmllm.metrics.evaluations import read_evaluations
-from slurmllm.metrics.log_curve import curve_of_log
-from slurmllm.metrics.log_series import Log, log_suffix
-from slurmllm.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
-from slurmllm.metrics.numbers import DecimalMark
-from slurmllm.metrics.row_reader import parse_row, read_error
-from slurmllm.metrics.tags import parse_tags
-from slurmllm.metrics.tensorboard_logs import (
+from slurmllm.metrics.binary_logs import (
     event_files,
     event_folders,
     is_event_file,
     read_tensorboard,
+    read_wandb,
 )
+from slurmllm.metrics.curves import Convention, Curve, Setting
+from slurmllm.metrics.log_curve import curve_of_log
+from slurmllm.metrics.log_series import Log, log_suffix
+from slurmllm.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
+from slurmllm.metrics.numbers import DecimalMark
+from slurmllm.metrics.row_reader import parse_row, read_error, read_evaluations
+from slurmllm.metrics.tags import JSON_LINES, TABLES, TEXTS, parse_tags
 from slurmllm.metrics.text_logs import read_text
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import JobsRecord, SkipsRecord
@@ -35,11 +35,11 @@ from slurmllm.run.safe_files import open_regular, os_error_text, read_limited, r
 __all__ = ["locate", "parse_tags", "read_curve"]
 
 _READERS: Mapping[str, Callable[[Path, Mapping[str, str]], Log]] = {
-    **dict.fromkeys((".jsonl", ".ndjson"), row_logs.read_json_lines),
+    **dict.fromkeys(JSON_LINES, row_logs.read_json_lines),
     ".json": row_logs.read_json,
-    **dict.fromkeys((".csv", ".tsv"), row_logs.read_table),
-    ".wandb": row_logs.read_wandb,
-    **dict.fromkeys((".log", ".txt", ".out", ".err"), read_text),
+    **dict.fromkeys(TABLES, row_logs.read_table),
+    ".wandb": read_wandb,
+    **dict.fromkeys(TEXTS, read_text),
 }
 # Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger, W&B's offline runs and llm.c
 _LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "run-*.wandb", "main.log")
@@ -53,10 +53,8 @@ _KINDS = (
 def locate(source: str, root: Path) -> Path:
     """Resolve an argument of the command line: a run's name, or any file or folder of metrics.
 
-    A folder with metrics but without config.yaml is accepted: an incomplete copy of a run.
-
-    Raises:
-        RunError: it is none of these.
+    A folder with metrics but without config.yaml is accepted: an incomplete copy of a run. Raises
+    RunError if it is none of these.
     """
     if not source.strip():  # an unset variable of a script; as a path it is the folder itself
         raise RunError(f"an empty name is not a run; give {_KINDS}")
@@ -125,11 +123,10 @@ def read_curve(
     """
     tags = tags or {}
     try:
-        is_file = source.is_file()
-        log = _read_file(source, tags, pattern) if is_file else _read_folder(source, tags)
+        log = read_log(source, tags, pattern)
         if log is None:
             return read_run(source, lenient, by_file)
-        return curve_of_log(log, run_name(log.path, is_file), tags, where, decimal)
+        return curve_of_log(log, run_name(log.path, source.is_file()), tags, where, decimal)
     except OSError as error:
         raise RunError(
             f"cannot read {error.filename or source}: {os_error_text(error)}; a log must be "
@@ -137,24 +134,17 @@ def read_curve(
         ) from error
 
 
-def read_log(source: Path, tags: Mapping[str, str]) -> Log:
-    """Read a log of another framework; raises as `read_curve`, and OSError."""
-    is_file = source.is_file()
-    log = _read_file(source, tags, None) if is_file else _read_folder(source, tags)
-    if log is None:
-        raise RunError(f"{source} holds the metrics of slurmllm itself; give the trainer's log")
-    return log
-
-
-def _read_file(source: Path, tags: Mapping[str, str], pattern: str | None) -> Log | None:
-    """Read a file of another framework; None if it is one of ours."""
-    suffix = log_suffix(source)
+def read_log(source: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log | None:
+    """Read a log of another framework; None if it is one of ours. Raises also OSError."""
+    if not source.is_file():
+        return _read_folder(source, tags)
     if pattern is not None:
         return read_text(source, tags, pattern)
     if is_event_file(source):
         return read_tensorboard(source, tags)
-    if source.suffix in (".jsonl", ".ndjson") and _is_own_file(source):
+    if source.suffix in JSON_LINES and _is_own_file(source):
         return None
+    suffix = log_suffix(source)
     if suffix not in _READERS:
         raise RunError(f"{source} is of an unknown kind ({suffix or 'no suffix'}); give {_KINDS}")
     if suffix == ".csv" and row_logs.is_tag_table(source):
@@ -196,12 +186,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = None) -> Curve:
-    """Read a run directory's metrics, or a single .jsonl file of them; see `read_curve`.
-
-    Raises:
-        RunError: there are no metrics, a file cannot be read or, if not lenient, a line before
-            the last is broken.
-    """
+    """Read a run directory's metrics, or a .jsonl file of them; raises as `read_curve` does."""
     from slurmllm.metrics.attempt_metrics import read_attempts  # loads pyarrow
 
     try:

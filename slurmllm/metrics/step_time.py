@@ -87,9 +87,7 @@ def read_steady_steps(
     """Read the steady steps of the newest attempts that have enough of them.
 
     Attempts of one submission on the same number of nodes had one configuration and are combined.
-
-    Raises:
-        RunError: there are too few, or a metrics file is damaged.
+    Raises RunError if there are too few steps, or a metrics file is damaged.
     """
     nodes = {record.attempt: len(record.nodes) for record in attempts if record.stage == "train"}
     groups: dict[Group, dict[int, list[MetricsRow]]] = {}  # attempt → its rows

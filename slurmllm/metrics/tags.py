@@ -22,6 +22,12 @@ from slurmllm.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
 ANY_FRAMEWORK = "any framework"  # its entry in formats.yaml
+PATTERN_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
+# Kinds of logs, by their suffixes
+TEXTS = (".log", ".txt", ".out", ".err")
+TABLES = (".csv", ".tsv")
+JSON_LINES = (".jsonl", ".ndjson")
+FILES = (*TEXTS, *TABLES, *JSON_LINES, ".json", ".wandb")
 
 
 class LineFormat(BaseModel):
@@ -79,6 +85,36 @@ def all_formats() -> Mapping[str, LogFormat]:
     return {name: LogFormat(name=name, **values) for name, values in formats.items()}
 
 
+def find_format(text: str) -> LogFormat:
+    """Return the format of a name; case, `_`, `-` and spaces are equal, and its end may be missing.
+
+    Raises ValueError if there is none, or several.
+    """
+    formats = {_plain(name): log_format for name, log_format in log_formats().items()}
+    if (name := _plain(text)) in formats:
+        return formats[name]
+    begun = [f for f in log_formats().values() if name and name in _beginnings(f.name)]
+    fitting = [f for f in begun if f.lines] or begun
+    if len(fitting) != 1:
+        names = [f.name for f in fitting or log_formats().values()]
+        raise ValueError(
+            f"progress {text!r} is {'several formats' if fitting else 'no known format'}; give one "
+            f"of {', '.join(names)}; a pattern such as {PATTERN_EXAMPLE}; or the path of a file of "
+            f"metrics ({', '.join(FILES)}) or of a folder of TensorBoard events"
+        )
+    return fitting[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _beginnings(name: str) -> set[str]:
+    """Return the plain first words of a name: `hugging`, `huggingface`; of each of `A or B`."""
+    parts = (re.split(r"[\s_-]+", part) for part in name.split(" or "))
+    return {_plain("".join(words[:n])) for words in parts for n in range(1, len(words) + 1)}
+
+
 @dataclass(frozen=True)
 class TagChoice:
     """The tags (columns, keys) that hold the metrics of a log."""
@@ -94,11 +130,7 @@ _PER_DEVICE = ("throughput(tps)", "tps")
 
 
 def parse_tags(values: Sequence[str]) -> dict[str, str]:
-    """Parse the values of `--tag METRIC=TAG`: metric (or `step`) → tag, column or key.
-
-    Raises:
-        UserError: one is not METRIC=TAG, names no metric of ours, or names one a second time.
-    """
+    """Parse the values of `--tag METRIC=TAG`, by metric; raise UserError for others."""
     tags: dict[str, str] = {}
     for value in values:
         metric, equals, tag = (part.strip() for part in value.partition("="))
@@ -118,6 +150,25 @@ def check_metric(metric: str, option: str) -> None:
         raise UserError(f"{option}: no metric {metric!r}; one of {', '.join(METRICS)}")
 
 
+def check_pattern(pattern: str, option: str = "--pattern") -> None:
+    """Raise UserError if a pattern does not compile, or its groups are not `step`, `loss`, …"""
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise UserError(
+            f"{option} '{pattern}' is not a regular expression: {error}; give one such as "
+            f"{PATTERN_EXAMPLE}"
+        ) from error
+    for name in groups:
+        check_metric(name, f"{option} '{pattern}'")
+    for needed in ("step", "loss"):
+        if needed not in groups:
+            raise UserError(
+                f"{option} '{pattern}' has no group (?P<{needed}>…); give one such as "
+                f"{PATTERN_EXAMPLE}"
+            )
+
+
 def choose_tags(
     counts: Mapping[str, int],
     requested: Mapping[str, str],
@@ -126,12 +177,8 @@ def choose_tags(
 ) -> TagChoice:
     """Choose the tags of a log (tag → number of values) that hold the metrics.
 
-    Tags that the user requested, by metric, may be of another of several logs. `known` is the
-    format if the log's lines have shown it.
-
-    Raises:
-        RunError: no tag is the loss or the gradient norm, or a requested tag is missing and no
-            other matches.
+    Tags that the user requested, by metric, may be of another of several logs. Raises RunError
+    without a loss or gradient norm, or if a requested tag is missing and no other matches.
     """
     chosen = {m: tag for m, tag in requested.items() if tag in counts and m != "step"}
     framework = log_format

@@ -10,7 +10,7 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache, lru_cache, partial
@@ -18,18 +18,18 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from slurmllm.errors import RunError, UserError
+from slurmllm.errors import RunError
 from slurmllm.format import printable
-from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.log_series import Log, RowCollector, open_log
 from slurmllm.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_number, parse_value
 from slurmllm.metrics.tags import (
     ANY_FRAMEWORK,
     METRICS,
+    PATTERN_EXAMPLE,
     LineFormat,
     LogFormat,
     all_formats,
-    check_metric,
+    check_pattern,
     step_keys,
 )
 
@@ -50,20 +50,38 @@ _STEPS = (
     re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b"),
     re.compile(r"(?i)(?<!epoch )(?<!epoch: )[\[(](\d{1,15})/\d{1,15}[\])]"),
 )
-_DESCRIBED = re.compile(
-    r"[A-Za-z]:\s{1,3}\d{1,3}%\|"
-)  # a bar of something else: `Loading weights: 5%|`
+# A bar of something else: `Loading weights: 5%|`
+_DESCRIBED = re.compile(r"[A-Za-z]:\s{1,3}\d{1,3}%\|")
 _NUMBERED = "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
-_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
+# What launchers and log collectors write before each line: the rank, the host, the time
+_TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[-+]\d\d:?\d\d)?"
+_METRIC = "step|iter|epoch|batch|update|loss|train|val"  # no name of a host or a program
+# Of syslog, and of journalctl with short, precise, iso, full and unix times
+_CLOCK = (
+    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,9})?|\d{10}\.\d{1,9}"
+    rf"|(?:[A-Z][a-z]{{2}} )?{_TIME}(?: [A-Z]{{3}})?)"
+)
+_PROGRAM = (
+    r"[\w.-]{1,64} (?:[a-z][\w./-]{0,64}\[\d{1,10}\]"
+    rf"|(?!{_METRIC})[a-z][\w./-]{{0,64}}(?=:))"
+)
+_PREFIXES = (
+    r" {0,6}(\d{1,6}):(?: |(?=\D|$))",  # srun --label, which pads the task's number
+    r"\[[A-Za-z_]{1,20}(\d{1,6})\]: ?",  # torchrun --tee
+    r"\[(?:rank|gpu|device|worker)[ _=:]?(\d{1,6})\]:? ?",
+    r"rank[ =:]?(\d{1,6})\]?: ?",
+    r"\[\d{1,6},(\d{1,6})\]<std(?:out|err)>: ?",  # mpirun --tag-output
+    r"\(\w{1,80} pid=(\d{1,10})(?:, ip=[\d.]{7,15})?\) ?",  # Ray
+    rf"(?!{_METRIC})([a-z][\w.-]{{0,62}}\d[\w.-]{{0,62}}): ",  # pdsh
+    rf"{_CLOCK} {_PROGRAM}: ?",  # Nov 27 12:00:00 host python[123]:
+    # kubectl logs --timestamps, CI, containerd; not a time that the framework's own fields follow
+    rf"\[?{_TIME}\]? (?:std(?:out|err) F )?(?!-|\| |,)",
+)
+_PREFIX = re.compile("|".join(_PREFIXES), re.IGNORECASE)
 
 
 def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log:
-    """Read a text log; `pattern` is the user's, with a named group for each metric.
-
-    Raises:
-        RunError: no line has a known format, or none matches the pattern.
-        OSError: the file cannot be read.
-    """
+    """Read a text log; `pattern` is the user's, with a named group for each metric."""
     text = TextReader(pattern)
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
@@ -85,17 +103,12 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
     raise RunError(
         f"no metrics in {path}: no line is of a known format (docs/metrics.md names them), or a "
         "progress bar with a loss; give such a log, or a table (.csv, .jsonl) of the metrics, or "
-        f"describe its lines with --pattern, such as --pattern {_EXAMPLE}"
+        f"describe its lines with --pattern, such as --pattern {PATTERN_EXAMPLE}"
     )
 
 
 class TextReader:
-    """The readers of a text, by rank and format, which comes in pieces.
-
-    Args:
-        pattern: The user's, with a named group for each metric.
-        framework: Only this one's lines, if it has lines of its own.
-    """
+    """The readers, by rank and format, of a text in pieces; by `pattern`, or of one framework."""
 
     def __init__(self, pattern: str | None = None, framework: str | None = None) -> None:
         if pattern is not None:
@@ -135,7 +148,12 @@ class TextReader:
             rank = self._rank = name or (self._rank if self._continued else "")
             stamp = text[:100]
         if rank not in self._by_rank:
-            self._by_rank[rank] = _line_readers(self._formats, self.rows, rank)
+            self._by_rank[rank] = [
+                (_TrainerReader if lines[0].step_of_bar else _LineReader)(
+                    log_format, lines, rows, rank
+                )
+                for (log_format, lines), rows in zip(self._formats, self.rows, strict=True)
+            ]
         readers: Sequence[_LineReader] = self._by_rank[rank]
         if rank in self._latest and not self._latest[rank].is_general:
             readers = (self._latest[rank], *readers)
@@ -177,7 +195,8 @@ class _LineReader:
             self.format = log_format.model_copy(update=changes)
         self.row = Numbers()  # the next line may belong to it
         self.invented_steps = ""
-        self._texts = [("rank", rank)] if rank else []
+        self._rank = [("rank", rank)] if rank else []
+        self._texts = self._rank
         self._number = 0  # of its first line
         self._patterns = [
             (_compile(line.head), _compile(line.pair) if line.pair else None, line.epochs_from)
@@ -193,6 +212,10 @@ class _LineReader:
         for head, pair, epochs_from in self._patterns:
             match = head.search(line)
             values = None if match is None else _head_values(match, stamp, epochs_from)
+            # What a group such as `\S+` of a user's pattern holds instead of a number is damage.
+            unread = [] if match is None else _unread_texts(match)
+            if unread and values is None:
+                self.rows.add((), number, unread)
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
@@ -201,6 +224,7 @@ class _LineReader:
             if values is not None:
                 self.end_row()
                 self.row, self._number = pairs | values, number
+                self._texts = [*self._rank, *unread]
                 if not self._following:
                     self.end_row()
                 return True
@@ -216,7 +240,7 @@ class _LineReader:
         if "bar" in row:
             row["step"] = self._step_of_bar(row)
         if row:
-            self.add(row, self._number)
+            self.rows.add(row.items(), self._number, self._texts)
 
     def _step_of_bar(self, row: Numbers) -> float:
         """Return the step that a bar with a loss is at, which may begin anew with each epoch."""
@@ -234,9 +258,6 @@ class _LineReader:
             self._before += self._bar[1]
         self._bar = (epoch or 0.0, count)
         return count + self._before
-
-    def add(self, row: Numbers, number: int) -> None:
-        self.rows.add(row.items(), number, self._texts)
 
     def settle(self, last: bool = False) -> None:
         """Add rows that later lines do not change, while the log grows; `last`: all of them."""
@@ -295,7 +316,7 @@ class _TrainerReader(_LineReader):
             else:
                 self.invented_steps = _NUMBERED if math.isnan(count) else ""
                 row["step"] = self._logged if math.isnan(count) else count
-            self.add(row, number)
+            self.rows.add(row.items(), number, self._texts)
         self._open = self._open and bool(self._found)
 
     def finish(self) -> None:
@@ -310,7 +331,7 @@ class _TrainerReader(_LineReader):
             logged += "loss" in row
             if not have_steps:
                 row["step"] = count if by_bar and not math.isnan(count) else logged
-            self.add(row, number)
+            self.rows.add(row.items(), number, self._texts)
         if self._found and not (have_steps or by_bar):
             self.invented_steps = _NUMBERED
 
@@ -338,14 +359,15 @@ def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers 
     return values
 
 
+def _unread_texts(match: re.Match[str]) -> list[tuple[str, str]]:
+    groups = ((name, text) for name, text in match.groupdict().items() if name in METRICS)
+    return [(name, text) for name, text in groups if text and parse_number(text) is None]
+
+
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return a pattern in which `%name` matches a number; `%value` is not a group."""
     pattern = pattern.replace("%value", WRAPPER + NUMBER + WRAPPER_END)
     return re.compile(_NAME.sub(lambda match: _VALUE % match[1], pattern), re.IGNORECASE)
-
-
-def _group_key(line: LineFormat) -> tuple[int | None, bool, str]:
-    return line.steps_from, line.following, line.counts
 
 
 @cache
@@ -354,41 +376,16 @@ def _line_formats() -> list[tuple[LogFormat | None, list[LineFormat]]]:
     return [
         (None if log_format.name == ANY_FRAMEWORK else log_format, list(lines))
         for log_format in all_formats().values()
-        for _, lines in groupby(log_format.lines, _group_key)
-    ]
-
-
-def _line_readers(
-    formats: Iterable[tuple[LogFormat | None, list[LineFormat]]],
-    rows: Iterable[RowCollector],
-    rank: str,
-) -> list[_LineReader]:
-    return [
-        (_TrainerReader if lines[0].step_of_bar else _LineReader)(
-            log_format, lines, collector, rank
+        for _, lines in groupby(
+            log_format.lines, lambda line: (line.steps_from, line.following, line.counts)
         )
-        for (log_format, lines), collector in zip(formats, rows, strict=True)
     ]
 
 
-def check_pattern(pattern: str, option: str = "--pattern") -> None:
-    """Validate the pattern of an option.
-
-    Raises:
-        UserError: it does not compile, lacks the group `step` or `loss`, or has a group whose name
-            is not a metric.
-    """
-    try:
-        groups = re.compile(pattern).groupindex
-    except re.error as error:
-        raise UserError(
-            f"{option} '{pattern}' is not a regular expression: {error}; give one such as "
-            f"{_EXAMPLE}"
-        ) from error
-    for name in groups:
-        check_metric(name, f"{option} '{pattern}'")
-    for needed in ("step", "loss"):
-        if needed not in groups:
-            raise UserError(
-                f"{option} '{pattern}' has no group (?P<{needed}>…); give one such as {_EXAMPLE}"
-            )
+def split_prefix(line: str) -> tuple[str, str]:
+    """Return the rank or host that the prefixes of a line name, and the line without them."""
+    ranks, start = dict[str, None](), 0
+    while match := _PREFIX.match(line, start):
+        ranks |= dict.fromkeys(text for text in match.groups() if text is not None)
+        start = match.end()
+    return ".".join(ranks), line[start:]

@@ -20,7 +20,6 @@ import numpy as np
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
-from slurmllm.metrics.spike import spike_height
 from slurmllm.spikes.analysis import (
     MOST_GROWTH,
     NAMES,
@@ -62,11 +61,7 @@ def analyze(
 ) -> SpikeAnalysis:
     """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged.
 
-    If the curve has at most `window` steps, none is judged.
-
-    Raises:
-        RunError: the curve has no such metric.
-        UserError: window, threshold or min_gap are out of range.
+    Raises RunError if the curve has no such metric. Of at most `window` steps none is judged.
     """
     if window < 1:
         raise UserError(f"window {window}: a running mean is over 1 step or more, such as 20")
@@ -100,7 +95,7 @@ def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> Spike
     if len(values) > window:
         # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(values, window)[:-1]
-    heights = np.where(np.isfinite(values), spike_height(values, means), np.nan)
+    heights = np.where(np.isfinite(values), values - means, np.nan)
     spikes = _spikes(curve, metric, means, heights, definition)
     judged = int(np.count_nonzero(np.isfinite(heights)))
     analysis = _analysis(curve, metric, spikes, judged, definition)

@@ -15,7 +15,7 @@ from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
-from slurmllm.metrics.evaluations import last_evaluation, perplexity
+from slurmllm.metrics.row_reader import last_evaluation, perplexity
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.run.records import (

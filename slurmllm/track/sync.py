@@ -24,7 +24,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
 from slurmllm.metrics.curves import TAGS, VAL_LOSS, Curve, Ints
-from slurmllm.metrics.evaluations import evaluation_values
+from slurmllm.metrics.row_reader import evaluation_values
 from slurmllm.metrics.source import read_run
 from slurmllm.run.records import CONTINUES, AttemptRecord, JobsRecord, Record
 from slurmllm.run.rundir import RunDir

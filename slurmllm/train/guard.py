@@ -1,8 +1,7 @@
 """The divergence guard: warns, stops, or rolls back and skips the batches that caused divergence.
 
-A gradient norm more than `guard.factor` times the lowest smoothed norm is a spike
-(`metrics.spike`); one that does not return within a window is a divergence, as is a value that is
-not finite.
+A gradient norm more than `guard.factor` times the lowest smoothed norm is a spike; one that does
+not return within a window is a divergence, as is a value that is not finite.
 
 1. The smoothed norm is the mean over `guard.smoothing_steps` steps.
 2. The lowest is taken over the last 20 times as many steps, not over the whole run: norms may grow
@@ -31,7 +30,6 @@ from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollback
 from slurmllm.config.operation import GuardConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
-from slurmllm.metrics.spike import spike_height
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import EventLog
@@ -96,7 +94,7 @@ class SpikeDetector:
         if not self._lows:
             return None
         config, spike, lowest = self._config, self._spike, self._lows[0][1]
-        high = spike_height(norm, lowest, config.factor) > 0
+        high = norm > config.factor * lowest
         if spike is None:
             if not high:
                 return None

@@ -25,13 +25,6 @@ def every(interval: int, last: int = 1000, first: int | None = None) -> Ints:
     return np.arange(first or interval, last + 1, interval)
 
 
-def test_intervals_that_divide_each_other_meet_at_common_steps() -> None:
-    a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (1, 10))
-    result = Alignment(a, b, "step", None, None)
-    assert (result.method, len(result.steps)) == ("exact", 100)
-    assert result.only[1] == ()
-
-
 @pytest.mark.parametrize(("interval", "other"), [(10, 7), (7, 10)])
 def test_intervals_that_do_not_are_interpolated_at_the_sparser(interval: int, other: int) -> None:
     a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (interval, other))

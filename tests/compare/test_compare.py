@@ -5,9 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import ValidationError
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.compare.compare import compare
@@ -68,15 +65,11 @@ def test_a_restarted_run_is_the_unbroken_one(make_run: MakeRun) -> None:
     assert (result.overlaps["b"].rows, result.overlaps["b"].identical) == (10, True)
     assert result.b.restarts == (21,)
     assert not result.warnings
-
-
-def test_a_resume_that_is_not_exact_is_warned_of(make_run: MakeRun) -> None:
-    a = read_curve(make_run("a", make_rows(1, 50)).path)
     second = scaled(make_rows(21, 50, 1), "loss", 1e-4, 21)
-    result = compare(a, read_curve(make_run("b", make_rows(1, 30), second).path))
+    result = compare(a, read_curve(make_run("c", make_rows(1, 30), second).path))
     assert result.match
     assert result.warnings == (
-        "B (b): 10 rows recomputed after a restart differ by up to 1e-4 relative from the first "
+        "B (c): 10 rows recomputed after a restart differ by up to 1e-4 relative from the first "
         "ones; its resume was not bit-exact",
     )
 
@@ -123,15 +116,6 @@ def test_a_departure_is_found_at_its_step(compared) -> None:
     assert norm.bit_identical
 
 
-def test_the_largest_difference_and_its_step(compared) -> None:
-    rows = scaled(make_rows(1, 50), "grad_norm", 1e-3, 1)
-    rows[29]["grad_norm"] = make_row(30)["grad_norm"] / 2
-    result = compared(make_rows(1, 50), rows)
-    norm = result.metrics["grad_norm"]
-    assert (norm.max_rel_diff, norm.max_rel_diff_step) == (0.5, 30)
-    assert (norm.first_departure_step, norm.departures) == (30, 1)
-
-
 def test_the_tolerance_decides(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 50), "loss", 5e-4, 11)
     within = compared(a, b)
@@ -146,12 +130,6 @@ def test_the_tolerance_decides(compared) -> None:
     norm = scaled(make_rows(1, 50), "grad_norm", 5e-3, 11)
     assert compared(a, norm).match
     assert not compared(a, norm, tolerances={"grad_norm": 4e-3}).match
-
-
-def test_a_difference_of_just_the_tolerance_is_within(compared) -> None:
-    a, b = [make_row(1, loss=1.0)], [make_row(1, loss=0.5)]
-    assert compared(a, b, tolerances={"loss": 0.5}).match
-    assert not compared(a, b, tolerances={"loss": 0.499}).match
 
 
 def test_exact_tells_zero_from_minus_zero(compared) -> None:
@@ -172,14 +150,6 @@ def test_exact_finds_one_bit(compared) -> None:
     assert "; bit-identical up to step 24" in result.reason
 
 
-def test_another_learning_rate_is_the_cause(compared) -> None:
-    rows = departed(scaled(make_rows(1, 50), "lr", 1.0, 20), 0.05, 21)
-    result = compared(make_rows(1, 50), rows)
-    cause = "learning rates differ from step 20 (0.001 and 0.002)"
-    assert result.settings == (cause,)
-    assert result.reason.endswith(f"; cause (certain): {cause}")
-
-
 def schedule(step_count: str, **fields: object) -> list[float]:
     values = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "step_count": step_count, **fields}
     optim = OptimConfig.model_validate(values)
@@ -188,7 +158,7 @@ def schedule(step_count: str, **fields: object) -> list[float]:
 
 @pytest.mark.parametrize("decay", ["cosine", "constant"])
 @pytest.mark.parametrize(
-    "counts", list(itertools.permutations(("from_1", "nemo", "transformers"), 2))
+    "counts", list(itertools.combinations(("from_1", "nemo", "transformers"), 2))
 )
 def test_schedules_that_count_steps_differently(compared, counts, decay: str) -> None:
     """With the five digits of another framework's log."""
@@ -212,17 +182,6 @@ def test_other_schedules_are_not_called_another_count(compared, fields) -> None:
     (cause,) = compared(a, departed(b, 0.05, 21)).settings
     assert cause.startswith("learning rates differ from step 1 ")
     assert "count" not in cause
-
-
-def test_a_later_change_of_learning_rate_is_no_cause(compared) -> None:
-    rows = departed(scaled(make_rows(1, 50), "lr", 1.0, 40), 0.05, 21)
-    result = compared(make_rows(1, 50), rows)
-    assert len(result.settings) == 1
-    assert "lr" not in {cause.kind for cause in result.causes}
-
-
-def test_learning_rates_of_single_and_double_precision_are_equal(compared) -> None:
-    assert not compared(make_rows(1, 50), scaled(make_rows(1, 50), "lr", 6e-8, 1)).settings
 
 
 def test_another_batch_is_the_cause(compared) -> None:
@@ -250,25 +209,10 @@ def test_different_lengths_compare_the_common_steps(compared) -> None:
         "only A (a) has steps 1–10; they are not compared",
         "only B (b) has steps 51–60; they are not compared",
     )
-
-
-def test_gaps_are_warned_of(compared) -> None:
     rows = [row for row in make_rows(1, 50) if row["step"] not in (7, 20, 21)]
     result = compared(make_rows(1, 50), rows)
-    assert result.match
-    assert result.only_in_a == ((7, 7), (20, 21))
-    assert result.b.missing == ((7, 7), (20, 21))
+    assert result.only_in_a == result.b.missing == ((7, 7), (20, 21))
     assert "B (b) lacks steps 7, 20–21" in result.warnings
-
-
-def test_different_intervals_meet_at_common_steps(compared) -> None:
-    result = compared(make_rows(1, 50), make_rows(1, 50)[9::10])
-    assert result.match
-    assert result.steps_compared == 5
-    assert result.only_in_a == ((1, 9), (11, 19), (21, 29), (31, 39), (41, 49))
-    assert result.warnings == (
-        "only A (a) has steps 1–9, 11–19, 21–29 and 2 more ranges; they are not compared",
-    )
 
 
 def test_a_range_of_steps(compared) -> None:
@@ -311,8 +255,7 @@ def test_no_gradient_norm_is_a_warning(compared) -> None:
     assert result.warnings == ("grad_norm is missing at 5 of 5 common steps",)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("value", "exact"), [(math.nan, True), (math.inf, False)])
 def test_values_that_are_no_finite_number_differ(compared, value: float, exact: bool) -> None:
     rows = make_rows(1, 50)
     rows[9]["loss"] = value
@@ -337,32 +280,6 @@ def test_values_that_are_no_finite_number_differ(compared, value: float, exact: 
     )
 
 
-def test_runs_without_any_finite_loss(compared) -> None:
-    rows = [make_row(step, loss=math.nan) for step in range(1, 4)]
-    result = compared(rows, rows)
-    loss = result.metrics["loss"]
-    assert (loss.max_rel_diff, loss.max_rel_diff_step, loss.mean_rel_diff) == (None, None, None)
-    assert loss.departures == 3
-
-
-def test_a_run_compared_with_itself_is_pointed_out(make_run: MakeRun) -> None:
-    curve = read_curve(make_run("r", make_rows(1, 5)).path)
-    assert compare(curve, curve).warnings == (f"A and B are the same: {curve.path}",)
-
-
-def test_step_zero_is_a_step(compared) -> None:
-    result = compared(make_rows(0, 3), scaled(make_rows(0, 3), "loss", 0.5, 0))
-    assert result.metrics["loss"].first_departure_step == 0
-    assert result.reason.startswith("loss diverges at step 0")
-
-
-def test_a_comparison_survives_its_json(compared) -> None:
-    rows = make_rows(1, 50)
-    rows[3]["loss"] = math.nan
-    result = compared(make_rows(1, 40), rows)
-    assert Comparison.model_validate_json(result.model_dump_json()) == result
-
-
 def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 45), "loss", 2e-3, 8)
     result, other = compared(a, b), compared(b, a)
@@ -372,23 +289,12 @@ def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
     assert (result.only_in_a, result.only_in_b) == (other.only_in_b, other.only_in_a)
 
 
-@pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
-def test_a_tolerance_is_a_share(value: float) -> None:
-    with pytest.raises(ValidationError):
-        Tolerances(loss=value)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1e-3, "1e-3"), (0.01234, "1.23e-2"), (2.0, "2e0"), (1e-10, "1e-10")],
 )
 def test_figures(value: float, text: str) -> None:
     assert format_figure(value) == text
-
-
-@given(st.floats(1e-300, 2))
-def test_figures_keep_three_digits(value: float) -> None:
-    assert float(format_figure(value)) == pytest.approx(value, rel=5.1e-3)
 
 
 def data_record(**changed: object) -> DataRecord:
@@ -440,14 +346,6 @@ def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
     assert third.reason.endswith("; cause (certain): C skipped batches 26–30")
     assert third.data is not None
     assert third.data.differences == ("C skipped batches 26–30",)
-
-
-def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:
-    run = make_run("a", make_rows(1, 50))
-    run.data.write_text("{")
-    curve = read_curve(run.path)
-    assert curve.data is None
-    assert any("data.json is damaged" in warning for warning in curve.warnings)
 
 
 def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> None:

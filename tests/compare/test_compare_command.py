@@ -1,11 +1,7 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +15,7 @@ from slurmllm.cli.main import cli
 from slurmllm.cli.options import LogOptions
 from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
 from slurmllm.run.rundir import RunDir
+from tests.metrics.test_tensorboard_logs import event, scalar, write_events
 
 METRICS = ("loss", "grad_norm")
 
@@ -76,15 +73,6 @@ def test_match_is_0_and_differ_is_1(run_command) -> None:
     assert "picture" not in differ.stdout
 
 
-@pytest.mark.usefixtures("three_runs")
-@pytest.mark.parametrize(("other", "code"), [("requeued", 0), ("other", 1), ("absent", 2)])
-def test_exit_codes_of_the_whole_command_line(run_command, other: str, code: int) -> None:
-    result = CliRunner().invoke(cli, ["compare", "unbroken", other, "--no-plot", "--json"])
-    assert result.exit_code == code
-    assert (result.stdout == "") == (code == 2)
-    assert ("error: no run 'absent'" in result.stderr) == (code == 2)
-
-
 def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_runs) -> None:
     result = run_command("unbroken", "other", "--json")
     assert result.exit_code == 1
@@ -97,6 +85,8 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     assert set(answer) == set(keys.split())
     assert (answer["verdict"], answer["match"]) == ("differ", False)
     assert answer["tolerance"] == {"loss": 1e-3, "grad_norm": 1e-2, "exact": False}
+    for option, code in (("--to-step=36", 0), ("--from-step=36", 1), ("--tolerance=2", 0)):
+        assert run_command("unbroken", "other", "--no-plot", option).exit_code == code
     assert (answer["a"]["name"], answer["b"]["name"]) == ("unbroken", "other")
     assert set(answer["metrics"]) == {"loss", "grad_norm"}
     assert answer["metrics"]["loss"]["first_departure_step"] == 37
@@ -118,32 +108,13 @@ def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
     ]
     assert {code for (other, _), code in codes.items() if other == "requeued"} == {0}
     assert {code for (other, _), code in codes.items() if other == "other"} == {1}
-    both_runs = run_command("unbroken", "requeued", "close", "--require", "identical", "--no-plot")
-    assert both_runs.exit_code == 1
-    assert "--require identical is not met: C is match" in both_runs.stderr
-    both = run_command("unbroken", "close", "--exact", "--require", "match")
-    assert "leave out --require match" in refusal(both, UserError)
-
-
-def test_a_loss_that_one_run_lacks_is_not_identical(run_command, make_run: MakeRun) -> None:
-    make_run("whole", make_rows(1, 50))
     rows = make_rows(1, 50)
     del rows[-1]["loss"]
     make_run("cut", rows)
-    result = run_command("whole", "cut", "--require", "identical", "--no-plot")
-    assert result.exit_code == 1
-    assert "at all 49 steps compared" in result.stdout
-    assert "B is match" in result.stderr
-    twice = run_command("whole", "cut", "--shift", "B=1", "--shift", "B=2")
-    assert "B has a shift already" in refusal(twice, UserError)
-
-
-def test_json_is_strict_where_values_are_not_finite(run_command, make_run: MakeRun) -> None:
-    make_run("a", [make_row(step, loss=float("nan")) for step in range(1, 4)])
-    make_run("b", [make_row(step, grad_norm=float("inf")) for step in range(1, 4)])
-    result = run_command("a", "b", "--json")
-    assert result.exit_code == 1
-    assert parsed(result)["metrics"]["loss"]["max_rel_diff"] is None
+    for third in ("close", "cut"):
+        both = run_command("unbroken", "requeued", third, "--require", "identical", "--no-plot")
+        assert both.exit_code == 1
+        assert "--require identical is not met: C is match" in both.stderr
 
 
 def test_runs_by_directory_by_file_and_under_another_root(run_command, three_runs) -> None:
@@ -160,16 +131,6 @@ def test_runs_by_directory_by_file_and_under_another_root(run_command, three_run
     Path("elsewhere/unbroken/config.yaml").unlink()
     copied = run_command("elsewhere/unbroken", "requeued", "--runs-dir", "elsewhere")
     assert copied.exit_code == 0
-
-
-@pytest.mark.usefixtures("three_runs")
-def test_options_reach_the_comparison(run_command) -> None:
-    assert run_command("unbroken", "other", "--no-plot", "--to-step", 36).exit_code == 0
-    assert run_command("unbroken", "other", "--no-plot", "--from-step", 36).exit_code == 1
-    assert run_command("unbroken", "other", "--no-plot", "--tolerance", 2).exit_code == 0
-    answer = parsed(run_command("unbroken", "other", "--json", "--grad-norm-tolerance", "1e-4"))
-    assert answer["tolerance"] == {"loss": 1e-3, "grad_norm": 1e-4, "exact": False}
-    assert run_command("unbroken", "requeued", "--exact", "--no-plot").exit_code == 0
 
 
 @pytest.mark.usefixtures("three_runs")
@@ -204,6 +165,8 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
         (("--grad-norm-tolerance", "nan"), "--grad-norm-tolerance nan: a tolerance is 0 or more"),
         (("--exact", "--tolerance", "1e-3"), "--tolerance 0.001 and --exact exclude each other"),
         (("--to-step", "5", "--from-step", "9"), "--to-step 5 is less than --from-step 9"),
+        (("--exact", "--require", "match"), "leave out --require match"),
+        (("--shift", "B=1", "--shift", "B=2"), "B has a shift already"),
     ],
 )
 def test_options_that_make_no_sense(run_command, options: tuple[str, ...], expected: str) -> None:
@@ -221,7 +184,9 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     binary = make_file("binary", [])
     binary.write_bytes(bytes(range(256)) * 8)
     assert "no run 'absent'" in refusal(run_command("good", "absent"))
-    assert "no run 'absent'" in refusal(run_command("absent", "good", "--json"))
+    whole = CliRunner().invoke(cli, ["compare", "good", "absent", "--no-plot", "--json"])
+    assert (whole.exit_code, whole.stdout) == (2, "")
+    assert "error: no run 'absent'" in whole.stderr
     assert "an empty name is not a run" in refusal(run_command("good", ""))
     assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
     assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
@@ -236,58 +201,6 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     )
     assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
     assert "cannot look up" in refusal(run_command("good", "x" * 5000))
-
-
-def test_what_is_damaged_or_newer_is_read_as_far_as_it_goes(run_command, make_run: MakeRun) -> None:
-    make_run("good", make_rows(1, 9))
-    rows = make_rows(1, 9)
-    rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
-    odd = make_run("odd", rows, [])
-    lines = odd.metrics(0).read_text().splitlines(keepends=True)
-    odd.metrics(0).write_text("".join([*lines[:6], "garbage\n", *lines[6:]]))
-    result = run_command("good", "odd", "--no-plot")
-    assert result.exit_code == 0
-    assert "attempt_000.jsonl:7: not one whole JSON value; skipped this line" in result.stdout
-    assert "attempt_000.jsonl:4: param_norm is {'mean'" in result.stdout
-    assert "a newer version of slurmllm may have written the file" in result.stdout
-
-
-def test_a_cut_last_line_is_shown_and_does_no_harm(run_command, three_runs) -> None:
-    metrics = three_runs[1].metrics(1)
-    metrics.write_text(metrics.read_text()[:-25])
-    result = run_command("unbroken", "requeued", "--no-plot")
-    assert result.exit_code == 0
-    assert "attempt_001.jsonl:30: skipped the truncated last line" in result.stdout
-    assert "only A (unbroken) has steps 50; they are not compared" in result.stdout
-
-
-def test_names_are_no_markup(run_command, make_run: MakeRun) -> None:
-    make_run("[red]a[/]", make_rows(1, 3))
-    result = run_command("runs/[red]a[/]", "runs/[red]a[/]", "--no-plot")
-    assert result.exit_code == 0, result.exception
-    assert "[red]a[/]" in result.stdout
-
-
-def test_what_is_imported_and_when(three_runs, tmp_path: Path) -> None:
-    """No torch at all, matplotlib for a picture only, and click alone to show the help."""
-    code = f"""
-import sys
-from slurmllm.cli.compare import _parse_shifts, compare
-heavy = {{"torch", "matplotlib", "numpy", "pydantic", "rich"}}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-arguments = ["unbroken", "requeued", "--runs-dir", {str(tmp_path / "runs")!r}]
-compare.main([*arguments, "--no-plot"], standalone_mode=False)
-assert not {{"torch", "matplotlib"}} & set(sys.modules)
-compare.main(arguments, standalone_mode=False)
-assert "matplotlib" in sys.modules
-assert not {{"torch", "matplotlib.pyplot"}} & set(sys.modules)
-"""
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
 
 
 @pytest.mark.usefixtures("three_runs")
@@ -306,13 +219,6 @@ def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Pa
     assert run_command("unbroken", "requeued", "unbroken", "--no-plot").exit_code == 0
     drawn = parsed(run_command("unbroken", "requeued", "other", "--json"))
     assert drawn["comparisons"][0]["plot"].endswith("compare-unbroken-requeued-other.png")
-
-
-def test_several_runs_are_told_apart_in_words(run_command, make_run) -> None:
-    for name, last in (("a", 2.0), ("b", 2.0), ("c", math.nan)):
-        make_run(name, [*make_rows(1, 30), make_row(31, loss=last)])
-    shown = run_command("a", "b", "c", "--no-plot").stdout
-    assert "A and C differ: loss is not a finite number in C at step 31" in shown
 
 
 def seeded(number: int, factor: float = 1.0) -> list[dict[str, Any]]:
@@ -374,18 +280,6 @@ def test_more_sources_than_letters() -> None:
         LogOptions(patterns=("#29:x",)).arguments(28)
 
 
-def write_tensorboard(run: RunDir, rows: list[dict[str, Any]]) -> None:
-    """What is left of a run whose metrics were deleted."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    for path in run.metrics_files():
-        path.unlink()
-    with SummaryWriter(str(run.tensorboard)) as writer:
-        for row in rows:
-            for name in METRICS:
-                writer.add_scalar(name, row[name], row["step"])
-
-
 @pytest.fixture
 def full_rows() -> list[dict[str, Any]]:
     random = Random(3)
@@ -395,7 +289,12 @@ def full_rows() -> list[dict[str, Any]]:
 
 def test_exact_cannot_be_decided_by_float32(run_command, make_run: MakeRun, full_rows) -> None:
     make_run("whole", full_rows)
-    write_tensorboard(make_run("deleted", full_rows), full_rows)
+    deleted = make_run("deleted", full_rows)
+    deleted.metrics(0).unlink()
+    values = [
+        event(row["step"], *(scalar(name, row[name]) for name in METRICS)) for row in full_rows
+    ]
+    write_events(deleted.tensorboard / "events.out.tfevents.1.host", values)
     result = run_command("whole", "deleted", "--exact", "--no-plot", "--json")
     answer = parsed(result)
     assert (result.exit_code, answer["verdict"], answer["causes"]) == (1, "match", [])
@@ -410,16 +309,6 @@ def test_exact_cannot_be_decided_by_float32(run_command, make_run: MakeRun, full
     assert run_command("whole", "deleted", "--no-plot").exit_code == 0
 
 
-def test_exact_finds_in_float32_what_it_can(run_command, make_run: MakeRun, full_rows) -> None:
-    make_run("whole", full_rows)
-    other = [row | {"loss": row["loss"] * 1.01} if row["step"] > 20 else row for row in full_rows]
-    write_tensorboard(make_run("deleted", other), other)
-    answer = parsed(run_command("whole", "deleted", "--exact", "--no-plot", "--json"))
-    assert answer["verdict"] == "differ"
-    assert answer["metrics"]["loss"]["onset_step"] == 21
-    assert {cause["step"] for cause in answer["causes"]} == {21}
-
-
 def test_exact_of_a_printed_log(run_command, make_run: MakeRun, full_rows, tmp_path: Path) -> None:
     make_run("whole", full_rows)
     line = "step: {step} loss: {loss:.4f} grad_norm: {grad_norm:.3f}\n"
@@ -427,19 +316,3 @@ def test_exact_of_a_printed_log(run_command, make_run: MakeRun, full_rows, tmp_p
     answer = parsed(run_command("whole", "printed.log", "--exact", "--no-plot", "--json"))
     assert (answer["verdict"], answer["causes"]) == ("match", [])
     assert any("whose numbers are rounded" in text for text in answer["warnings"])
-
-
-def test_values_that_are_not_finite_begin_where_they_do(run_command, make_run: MakeRun) -> None:
-    """A single point of noise before them is neither their date nor their cause."""
-    random = Random(5)
-    noise = [random.gauss(0, 3e-4) for _ in range(60)]
-    rows = [make_row(s, loss=3 - s / 100) for s in range(1, 61)]
-    other = [r | {"loss": r["loss"] * (1 + n)} for r, n in zip(rows, noise, strict=True)]
-    other[10]["loss"] = rows[10]["loss"] * 1.0011
-    for row in other[49:]:
-        row["loss"] = math.nan
-    make_run("a", rows)
-    make_run("b", other)
-    answer = parsed(run_command("a", "b", "--no-plot", "--json"))
-    assert answer["metrics"]["loss"]["first_departure_step"] == 11
-    assert answer["metrics"]["loss"]["onset_step"] == 50

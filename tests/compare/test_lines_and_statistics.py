@@ -32,17 +32,6 @@ def test_figures_of_a_constant_offset() -> None:
     assert described(a * 1.25, a).windows[3].mean_signed_rel_diff == pytest.approx(-0.2)
 
 
-def test_other_noise_on_the_same_trend_correlates_by_its_trend_alone() -> None:
-    random = np.random.default_rng(1)
-    trend = np.linspace(9, 3, 1000)
-    a, b = (trend + 0.1 * random.standard_normal(1000) for _ in range(2))
-    figures = described(a, b)
-    assert figures.correlation is not None
-    assert figures.correlation > 0.95
-    assert figures.correlation_detrended is not None
-    assert abs(figures.correlation_detrended) < 0.2
-
-
 def test_figures_that_do_not_exist() -> None:
     constant = np.full(30, 0.1)
     assert described(constant, constant).correlation is None

@@ -34,26 +34,15 @@ def count(pixels: np.ndarray, color: tuple[int, int, int]) -> int:
 
 
 def test_both_curves_are_seen_though_they_coincide(make_run: MakeRun, tmp_path: Path) -> None:
-    a = make_run("a", make_rows(1, 60)).path
-    b = make_run("b", make_rows(1, 30), make_rows(21, 60, 1)).path
-    pixels = drawn(a, b, tmp_path / "new" / "p.png")
+    a = make_run("$x_1^$ \\frac", make_rows(1, 60)).path  # no formula
+    b = make_run("_运行", make_rows(1, 30), make_rows(21, 60, 1)).path
+    pixels = drawn(a, b, tmp_path / "new" / "p.png", exact=True)
     assert pixels.shape == (1020, 1200, 3)
     # Curves, and not only the samples of the legend: about 100 pixels each.
     assert count(pixels, COLOR_A) > 1500
     assert count(pixels, COLOR_B) > 1500
+    assert (pixels == COLOR_B).all(axis=-1).sum(axis=0).max() > 150  # the line at the restart
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["p.png"]
-
-
-def test_restarts_are_marked(make_run: MakeRun, tmp_path: Path) -> None:
-    a = make_run("a", make_rows(1, 60)).path
-    b = make_run("b", make_rows(1, 30), make_rows(31, 60, 1)).path
-    marked = drawn(a, b, tmp_path / "p.png")
-    plain = drawn(a, make_run("c", make_rows(1, 60)).path, tmp_path / "q.png")
-
-    def longest_column(pixels: np.ndarray) -> int:
-        return int((pixels == COLOR_B).all(axis=-1).sum(axis=0).max())
-
-    assert longest_column(marked) > longest_column(plain) + 100
 
 
 def nan_rows() -> list[Row]:
@@ -64,27 +53,15 @@ def nan_rows() -> list[Row]:
     "rows",
     [
         make_rows(1, 1),
-        make_rows(1, 2),
         nan_rows(),
-        [make_row(step, loss=0.0, grad_norm=0.0) for step in range(1, 9)],
-        [make_row(step, loss=1e300 * (-1) ** step) for step in range(1, 9)],
-        [{"step": step, "loss": 3.0} for step in range(1, 9)],
-        [make_row(10**9 + step) for step in range(9)],
+        [{"step": 10**9 + step, "loss": 1e300 * (-1) ** step} for step in range(1, 9)],
     ],
-    ids=["one step", "two steps", "no number", "zeros", "huge", "no gradient norm", "late steps"],
+    ids=["one step", "no number", "huge, late, no gradient norm"],
 )
 def test_odd_curves_are_drawn(make_file: MakeFile, tmp_path: Path, rows: list[Row]) -> None:
     a = make_file("a", rows)
     b = make_file("b", [row | {"loss": row["loss"] * 1.1 + 1e-9} for row in rows])
     assert drawn(a, b, tmp_path / "p.png").std() > 5
-
-
-@pytest.mark.parametrize("rows", [make_rows(1, 9), nan_rows()], ids=["numbers", "no number"])
-def test_bit_identical_curves_without_a_tolerance_are_drawn(
-    make_file: MakeFile, tmp_path: Path, rows: list[Row]
-) -> None:
-    a = make_file("a", rows)
-    assert drawn(a, a, tmp_path / "p.png", exact=True).std() > 5
 
 
 @pytest.fixture
@@ -146,13 +123,6 @@ def test_a_long_run_is_its_means_over_pale_values(
     low, high = panel.get_ylim()
     assert high < 4  # the first steps, up to 10, are cut off
     assert low < 2 - 3 * 0.1 < 2 + 3 * 0.1 < high
-
-
-def test_names_are_drawn_as_they_are(make_run: MakeRun, tmp_path: Path) -> None:
-    """No formula between dollars, no warning for a letter that the font lacks, no lost label."""
-    names = ("$x_1^$ \\frac", "_运行")
-    a, b = (make_run(name, make_rows(1, 5)).path for name in names)
-    assert drawn(a, b, tmp_path / "p.png").std() > 5
 
 
 def test_where_the_picture_goes(make_run: MakeRun, make_file: MakeFile) -> None:

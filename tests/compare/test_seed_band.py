@@ -26,22 +26,22 @@ def judge(seeds: Floats, other: Floats) -> BandResult:
     return compare_with_band(np.arange(len(other)), seeds, other)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("slow", [0.0, 0.003])
 @pytest.mark.parametrize("degrees", [5, 1e6])
 def test_another_seed_stays_within(count: int, slow: float, degrees: float) -> None:
     random = np.random.default_rng(11)
     alarms = 0
-    for _ in range(100):
+    for _ in range(50):
         runs = np.stack([seed(random, 300, 0.01, slow, degrees) for _ in range(count + 1)])
         alarms += judge(runs[:-1], runs[-1]).record.excess > 1
-    assert alarms <= 2
+    assert alarms <= 1
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 8])
 def test_a_loss_that_is_one_percent_higher_leaves_it(count: int) -> None:
     random = np.random.default_rng(12)
-    for _ in range(20):
+    for _ in range(5):
         runs = np.stack([seed(random, 3000, 0.01, 0.0) for _ in range(count + 1)])
         result = judge(runs[:-1], runs[-1] * 1.01)
         assert result.record.excess > 1
@@ -81,7 +81,7 @@ def test_quantiles_of_t(chance: float, degrees: float, value: float) -> None:
 
 def test_an_excursion_of_one_seed_widens_the_band_only_there() -> None:
     random = np.random.default_rng(15)
-    for _ in range(10):
+    for _ in range(4):
         runs = np.stack([seed(random, 1000, 0.005, 0.002) for _ in range(4)])
         calm = judge(runs, runs[0])
         runs[1, 800:860] *= 1.5

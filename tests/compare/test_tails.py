@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slurmllm.compare.statistics import extrapolated, largest, shared_noise
 
@@ -17,26 +15,12 @@ CHANCE = 0.05
 def test_a_power_law_goes_beyond_as_often_as_was_asked(index: float, points: int) -> None:
     random = np.random.default_rng(1)
     beyond = 0
-    for _ in range(2000):
+    for _ in range(1000):
         top = largest(random.pareto(index, points) + 1, 512)
         beyond += top[0] > extrapolated(top, points, 4, 4 / CHANCE)
-    assert beyond / 2000 < 1.3 * CHANCE
+    assert beyond / 1000 < 1.3 * CHANCE
     if points == 800:  # enough to tell the index
-        assert beyond / 2000 > CHANCE / 2
-
-
-@given(
-    st.lists(st.floats(0, 1e6), min_size=5, max_size=300),
-    st.floats(1e-3, 1e3),
-    st.integers(1, 4),
-)
-def test_it_scales_and_lies_beyond_the_point_it_is_told_from(
-    sizes: list[float], scale: float, shocks: int
-) -> None:
-    top = largest(np.array(sizes), 512)
-    far = extrapolated(top, len(sizes), 4, 4000.0, shocks)
-    assert far >= top[4]
-    assert extrapolated(top * scale, len(sizes), 4, 4000.0, shocks) == pytest.approx(far * scale)
+        assert beyond / 1000 > CHANCE / 2
 
 
 def test_shared_noise() -> None:

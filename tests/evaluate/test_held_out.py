@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner, Result
 from rounding import forward_terms, rounding_bound
 
-from evaluate.conftest import in_processes
 from slurmllm.checkpoint.state import read_origin
 from slurmllm.cli.main import cli
 from slurmllm.data.sources import open_all
@@ -63,13 +62,13 @@ def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
     assert 0 <= count - 1 - spec.seq_len * len(rows) < spec.seq_len
 
 
-def test_by_the_command_line(run: RunDir) -> None:
+def test_by_the_command_line(run: RunDir, evaluate: Evaluate) -> None:
     asked = ("--task", "validation", "--checkpoint", "all", "--json", "--jobs", 2)
-    first = json.loads(in_processes(run, *asked).stdout)
+    first = json.loads(evaluate(run, *asked).stdout)
     assert [checkpoint["step"] for checkpoint in first["checkpoints"]] == [90, 180]
     losses = next(r for r in first["suites"][0]["rows"] if r["metric"] == "loss")["scores"]
     assert set(losses) == {"90", "180"}
-    repeated = json.loads(in_processes(run, *asked).stdout)
+    repeated = json.loads(evaluate(run, *asked).stdout)
     assert (repeated["evaluated"], repeated["cached"]) == (0, 2)
 
 

@@ -126,20 +126,6 @@ def test_the_figures_are_those_by_hand(made: RunDir, evaluate: Evaluate, tmp_pat
     assert ours["logiqa", "acc,none"] > 0
 
 
-def test_logiqa_of_its_authors_is_the_harness_s(made: RunDir, evaluate: Evaluate) -> None:
-    of_hub = evaluate(made, "--task", "logiqa", "--shots", 5, "--json", "--no-plot")
-    suite = ("--suite", "pythia", "--task", "logiqa", "--json", "--no-plot")
-    of_files = evaluate(made, *suite)
-    rows = json.loads(of_files.stdout)["suites"][0]["rows"]
-    (five,) = [row for row in rows if row["shots"] == 5]
-    assert five["scores"] == scores_of(of_hub, "acc,none")
-
-
-def scores_of(done: Result, metric: str) -> dict[str, float]:
-    (row,) = [r for r in json.loads(done.stdout)["suites"][0]["rows"] if r["metric"] == metric]
-    return dict(row["scores"])
-
-
 def test_options_of_shipped_tasks_and_groups(
     made: RunDir, evaluate: Evaluate, tmp_path: Path
 ) -> None:

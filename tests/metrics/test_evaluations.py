@@ -7,7 +7,6 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from training_rows import make_row, make_rows, write_rows
@@ -16,12 +15,9 @@ from worker_events import evaluation
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import resolve
-from slurmllm.metrics.evaluations import last_evaluation, read_evaluations
+from slurmllm.metrics.row_reader import last_evaluation, read_evaluations
 from slurmllm.metrics.source import read_run
-from slurmllm.report.figures import figures
-from slurmllm.report.sources import read_run_facts
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm.client import SlurmClient
 from slurmllm.track.sync import Session, TrackerRecord, _values
 
 
@@ -102,14 +98,3 @@ def test_compare_and_status(run: RunDir, tmp_path: Path) -> None:
     status = CliRunner().invoke(cli, ["status", "other", "--json", *root])
     texts = json.loads(status.stdout)["evaluation"]["texts"]
     assert texts["wiki"] == {"loss": 5.0, "perplexity": math.exp(5.0)}
-
-
-def test_one_plot_of_training_and_validation(run: RunDir) -> None:
-    facts = read_run_facts(run.path, {}, None, SlurmClient())
-    assert facts.val_loss == 4.0
-    plots = {plot.name: plot.content for plot in figures([facts])}
-    lines = plots["loss"]["series"]
-    assert [line.get("name") for line in lines] == [None, "validation held_out", "validation wiki"]
-    assert [line.get("dash") for line in lines] == [None, "dash", "dot"]
-    assert len(plots["val_loss"]["series"]) == 2
-    assert np.isfinite(facts.curve.columns["loss"]).all()  # type: ignore[union-attr]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,21 +27,6 @@ def read_lines(tmp_path: Path, *lines: str, name: str = "x.log") -> Curve:
     path = tmp_path / name
     path.write_text("\n".join(lines) + "\n")
     return read_curve(path)
-
-
-def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
-    history: list[dict[str, Any]] = [
-        {"loss": 3.0, "grad_norm": 1.5, "learning_rate": 1e-4, "epoch": 0.1, "step": 10},
-        {"eval_loss": 3.2, "step": 10},
-        {"loss": 2.0, "grad_norm": 1.4, "learning_rate": 9e-5, "step": 20},
-        {"train_runtime": 9.0, "train_loss": 2.5, "step": 20},
-    ]
-    path = tmp_path / "trainer_state.json"
-    path.write_text(json.dumps({"global_step": 20, "log_history": history}))
-    curve = read_curve(path)
-    assert (curve.kind, curve.steps.tolist(), curve.warnings) == ("jsonl", [10, 20], ())
-    assert first_row(curve) == {"loss": 3.0, "grad_norm": 1.5, "lr": 1e-4, "val_loss": 3.2}
-    assert curve.series("val_loss")[0].tolist() == [10]
 
 
 def test_json_lines_of_wandb_with_nested_keys(tmp_path: Path) -> None:
@@ -115,9 +99,10 @@ def test_tables_of_wandb(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there are one - loss, two - loss"):
         read_curve(path)
     assert read_curve(path, {"loss": "two - loss"}).columns["loss"].tolist() == [4.0]
-    path.write_text("")
-    with pytest.raises(RunError, match="has no header"):
-        read_curve(path)
+    for text in ("", "x" * 200_000):
+        path.write_text(text)
+        with pytest.raises(RunError, match="has no header"):
+            read_curve(path)
 
 
 OURS = (
@@ -171,11 +156,6 @@ def test_every_framework_is_known_by_its_tags(name: str) -> None:
     choice = choose_tags(dict.fromkeys([*there, log_format.mark or "other"], 9), {}, Path("log"))
     assert dict(zip(tags, there, strict=True)).items() <= choice.tags.items()
     assert choice.format is log_format
-
-
-def test_megatrons_throughput_is_none_of_ours() -> None:
-    tags = {"lm loss": 9, "throughput": 9, "lm loss vs samples": 9}
-    assert choose_tags(tags, {}, Path("log")).tags == {"loss": "lm loss"}
 
 
 def test_tags_that_differ_are_named(tmp_path: Path) -> None:
@@ -236,7 +216,7 @@ def test_files_of_no_use(tmp_path: Path) -> None:
         read_curve(tmp_path / "x.csv.gz")
 
 
-LOSSES = np.random.default_rng(0).random(20_000).tolist()
+LOSSES = np.random.default_rng(0).random(2_000).tolist()
 LINES: dict[str, Callable[[int, float], str]] = {
     ".jsonl": lambda step, loss: json.dumps({"step": step, "loss": loss}),
     ".csv": lambda step, loss: f"{step},{loss}",
@@ -244,8 +224,10 @@ LINES: dict[str, Callable[[int, float], str]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", LINES)
-@pytest.mark.parametrize("damage", ["cut", "flipped", "appended", "no end"])
+@pytest.mark.parametrize(
+    ("damage", "suffix"),
+    [("cut", ".log"), ("flipped", ".jsonl"), ("appended", ".csv"), ("no end", ".log")],
+)
 def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
     damage: str, suffix: str, tmp_path: Path
 ) -> None:
@@ -298,10 +280,9 @@ def test_a_number_that_was_probably_cut_is_not_read(tmp_path: Path) -> None:
     assert (curve.steps.tolist(), curve.warnings) == ([1, 2, 3, 4], ())
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.json", "metrics/loss"])
+@pytest.mark.parametrize("name", ["x.csv", "x.json"])
 def test_endless_logs_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
     path.touch()
     os.truncate(path, 50 << 30)
     code = (
@@ -311,21 +292,10 @@ def test_endless_logs_are_refused(name: str, tmp_path: Path) -> None:
         "try: read_curve(Path(sys.argv[1]))\n"
         "except RunError as error: print(error)"
     )
-    source = path
-    if name == "metrics/loss":
-        (tmp_path / "meta.yaml").touch()
-        source = tmp_path
     done = subprocess.run(
-        [sys.executable, "-c", code, str(source)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip(), done.stderr[-500:]
-
-
-def test_a_table_of_one_endless_line_has_no_header(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text("x" * 200_000)
-    with pytest.raises(RunError, match="it has no header"):
-        read_curve(path)
 
 
 def test_nothing_is_left_of_a_gzip_file(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from slurmllm import compare_runs
 from slurmllm.cli.main import cli
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
-from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.numbers import CommaNumber, parse_number
 from slurmllm.metrics.source import read_curve
+from slurmllm.metrics.text_logs import split_prefix
 
 STEPS = range(1, 41)
 LOSSES = [round(3 + 7 / (step + 2), 4) for step in STEPS]
@@ -125,31 +125,6 @@ def test_lines_with_bars_and_losses_of_other_data(
     lines = [f"step {step} | loss {loss}" for step, loss in points()]
     for name in ("eval", "heldout", "held-out"):
         check(read_curve(write("x.log", *lines, f"step 40 | {name} loss 9.5")))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "INFO:root:Step: {}, Loss: {}, Grad Norm: {}",  # not picotron's
-        "2026-01-01 00:00:00,000 INFO train.py:33 global_step {} | loss {} | gnorm {}",
-    ],
-)
-def test_lines_of_plain_scripts(line: str, write: WriteLog) -> None:
-    curve = check(read_curve(write("x.log", *(line.format(*point, 0.5) for point in points()))))
-    assert set(curve.columns["grad_norm"]) == {0.5}
-
-
-def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
-    rows = [f"{step},{loss}" for step, loss in points()]
-    # A resume that logs one more column, but writes no header
-    curve = read_curve(write("x.csv", "step,loss", *rows[:20], "21,1e-4,3.5", "22,1e-4,3.4,"))
-    check(curve, range(1, 21), LOSSES[:20])
-    assert curve.warnings[0].endswith(
-        "x.csv:22: skipped 2 rows with more than the header's 2 columns"
-    )
-    check(read_curve(write("x.csv", "step,loss", *(f"{row},, " for row in rows))))
-    with pytest.raises(RunError, match="skipped 1 row with more than the header's 2 columns"):
-        read_curve(write("x.csv", "step,loss", "1,2,345"))
 
 
 @pytest.mark.parametrize(
@@ -368,15 +343,6 @@ def test_what_is_no_prefix(write: WriteLog) -> None:
     assert split_prefix("step1: 2.5") == ("", "step1: 2.5")
 
 
-def test_ranks_in_rows(write: WriteLog) -> None:
-    rows = [
-        json.dumps({"step": step, "rank": rank, "loss": loss + rank})
-        for step, loss in points()
-        for rank in (2, 0, 1)
-    ]
-    assert "read rank=0" in check(read_curve(write("x.jsonl", *rows))).warnings[0]
-
-
 def test_ranks_whose_counter_begins_again_each_epoch(write: WriteLog) -> None:
     lines = [
         f"Epoch: {(step - 1) // 10}, Step: {(step - 1) % 10}, Rank: {rank}, loss = {loss + rank}"
@@ -455,3 +421,44 @@ def test_numbers() -> None:
     undecided = parse_number("2,345")
     assert isinstance(undecided, CommaNumber)
     assert (undecided, undecided.mark) == (2345.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "row", "damage", "message"),
+    [
+        ("b.csv", "step,loss", "{},{}", "21", "b.csv:22: skipped 2 rows with fewer"),
+        ("b.csv", "step,loss", "{},{}", "21,1,2", "b.csv:22: skipped 2 rows with more"),
+        ("b.csv", "step,loss", "{},{}", "21,3.x1", "b.csv:22: '3.x1' in column 'loss' is not"),
+        ("b.csv", "step,loss", "{},{}", "2x1,3.1", "b.csv:22: '2x1' in column 'step' is not"),
+        ("b.csv", "step,loss", "{},{}", "-21,3.1", "skipped 2 of 41 rows: step is -21"),
+        ("b.jsonl", "", '{{"step": {}, "loss": {}}}', '{"step": 21', "b.jsonl:22: not a JSON"),
+        ("b.log", "", "upd {} nll={}", "upd 21 nll=3.x1", "b.log:22: '3.x1' in column 'loss' is"),
+    ],
+)
+def test_lost_rows_are_refused_where_points_must_match(
+    name: str, head: str, row: str, damage: str, message: str, write: WriteLog
+) -> None:
+    ours = write("a.csv", "step,loss", *(f"{step},{loss}" for step, loss in points()))
+    rows = [row.format(*point) for point in points()]
+    damaged = write(name, head, *rows[:20], damage, damage, *rows[21:])
+    pattern = ["--pattern", r"B:upd (?P<step>\d+) nll=(?P<loss>\S+)"] if ".log" in name else []
+    arguments = ["compare", str(ours), str(damaged), "--no-plot", *pattern]
+    for options in (["--exact"], ["--require", "identical"], ["--require", "match"]):
+        result = CliRunner().invoke(cli, [*arguments, *options])
+        assert result.exit_code == 2
+        assert f"{' '.join(options)}: not all of b can be read: " in result.output
+        assert message in result.output
+        assert "(lines 22, 23); restore the file, or leave out --" in result.output
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, message in result.output) == (0, True)
+
+
+def test_a_cut_last_row_or_damage_elsewhere_is_not_refused(write: WriteLog) -> None:
+    ours = write("a.csv", "step,loss", *(f"{step},{loss}" for step, loss in points()))
+    rows = [f"{step},{loss},{note}" for (step, loss), note in zip(points(), "1?" * 20, strict=True)]
+    cut = write("b.csv", "step,loss,note", *rows, "41")
+    result = CliRunner().invoke(cli, ["compare", str(ours), str(cut), "--no-plot", "--exact"])
+    assert result.exit_code == 0, result.output
+    assert "b.csv:42: skipped the truncated last line" in result.output
+    with pytest.raises(RunError, match="exact=True: not all of c can be read"):
+        compare_runs(ours, write("c.csv", "step,loss", "1,3.0", "x,2.9", "3,2.8"), exact=True)

@@ -20,9 +20,9 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from training_rows import make_rows, write_rows
 
 from slurmllm.errors import RunError
-from slurmllm.metrics import tensorboard_logs
+from slurmllm.metrics import binary_logs
+from slurmllm.metrics.binary_logs import read_event_file
 from slurmllm.metrics.source import read_curve
-from slurmllm.metrics.tensorboard_logs import read_event_file
 
 tags = st.sampled_from(["loss", "lr", "norm", "train/loss", "ü", "a_rather_long_tag/of_something"])
 float32s = st.floats(width=32)
@@ -88,31 +88,10 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
             start = SessionLog(status=SessionLog.START)
             written.append(Event(wall_time=wall_time, step=step, session_log=start))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorboard_logs, "_PIECE_BYTES", 300)
+        patch.setattr(binary_logs, "_PIECE_BYTES", 300)
         path = write_events(Path(folder) / "events.out.tfevents.1.h", written)
         path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
         assert_equal_to_tensorboard(path)
-
-
-@pytest.mark.parametrize("new_style", [False, True])
-def test_what_torchs_writer_writes(tmp_path: Path, new_style: bool) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_text("config", "a: 1")
-        for step in range(300):
-            writer.add_scalar("train/loss", 1 / (step + 1), step, 1e9 + step, new_style=new_style)
-            writer.add_scalar("train/lr", 0.1 * step, step, new_style=new_style)
-        writer.add_histogram("weights", np.arange(100.0), 7)
-    curve = read_curve(tmp_path)
-    assert (curve.name, curve.kind, curve.warnings) == (tmp_path.name, "tensorboard", ())
-    assert curve.steps.tolist() == list(range(300))
-    np.testing.assert_array_equal(
-        curve.columns["loss"], np.float32([1 / (step + 1) for step in range(300)])
-    )
-    assert curve.columns["time"].tolist() == [1e9 + step for step in range(300)]
-    if not new_style:
-        assert_equal_to_tensorboard(next(tmp_path.iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -139,18 +118,6 @@ def test_scalars_that_are_tensors(
     series = read_event_file(write_events(tmp_path / "x.tfevents.1.h", events)).series["train/loss"]
     assert series.steps.tolist() == [0, 1, 2, 4]
     assert series.values.tolist() == [value] * 4
-
-
-def test_other_types_and_other_plugins(tmp_path: Path) -> None:
-    scalar = Summary.Value(tag="train/loss", tensor=make_tensor_proto(2.5))
-    # TensorBoard reads no tensors of this type.
-    half = Summary.Value(tag="half", tensor=TensorProto(dtype=14, tensor_content=b"@ "))
-    other = Summary.Value(tag="pr", tensor=make_tensor_proto(1.0))
-    other.metadata.plugin_data.plugin_name = "pr_curves"
-    path = write_events(tmp_path / "x.tfevents.1.h", [event(1, scalar, half, other)])
-    series = read_event_file(path).series
-    assert set(series) == {"train/loss"}
-    assert series["train/loss"].values.tolist() == [2.5]
 
 
 def test_damage_is_named_and_what_is_before_it_read(tmp_path: Path) -> None:
@@ -187,16 +154,6 @@ def test_restarts_in_one_folder_are_one_curve(tmp_path: Path) -> None:
     assert curve.overlap_max_rel_diff == pytest.approx(1 / 43)
 
 
-def test_a_restart_in_one_file_that_logs_other_steps(tmp_path: Path) -> None:
-    events = [
-        event(step, scalar("loss", 1.0)) for step in (*range(10, 101, 10), *range(55, 86, 10))
-    ]
-    curve = read_curve(write_events(tmp_path / "r" / "x.tfevents.1.h", events))
-    assert curve.name == "r"
-    assert curve.steps.tolist() == [10, 20, 30, 40, 50, 55, 65, 75, 85, 90, 100]
-    assert "the later attempt 1 has only reached step 85" in curve.warnings[0]
-
-
 def test_folders_below(tmp_path: Path) -> None:
     write_events(tmp_path / "logs" / "version_0" / "x.tfevents.1.h", loss_events(1, 3))
     assert read_curve(tmp_path / "logs").steps.tolist() == [1, 2, 3]
@@ -208,8 +165,8 @@ def test_folders_below(tmp_path: Path) -> None:
 def test_an_event_too_large_to_hold_scalars_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorboard_logs, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(tensorboard_logs, "_MAX_EVENT_BYTES", 3000)
+    monkeypatch.setattr(binary_logs, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(binary_logs, "_MAX_EVENT_BYTES", 3000)
     image = event(5, Summary.Value(tag="i", image=Summary.Image(encoded_image_string=b"x" * 9000)))
     events = [*loss_events(1, 9), image, *loss_events(10, 20)]
     curve = read_curve(write_events(tmp_path / "x.tfevents.1.h", events))

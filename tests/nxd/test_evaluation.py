@@ -11,7 +11,7 @@ from train.gang import Gang, curve, make_data, make_run
 from nxd.conftest import nxd_environment
 from slurmllm.evaluate.validation_loss import held_out_loss
 from slurmllm.evaluate.validation_text import stream_spec, validation_text
-from slurmllm.metrics.evaluations import read_evaluations
+from slurmllm.metrics.row_reader import read_evaluations
 
 pytestmark = pytest.mark.nxd
 

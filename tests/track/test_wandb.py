@@ -12,7 +12,7 @@ from training_rows import make_rows, write_rows
 
 from slurmllm.config.load import save
 from slurmllm.config.resolve import resolve
-from slurmllm.metrics.row_logs import read_wandb
+from slurmllm.metrics.binary_logs import read_wandb
 from slurmllm.run.rundir import RunDir
 
 pytest.importorskip("wandb", reason="wandb is not installed: `make trackers` runs this")

@@ -113,9 +113,9 @@ def framed_event(path: Path) -> None:
 
 def framed_value(path: Path) -> None:
     """The value of an item in the history of a W&B run, with the checksum that it must have."""
-    from slurmllm.metrics import row_logs
+    from slurmllm.metrics import binary_logs
 
-    message = row_logs._record_type()()
+    message = binary_logs._record_type()()
     item = message.history.item.add()
     item.key, item.value_json = "loss", path.read_text(errors="replace")
     record = message.SerializeToString()

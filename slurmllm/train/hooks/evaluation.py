@@ -15,8 +15,7 @@ from slurmllm.backends.base import IGNORED, MicroBatch
 from slurmllm.data.spec import StreamSpec, evaluation_texts
 from slurmllm.data.stream import single_sequences
 from slurmllm.errors import DataError
-from slurmllm.metrics.evaluations import perplexity
-from slurmllm.metrics.row_reader import read_events
+from slurmllm.metrics.row_reader import perplexity, read_events
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job

@@ -24,7 +24,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import StorageError
 from slurmllm.metrics.curves import TAGS
-from slurmllm.metrics.evaluations import evaluation_values
+from slurmllm.metrics.row_reader import evaluation_values
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.safe_files import open_append
 from slurmllm.run.worker_files import diagnostic

@@ -1,33 +1,46 @@
-"""TensorBoard event files of any framework, read by TensorBoard's own event protobuf.
+"""TensorBoard event files of any framework, and W&B's run files: records of protobufs.
 
 An event file is a sequence of TFRecords: length, its checksum, a serialized `Event`, its checksum.
 Only the lengths' checksums are verified, as a wrong length would lose all that follows.
 `EventAccumulator` also migrates every event to new-style tensors, which takes 5 times as long.
+
+A .wandb file is a log in LevelDB's format (leveldb doc/log_format.md, with a header of 7 bytes):
+blocks of 32 KiB with records, each a serialized `Record` of wandb/proto/wandb_internal.proto. Only
+its history is read, without the wandb package.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import struct
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.log_series import Log, TagSeries
-from slurmllm.run.safe_files import open_regular
+from slurmllm.metrics.curves import DamageWarning
+from slurmllm.metrics.log_series import Log, RowCollector, TagSeries
+from slurmllm.metrics.row_logs import json_numbers
+from slurmllm.run.safe_files import LARGEST_RECORD, open_regular
 
 _MAX_DEPTH = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")
 _PIECE_BYTES = 4 << 20
-# Images and graphs: skipped without reading them into memory.
-_MAX_EVENT_BYTES = 16 << 20
+_MAX_EVENT_BYTES = 16 << 20  # images and graphs: skipped without reading them into memory
 _HEADER = struct.Struct("<QI")  # length and its checksum
 _FRAME_BYTES = _HEADER.size + 4
+_FILE_HEADER = struct.Struct("<4sHB")  # ":W&B", magic, version
+_WANDB_HEADER = struct.Struct("<IHB")  # checksum, length, type
+_WANDB_BLOCK_BYTES = 1 << 15
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _START = 1  # SessionLog.START of tensorboard/compat/proto/event.proto
 
 
@@ -39,10 +52,6 @@ class EventFile:
     starts: list[int]  # indices of the events with which a process began to write
     series: dict[str, TagSeries]  # by tag
     warnings: list[str]
-
-
-class _DamagedFileError(Exception):
-    """A record whose length is damaged, or which is cut."""
 
 
 def is_event_file(path: Path) -> bool:
@@ -78,9 +87,7 @@ def event_folders(folder: Path, limit: int = 50) -> list[Path]:
 def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
     """Read an event file, or a folder of them: of a step the value of the file begun last counts.
 
-    Raises:
-        RunError: there are no scalars, or the folders below hold several runs.
-        OSError: a file cannot be read.
+    Raises RunError if there are no scalars, or the folders below hold several runs.
     """
     files = [source] if source.is_file() else event_files(source)
     if not files:
@@ -127,11 +134,7 @@ def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
 
 
 def read_event_file(path: Path) -> EventFile:
-    """Read the scalars of an event file up to the first damage.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Read the scalars of an event file up to the first damage."""
     # Only needed here: TensorBoard's stub of TensorFlow takes 0.15 s to import.
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
@@ -168,10 +171,12 @@ def read_event_file(path: Path) -> EventFile:
                     starts.append(len(steps))
                 steps.append(event.step)
                 times.append(event.wall_time)
-        except _DamagedFileError as error:
-            warnings.append(f"{path}: {error}; read as far as that")
+        except (EOFError, ValueError) as error:
+            text = f"{path}: {error}; read as far as that"
+            warnings.append(text if isinstance(error, EOFError) else DamageWarning(text))
     if malformed:
-        warnings.append(f"{path}: {malformed} records are not TensorBoard events; skipped them")
+        text = f"{path}: {malformed} records are not TensorBoard events; skipped them"
+        warnings.append(DamageWarning(text))
     all_steps, all_times = np.array(steps, dtype=np.int64), np.array(times)
     series = {}
     for tag, (indices, numbers) in scalars.items():
@@ -183,8 +188,7 @@ def read_event_file(path: Path) -> EventFile:
 def _records(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the serialized events of a file, in order, without those too large for scalars.
 
-    Raises:
-        _DamagedFileError: a record is cut, or its length is damaged.
+    Raises EOFError if the last record is cut, ValueError if the length of one is damaged.
     """
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
         masked_crc32c,
@@ -202,7 +206,7 @@ def _records(stream: BinaryIO) -> Iterator[bytes]:
             size, checksum = unpack(text, begin)
             if checksums.get(size) != checksum:
                 if masked_crc32c(text[begin : begin + 8]) != checksum:
-                    raise _DamagedFileError(f"the record at byte {position + begin} is damaged")
+                    raise ValueError(f"the record at byte {position + begin} is damaged")
                 checksums[size] = checksum
             following = begin + size + _FRAME_BYTES
             if following > end:
@@ -215,7 +219,7 @@ def _records(stream: BinaryIO) -> Iterator[bytes]:
             position = stream.seek(position + size + _FRAME_BYTES)
             text = b""
     if text:
-        raise _DamagedFileError(f"the last record, at byte {position}, is cut")
+        raise EOFError(f"the last record, at byte {position}, is cut")
 
 
 def _tensor_scalar(value: Any) -> float | None:
@@ -238,15 +242,10 @@ def _tensor_scalar(value: Any) -> float | None:
 def _steps_from_tag(
     series: dict[str, TagSeries], key: str | None, path: Path
 ) -> dict[str, TagSeries]:
-    """Replace the events' steps by the values of the tag `key`, if the user named one.
-
-    Raises:
-        RunError: one of them is not a whole number.
-    """
+    """Replace the events' steps by the values of the tag `key`, if the user named one."""
     if key is None or key not in series:
         return series
-    # Of an event step that occurs several times the last value counts.
-    values = series[key].values
+    values = series[key].values  # of an event step that occurs several times the last value counts
     fractional = values[np.isfinite(values) & (values != np.floor(values))]
     if fractional.size:
         raise RunError(
@@ -262,3 +261,69 @@ def _steps_from_tag(
         numbers = steps[has_step].astype(np.int64)
         renumbered[tag] = TagSeries(old.order[has_step], numbers, old.values[has_step], times)
     return renumbered
+
+
+def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read a W&B offline run file."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    rows, warnings = RowCollector(), list[str]()
+    parse = _record_type().FromString
+    try:
+        with open_regular(path) as stream:
+            if (begin := stream.read(_FILE_HEADER.size)[:4]) != b":W&B":
+                raise RunError(
+                    f"{path} is not a W&B run file: it begins with {begin!r} instead of b':W&B'; "
+                    "give the run-ID.wandb of an offline-run folder"
+                )
+            for record in _wandb_records(stream):
+                history = parse(record).history
+                if history.item:
+                    row = {
+                        item.key or ".".join(item.nested_key): json.loads(item.value_json or "null")
+                        for item in history.item
+                    }
+                    rows.add(json_numbers({"_step": history.step.num} | row))
+    except (EOFError, ValueError, DecodeError, RecursionError) as error:
+        text = f"{path}: {error}; read as far as that"
+        warnings.append(text if isinstance(error, EOFError) else DamageWarning(text))
+    return rows.log(path, "jsonl", tags, warnings)
+
+
+def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
+    record, place = b"", _FILE_HEADER.size
+    while True:
+        rest = _WANDB_BLOCK_BYTES - place % _WANDB_BLOCK_BYTES  # of the block
+        header = stream.read(min(_WANDB_HEADER.size, rest))
+        if not header:
+            return
+        if len(header) < _WANDB_HEADER.size:  # the end of a block, too short for a header: zeros
+            place += len(header)
+            continue
+        checksum, size, kind = _WANDB_HEADER.unpack(header)
+        text = stream.read(size)
+        if len(text) < size:
+            raise EOFError(f"the record at byte {place} is cut")
+        if zlib.crc32(text, zlib.crc32(bytes([kind]))) != checksum:
+            raise ValueError(f"the record at byte {place} is damaged")
+        record = text if kind in (_FULL, _FIRST) else record + text
+        if len(record) > LARGEST_RECORD:
+            raise ValueError(
+                f"the record before byte {place} has more than {LARGEST_RECORD:,} bytes"
+            )
+        if kind in (_FULL, _LAST):
+            yield record
+        place += _WANDB_HEADER.size + size
+
+
+@cache
+def _record_type() -> Any:
+    from google.protobuf import (  # type: ignore[import-untyped]
+        descriptor_pb2,
+        message_factory,
+        text_format,
+    )
+
+    text = resources.files("slurmllm.metrics").joinpath("wandb.textproto").read_text("utf-8")
+    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+    return message_factory.GetMessages([file])["slurmllm.wandb.Record"]
