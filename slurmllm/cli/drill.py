@@ -96,9 +96,8 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
-    from slurmllm.drill.drill import Drill
+    from slurmllm.drill.drill import Drill, LocalRunner, SlurmRunner
     from slurmllm.drill.plan import why_no_reference
-    from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
     from slurmllm.slurm.client import SlurmClient
 
