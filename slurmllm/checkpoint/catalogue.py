@@ -53,7 +53,7 @@ def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatc
 
 def first_attempt_used(run: RunDir) -> int:
     """Return the first attempt since `resume --from-scratch`; those before it do not count."""
-    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
+    submissions = JobsRecord.of(run).submissions
     return max((sent.first_attempt for sent in submissions if sent.from_scratch), default=0)
 
 
@@ -78,10 +78,7 @@ def invalidated_checkpoints(
 
 
 def recorded_saves(run: RunDir) -> dict[int, float]:
-    """Return step → Unix time of the checkpoints that a run may resume from, by its records.
-
-    Retention may have removed all but the newest.
-    """
+    """Return step → Unix time of what a run may resume from, by its records; some may be gone."""
     rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
     saves: dict[int, float] = {}
     for attempt in run.attempts("train"):
@@ -129,33 +126,27 @@ def usable_steps(run: RunDir) -> set[int]:
 
 
 def require_recorded(run: RunDir) -> None:
-    """Raise a CheckpointError if a run without usable checkpoints has, or may have, saved some.
-
-    Only manifests are read; replicas are not considered.
-    """
+    """Raise a CheckpointError if a run without usable checkpoints has, or may have, saved some."""
     if not usable_steps(run):
         refuse_unknown(run, recorded_saves(run), lost_attempts(run))
 
 
 def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int]) -> None:
     """Raise a CheckpointError if a run without checkpoints has saved some, or may have."""
+    restart = f"or `slurmllm resume {run.name} --from-scratch` starts again from step 0"
     if saves:  # a scratch file system removes what is old
-        raise missing_checkpoint_error(run, saves)
+        newest = max(saves)
+        raise CheckpointError(
+            f"{run.checkpoint(newest)} was saved {_minute(saves[newest])} and is gone, and run "
+            f"{run.name} has no other checkpoint: restore it from a copy (checkpoint.replica names "
+            f"one), {restart}"
+        )
     if lost:
         raise CheckpointError(
             f"{run.checkpoints} holds no checkpoint, and what attempt {lost[0]} saved is unknown: "
             f"{run.attempt('train', lost[0]).record} is gone or damaged; restore them from a "
-            f"copy, or `slurmllm resume {run.name} --from-scratch` starts again from step 0"
+            f"copy, {restart}"
         )
-
-
-def missing_checkpoint_error(run: RunDir, saves: Mapping[int, float]) -> CheckpointError:
-    newest = max(saves)
-    return CheckpointError(
-        f"{run.checkpoint(newest)} was saved {_minute(saves[newest])} and is gone, and run "
-        f"{run.name} has no other checkpoint: restore it from a copy (checkpoint.replica names "
-        f"one), or `slurmllm resume {run.name} --from-scratch` starts again from step 0"
-    )
 
 
 def missing_checkpoint_messages(
@@ -184,7 +175,6 @@ class CheckpointEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files according to the manifest."""
         return sum(file.bytes for file in self.manifest.files) if self.manifest else 0
 
 
@@ -227,11 +217,8 @@ def verify_entry(
 def find_checkpoint(name: str, root: Path) -> RunDir | Path:
     """Find a checkpoint by its folder, or as RUN, RUN@latest or RUN@STEP.
 
-    Returns:
-        The folder; for RUN and RUN@latest the run, whose newest checkpoint the caller verifies.
-
-    Raises:
-        RunError: there is none of that name, or it is of a trainer of another project.
+    Returns the folder; for RUN and RUN@latest the run, whose newest checkpoint the caller verifies.
+    Raises a RunError if there is none of that name, or it is of a trainer of another project.
     """
     path = Path(name)
     if path.is_dir() and not is_run(path) and not is_run(root / name):
@@ -253,10 +240,7 @@ def find_checkpoint(name: str, root: Path) -> RunDir | Path:
 
 
 def newest_verified(run: RunDir, checksums: bool = True) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint that verifies, and a line for each newer one.
-
-    Without `checksums` only the sizes of its files are compared.
-    """
+    """Return the newest checkpoint that verifies, or whose sizes do, and a line for newer ones."""
     skipped: list[str] = []
     invalidated = {run.checkpoint(step): why for step, why in invalidated_checkpoints(run).items()}
     for entry in reversed(list_checkpoints(run)):
@@ -297,14 +281,11 @@ def expired_steps(
     # If the newest is unusable, the older ones are all that a resume has.
     if not checkpoints or not checkpoints[-1].usable:
         return []
-    newest = {checkpoint.step for checkpoint in [c for c in checkpoints if c.usable][-keep:]}
-    return [
-        checkpoint.step
-        for checkpoint in checkpoints
-        if checkpoint.step not in newest
-        and not (checkpoint.usable and now - checkpoint.saved_at < keep_hours * 3600)
-        and not (checkpoint.usable and keep_every and checkpoint.step % keep_every == 0)
-    ]
+    usable = [checkpoint for checkpoint in checkpoints if checkpoint.usable]
+    retained = {checkpoint.step for checkpoint in usable[-keep:]}
+    retained |= {c.step for c in usable if now - c.saved_at < keep_hours * 3600}
+    retained |= {c.step for c in usable if keep_every and c.step % keep_every == 0}
+    return [checkpoint.step for checkpoint in checkpoints if checkpoint.step not in retained]
 
 
 def remove_expired(
@@ -315,10 +296,7 @@ def remove_expired(
     keep_every: int | None = None,
     in_use: Collection[int] = (),
 ) -> None:
-    """Remove the expired checkpoints of a run, except those `in_use`; failures are only logged.
-
-    `newest` is the step that has just been published.
-    """
+    """Remove a run's expired checkpoints after that of step `newest`; failures are only logged."""
     checkpoints = []
     try:
         invalidated = invalidated_checkpoints(run)
@@ -345,22 +323,17 @@ def remove_expired(
     expired = expired_steps(
         checkpoints, time.time(), keep=keep, keep_hours=keep_hours, keep_every=keep_every
     )
-    for step in expired:
-        if step not in in_use:
-            _remove(run.checkpoint(step))
-
-
-def _remove(directory: Path) -> None:
-    # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
-    hidden = directory.with_name(f".{directory.name}.{REMOVED}")
-    try:
-        if hidden.exists():
+    for directory in (run.checkpoint(step) for step in expired if step not in in_use):
+        # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
+        hidden = directory.with_name(f".{directory.name}.{REMOVED}")
+        try:
+            if hidden.exists():
+                shutil.rmtree(hidden)
+            directory.rename(hidden)
+            fsync_dir(directory.parent)
             shutil.rmtree(hidden)
-        directory.rename(hidden)
-        fsync_dir(directory.parent)
-        shutil.rmtree(hidden)
-    except OSError as error:
-        log.warning("cannot remove %s: %s", directory, error.strerror)
-        with suppress(OSError, StorageError):  # still complete: it may serve a resume
-            if not file_faults(hidden, read_manifest(hidden).files, checksums=False):
-                hidden.rename(directory)
+        except OSError as error:
+            log.warning("cannot remove %s: %s", directory, error.strerror)
+            with suppress(OSError, StorageError):  # still complete: it may serve a resume
+                if not file_faults(hidden, read_manifest(hidden).files, checksums=False):
+                    hidden.rename(directory)

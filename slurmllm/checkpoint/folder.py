@@ -49,10 +49,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
 def write_manifest(
     folder: Path, started_at: float, described: Sequence[CheckpointFile] = (), **fields: Any
 ) -> CheckpointManifest:
-    """Write the manifest of all files of a folder whose writing began at `started_at`, Unix time.
-
-    Files that are `described` already are not read again.
-    """
+    """Write the manifest of a folder begun at `started_at`, reading no file `described` before."""
     by_name = {file.path: file for file in described}
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     files = tuple(by_name.get(name) or describe(folder, name) for name in names)
@@ -117,9 +114,8 @@ def require_absent(target: Path) -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Create a folder under a temporary name and rename it when the block completes.
 
-    The block must fsync its files. If it raises, nothing is left; SIGKILL leaves
-    `.<name>.<random>.tmp`. Raises a RunError if the target exists, a StorageError if the file
-    system failed a write.
+    The block must fsync its files. If it raises, nothing is left; SIGKILL leaves a `.<name>.….tmp`.
+    Raises a RunError if the target exists, a StorageError if the file system failed a write.
     """
     require_absent(target)
     # A symbolic link to an empty folder stays a link: rename() would refuse to replace it.

@@ -51,25 +51,31 @@ def list_trainer_checkpoints(
     newest_only: bool = False,
     closing: AttemptRecord | None = None,
 ) -> list[TrainerCheckpoint]:
-    """Return the checkpoints of a run, in the order of their steps; all or those of the last one.
+    """Return the checkpoints of a run in the order of their steps, all or those of the last step.
 
-    `closing`: an attempt's record, with its end, in place of the one that is written.
-
-    A pattern without {step} is a file that is written again and again: its step is the last one
-    that was read before it changed.
+    `closing` is an attempt's record with its end, in place of the one that is written. A pattern
+    without {step} is a file that is written again and again; its step is the last one before.
     """
     if command.checkpoints is None:
         return []
-    attempts = [] if command.completion_file else _attempts(run, closing)
+    attempts: list[AttemptRecord] = []
+    for attempt in () if command.completion_file else run.attempts("train"):
+        with suppress(StorageError):
+            if (record := AttemptRecord.find(attempt.record)) is not None:
+                same = closing is not None and closing.attempt == record.attempt
+                attempts.append(closing if closing is not None and same else record)
     checkpoints = []
     matching = sorted(_matching(run, command), key=lambda entry: entry[1] or 0)
     if newest_only:
         matching = [entry for entry in matching if entry[1] == matching[-1][1]]
     for path, step in matching:
-        completed_at = _completed_at(path, command)
-        by_mark = completed_at is not None and step is not None
-        changed_at = completed_at if by_mark else _changed_at(path)
-        if changed_at is None:  # removed meanwhile
+        completed_at: float | None = None
+        if command.completion_file is not None:  # it saves a look at all other files
+            with suppress(OSError):
+                marks = (file.stat().st_mtime for file in path.glob(command.completion_file))
+                completed_at = max(marks, default=None)
+        changed_at = completed_at if step is not None else None
+        if changed_at is None and (changed_at := _changed_at(path)) is None:  # removed meanwhile
             continue
         if step is None and (step := _step_at(run, changed_at)) is None:
             continue
@@ -107,10 +113,10 @@ def require_own_trainer(run: RunDir) -> None:
 
 
 def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the `keep` newest; returns those removed.
+    """Remove all complete checkpoints but the `keep` newest; return those removed.
 
-    What has no step in its name is one file, which is never removed. Without a completion file the
-    newest one may still be written, slowly, and one more stays.
+    A file without a step in its name is never removed. Without a completion file the newest one may
+    still be written, slowly, and one more stays.
     """
     if command.checkpoints is None or _STEP not in command.checkpoints:
         return []
@@ -124,16 +130,6 @@ def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
                 entry.path.unlink()
             removed.append(entry.path)
     return removed
-
-
-def _attempts(run: RunDir, closing: AttemptRecord | None) -> list[AttemptRecord]:
-    records = []
-    for attempt in run.attempts("train"):
-        with suppress(StorageError):
-            if (record := AttemptRecord.find(attempt.record)) is not None:
-                same = closing is not None and closing.attempt == record.attempt
-                records.append(closing if closing is not None and same else record)
-    return records
 
 
 def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int | None]]:
@@ -151,34 +147,16 @@ def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int |
             yield base / name, int(match["step"]) if _STEP in command.checkpoints else None
 
 
-def _completed_at(path: Path, command: CommandConfig) -> float | None:
-    """Return when the completion file was written; it saves a look at all other files."""
-    if command.completion_file is None:
-        return None
-    with suppress(OSError):
-        times = (file.stat().st_mtime for file in path.glob(command.completion_file))
-        return max(times, default=None)
-    return None
-
-
 def _changed_at(path: Path) -> float | None:
     try:
         times = [path.stat().st_mtime]
     except OSError:
         return None
-    if path.is_dir():
-        for file in islice(_files(path), _MOST_FILES):
-            with suppress(OSError):
-                times.append(file.stat().st_mtime)
+    files = (Path(folder, name) for folder, dirs, names in os.walk(path) for name in dirs + names)
+    for file in islice(files, _MOST_FILES):
+        with suppress(OSError):
+            times.append(file.stat().st_mtime)
     return max(times)
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            yield entry
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
 
 
 def _is_complete(
@@ -186,8 +164,9 @@ def _is_complete(
 ) -> bool:
     if command.completion_file is not None:
         return False
-    if _begins_as_archive(path):
-        return zipfile.is_zipfile(path)
+    with suppress(OSError), open_regular(path) as stream:
+        if stream.read(4) == b"PK\x03\x04":  # a zip archive, as of torch.save
+            return zipfile.is_zipfile(path)
     writer = next((a for a in reversed([*attempts]) if a.started_at <= changed_at), None)
     if writer is None or writer.ended_at is None:
         return time.time() - changed_at >= QUIET_S
@@ -195,28 +174,15 @@ def _is_complete(
     return writer.ending == "done" or left or writer.ended_at - changed_at >= QUIET_S
 
 
-def _begins_as_archive(path: Path) -> bool:
-    """Whether a path is a file of `torch.save`: a zip archive."""
-    with suppress(OSError), open_regular(path) as stream:
-        return stream.read(4) == b"PK\x03\x04"
-    return False
-
-
 def _step_at(run: RunDir, time_s: float) -> int | None:
     """Return the last step that was read before a time."""
     for path in reversed(run.metrics_files()):
-        count, read = _FEW_ROWS, 0
-        step: int | None = None
         with suppress(RunError, OSError):
             # From the end, where it mostly is: this is asked every few seconds.
-            while len(rows := last_rows(path, count)) > read:
-                for row in reversed(rows):
-                    if row.get("time", time_s + 1) <= time_s:
-                        return int(row["step"])
-                count, read = 8 * count, len(rows)
-            for _, row in read_rows(path):
+            rows = last_rows(path, _FEW_ROWS)
+            if rows and rows[0].get("time", time_s + 1) > time_s:
+                rows = [row for _, row in read_rows(path)]
+            for row in reversed(rows):
                 if row.get("time", time_s + 1) <= time_s:
-                    step = int(row["step"])
-        if step is not None:
-            return step
+                    return int(row["step"])
     return None

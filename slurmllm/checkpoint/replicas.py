@@ -30,9 +30,7 @@ from slurmllm.run.records import first_problem
 from slurmllm.run.rundir import RunDir, fsync_dir
 from slurmllm.run.safe_files import untrusted_error
 
-_STEP = re.compile(r"^step_([0-9]{8,18})$")
-_CHUNK_BYTES = 16 * 2**20  # of a download, hashed as it arrives
-_BACKGROUND_NICENESS = 15  # below the data loader and the training threads
+_STEP = re.compile(r"/step_([0-9]{8,18})/?$")
 
 
 @dataclass(frozen=True)
@@ -86,19 +84,18 @@ class Replica:
             if self.file_system.exists(target):  # incomplete, or saved again after a roll-back
                 self._remove(manifest.step)
             for file in manifest.files:
-                self._put(directory / file.path, f"{target}/{file.path}")
-                size = self.file_system.size(f"{target}/{file.path}")
+                path = f"{target}/{file.path}"
+                self.file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self.file_system.put_file(str(directory / file.path), path)
+                size = self.file_system.size(path)
                 if size != file.bytes:  # some file systems report a short upload as success
                     raise OSError(f"{file.path} has {size} bytes there instead of {file.bytes}")
             # Last: a replica is complete once it has a manifest.
-            self._put(directory / MANIFEST, f"{target}/{MANIFEST}")
+            self.file_system.put_file(str(directory / MANIFEST), f"{target}/{MANIFEST}")
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Remove all but the `keep` complete replicas saved last, and incomplete ones.
-
-        By time: after a roll-back, or an older run of the same name, higher steps may be older.
-        """
+        """Remove all but the `keep` complete replicas saved last: higher steps may be older."""
         saved_at = {step: self.manifest(step).saved_at for step in self.steps()}
         newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
         for step in self._folders():
@@ -119,7 +116,7 @@ class Replica:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     checksum, source = hashlib.sha256(), self.path(step, file.path)
                     with self.file_system.open(source, "rb") as stream, path.open("wb") as copy:
-                        while chunk := stream.read(_CHUNK_BYTES):
+                        while chunk := stream.read(16 * 2**20):
                             checksum.update(chunk)
                             copy.write(chunk)
                         copy.flush()
@@ -139,8 +136,7 @@ class Replica:
             if not self.file_system.exists(self.folder):
                 return []
             paths: list[str] = self.file_system.ls(self.folder, detail=False)
-        names = (path.rstrip("/").rpartition("/")[2] for path in paths)
-        return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
+        return sorted(int(match[1]) for path in paths if (match := _STEP.search(path)))
 
     def _complete(self, step: int) -> bool:
         with _storage_errors("read", self.path(step)):
@@ -152,15 +148,10 @@ class Replica:
             self.file_system.rm_file(self.path(step, MANIFEST))
         self.file_system.rm(self.path(step), recursive=True)
 
-    def _put(self, source: Path, target: str) -> None:
-        self.file_system.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self.file_system.put_file(str(source), target)
-
 
 def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
     """Open the recipe's replica, if any; StorageError if no installed file system can open it."""
-    location = config.replica
-    if location is None:
+    if (location := config.replica) is None:
         return None
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -180,15 +171,11 @@ def _storage_errors(verb: str, path: str) -> Iterator[None]:
         raise StorageError(f"checkpoint.replica: cannot {verb} {path}: {reason}") from error
 
 
-# step, seconds, bytes, error message
-OnCopied = Callable[[int, float, int, str | None], None]
-
-
 class ReplicaCopier:
     """Background copies of checkpoints to the replica, one at a time, always the newest.
 
     `keep` replicas remain. `refuse_if_superseded` raises a SlurmllmError if a newer attempt owns
-    the run; `on_copied` is called after every copy, from the thread.
+    the run; `on_copied` is called from the thread with step, seconds, bytes, and error message.
     """
 
     def __init__(
@@ -197,7 +184,7 @@ class ReplicaCopier:
         run: RunDir,
         keep: int,
         refuse_if_superseded: Callable[[], None],
-        on_copied: OnCopied,
+        on_copied: Callable[[int, float, int, str | None], None],
     ) -> None:
         self._replica, self._run, self._keep = replica, run, keep
         self._refuse_if_superseded, self._on_copied = refuse_if_superseded, on_copied
@@ -229,8 +216,8 @@ class ReplicaCopier:
             )
 
     def _copy_loop(self) -> None:
-        # On Linux the niceness is the thread's own.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+        # Below the data loader and training; on Linux the niceness is the thread's own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending is not None)

@@ -43,8 +43,8 @@ def find_resumable(
 ) -> Resumable:
     """Return the newest checkpoint that verifies, replicas included (collective).
 
-    Raises a CheckpointError if the run has saved checkpoints and none is left that verifies, a
-    RunError if the checkpoint is of another model or of other data.
+    Raises a CheckpointError if the run has saved and nothing verifies, a RunError if the checkpoint
+    is of another model or of other data.
     """
     # All workers take rank 0's listing: on a shared file system, nodes may see different ones.
     replica: Replica | None = None
@@ -70,10 +70,13 @@ def find_resumable(
             skipped += [f"step {step}: {fault}"] if fault else []
             fault = backend.control.broadcast(_fetch(replica, step, run) if replica else None)
         if fault is None:
-            state = _load_state(directory, backend)
-            if state.step != step:  # its shards would be read from another folder
-                raise StorageError(f"{directory} holds step {state.step}; restore it")
-            _check_fingerprint(directory, state, fingerprint)
+            state = _load_state(directory, step, backend)
+            if lines := fingerprint_differences(state.fingerprint, fingerprint):
+                raise RunError(
+                    f"{directory} is of another model or other data and cannot be continued:\n"
+                    + "\n".join(f"  {line}" for line in lines)
+                    + "\nrestore the settings, or start a new run with another --name"
+                )
             skipped += missing_checkpoint_messages(saves, step, {*steps, *replica_steps})
             return Resumable(state, tuple(skipped), _newer_than(step, invalidated))
         skipped.append(f"step {step}: {fault}")
@@ -101,8 +104,8 @@ def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
     """Return the steps of the replicas that a run may resume from, oldest first."""
     rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
-    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
     # An older run of the same name, whose folder was removed, may have left replicas.
+    submissions = JobsRecord.of(run).submissions
     created_at = min((submission.submitted_at for submission in submissions), default=0.0)
     return [
         manifest.step
@@ -176,25 +179,17 @@ def _pickle_faults(
     return faults + pickle_faults(directory, [file.path for file in share], share_places)
 
 
-def _load_state(directory: Path, backend: WorkerContext) -> TrainState:
+def _load_state(directory: Path, step: int, backend: WorkerContext) -> TrainState:
     """Load the training state on rank 0 for all workers (collective)."""
     state: TrainState | None = None
     fault: StorageError | None = None
     if backend.worker.rank == 0:
         try:
             state = TrainState.load(directory / TRAIN_STATE)
+            if state.step != step:  # its shards would be read from another folder
+                raise StorageError(f"{directory} holds step {state.step}; restore it")
         except StorageError as error:
             fault = error
     if first := backend.control.first(fault):
         raise first
     return backend.control.broadcast(state)
-
-
-def _check_fingerprint(directory: Path, state: TrainState, fingerprint: Mapping[str, Any]) -> None:
-    lines = fingerprint_differences(state.fingerprint, fingerprint)
-    if lines:
-        raise RunError(
-            f"{directory} is of another model or other data and cannot be continued:\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nrestore the settings, or start a new run with another --name"
-        )

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from threading import Thread
 from typing import TypeVar
 
@@ -64,23 +65,20 @@ class Save:
         executor.shutdown(wait=False)
 
     def written(self) -> bool:
-        """Return whether this worker's files are written; other workers may not be done."""
+        """Return whether this worker's files are written."""
         return self._files.done()
 
     @property
     def waited_s(self) -> float:
-        """Seconds that training waited for this worker's shards within steps."""
+        """Seconds that training waited for this worker's shards."""
         return self._shards.waited_s if self._shards is not None else 0.0
 
     def finish(self, in_use: Collection[int] = ()) -> float:
-        """Publish the checkpoint when all files are written (collective); return the save's
-        seconds.
-        """
+        """Publish the checkpoint when all files are written (collective); return seconds."""
         with self._all_or_nothing():
             _agree(self._backend, self._files.result)
             described = _agree(self._backend, self._complete)
-            # Plain values: they take a third of what records take.
-            files = self._backend.control.gather([(f.path, f.bytes, f.sha256) for f in described])
+            files = self._backend.control.gather(described)
             manifest = None if files is None else self._manifest(files)
             _agree(self._backend, lambda: self._publish(manifest) if manifest else None)
         if manifest is not None:
@@ -92,12 +90,7 @@ class Save:
             self._retention.start()
         return time.monotonic() - self._started
 
-    def _manifest(self, files: Sequence[Sequence[tuple[str, int, str]]]) -> CheckpointManifest:
-        described = [
-            CheckpointFile(path=path, bytes=num_bytes, sha256=sha256)
-            for part in files
-            for path, num_bytes, sha256 in part
-        ]
+    def _manifest(self, files: Sequence[Sequence[CheckpointFile]]) -> CheckpointManifest:
         return CheckpointManifest(
             step=self.step,
             tokens=self._state.tokens,
@@ -107,7 +100,7 @@ class Save:
             saved_at=time.time(),
             save_s=time.monotonic() - self._started,
             fingerprint=fingerprint_digest(self._state.fingerprint),
-            files=tuple(sorted(described, key=lambda f: f.path)),
+            files=tuple(sorted(chain.from_iterable(files), key=lambda file: file.path)),
         )
 
     def join_retention(self) -> None:

@@ -41,9 +41,7 @@ class ShardWrite(ABC):
 
     @abstractmethod
     def wait(self) -> list[str]:
-        """Wait until this worker's shards are durable (fsync), in any thread; return its file
-        names.
-        """
+        """Wait, in any thread, until this worker's shards are durable; return its file names."""
 
     @abstractmethod
     def finish(self) -> list[str]:

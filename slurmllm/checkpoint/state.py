@@ -49,10 +49,7 @@ class TrainState(Record):
 
 
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
-    """Return what must be equal for training to continue a checkpoint: dotted path → value.
-
-    Model, optimizer and data order; learning rate, mesh and number of steps may change.
-    """
+    """Return what must be equal for training to continue: model, optimizer and data order."""
     optimizer = {} if recipe.optim.name == ADAMW else {_OPTIMIZER: recipe.optim.name}
     return {
         **flatten(recipe.model.model_dump(mode="json"), _MODEL_PREFIX),
@@ -67,9 +64,8 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
 
 def optimizer_name(directory: Path) -> str:
     """Return the optimizer of a run's checkpoint; StorageError if the folder is damaged."""
-    state = directory / TRAIN_STATE
-    saved = TrainState.load(state).fingerprint if state.is_file() else {}
-    return str(saved.get(_OPTIMIZER, ADAMW))
+    state = TrainState.find(directory / TRAIN_STATE)
+    return ADAMW if state is None else str(state.fingerprint.get(_OPTIMIZER, ADAMW))
 
 
 def fingerprint_digest(fields: Mapping[str, Any]) -> str:
@@ -90,13 +86,10 @@ def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    try:
+    with suppress(ValidationError):  # of another version, whose fields then show as differences
         model = ModelConfig.model_validate(model_fields(saved)).model_dump(mode="json")
         # Fields that are newer than the checkpoint take their defaults.
         saved = {**saved, **flatten(model, _MODEL_PREFIX)}
-    except ValidationError:  # of another version, whose fields then show as differences
-        pass
-    # Older checkpoints have no name of the optimizer.
     saved, current = {_OPTIMIZER: ADAMW, **saved}, {_OPTIMIZER: ADAMW, **current}
     return [
         f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
@@ -106,10 +99,7 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -> None:
-    """Raise a RunError if a recipe cannot continue a run, before its job waits in the queue.
-
-    `directory` is the newest checkpoint; None without one.
-    """
+    """Raise a RunError if a recipe cannot continue a run from `directory`, if that is known."""
     lines: list[str] = []
     with suppress(StorageError):  # the workers report damaged files
         if directory is not None:

@@ -98,9 +98,8 @@ def drill(
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
     from slurmllm.compare.comparison import Tolerances
-    from slurmllm.drill.drill import Drill
+    from slurmllm.drill.drill import Drill, LocalRunner, SlurmRunner
     from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
-    from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.slurm.client import SlurmClient
 
     client, tolerances = SlurmClient(), Tolerances(exact=True)

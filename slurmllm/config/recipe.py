@@ -325,6 +325,7 @@ class TrainConfig(Section):
 ADAMW = "adamw"  # the optimizer that every backend has
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+TrackerName = Literal["wandb", "mlflow"]
 
 
 class OptimConfig(Section):
@@ -474,7 +475,7 @@ class Recipe(Section):
     slurm: SlurmConfig = SlurmConfig()
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
     """Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic."""
-    trackers: ListOf[Literal["wandb", "mlflow"]] = ()
+    trackers: ListOf[TrackerName] = ()
     """Trackers that get the run's metrics: wandb, mlflow; project and server in the profile."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this recipe's workers; they replace those of the same name from the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.diagnose.finding import fail, ok, warn
@@ -20,13 +20,11 @@ LIMIT_S = 300.0  # most of it: PyTorch's import on cold nodes, or nccom-test's c
 NCCOM_SIZE = "64MB"
 
 
-@dataclass(frozen=True)
-class Bandwidth:
+class Bandwidth(NamedTuple):
     """Measured bus bandwidths, GB/s."""
 
     gb_s: float  # over all nodes
-    # Of the faster pair of each node; empty if no pairs were measured.
-    by_node: Mapping[str, float] = field(default_factory=dict)
+    by_node: Mapping[str, float]  # of each node's faster pair; empty if no pairs were measured
 
 
 def with_bandwidth(
@@ -40,8 +38,7 @@ def with_bandwidth(
 ) -> dict[str, NodeHealth]:
     """Measure the all-reduce and add a finding to each node; a single worker has none.
 
-    `command` is `python -m slurmllm`, `port` is free on the first node; `stop` is polled and stops
-    the measurement.
+    `command` is `python -m slurmllm`, `port` is free on the first node; `stop` is polled.
     """
     floor = config.cluster.health.min_allreduce_gb_s
     if len(nodes.nodes) * config.cluster.devices_per_node == 1:
@@ -103,33 +100,25 @@ def measure_with_torch(
 def measure_with_nccom(
     nodes: Nodes, per_node: int, job_id: str | None, stop: Callable[[], bool]
 ) -> Bandwidth:
-    name, *options = nccom_command(len(nodes.nodes), per_node, job_id)
-    path = find(name)
-    call = [path or f"{FOLDERS[0]}/{name}", *options]
-    if len(nodes.nodes) == 1:
+    """Call nccom-test, which starts a Slurm step in the job for several nodes."""
+    path, count = find("nccom-test"), len(nodes.nodes)
+    call = [path or f"{FOLDERS[0]}/nccom-test", "--nworkers", str(count * per_node)]
+    if count > 1:
+        call += ["--nnodes", str(count), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
+    call += ["--minbytes", NCCOM_SIZE, "--maxbytes", NCCOM_SIZE, "--datatype", "bf16"]
+    call += ["--non-interactive", "allr"]
+    if count == 1:
         processes = nodes.ask(call)
     elif path is None:
-        raise NodeError(f"{name} is neither on $PATH nor in {FOLDERS[0]}")
+        raise NodeError(f"nccom-test is neither on $PATH nor in {FOLDERS[0]}")
     else:
         pipe, environment = subprocess.PIPE, slurm_environment(in_job=True)  # it calls srun
         processes = [subprocess.Popen(call, stdout=pipe, stderr=subprocess.STDOUT, env=environment)]
-    return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))))
-
-
-def nccom_command(nodes: int, per_node: int, job_id: str | None) -> list[str]:
-    """Return the call of nccom-test, which starts a Slurm step in the job for several nodes."""
-    command = ["nccom-test", "--nworkers", str(nodes * per_node)]
-    if nodes > 1:
-        command += ["--nnodes", str(nodes), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
-    command += ["--minbytes", NCCOM_SIZE, "--maxbytes", NCCOM_SIZE, "--datatype", "bf16"]
-    return [*command, "--non-interactive", "allr"]
+    return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))), {})
 
 
 def bus_bandwidth(output: str) -> float:
-    """Return the bus bandwidth of the largest message in nccom-test's output, GB of 2^30 bytes.
-
-    Raises a NodeError, which quotes the output, if it measured nothing.
-    """
+    """Return the bus bandwidth that nccom-test printed, GB of 2^30 bytes, or raise a NodeError."""
     column: int | None = None
     rows: list[tuple[int, float]] = []
     for line in output.splitlines():

@@ -45,8 +45,6 @@ NEURON_PYTHON = ((3, 11), (3, 12))
 _NEURON_FIX = (
     "make the environment with `configs/parallelcluster/neuron.sh python DIR` (Neuron 2.28.1)"
 )
-
-
 OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
 _NODE_CHECKS = ("nodes", "limits", "equal nodes", "CPUs", "devices")
 _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
@@ -113,7 +111,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def at_least(version: str, minimum: str) -> bool:
-    """Whether a version is the minimum or later, by the leading numbers of both."""
     return numbers(version) >= numbers(minimum)
 
 
@@ -133,12 +130,11 @@ def packages_finding() -> Finding:
         return warn("packages", state, fix="pip install .")
     faults, count = [], 0
     for requirement in requirements:
-        name, _, extra = requirement.partition(";")
-        if "extra" in extra or name.startswith("torch"):
+        match = re.match(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?", requirement)
+        if "extra" in requirement or match is None or match[1] == "torch":
             continue  # torch has its own check
         count += 1
-        match = re.match(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?", name)
-        package, minimum = match.groups() if match else (name.strip(), None)
+        package, minimum = match.groups()
         present = installed_version(package)
         if present is None:
             faults.append(f"{package} missing")
@@ -180,16 +176,18 @@ def torch_finding(cluster: Cluster) -> Finding:
     return ok("torch", version + ("" if cuda == "None" else f", CUDA {cuda}"))
 
 
+def _run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Import in a child process: if that crashes or hangs, it does not take this one with it."""
+    # -P: not the torch.py of the working directory, which may be another user's.
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+
+
 def import_torch() -> str | None:
     """Return `imported VERSION CUDA`, or the last line of the import's error; None: too slow."""
     script = "import torch; print('imported', torch.__version__, torch.version.cuda)"
-    # -P: not the torch.py of the working directory, which may be another user's.
-    command = [sys.executable, "-P", "-c", script]
     try:
-        # A child process: an import that crashes or hangs does not take this one with it.
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
+        done = _run_python("-c", script)
     except subprocess.TimeoutExpired:
         return None
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
@@ -197,11 +195,9 @@ def import_torch() -> str | None:
 
 
 def private_names_finding() -> Finding:
-    command = [sys.executable, "-P", "-m", "slurmllm.model.private_names"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=True
-        )
+        done = _run_python("-m", "slurmllm.model.private_names")
+        done.check_returncode()
     except subprocess.SubprocessError:
         return skipped("private APIs", "torch or lm_eval does not import")
     if lines := done.stdout.strip().splitlines():
@@ -231,8 +227,7 @@ def neuron_findings() -> Iterator[Finding]:
 
 def compiler_finding() -> Finding:
     compiler = os.environ.get("CXX", "g++")
-    path = shutil.which(compiler)
-    if path is not None:
+    if (path := shutil.which(compiler)) is not None:
         return ok("C++ compiler", path)
     fix = "torch.compile needs one, on the nodes too: install g++, set $CXX, or "
     return warn("C++ compiler", f"no {compiler!r} here", fix=f"{fix}--set train.compile=false")

@@ -19,9 +19,6 @@ from slurmllm.diagnose.storage import GB, node_local_findings, shared_findings
 from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.run.records import Finding
 
-# Counters of the Neuron driver since it was loaded (Neuron Sysfs User Guide, "hardware/"): those
-# that the runtime calls uncorrectable; AWS advises to replace the instance.
-ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
 # Where AWS's packages install their tools: not on a batch job's $PATH by default.
 FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/sbin")
 TIMEOUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the GPUs up
@@ -60,26 +57,39 @@ def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding
 
 def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
     """Host memory that is free or can be freed at once (MemAvailable), GB."""
-    required = cluster.health.min_memory_gb
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    available = round(kib * 1024 / GB, 1)
+    available, required = round(kib * 1024 / GB, 1), cluster.health.min_memory_gb
     yield _at_least("memory", available, required, "GB available", cluster)
 
 
 def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
-    """Devices, driver, error counters and CPUs; /sys is read under `root`.
-
-    Raises a NodeError if the tool that lists the devices is not installed or fails.
-    """
-    if cluster.device == "neuron":
-        driver = _read(root / "sys/module/neuron/version")
-        yield from _counted(neuron_cores(), "NeuronCore", driver, neuron_errors(root), cluster)
-    elif cluster.device == "cuda":
-        gpus = nvidia_gpus()
-        driver = gpus[0][1] if gpus else ""
-        errors = [f"GPU {gpu}: {count}" for gpu, _, count in gpus if count > 0]
-        yield from _counted(len(gpus), "GPU", driver, errors, cluster)
+    """Devices, driver, error counters and CPUs; /sys is read under `root`."""
+    if cluster.device != "cpu":
+        if cluster.device == "neuron":
+            kind, count, driver = (
+                "NeuronCores",
+                neuron_cores(),
+                _read(root / "sys/module/neuron/version"),
+            )
+            errors = neuron_errors(root)
+        else:
+            gpus = nvidia_gpus()
+            kind, count, driver = "GPUs", len(gpus), gpus[0][1] if gpus else ""
+            errors = [f"GPU {gpu}: {number}" for gpu, _, number in gpus if number > 0]
+        yield _at_least("devices", count, cluster.devices_per_node, kind, cluster)
+        version = cluster.health.driver_version
+        if version is not None and driver != version:
+            message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {version}"
+            yield fail("driver", driver, version, message)
+        elif driver:
+            yield ok("driver", driver, version or "")
+        if errors:
+            more = f" and {len(errors) - 3} more" if len(errors) > 3 else ""
+            message = f"uncorrected memory errors: {', '.join(errors[:3])}{more}"
+            yield fail("device errors", len(errors), 0, message)
+        else:
+            yield ok("device errors", 0)
     cpus, required = os.cpu_count() or 1, cluster.cpus_per_node or 0
     yield _at_least("CPUs", cpus, required, "CPUs", cluster, warn)
 
@@ -98,29 +108,8 @@ def _at_least(
     return status(check, value, required, message)
 
 
-def _counted(
-    devices: int, kind: str, driver: str, errors: list[str], cluster: Cluster
-) -> Iterator[Finding]:
-    yield _at_least("devices", devices, cluster.devices_per_node, f"{kind}s", cluster)
-    version = cluster.health.driver_version
-    if version is not None and driver != version:
-        message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {version}"
-        yield fail("driver", driver, version, message)
-    elif driver:
-        yield ok("driver", driver, version or "")
-    if errors:
-        more = f" and {len(errors) - 3} more" if len(errors) > 3 else ""
-        message = f"uncorrected memory errors: {', '.join(errors[:3])}{more}"
-        yield fail("device errors", len(errors), 0, message)
-    else:
-        yield ok("device errors", 0)
-
-
 def neuron_cores() -> int:
-    """Return the number of cores of all Neuron devices, by `neuron-ls`.
-
-    Raises a NodeError if that is not installed, fails, or prints something else.
-    """
+    """Return the number of cores of all Neuron devices, by `neuron-ls`."""
     output = output_of("neuron-ls", "--json-output")
     try:
         # A Trainium1 device has two cores, a worker each.
@@ -132,7 +121,9 @@ def neuron_cores() -> int:
 def neuron_errors(root: Path) -> list[str]:
     errors = []
     for device in sorted((root / "sys/devices/virtual/neuron_device").glob("neuron[0-9]*")):
-        for name in ECC_COUNTERS:
+        # Counters since the driver was loaded (Neuron Sysfs User Guide, "hardware/"): those that
+        # the runtime calls uncorrectable; AWS advises to replace the instance.
+        for name in ("mem_ecc_uncorrected", "sram_ecc_uncorrected"):
             count = _read(device / "stats/hardware" / name)
             if count not in ("", "0"):
                 errors.append(f"{device.name}: {name} {count}")
@@ -140,10 +131,7 @@ def neuron_errors(root: Path) -> list[str]:
 
 
 def nvidia_gpus() -> list[tuple[str, str, int]]:
-    """Return (index, driver, uncorrected memory errors since it was loaded) of every GPU.
-
-    Raises a NodeError if `nvidia-smi` is not installed, fails, or prints something else.
-    """
+    """Return (index, driver, uncorrected memory errors since it was loaded) of every GPU."""
     query = "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total"
     output = output_of("nvidia-smi", query, "--format=csv,noheader")
     gpus = []
@@ -164,10 +152,7 @@ def _read(path: Path) -> str:
 
 
 def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
-    """The EFA interfaces that libfabric can use; no finding if the profile requires none.
-
-    Raises a NodeError if libfabric's `fi_info` finds none: it then fails.
-    """
+    """The EFA interfaces that libfabric can use; no finding if the profile requires none."""
     required = cluster.health.efa_interfaces
     if required == 0:
         return
@@ -188,10 +173,7 @@ def find(name: str) -> str | None:
 
 
 def output_of(name: str, *arguments: str) -> str:
-    """Return the standard output of a program.
-
-    Raises a NodeError if it is not installed, too slow or fails; the message has its last line.
-    """
+    """Return a program's output; NodeError if it is not installed, too slow or fails."""
     path = find(name)
     if path is None:
         raise NodeError(f"{name} is neither on $PATH nor in {', '.join(FOLDERS)}")

@@ -1,8 +1,7 @@
 """The node probe: run a program on all nodes, collect what it reports, compare the nodes.
 
-A probe writes lines of JSON to its standard output (`report`). `check_nodes` starts the probe of
-`node.py` on every node and collects the lines within a time limit (`collect`); then it adds the
-findings that follow from all nodes together (`compare_nodes`).
+A probe writes lines of JSON to its standard output (`report`), which are collected within a time
+limit (`collect`). Findings that follow from all nodes together are added (`compare_nodes`).
 """
 
 from __future__ import annotations
@@ -110,17 +109,13 @@ def report(node: str, **fields: object) -> None:
 
 @dataclass
 class NodeReport:
-    """What one node has reported so far.
-
-    Attributes:
-        clock_ahead_s: The node's clock minus this machine's; None before the first line. A line
-            arrives after it was sent, so each line gives a lower bound: the highest is the best.
-        silence: Why the node has not reported all: srun's message that names it, or the time.
-    """
+    """What one node has reported so far."""
 
     health: NodeHealth
+    # The node's clock minus this machine's; None before the first line. A line arrives after it was
+    # sent, so each line gives a lower bound: the highest is the best.
     clock_ahead_s: float | None = None
-    silence: str = ""
+    silence: str = ""  # why it has not reported all: srun's message that names it, or the time
 
     def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
@@ -144,9 +139,9 @@ def check_nodes(
 ) -> dict[str, NodeHealth] | None:
     """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
 
-    `folder` is on the shared file system, `command` is `python -m slurmllm`; `stop` is polled and
-    stops the checks. Raises a StorageError if the folder cannot be written from here, a SlurmError
-    without srun, a LaunchError if srun failed before any node reported.
+    `folder` is on the shared file system, `command` is `python -m slurmllm`; `stop` is polled.
+    Raises a StorageError if the folder cannot be written from here, a LaunchError if srun failed
+    before any node reported.
     """
     limits = config.cluster.health
     with contextlib.ExitStack() as stack:
@@ -172,10 +167,9 @@ def collect(
     limit_s: float,
     stop: Callable[[], bool],
 ) -> dict[str, NodeReport] | None:
-    """Collect the nodes' reports until all processes have ended or the time limit is reached.
+    """Collect a report for each name, also of nodes that did not respond; None if stopped.
 
-    Returns a report for each name, also for nodes that did not respond; None if stopped. Raises a
-    LaunchError if the processes failed before any node reported.
+    Raises a LaunchError if the processes failed before any node reported.
     """
     reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
     started, lines = time.monotonic(), list[str]()
@@ -241,21 +235,15 @@ def read_lines(
                 continue
             yield arrived, line.decode(errors="replace")
     finally:
-        terminate(processes)
-
-
-def terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, on which srun ends its tasks, then SIGKILL."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + TERMINATE_S
-    for process in processes:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        for process in processes:
+            process.terminate()  # srun then ends its tasks
+        deadline = time.monotonic() + TERMINATE_S
+        for process in processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> dict[str, NodeHealth]:

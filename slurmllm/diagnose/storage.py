@@ -38,21 +38,18 @@ def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
     text = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
     best = ("unknown", "/")
     for line in text.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        point = fields[1].replace("\\040", " ")
+        _, point, kind, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
         # >=: of two mounts at the same point, the later one is visible.
         if path.is_relative_to(point) and len(point) >= len(best[1]):
-            best = (fields[2], point)
+            best = (kind, point)
     return best
 
 
 def write_seconds(path: Path) -> float:
     """Time the write of one record (temporary name, fsync, rename, fsync of the folder), s.
 
-    Raises a StorageError if it cannot be written or read, a NodeError if the content read back
-    differs from what was written.
+    Raises a StorageError if it cannot be written or read, a NodeError if it is read differently.
     """
     text = f"{time.time_ns()} " * 100
     start = time.monotonic()
@@ -68,10 +65,7 @@ def write_seconds(path: Path) -> float:
 
 
 def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
-    """Check on a node that its disk exists, is not shared, and has space.
-
-    Raises an OSError if it cannot be written to.
-    """
+    """Check on a node that its disk exists, is not shared, can be written, and has space."""
     folder, required = Path(cluster.node_local), cluster.health.min_node_local_gb
     if not folder.is_dir():
         message = f"{folder} does not exist; is the disk mounted? (cluster.node_local)"
@@ -99,8 +93,7 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
 def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Finding]:
     """Check on a node that the folder of the run is the shared one and fast enough.
 
-    The machine that started the checks has just created `marker` in the folder. Raises the errors
-    of `write_seconds`.
+    The machine that started the checks has just created `marker` in the folder.
     """
     folder, limit = marker.parent, cluster.health.max_write_s
     deadline = time.monotonic() + VISIBLE_S
@@ -208,9 +201,8 @@ def _runs_folder_findings(
         yield ok("free space", state)
     state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
     if write_s > SLOW_WRITE_S:
-        yield warn(
-            "fsynced write", state, fix="a faster file system; saves and records wait for it"
-        )
+        fix = "a faster file system; saves and records wait for it"
+        yield warn("fsynced write", state, fix=fix)
     else:
         yield ok("fsynced write", state)
     if abs(ahead_s) > CLOCK_TOLERANCE_S:

@@ -1,17 +1,23 @@
-"""Whether a run recovered exactly from a fault: compared with the reference, and by its files."""
+"""Whether a run recovered exactly from a fault: compared with the reference, and by its files.
+
+A trainer of another project need not be reproducible: the difference of two runs without a fault
+is its noise, and a resume is judged by it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
-from slurmllm.compare.compare import compare
-from slurmllm.compare.comparison import Tolerances
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.compare.compare import METRICS, compare
+from slurmllm.compare.comparison import Tolerances, format_figure
+from slurmllm.config.command import CommandConfig
 from slurmllm.drill.injector import FAULTS, FaultKind, Injection
-from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
 from slurmllm.metrics.row_reader import last_row_of
@@ -21,6 +27,50 @@ from slurmllm.run.rundir import RunDir
 from slurmllm.status.history import read_history
 from slurmllm.status.recoveries import find_recoveries
 from slurmllm.supervise.attempts import load_attempts
+
+_NOISES = 3.0  # a difference of as many times the noise is not noise
+_CLEAR_NOISES = 10.0
+_FEW_STEPS, _FEW_DIGITS = 5, 4  # that show little
+
+Verdict = Literal["exact", "within_noise", "differs", "began_again", "not_resumed"]
+Confidence = Literal["certain", "likely", "weak"]
+
+
+class Resumption(Record):
+    """What a trainer did after a fault."""
+
+    verdict: Verdict
+    text: str
+    from_step: int | None = None  # after which it continued; 0: it began again
+    checkpoint: str = ""  # of that step, if watched
+    differs_from_step: int | None = None
+    max_rel_diff: float | None = None  # from the run without a fault, after the resume
+    noise: float | None = None  # largest relative difference of two such runs
+    confidence: Confidence = "certain"
+    confidence_reason: str = ""
+    by_hand: bool = False  # whether the supervisor had stopped, and the drill resumed the run
+
+
+class Unbroken(NamedTuple):
+    """Two runs of a trainer without a fault, for its noise."""
+
+    reference: Curve
+    repeat: Curve
+    command: CommandConfig
+    steps: int
+    tolerances: Tolerances  # of the user
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """The largest relative difference of each metric."""
+        pair = compare(
+            self.reference, self.repeat, Tolerances(exact=True), to_step=self.steps, shifts=(0, 0)
+        )
+        # 0 only if the bits are the same.
+        return {
+            name: 0.0 if metric.bit_identical else max(metric.max_rel_diff or 1.0, 1e-15)
+            for name, metric in pair.metrics.items()
+        }
 
 
 class RecoveryTimes(Record):
@@ -87,14 +137,23 @@ def check_recovery(
 ) -> DrillResult:
     """Compare a run that had a fault, and has ended, with the reference.
 
-    `injection` is None if the injector never started; `reference` is the run directory of the
-    reference, or its metrics file; `state` has state and reason of the run, `done` if it finished;
-    `unbroken` is the reference of another project's trainer.
+    `injection` is None if the injector never started; `reference` is a run directory or a metrics
+    file; `state` has state and reason of the run, `done` if it finished; `unbroken` is the
+    reference of another project's trainer.
     """
     attempts = load_attempts(run, "train")
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
     injected = injection is not None and not injection.missed
-    faults = _ending_faults(kind, injection, hit, state)
+    faults: list[str] = []
+    if injection is None:
+        faults.append("the fault injector never started on the node")
+    elif injection.missed:
+        faults.append(f"the fault was not injected: {injection.missed}")
+    if state != "done":
+        faults.append(f"did not finish: {state}")
+    expected = FAULTS[kind].expected
+    if hit is not None and injected and expected and hit.ending != expected:
+        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
     recomputed = 0
     resume: Resumption | None = None
     steps_lost = None if hit is None else hit.steps_lost
@@ -132,24 +191,6 @@ def check_recovery(
     )
 
 
-def _ending_faults(
-    kind: FaultKind, injection: Injection | None, hit: AttemptRecord | None, state: str
-) -> list[str]:
-    """Return what was wrong with the fault itself, and with what the supervisor made of it."""
-    faults: list[str] = []
-    if injection is None:
-        faults.append("the fault injector never started on the node")
-    elif injection.missed:
-        faults.append(f"the fault was not injected: {injection.missed}")
-    if state != "done":
-        faults.append(f"did not finish: {state}")
-    expected = FAULTS[kind].expected
-    missed = injection is None or injection.missed
-    if hit is not None and not missed and expected and hit.ending != expected:
-        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
-    return faults
-
-
 def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
     comparison = compare(reference, curve, tolerances, from_step=1, to_step=steps)
     # Scatter of its own is no resume of the same training.
@@ -163,12 +204,8 @@ def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolera
     if comparison.data is not None and not comparison.data.same:
         faults.append(f"different data: {'; '.join(comparison.data.differences)}")
     difference = curve.overlap_max_rel_diff or 0.0
-    tolerated = (
-        bool(curve.overlap_identical)
-        if tolerances.exact
-        else difference <= max(tolerances.loss, tolerances.grad_norm)
-    )
-    if curve.overlap_rows and not tolerated:
+    tolerated = difference <= max(tolerances.loss, tolerances.grad_norm)
+    if curve.overlap_rows and not (curve.overlap_identical if tolerances.exact else tolerated):
         faults.append(
             f"{curve.overlap_rows} recomputed steps differ from the first computation by up to "
             f"{difference:.2g} relative"
@@ -178,10 +215,8 @@ def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolera
 
 def _checkpoint_faults(run: RunDir, steps: int) -> list[str]:
     faults = []
-    if run.checkpoints.is_dir():
-        partial = sorted(e.name for e in run.checkpoints.iterdir() if e.name.startswith("."))
-        if partial:
-            faults.append(f"an incomplete checkpoint is left: {', '.join(partial)}")
+    if partial := sorted(path.name for path in run.checkpoints.glob(".*")):
+        faults.append(f"an incomplete checkpoint is left: {', '.join(partial)}")
     newest = max(run.checkpoint_steps(), default=None)
     if newest != steps:
         faults.append(f"the newest checkpoint is of step {newest}, not {steps}")
@@ -191,10 +226,7 @@ def _checkpoint_faults(run: RunDir, steps: int) -> list[str]:
 
 
 def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
-    """Return the recovery from a fault as `status` derives it, but measured from the fault itself.
-
-    Returns None if no later attempt has completed a step.
-    """
+    """Return the recovery from the fault on, by phase; None if no step was completed since."""
     history, attempt = read_history(run), injection.attempt
     recovery = next((r for r in find_recoveries(history) if r.attempt == attempt), None)
     if recovery is None or recovery.seconds is None:
@@ -205,8 +237,8 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
     last_step_at = float(hit.ends[-1]) if hit is not None else broken.started_at
     before_s = injection.time - last_step_at
     resumed = next(n for n in sorted(history.steps) if n > attempt)
-    worker_path = run.attempt("train", resumed).worker(0)
-    start_up_s = WorkerRecord.load(worker_path).start_up_s if worker_path.is_file() else 0.0
+    worker = WorkerRecord.find(run.attempt("train", resumed).worker(0))
+    start_up_s = 0.0 if worker is None else worker.start_up_s
     phases_s = recovery.phases_s
     times = {
         "detection_s": max(0.0, phases_s["noticing"] + phases_s["stopping"] - before_s),
@@ -220,3 +252,75 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
     }
     rounded = {name: round(seconds, 3) for name, seconds in times.items()}
     return RecoveryTimes(total_s=round(recovery.seconds - before_s, 3), **rounded)
+
+
+def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptRecord) -> Resumption:
+    """Return how a run continued after the attempt `hit`, by its curve."""
+    later = curve.steps[curve.attempts > hit.attempt]
+    first = int(curve.steps[0])
+    if len(later):
+        first = int(later.min())
+    elif hit.ending != "done":
+        return Resumption(verdict="not_resumed", text="did not resume: no step after the fault")
+    elif int(curve.steps[-1]) < unbroken.steps:
+        text = f"did not resume: exited with 0 at step {curve.steps[-1]}, as if it were done"
+        return Resumption(verdict="not_resumed", text=text)
+    result = _compare(curve, unbroken, first)
+    if not len(later):
+        return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
+    # The checkpoint tells the step between two rows of a sparse log.
+    steps = unbroken.reference.steps
+    from_step, path = int(max(steps[steps < first], default=0)), ""
+    for entry in list_trainer_checkpoints(run, unbroken.command):
+        if from_step <= entry.step < first:
+            from_step, path = entry.step, str(entry.path)
+    update: dict[str, Any] = {"from_step": from_step, "checkpoint": path}
+    if from_step == 0:
+        update |= {"verdict": "began_again", "text": "did not resume: began again at step 1"}
+    return result.model_copy(update={**update, "by_hand": hit.action == "stop"})
+
+
+def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
+    """Compare a curve from a step on with the run without a fault."""
+    noises, reference = unbroken.noise, unbroken.reference
+    noise = max(noises.values())
+    loss, grad_norm = (
+        max(unbroken.tolerances.of(name), _NOISES * noises.get(name, 0.0)) for name in METRICS
+    )
+    tolerances = Tolerances(loss=loss, grad_norm=grad_norm, exact=not (loss or grad_norm))
+    span: Any = {"from_step": first, "to_step": unbroken.steps, "shifts": (0, 0)}
+    after = compare(reference, curve, tolerances, **span, basis="tolerance")
+    metrics = after.metrics.values()
+    largest = max(metric.max_rel_diff or 0.0 for metric in metrics)
+    onset: int | None = None
+    reason = "two runs without a fault are identical"
+    if noise:
+        reason = f"two runs without a fault differ by up to {format_figure(noise)}"
+    verdict: Verdict = "exact" if not noise and after.verdict == "identical" else "within_noise"
+    if after.verdict not in ("identical", "match"):
+        verdict = "differs"
+        onset = min(metric.onset_step or metric.first_departure_step or first for metric in metrics)
+        text = f"differs from step {onset} by up to {format_figure(largest)}"
+        confidence: Confidence = "certain" if largest >= _CLEAR_NOISES * noise else "likely"
+        reason += f"; {after.reason}"
+    else:
+        digits = max(
+            len(f"{float(x)!r}".strip("0").replace(".", "")) for x in curve.columns["loss"]
+        )
+        few = after.steps_compared < _FEW_STEPS or digits < _FEW_DIGITS
+        confidence = "weak" if few else "certain" if verdict == "exact" else "likely"
+        text = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
+        reason += f"; {after.steps_compared} steps, loss of {digits} digits"
+        if noise:
+            reason += f"; more than {format_figure(max(after.power.values()))} would have shown"
+        if after.only_in_a:
+            reason += f"; without steps {describe_ranges(after.only_in_a)}"
+    return Resumption(
+        verdict=verdict,
+        text=text,
+        differs_from_step=onset,
+        max_rel_diff=largest,
+        noise=noise,
+        confidence=confidence,
+        confidence_reason=reason,
+    )

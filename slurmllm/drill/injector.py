@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import psutil
+
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 from slurmllm.config.command import CommandConfig
 from slurmllm.errors import NodeError, SlurmllmError
@@ -34,8 +36,6 @@ FaultKind = Literal[
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 # Short, for a quick drill; the watchdog also waits for ten times the run's slow steps, as always.
 HANG_LIMIT_S = 20.0
-
-
 POLL_S = 0.005
 SAVE_POLL_S = 0.001  # a small save takes some milliseconds
 ATTEMPT_POLL_S = 1.0
@@ -104,13 +104,14 @@ class RunProcess(NamedTuple):
 
 def find_processes(run: RunDir) -> list[RunProcess]:
     """Return the processes on this machine that have the run's path among their arguments."""
-    processes = (_read_process(pid, run) for pid in _pids() if pid != os.getpid())
+    processes = (_read_process(pid, run) for pid in psutil.pids() if pid != os.getpid())
     return [process for process in processes if process is not None]
 
 
 def _read_process(pid: int, run: RunDir) -> RunProcess | None:
-    arguments = _proc(pid, "cmdline").rstrip(b"\0").split(b"\0")
-    command = tuple(os.fsdecode(argument) for argument in arguments)
+    command: tuple[str, ...] = ()
+    with suppress(psutil.Error):
+        command = tuple(psutil.Process(pid).cmdline())
     if str(run.path) not in command:
         return None
     verb = command[command.index("slurmllm") + 1] if "slurmllm" in command[:-1] else ""
@@ -120,32 +121,16 @@ def _read_process(pid: int, run: RunDir) -> RunProcess | None:
     )
 
 
-def _proc(pid: int, name: str) -> bytes:
-    """A file of /proc; empty if the process has ended or belongs to another user."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
-
-
 def _variable(pid: int, name: str) -> str:
-    prefix = f"{name}=".encode()
-    variables = _proc(pid, "environ").split(b"\0")
-    return next((os.fsdecode(v[len(prefix) :]) for v in variables if v.startswith(prefix)), "")
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    with suppress(psutil.Error):  # it has ended, or belongs to another user
+        return psutil.Process(pid).environ().get(name, "")
+    return ""
 
 
 def signal_worker(
     run: RunDir, attempt: int, node: str, rank: int, number: signal.Signals = signal.SIGKILL
 ) -> int:
-    """Send a signal to a worker on this machine; returns its process id.
-
-    Raises a NodeError if it does not run here or has already ended, a StorageError if the
-    launcher's record cannot be read.
-    """
+    """Send a signal to a worker on this machine, else raise a NodeError; return its process id."""
     path = run.attempt("train", attempt).node(node)
     pid = NodeRecord.load(path).pids.get(rank)
     process = None if pid is None else _read_process(pid, run)
@@ -165,8 +150,7 @@ def signal_worker(
 def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     """Return the processes of another project's trainer on this machine, without shells.
 
-    Those of one worker, for the kinds that hit one worker; without the program that starts the
-    workers of a node, such as torchrun.
+    Of one worker, for the kinds that hit one; without a program that starts workers, like torchrun.
     """
     assert spec.trainer is not None
     path = run.attempt("train", spec.attempt).node(spec.node)
@@ -174,12 +158,18 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     of_all = FAULTS[spec.kind].of_commands
     if not of_all:
         below = [pid, *descendants([pid])] if pid is not None and pid in below else []
-    below = [pid for pid in below if _proc(pid, "comm").strip() not in (b"", b"bash", b"sh")]
+    below = [pid for pid in below if psutil.pid_exists(pid) and not _is_shell(pid)]
     if not below:
         raise NodeError(
             f"rank {spec.rank} of attempt {spec.attempt} of {run.name} does not run on {spec.node}"
         )
     return below[1:] if spec.trainer.one_per_node and not of_all and below[1:] else below
+
+
+def _is_shell(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).name() in ("bash", "sh")
+    return True  # it has ended
 
 
 def node_pids(run: RunDir, node: str | None = None) -> list[int]:
@@ -209,17 +199,10 @@ def supervisor_pids(run: RunDir) -> list[int]:
 
 def descendants(pids: Iterable[int]) -> list[int]:
     """Return all descendants of some processes, parents before children."""
-    children: dict[int, list[int]] = {}
-    for pid in _pids():
-        # "pid (name) state ppid …", and the name may contain blanks and parentheses.
-        fields = _proc(pid, "stat").rpartition(b")")[2].split()
-        if fields:
-            children.setdefault(int(fields[1]), []).append(pid)
     below: list[int] = []
-    level = list(pids)
-    while level:
-        level = [child for pid in level for child in children.get(pid, [])]
-        below += level
+    for pid in pids:
+        with suppress(psutil.Error):
+            below += [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return below
 
 
@@ -240,12 +223,6 @@ def save_in_progress(run: RunDir) -> int | None:
             if match and int(match.group(1)) > newest:
                 return int(match.group(1))
     return None
-
-
-def _files_in(folders: Iterable[Path], rewritten: Iterable[Path]) -> set[tuple[str, int]]:
-    """Return the files of folders, with their times if they are written again and again."""
-    files = (path for folder in folders for path in folder.glob("*"))
-    return {(str(p), p.stat().st_mtime_ns if p in rewritten else 0) for p in files}
 
 
 def inject(run: RunDir, spec: FaultSpec) -> Injection:
@@ -281,9 +258,14 @@ def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
     trainer, is_our_save = spec.trainer, spec.kind == "save" and spec.trainer is None
     begin = spec.at_step - (STEPS_BEFORE_SAVE if is_our_save else 0)
 
+    def can_resume(command: CommandConfig) -> bool:
+        """Whether there is a checkpoint that the next command line can name, if it must."""
+        named = any(name in (command.resume or "") for name in ("{checkpoint}", "{step}"))
+        return not named or newest_complete(list_trainer_checkpoints(run, command)) is not None
+
     def reached() -> int | None:
         step = _step_of(run, spec)
-        return step if step >= begin and (trainer is None or _can_resume(run, trainer)) else None
+        return step if step >= begin and (trainer is None or can_resume(trainer)) else None
 
     def saving() -> int | None:
         # Not the first save: a complete checkpoint to resume from must exist.
@@ -301,10 +283,16 @@ def _kill_in_save(
     checkpoints = {entry.path for entry in list_trainer_checkpoints(run, trainer)}
     rewritten = set() if "{step}" in (trainer.checkpoints or "") else checkpoints
     folders = {path.parent for path in checkpoints}
-    before = _files_in(folders, rewritten)
+
+    def files() -> set[tuple[Path, int]]:
+        """Return the files, with their times if they are written again and again."""
+        paths = (path for folder in folders for path in folder.glob("*"))
+        return {(path, path.stat().st_mtime_ns if path in rewritten else 0) for path in paths}
+
+    before = files()
 
     def killed() -> int | None:
-        if not _files_in(folders, rewritten) - before:
+        if not files() - before:
             return None
         kill(pids)
         return _step_of(run, spec)
@@ -327,12 +315,6 @@ def _poll(
     return value
 
 
-def _can_resume(run: RunDir, command: CommandConfig) -> bool:
-    """Whether there is a checkpoint that the next attempt's command line can name, if it must."""
-    named = any(name in (command.resume or "") for name in ("{checkpoint}", "{step}"))
-    return not named or newest_complete(list_trainer_checkpoints(run, command)) is not None
-
-
 def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]:
     """Inject the fault; returns the processes that were signalled."""
     if spec.kind in ("full_disk", "terminate"):
@@ -352,8 +334,8 @@ def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]
         return [signal_worker(run, spec.attempt, spec.node, spec.rank, number)]
     if spec.kind == "time_limit":
         pids = supervisor_pids(run)
-        # As Slurm does it (--signal=B:USR1@…): to the batch script, which is the supervisor.
-        # Not a local run's: there, it is the job of the shell.
+        # As Slurm does it (--signal=B:USR1@…): to the batch script, which is the supervisor. A
+        # local run has none: SLURM_JOB_ID may be that of the shell.
         job = None if spec.local else os.environ.get("SLURM_JOB_ID")
         command = ["scancel", "--signal=USR1", "--batch", job or ""]
         environment = slurm_environment()

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints
 from slurmllm.config.command import CommandConfig
@@ -49,7 +49,6 @@ class DrillPlan:
 
     @property
     def trainer(self) -> CommandConfig | None:
-        """The command, if the recipe has one."""
         return self.config.recipe.command
 
     @property
@@ -69,40 +68,26 @@ class DrillPlan:
         return change(self.config, None, overrides) if overrides else self.config
 
     def fault(self, kind: FaultKind, nodes: Sequence[str]) -> FaultSpec:
-        """Step and victim of a fault, the same for the same seed.
-
-        `nodes` are those of the attempt, the supervisor's first.
-        """
+        """Return step and victim of a fault, the same for the same seed and nodes."""
         generator = random.Random(f"{self.seed} {kind}")  # noqa: S311 (repeatable, no secret)
-        per_node = self.config.workers_per_node
-        first = self.every_steps if self.trainer is None else self.first_checkpoint
-        at_step = generator.randint(first + 1, max(first + 1, first + self.every_steps - 1))
+        per_node, trainer = self.config.workers_per_node, self.trainer
+        first = self.every_steps if trainer is None else self.first_checkpoint
+        step = generator.randint(first + 1, max(first + 1, first + self.every_steps - 1))
         index = generator.randrange(1, len(nodes)) if kind == "node" else 0
         if kind in ("worker", "hang"):
             index = generator.randrange(len(nodes))
+        rank = index * per_node + generator.randrange(per_node)
         if kind == "save":
             # The second checkpoint, on the node of rank 0, where its start is visible first.
-            at_step = first + (self.every_steps if self.trainer is None else 1)
-        rank = index * per_node + generator.randrange(per_node)
-        if kind == "save" and self.trainer is not None:
-            rank = 0
-        return FaultSpec(
-            kind=kind,
-            attempt=0,
-            node=nodes[index],
-            rank=rank,
-            at_step=at_step,
-            local=self.local,
-            trainer=self.trainer,
-        )
+            step = first + (self.every_steps if trainer is None else 1)
+            rank = rank if trainer is None else 0
+        victim: Any = {"node": nodes[index], "rank": rank, "at_step": step}
+        return FaultSpec(kind=kind, attempt=0, **victim, local=self.local, trainer=trainer)
 
     def with_reference(self, reference: RunDir) -> Self:
         """Return the plan with the steps and checkpoints of another project's trainer.
 
-        Faults come after its first checkpoint, or half-way if none are known.
-
-        Raises:
-            RunError: no steps of it are known.
+        Faults come after its first checkpoint, or half-way without any; RunError without steps.
         """
         assert self.trainer is not None
         last = last_row(reference)
@@ -130,25 +115,23 @@ def make_plan(
     seed: int,
     overrides: Sequence[str] = (),
 ) -> DrillPlan:
-    """Plan a drill of a run with this configuration.
+    """Plan a drill of a run; without `steps`, of three checkpoint intervals at the run's pace.
 
-    Without `steps`, three checkpoint intervals at the run's pace. Raises a RunError if there are
-    too few steps for three checkpoints, a ConfigError for invalid overrides, or if the mesh does
-    not fit the nodes.
+    Raises a RunError if there are too few steps for three checkpoints.
     """
     changed = change(config, None, overrides) if overrides else config
-    if changed.recipe.command is not None:
-        return _plan_trainer(run, changed, nodes, local, kinds, steps, seed)
+    plan = DrillPlan(run, changed, nodes, local, _next_number(run), kinds, 0, 0, seed)
+    if (command := changed.recipe.command) is not None:
+        return _plan_trainer(plan, command, steps)
     train, optim = changed.recipe.train, changed.recipe.optim
-    if steps is None:
+    total = steps
+    if total is None:
         times = recent_step_times(run)
         step_s = statistics.median(times) if times else 0.0
         every = max(MIN_STEPS, math.ceil(MIN_INTERVAL_S / step_s)) if step_s else DEFAULT_STEPS
         every_steps = changed.recipe.checkpoint.every_steps
         every = every if every_steps == "auto" else min(every, every_steps)
         total = min(NUM_CHECKPOINTS * every, train.steps)
-    else:
-        total = steps
     every = total // NUM_CHECKPOINTS
     if every < 1 or total > train.steps:
         raise RunError(
@@ -167,25 +150,13 @@ def make_plan(
     ]
     if optim.decay_start is not None and optim.decay_start >= total:
         values += ["optim.decay=constant", "optim.decay_start=null"]
-    drilled = change(changed, None, values)
-    drilled = adapt_to_nodes(drilled, nodes)
+    drilled = adapt_to_nodes(change(changed, None, values), nodes)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
-    number = _next_number(run)
-    return DrillPlan(run, drilled, nodes, local, number, kinds, total, every, seed)
+    return replace(plan, config=drilled, steps=total, every_steps=every)
 
 
-def _plan_trainer(
-    run: RunDir,
-    config: RunConfig,
-    nodes: int,
-    local: bool,
-    kinds: tuple[FaultKind, ...],
-    steps: int | None,
-    seed: int,
-) -> DrillPlan:
+def _plan_trainer(plan: DrillPlan, command: CommandConfig, steps: int | None) -> DrillPlan:
     """Plan a drill of another project's trainer, whose copies tell their folders by {run}."""
-    command = config.recipe.command
-    assert command is not None
     paths = {"run": command.run, "checkpoints": command.checkpoints}
     if command.progress is not None and is_path(command.progress):
         paths["progress"] = command.progress
@@ -199,21 +170,13 @@ def _plan_trainer(
     if steps is not None and not MIN_STEPS <= steps <= (most or steps):
         limit = f", and no more than command.steps, {most}" if most else ""
         raise RunError(f"--steps {steps}: must be {MIN_STEPS} at least{limit}")
-    if command.checkpoints is None:
-        kinds = tuple(kind for kind in kinds if kind != "save")
+    kinds = tuple(k for k in plan.kinds if k != "save" or command.checkpoints is not None)
     if not kinds:
         raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
-    return DrillPlan(
-        run,
-        change(config, None, ["slurm.drain=false"]),
-        nodes,
-        local,
-        _next_number(run),
-        kinds,
-        steps or most or 0,
-        every_steps=0,
-        seed=seed,
-        is_limited=steps not in (None, most),
+    config = change(plan.config, None, ["slurm.drain=false"])
+    is_limited = steps not in (None, most)
+    return replace(
+        plan, config=config, kinds=kinds, steps=steps or most or 0, is_limited=is_limited
     )
 
 
@@ -256,10 +219,7 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
 
 
 def parse_kinds(text: str, nodes: int, of_command: bool = False) -> tuple[FaultKind, ...]:
-    """Return the kinds of `--kinds`: names separated by commas, or all.
-
-    Raises a RunError if a name is unknown, or needs more nodes than there are.
-    """
+    """Return the kinds of `--kinds`; RunError if one is unknown or needs more nodes."""
     possible = [kind for kind in FAULT_KINDS if of_command or not FAULTS[kind].of_commands]
     if text == "all":
         return tuple(kind for kind in possible if FAULTS[kind].min_nodes <= nodes)

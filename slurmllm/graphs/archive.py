@@ -1,9 +1,8 @@
 """The archive of compiled graphs: packed by precompile, installed on every node's own disk.
 
 A cache folder that came from an archive holds the archive's checksum in `.archive`; it is unpacked
-next to its final name and renamed, so that a folder is either complete or absent. An archive is
-never changed: new graphs make another one under another name, and the manifest, which names the
-current archive, is replaced last. By default a run does not train on an archive that lacks graphs.
+next to its final name and renamed: it is either complete or absent. An archive is never changed:
+new graphs make another one, and the manifest, which names the current archive, is replaced last.
 
 Graphs are code: an archive is used only if its own user, or a member of `cluster.trusted_group`
 (`group` below), has written it, and its checksum is that of the descriptor that is then unpacked.
@@ -41,9 +40,7 @@ from slurmllm.run.safe_files import (
 from slurmllm.run.worker_files import INSTALLED_FILE
 
 _MARKER = ".archive"
-_POLL_S = 0.5
 _MAX_GRAPHS = 4  # named in one message
-_MAX_CHARACTERS = 200  # of a compiler's log in a message
 
 
 def empty_cache(cache: Path) -> None:
@@ -56,10 +53,7 @@ def empty_cache(cache: Path) -> None:
 
 
 def empty_cache_once(cache: Path, attempt: str) -> None:
-    """Empty a node's cache folder for an attempt that cannot use the archive.
-
-    The launchers of --local share the folder; by the name of the attempt only the first empties it.
-    """
+    """Empty a node's cache, which the launchers of --local share, once in an attempt."""
     with node_disk(f"empty {cache}"), _locked(cache):
         if _read_marker(cache) != attempt:
             empty_cache(cache)
@@ -87,12 +81,10 @@ def pack_archive(
     expected: bool = True,
     missing_nodes: Sequence[str] = (),
 ) -> GraphManifest:
-    """Archive the compiled graphs of a cache, then write the manifest.
+    """Archive the compiled graphs of a cache, which are those of all nodes; write the manifest.
 
-    Args:
-        cache: The node-local folder, with the graphs of all nodes.
-        versions: Of this node, and what its graphs are made for.
-        expected: Whether an archive without any graph is incomplete.
+    `versions` are of this node, with what its graphs are made for; `expected`: whether an archive
+    without any graph is incomplete.
     """
     graphs = load_environment(backend).graphs(cache)
     with archiving(run):
@@ -158,7 +150,7 @@ def collect_graphs(
     for node in nodes:
         source = run.graphs_of_node(node)
         while not source.is_file() and not has_failed(node):
-            time.sleep(_POLL_S)
+            time.sleep(0.5)
         if not source.is_file():
             missing.append(node)
             continue
@@ -179,15 +171,9 @@ def remove_submitted(run: RunDir, nodes: Sequence[str]) -> None:
 
 def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
     """Return the files of a cache for an archive: no locks, and nothing in `without`."""
-    excluded = frozenset(without)
-    return [
-        path
-        for path in sorted(cache.rglob("*"))
-        if path.name != _MARKER
-        and path.suffix != ".lock"
-        and path.is_file()
-        and excluded.isdisjoint(map(str, path.relative_to(cache).parents))
-    ]
+    excluded = {cache / folder for folder in without}
+    files = (p for p in sorted(cache.rglob("*")) if p.name != _MARKER and p.suffix != ".lock")
+    return [path for path in files if path.is_file() and excluded.isdisjoint(path.parents)]
 
 
 def write_archive(
@@ -247,10 +233,11 @@ def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
         manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
         open_trusted(run.graphs_archive(manifest.archive), group).close()
         return manifest
-    except (StorageError, OSError) as error:
-        if isinstance(error, OSError):
-            error = StorageError(f"cannot use {error.filename}: {error.strerror}")
+    except StorageError as error:
         raise StorageError(f"{error}; {_compile_again(run)}") from error
+    except OSError as error:
+        reason = f"cannot use {error.filename}: {error.strerror}"
+        raise StorageError(f"{reason}; {_compile_again(run)}") from error
 
 
 def _compile_again(run: RunDir) -> str:
@@ -277,9 +264,7 @@ def checksum(path: Path) -> str:
 def open_archive(path: Path, digest: str, group: str | None = None) -> BufferedReader:
     """Open a trusted archive of this checksum; of a regular file the checked bytes are read again.
 
-    Raises:
-        OSError: It cannot be read, or `safe_files.open_trusted` refuses it.
-        ValueError: Another checksum.
+    Raises a ValueError for another checksum, an OSError if it cannot be read or is not trusted.
     """
     stream = open_trusted(path, group)
     if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
@@ -296,23 +281,27 @@ def install_archive(
     broadcast: Path | None = None,
     group: str | None = None,
 ) -> Literal["present", "broadcast", "shared"]:
-    """Fill this node's cache folder with the archive's graphs.
+    """Fill this node's cache, in the user's private folder, with the archive's graphs.
 
-    Args:
-        cache: In the user's private folder.
-        broadcast: The archive on this node's own disk, if there is one.
-
-    Returns:
-        Their source: the folder itself, the broadcast archive, or the shared one.
-
-    Raises:
-        NodeError: Neither archive is intact, or the node-local disk refuses.
+    Returns their source: the folder itself, the archive that was `broadcast` to this node's own
+    disk, or the shared one. Raises a NodeError if neither is intact, or the node's disk refuses.
     """
     # The launchers of --local share one disk: one unpacks, the others find it present.
     with node_disk(f"unpack the compiled graphs into {cache}"), _locked(cache):
         if _read_marker(cache) == manifest.archive_sha256:
             return "present"
-        stream, origin = _open_source(run, manifest, broadcast, group)
+        stream: BufferedReader | None = None
+        origin: Literal["broadcast", "shared"] = "broadcast"
+        if broadcast is not None:
+            with suppress(OSError, ValueError):  # missing, partial or another's
+                stream = open_archive(broadcast, manifest.archive_sha256)
+        if stream is None:
+            source, origin = run.graphs_archive(manifest.archive), "shared"
+            try:
+                stream = open_archive(source, manifest.archive_sha256, group)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise NodeError(f"{source} is not used: {reason}; {_compile_again(run)}") from error
         unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
         try:
             with stream, tarfile.open(fileobj=stream) as archive:
@@ -329,7 +318,7 @@ def install_archive(
 @contextmanager
 def installing(cache: Path, node: str) -> Iterator[Path]:
     """Yield a file for which the workers of a node wait, written when the cache is installed."""
-    # By the node's name: the launchers of --local share the disk.
+    # The launchers of --local share the disk.
     installed = cache.with_name(f"{cache.name}.installed-{node}")
     installed.unlink(missing_ok=True)
     os.environ[INSTALLED_FILE] = str(installed)
@@ -338,24 +327,7 @@ def installing(cache: Path, node: str) -> Iterator[Path]:
     finally:
         del os.environ[INSTALLED_FILE]
         with suppress(OSError):
-            installed.unlink(missing_ok=True)
-
-
-def _open_source(
-    run: RunDir, manifest: GraphManifest, broadcast: Path | None, group: str | None
-) -> tuple[BufferedReader, Literal["broadcast", "shared"]]:
-    """Open the broadcast archive, or the shared one if that is missing, partial or another's."""
-    if broadcast is not None:
-        with suppress(OSError, ValueError):
-            return open_archive(broadcast, manifest.archive_sha256), "broadcast"
-    source = run.graphs_archive(manifest.archive)
-    try:
-        return open_archive(source, manifest.archive_sha256, group), "shared"
-    except (OSError, ValueError) as error:
-        raise NodeError(
-            f"{source} is not used: {getattr(error, 'strerror', None) or error}; "
-            f"{_compile_again(run)}"
-        ) from error
+            installed.unlink()
 
 
 def _read_marker(cache: Path) -> str | None:
@@ -374,15 +346,14 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
     lines = []
     bad = [state for state in manifest.states if state.state != "compiled"]
     for state in bad[:_MAX_GRAPHS]:
-        if state.log is not None:
-            last = "the log is gone"
-            with suppress(OSError):
-                text = read_limited(run.path / state.log).decode(errors="replace").strip()
-                last = text.rpartition("\n")[2].strip()[:_MAX_CHARACTERS]
-                last = last or "the compiler wrote nothing"
-            lines.append(f"{state.name} failed: {last}; {state.log}")
-        else:
+        if state.log is None:
             lines.append(f"{state.name} {state.state}: the compiler left no artifact and no log")
+            continue
+        last = "the log is gone"
+        with suppress(OSError):
+            text = read_limited(run.path / state.log).decode(errors="replace").strip()
+            last = text.rpartition("\n")[2].strip()[:200] or "the compiler wrote nothing"
+        lines.append(f"{state.name} failed: {last}; {state.log}")
     if len(bad) > _MAX_GRAPHS:
         names = ", ".join(state.name for state in bad[_MAX_GRAPHS:])
         lines.append(f"{len(bad) - _MAX_GRAPHS} more: {names}")

@@ -43,10 +43,8 @@ def submit_new_graphs(
 ) -> tuple[str, ...]:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
-    Args:
-        nodes: Of the attempt.
-        manifest: With which the attempt began.
-        versions: Of this node, with what its graphs are made for.
+    `nodes` are of the attempt, which began with `manifest`; `versions` are of this node, with what
+    its graphs are made for.
     """
     compiled = set() if manifest.unusable(versions) else _compiled(manifest.states)
     graphs = load_environment(manifest.backend).graphs(cache)
@@ -80,8 +78,7 @@ def submit_new_graphs(
 def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
     """Merge the submitted graphs into the archive; returns the names of those that it lacked.
 
-    No launcher may be running. Files of others than this user and the members of `group` are
-    ignored.
+    No launcher may be running. Files of others than this user and the trusted `group` are ignored.
     """
     folder = run.new_graphs
     if not folder.is_dir() or folder.is_symlink() or not run.graphs_manifest.is_file():
@@ -98,9 +95,10 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
         usable, base = _matching([graphs for graphs, _ in submitted], manifest)
         compiled = _compiled(base.states)
         new: dict[str, GraphState] = {}
-        for state in (state for graphs in usable for state in graphs.states):
-            if state.folder not in compiled:
-                new.setdefault(state.folder, state)
+        for graphs in usable:
+            for state in graphs.states:
+                if state.folder not in compiled:
+                    new.setdefault(state.folder, state)
         with archiving(run):
             if new:
                 tars = [tar for graphs, tar in submitted if graphs in usable]
@@ -135,11 +133,7 @@ def _matching(
 
 
 def reject_graphs(run: RunDir, why: str) -> None:
-    """Have no attempt use the run's graphs any longer; those of the next one replace them.
-
-    Raises:
-        StorageError: The manifest is damaged, or the shared file system refuses.
-    """
+    """Have no attempt use the run's graphs any longer; those of the next one replace them."""
     manifest = GraphManifest.load(run.graphs_manifest)
     manifest.model_copy(update={"rejected": why}).save(run.graphs_manifest)
     shutil.rmtree(run.new_graphs, ignore_errors=True)  # of workers that used the others
@@ -149,7 +143,7 @@ def _merge(
     run: RunDir, base: GraphManifest, tars: Sequence[BinaryIO], new: Mapping[str, GraphState]
 ) -> GraphManifest:
     """Write the archive of old and new files; returns its manifest."""
-    # A graph that failed in precompile is compiled now: new states replace old ones.
+    # A graph that failed in precompile is compiled now.
     states = {**{state.folder: state for state in base.states}, **new}
 
     def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:

@@ -1,5 +1,9 @@
 """Reuse of compiled graphs: those of an earlier submission, or of another run in the folder.
 
+Runs of equal fingerprints have equal graphs. A fingerprint is computed on the login node before a
+submission, and again on the nodes that compile; it covers everything that may change a graph, so
+that in doubt the graphs are compiled again.
+
 Graphs are code: those of other users are used only if they are members of `cluster.trusted_group`
 (`group` below). Each file is checked on its descriptor. The folders need no check: whoever can
 write to one can only choose among files that trusted users wrote.
@@ -7,22 +11,106 @@ write to one can only choose among files that trusted users wrote.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.graphs.archive import checksum, make_own_folder
-from slurmllm.graphs.fingerprint import graph_fingerprint, node_processor
-from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.mesh import Mesh, make_mesh
 from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.run.rundir import RunDir, fsync_dir, root_of, run_folders
 from slurmllm.run.safe_files import open_trusted
+
+_THREADS = "OMP_NUM_THREADS"
+_PACKAGE = Path(__file__).resolve().parent.parent
+# The modules outside model/, config/families/ and the backend that decide graphs. The rest of plan/
+# (search, cost, tables) chooses a mesh, which is in the fingerprint itself; nothing of plan/ but
+# these two may be imported by the code that builds the model.
+GRAPH_MODULES = ("plan/mesh.py", "plan/parameters.py")
+
+
+def graph_fingerprint(
+    config: RunConfig,
+    mesh: Mesh,
+    local: bool,
+    measured: int | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> str | None:
+    """Return a digest of everything that decides a run's graphs; None if that is not measured yet.
+
+    `mesh` is of the train stage. `measured` is the micro batch of a recipe with `auto`, of which
+    precompile's graphs are for every node count. `versions` are of the libraries and, with `local`,
+    the processor; by default those of this machine, or the container's image.
+    """
+    micro = config.recipe.train.micro_batch
+    if micro == "auto":
+        if measured is None:
+            return None
+        mesh = replace(mesh, micro_batch=measured, global_batch=mesh.data * measured)
+    environment = load_environment(config.backend)
+    if versions is None and config.cluster.container is not None:
+        versions = {"image": config.cluster.container.image}  # theirs are not known out here
+    elif versions is None:  # nor the processors of nodes: each compares its own
+        versions = {**environment.versions(), **(node_processor(config) if local else {})}
+    parts = {
+        "backend": config.backend,
+        "versions": dict(versions),
+        "sources": sources(config.backend),
+        "graphs": environment.graph_inputs(config, mesh, worker_threads(config, mesh, local)),
+        # The fastest micro batch is a measurement on one kind of node.
+        "measured_on": config.cluster.name if micro == "auto" else None,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def node_processor(config: RunConfig) -> dict[str, str]:
+    """Return what graphs compiled by this machine's workers are made for; empty: any processor."""
+    variables = {**os.environ, **config.cluster.env, **config.recipe.env}
+    return load_environment(config.backend).processor(config.cluster.device, variables)
+
+
+@functools.cache
+def sources(backend: str, package: Path = _PACKAGE) -> str:
+    """Return a digest of the code that decides graphs: model, mesh and backend."""
+    digest = hashlib.sha256()  # a checkout changes without a new version number
+    folders = (package / "model", package / "config/families", package / "backends" / backend)
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    for file in (*files, *(package / module for module in GRAPH_MODULES)):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def worker_threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
+    """Return the CPU threads of a worker; None if only the nodes know their number of CPUs."""
+    variables = {**config.cluster.env, **config.recipe.env}
+    threads = variables.get(_THREADS) or os.environ.get(_THREADS, "")
+    if threads.isdigit():
+        return int(threads)
+    cpus = config.cluster.cpus_per_node
+    if cpus is None and local:
+        cpus = len(os.sched_getaffinity(0))
+    return None if cpus is None else threads_of(cpus, mesh, local)
+
+
+def threads_of(cpus: int, mesh: Mesh, local: bool) -> int:
+    return max(1, cpus // sharing(mesh, local))
+
+
+def sharing(mesh: Mesh, local: bool) -> int:
+    """Return the number of workers that share a machine's CPUs and memory."""
+    # The nodes of --local are all on this machine, in both stages alike.
+    return mesh.devices_per_node * (mesh.nodes if local else 1)
 
 
 def measured_micro_batch(run: RunDir) -> int | None:
@@ -76,8 +164,9 @@ def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> 
 
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
     """Yield the other runs in the folder of runs that have all graphs, newest first."""
-    others = _newest_first(run)
-    return (r for r in others if has_all_graphs(config, nodes, local, r, is_other=True))
+    for other in _newest_first(run):
+        if has_all_graphs(config, nodes, local, other, is_other=True):
+            yield other
 
 
 def _newest_first(run: RunDir) -> list[RunDir]:
@@ -93,13 +182,10 @@ def _newest_first(run: RunDir) -> list[RunDir]:
 
 
 def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -> str | None:
-    """Link a run to the archive of another one, or copy it.
+    """Link a run to the archive of another one, or copy it; return why not, or None.
 
     Two runs of one user can share an archive because it is never changed; another user could
-    change it.
-
-    Returns:
-        Why that archive is not used, and then nothing is written; None if it is.
+    change it. Nothing is written if it is not used.
     """
     try:
         manifest = GraphManifest.load_trusted(source.graphs_manifest, group)
@@ -114,7 +200,15 @@ def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -
         make_own_folder(run.graphs)
         with tempfile.TemporaryDirectory(prefix=".graphs.", dir=run.graphs) as folder:
             copy = Path(folder) / archive.name
-            _link_or_copy(archive, copy, group)
+            try:
+                os.link(archive, copy, follow_symlinks=False)
+                # Only this user's own file: its owner can change it later.
+                open_trusted(copy).close()
+            except OSError:  # another user's, on another file system, or on one without hard links
+                copy.unlink(missing_ok=True)
+                with open_trusted(archive, group) as stream, copy.open("xb") as target:
+                    shutil.copyfileobj(stream, target)
+                copy.chmod(0o644)
             # Of the copy, which nobody else can change.
             if checksum(copy) != manifest.archive_sha256:
                 return "its archive does not match its manifest"
@@ -133,19 +227,6 @@ def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -
             f"{error.strerror or error}; free space, or add --precompile always"
         ) from error
     return None
-
-
-def _link_or_copy(source: Path, target: Path, group: str | None) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-        # Only this user's own file: its owner can change it later.
-        open_trusted(target).close()
-        return
-    except OSError:  # another user's, on another file system, or on one without hard links
-        target.unlink(missing_ok=True)
-    with open_trusted(source, group) as stream, target.open("xb") as copy:
-        shutil.copyfileobj(stream, copy)
-    target.chmod(0o644)
 
 
 def delete_manifest(run: RunDir) -> None:

@@ -61,7 +61,7 @@ class GraphManifest(Record):
     states: tuple[GraphState, ...] = ()  # of every graph
     # The precompile nodes that submitted no graphs.
     missing_nodes: tuple[str, ...] = ()
-    fingerprint: str = ""  # see graphs.fingerprint; empty: unknown
+    fingerprint: str = ""  # see graphs.reuse; empty: unknown
     # The run that compiled the graphs.
     reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = None
     rejected: str = ""  # why no attempt uses the graphs any longer

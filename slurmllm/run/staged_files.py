@@ -1,4 +1,4 @@
-"""Copies of small shared files on the node's own disk, as `staging.inputs` makes them.
+"""Copies of small shared files on the node's own disk, as `staging.node` makes them.
 
 A copy is named by the path, size and time of its original: an original that was changed since has
 no copy, and is read itself. What workers compute from larger files is kept there in the same way.

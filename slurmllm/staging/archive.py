@@ -1,8 +1,6 @@
 """The archives of staged environments, in a folder next to the runs, which all runs share.
 
-    runs/.environments/<fingerprint>.json              what the archive is (`EnvironmentManifest`)
-    runs/.environments/<fingerprint>-<token>.tar.zst   the archive that it names
-
+`<fingerprint>.json` (`EnvironmentManifest`) names the archive `<fingerprint>-<token>.tar.zst`.
 An environment is code: an archive is used only if its own user, or a member of
 `cluster.trusted_group`, has written it, and its checksum is that of the manifest.
 """
@@ -10,7 +8,6 @@ An environment is code: an archive is used only if its own user, or a member of
 from __future__ import annotations
 
 import fcntl
-import io
 import logging
 import os
 import secrets
@@ -19,6 +16,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -41,9 +39,7 @@ def ensure_archive(
 ) -> Path:
     """Return the manifest of this interpreter's environment, packed if no earlier attempt has.
 
-    Args:
-        runs: The folder of all runs.
-        stop: Polled while packing; True ends it with a StorageError.
+    `stop` is polled while packing; True ends it with a StorageError.
     """
     folder = own_folder(runs, ".environments", group)
     try:
@@ -114,6 +110,7 @@ def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
     fsync_dir(path.parent)
     # The manifest makes the archive the current one.
     EnvironmentManifest(
+        **{name: value for name, value in vars(contents).items() if name != "files"},
         fingerprint=contents.fingerprint,
         archive=archive.name,
         archive_bytes=size,
@@ -121,10 +118,6 @@ def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
         unpacked_bytes=contents.unpacked_bytes,
         num_files=len(contents.files),
         python=PYTHON,
-        prefix=contents.prefix,
-        home=contents.home,
-        system_site=contents.system_site,
-        python_path=contents.python_path,
     ).save(path)
     figures = len(contents.files), time.monotonic() - started, archive, size / 1e6
     log.info("environment: %d files packed in %.1f s into %s (%.0f MB)", *figures)
@@ -138,8 +131,8 @@ def _write_tar(
     stream: pa.NativeFile = pa.PythonFile(target, "w")
     if compressed:
         stream = pa.CompressedOutputStream(stream, _CODEC)
-    binary, form = cast(BinaryIO, stream), tarfile.GNU_FORMAT
-    with stream, tarfile.open(fileobj=binary, mode="w|", format=form) as tar:
+    binary = cast(BinaryIO, stream)
+    with stream, tarfile.open(fileobj=binary, mode="w|", format=tarfile.GNU_FORMAT) as tar:
         for file in files:
             if stop():
                 raise OSError(0, "stopped")
@@ -148,19 +141,18 @@ def _write_tar(
             if file.link:
                 info.type, info.linkname, info.size = tarfile.SYMTYPE, file.link, 0
                 tar.addfile(info)
-            elif file.content is not None:
-                tar.addfile(info, io.BytesIO(file.content))
-            else:
-                try:
-                    with file.source.open("rb") as source:
-                        tar.addfile(info, source)
-                except FileNotFoundError:
-                    if not file.name.endswith(".pyc"):  # a cache, which may vanish
-                        raise
+                continue
+            try:
+                source = file.source.open("rb") if file.content is None else BytesIO(file.content)
+                with source:
+                    tar.addfile(info, source)
+            except FileNotFoundError:
+                if not file.name.endswith(".pyc"):  # a cache, which may vanish
+                    raise
 
 
 def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
-    """Unpack an archive that has been checked; `name` is the archive's."""
+    """Unpack an archive that has been checked; its `name` has the compression."""
     import pyarrow as pa  # a third of a second, and most clusters stage no environment
 
     try:

@@ -39,37 +39,26 @@ _THREADS = 8  # that list folders: on a shared file system each waits for the se
 
 
 class StagedFile(NamedTuple):
-    """A file of the environment.
-
-    `content` replaces that of `source`. `link` is the target of a symbolic link, which is in the
-    same folder.
-    """
+    """A file of the environment."""
 
     name: str
     source: Path
     size: int
     mtime: int  # whole seconds, as in a .pyc file, which is valid only for its source's
     mode: int
-    content: bytes | None = None
-    link: str = ""
+    content: bytes | None = None  # in place of the source's
+    link: str = ""  # target of a symbolic link, in the same folder
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A staged environment, before it is packed.
-
-    Attributes:
-        prefix: The folder in the archive whose bin/python is run: `base` or `env`.
-        home: The folder of the base interpreter, if that is not staged.
-        system_site: Whether the base interpreter's own packages are used, from /usr.
-        python_path: The folders in the archive that replace those of $PYTHONPATH.
-    """
+    """A staged environment, before it is packed."""
 
     files: tuple[StagedFile, ...]
-    prefix: str
-    home: str
-    system_site: bool
-    python_path: tuple[str, ...]
+    prefix: str  # folder in the archive whose bin/python is run: `base` or `env`
+    home: str  # folder of the base interpreter, if that is not staged
+    system_site: bool  # whether the base interpreter's own packages are used, from /usr
+    python_path: tuple[str, ...]  # folders in the archive that replace those of $PYTHONPATH
 
     @property
     def fingerprint(self) -> str:
@@ -92,9 +81,8 @@ class Contents:
 
     def difference(self, other: Contents) -> str:
         """Return the name of a file that is not the same in both; empty if there is none."""
-        mine, theirs = self._identities, other._identities
-        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        return min(names, default="")
+        different = self._identities.items() ^ other._identities.items()
+        return min((name for name, _ in different), default="")
 
     @property
     def unpacked_bytes(self) -> int:
@@ -110,8 +98,11 @@ def environment_contents() -> Contents:
     others = {path: f"path/{index}" for index, path in enumerate(_other_folders(base, trees))}
     trees |= {name: path for path, name in others.items() if path.name in _SITE}
     files: list[StagedFile] = []
-    if staged_base:
-        files += _interpreter(base)
+    if staged_base:  # the program, and libraries such as libpython
+        programs = {f"base/bin/{PYTHON}": _base_executable()}
+        for folder in {base / "lib", base / sys.platlibdir}:
+            programs |= {f"base/{folder.name}/{path.name}": path for path in folder.glob("*.so*")}
+        files += (file for name, path in programs.items() if (file := _regular(path, name)))
     with ThreadPoolExecutor(_THREADS) as pool:
         for name, path in trees.items():
             files += _walk(path, name, pool, unused=_UNUSED if path.name == PYTHON else ())
@@ -124,23 +115,20 @@ def environment_contents() -> Contents:
     else:
         files += _programs(environment / "bin", f"{prefix}/bin")
     files = [_without_paths(file, trees, prefix) for file in files]
-    python_path = _folders(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    python_path = [Path(path) for path in paths if path]
     listed = [name for path, name in others.items() if path not in python_path]
     lines = "".join(f"../../../../{name}\n" for name in listed).encode()
     files.append(StagedFile(f"{site}/00-staged.pth", Path(), len(lines), 0, 0o644, lines))
     unique = {file.name: file for file in files}
-    system_site = any(path.name in _SITE and _is_system(path) for path in _folders(sys.path))
+    system_site = any(Path(p).name in _SITE and _is_system(Path(p)) for p in sys.path if p)
     return Contents(
         files=tuple(unique[name] for name in sorted(unique)),
         prefix=prefix,
-        home="" if staged_base else str(Path(_base_executable()).parent),
+        home="" if staged_base else str(_base_executable().parent),
         system_site=not staged_base and system_site,
         python_path=tuple(others[path] for path in python_path if path in others),
     )
-
-
-def _folders(paths: list[str]) -> list[Path]:
-    return [Path(path) for path in paths if path]
 
 
 def _complete_folders(base: Path, environment: Path, prefix: str) -> dict[str, Path]:
@@ -160,7 +148,7 @@ def _complete_folders(base: Path, environment: Path, prefix: str) -> dict[str, P
 def _other_folders(base: Path, trees: dict[str, Path]) -> Iterator[Path]:
     """Yield the further folders of `sys.path`, and those of editable packages."""
     library = base / sys.platlibdir
-    for path in dict.fromkeys(_folders(sys.path) + _editable()):
+    for path in dict.fromkeys([*(Path(path) for path in sys.path if path), *_editable()]):
         in_library = (
             not _is_system(base) and path.is_relative_to(library) and path.name not in _SITE
         )
@@ -172,19 +160,9 @@ def _is_system(path: Path) -> bool:
     return any(path.is_relative_to(system) for system in _SYSTEM)
 
 
-def _base_executable() -> str:
+def _base_executable() -> Path:
     # In a virtual environment, sys.executable is a link to this one.
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-
-
-def _interpreter(base: Path) -> Iterator[StagedFile]:
-    """Yield the program, and the libraries directly under the prefix, such as libpython."""
-    if (program := _regular(Path(_base_executable()), f"base/bin/{PYTHON}")) is not None:
-        yield program
-    for folder in {base / "lib", base / sys.platlibdir}:
-        for path in sorted(folder.glob("*.so*")):
-            if (file := _regular(path, f"base/{folder.name}/{path.name}")) is not None:
-                yield file
+    return Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
 
 
 def _editable() -> list[Path]:

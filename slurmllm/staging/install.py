@@ -1,9 +1,9 @@
 """A node's part of staging: the environment on its own disk, tested once, used by many attempts.
 
-    <node_local>/slurmllm-<user>/environments/<fingerprint>/         the environment
-    <node_local>/slurmllm-<user>/environments/<fingerprint>/.staged  written once it has been tested
-    <node_local>/slurmllm-<user>/environments/<fingerprint>.lock     held while it is installed
-    <node_local>/slurmllm-<user>/environments/<fingerprint>.use      held, shared, by its launchers
+    environments/<fingerprint>/          the environment, in the user's private folder
+    environments/<fingerprint>/.staged   written once it has been tested
+    environments/<fingerprint>.lock      held while it is installed
+    environments/<fingerprint>.use       held, shared, by its launchers
 
 Whatever fails here is no fault of the attempt: its workers then run from the shared environment.
 """
@@ -19,8 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -54,18 +53,12 @@ log = logging.getLogger(__name__)
 
 
 class Staged(NamedTuple):
-    """An environment on this node's own disk.
-
-    Attributes:
-        origin: Whether it was there before, came with the broadcast, or was read from the archive
-            on the shared file system.
-        use: An open lock, which keeps other launchers from removing it.
-    """
+    """An environment on this node's own disk."""
 
     root: Path
     manifest: EnvironmentManifest
-    origin: str
-    use: BinaryIO
+    origin: str  # `present`; from the `broadcast`; from the `archive` on the shared file system
+    use: BinaryIO  # an open lock, which keeps other launchers from removing it
 
     def variables(self) -> dict[str, str]:
         """Return the variables that start workers from it and replace the shared folders."""
@@ -96,10 +89,8 @@ def install_environment(
 ) -> Staged:
     """Return the environment on this node's own disk, unpacked and tested unless it is there.
 
-    Args:
-        folder: For all environments, in the user's private folder.
-        path: The manifest, on the shared file system.
-        broadcast: The archive on this node's own disk, if there is one.
+    `folder`, in the user's private folder, is for all environments; `path` is the manifest on the
+    shared file system, `broadcast` the archive on this node's own disk, if there is one.
     """
     manifest = EnvironmentManifest.load_trusted(path, group)
     root = folder / manifest.fingerprint
@@ -108,7 +99,8 @@ def install_environment(
             check_private_folder(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
             # The launchers of --local share one disk: one unpacks, the others find it present.
-            with _locked(root):
+            with open_lock(root.with_name(f"{root.name}.lock")) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 use = opened.enter_context(open_lock(root.with_name(f"{root.name}.use")))
                 fcntl.flock(use, fcntl.LOCK_SH)
                 if read_marker(root) == manifest.fingerprint:
@@ -135,13 +127,6 @@ def read_marker(root: Path) -> str | None:
         return str(json.loads((root / MARKER).read_bytes())["fingerprint"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    with open_lock(root.with_name(f"{root.name}.lock")) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _unpack(

@@ -29,7 +29,7 @@ from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.config.variables import is_secret_at
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
-from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.graphs.reuse import graph_fingerprint
 from slurmllm.run.records import SweepCase, SweepRecord
 from slurmllm.run.rundir import RUN_NAME, SweepDir
 from slurmllm.slurm.client import SlurmClient

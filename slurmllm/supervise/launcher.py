@@ -31,8 +31,7 @@ from slurmllm.config.variables import is_secret
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
-from slurmllm.graphs.fingerprint import graph_fingerprint, node_processor
-from slurmllm.graphs.reuse import measured_micro_batch
+from slurmllm.graphs.reuse import graph_fingerprint, measured_micro_batch, node_processor
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plugins import versions
 from slurmllm.run.artifact_records import GraphManifest

@@ -48,7 +48,7 @@ from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.slurm.container import check_container
 from slurmllm.slurm.error_texts import fault_of
 from slurmllm.slurm.setup import check_setup_ran
-from slurmllm.staging.broadcast import broadcast_environment
+from slurmllm.staging.node import broadcast_environment
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
     Allocation,

@@ -40,7 +40,7 @@ from slurmllm.control.rendezvous import (
 )
 from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.format import format_duration
-from slurmllm.graphs.fingerprint import sharing, threads_of
+from slurmllm.graphs.reuse import sharing, threads_of
 from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.run.host_memory import count_oom_kills

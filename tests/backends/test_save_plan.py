@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from slurmllm.backends.native import dcp
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.native.save_plan import MeshPlace, own_tensors
-from slurmllm.checkpoint.formats.dcp_index import Chunk, Place, pack_part
+from slurmllm.checkpoint.formats.dcp_write import Chunk, Place, pack_part
 from slurmllm.checkpoint.formats.pickles import read_metadata
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import make_mesh

@@ -317,11 +317,11 @@ def test_list_and_verify(run: Run) -> None:
 def test_a_full_disk_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hub.save(hub.small("gpt3"), Path("source"))
 
-    def full(path: Path, tensors: object) -> None:
+    def full(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors_files, "write_shard", full)
+    monkeypatch.setattr(safetensors_files, "save_file", full)
     result = run("import", source, "--out", "ours")
     assert result.exit_code == 4
     assert "No space left on device; nothing is left of it: free space" in result.stderr

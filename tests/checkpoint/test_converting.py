@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from amounts import sample
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from train.gang import make_data, make_run
 
@@ -29,7 +29,7 @@ from checkpoint.test_nxd_files import HALF, assert_holds
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
+from slurmllm.checkpoint.formats.safetensors_files import write_index
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import open_training, open_weights, weight_reader
 from slurmllm.checkpoint.state import INDEX, MODEL, TRAIN_STATE, TrainState, read_origin
@@ -366,7 +366,7 @@ def test_exports_are_equal(family: str, tmp_path: Path) -> None:
 
 def imported(folder: Path, whole: Whole) -> Path:
     folder.mkdir()
-    write_shard(folder / "weights", {n: t.contiguous() for n, t in whole.weights.items()})
+    save_file({n: t.contiguous() for n, t in whole.weights.items()}, folder / "weights")
     write_index(folder / INDEX, dict.fromkeys(whole.weights, "weights"), 0)
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer/tokenizer_config.json").write_text("{}")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import assert_rounded, forward_terms
+from safetensors.torch import save_file
 from torch import nn
 
 from checkpoint import hub
@@ -18,7 +19,7 @@ from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats import safetensors_files
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
-from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
+from slurmllm.checkpoint.formats.safetensors_files import write_index
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles, tokenizer_in
 from slurmllm.checkpoint.formats.weights import open_weights, weight_reader
 from slurmllm.checkpoint.state import INDEX, MODEL, read_origin
@@ -102,13 +103,13 @@ def test_files_of_a_sharded_and_of_a_whole_export(family: str, tmp_path: Path) -
 def test_no_more_than_a_file_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
 
-    def watched(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def watched(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         stored = [tensor.untyped_storage().nbytes() for tensor in tensors.values()]
         held.append(sum(stored))
         assert held[-1] <= max(20_000, max(stored))
-        write_shard(path, tensors)
+        save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(safetensors_files, "write_shard", watched)
+    monkeypatch.setattr(safetensors_files, "save_file", watched)
     source = hub.save(hub.small("llama"), tmp_path / "hub")
     bring_in(source, tmp_path / "ours", 20_000)
     run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 20_000)
@@ -151,7 +152,7 @@ def test_biases_that_only_theirs_has_become_0(
         dict(build_model(config).named_parameters()),
     )
     (file,) = folder.glob("*.safetensors")
-    write_shard(file, {name: weights.read(name).clone() for name in parameters})
+    save_file({name: weights.read(name).clone() for name in parameters}, file)
     write_index(folder / INDEX, dict.fromkeys(parameters, file.name), 0)
     run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
     back = AutoModel.from_pretrained(tmp_path / "back").eval()

@@ -324,21 +324,21 @@ def test_nothing_is_left_of_an_import_that_fails(
     plan = plan_import(copy("neox"))
     out = tmp_path / "new" / "deeper" / "ours"
 
-    def full(path: Path, held: object) -> None:
+    def full(held: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors_files, "write_shard", full)
+    monkeypatch.setattr(safetensors_files, "save_file", full)
     with pytest.raises(StorageError, match=r"cannot write .*ours: No space left on device"):
         run_import(plan, out, 10**9)
     assert not (tmp_path / "new").exists()
 
-    def interrupted(path: Path, held: object) -> None:
+    def interrupted(held: object, path: Path, metadata: object) -> None:
         full_path = path.with_name("weights")
         full_path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors_files, "write_shard", interrupted)
+    monkeypatch.setattr(safetensors_files, "save_file", interrupted)
     out.parent.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         run_import(plan, out, 10**9)
@@ -364,10 +364,11 @@ def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path
 
 
 def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
-    from slurmllm.checkpoint.formats.safetensors_files import write_shard
-
+    tensor = {"a": torch.ones(3)}
     with pytest.raises(OSError, match="No such file or directory"):
-        write_shard(tmp_path / "absent" / "x.safetensors", {"a": torch.ones(3)})
+        safetensors_files.write_shards(
+            tmp_path / "absent", {"x": [0]}, [12], lambda _: tensor, lambda _: None
+        )
 
 
 @pytest.mark.parametrize("value", [10**12, 10**18, 100_001])

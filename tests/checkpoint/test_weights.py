@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
-from slurmllm.checkpoint.formats.safetensors_files import plan_shards, write_index, write_shard
+from slurmllm.checkpoint.formats.safetensors_files import plan_shards, write_index
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.checkpoint.state import INDEX, MODEL, TrainState, read_origin, require_model
@@ -48,7 +49,7 @@ def write(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
     shards = plan_shards([t.nbytes for t in held.values()], 9000, "weights", "weights")
     for file, parts in shards.items():
         names = [list(held)[index] for index in parts]
-        write_shard(folder / file, {name: held[name] for name in names})
+        save_file({name: held[name] for name in names}, folder / file)
         weight_map.update(dict.fromkeys(names, file))
     write_index(folder / INDEX, weight_map, 0)
     ImportedModel(

@@ -16,8 +16,8 @@ from fake_slurm import FakeSlurm
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import resolve
 from slurmllm.drill.checks import DrillResult, check_recovery
+from slurmllm.drill.drill import LocalRunner, Runner, SlurmRunner
 from slurmllm.drill.injector import Injection
-from slurmllm.drill.runner import LocalRunner, Runner, SlurmRunner
 from slurmllm.errors import DataError, RunError
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.run.records import AttemptRecord, WorkerRecord

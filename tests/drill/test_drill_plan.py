@@ -16,10 +16,9 @@ from slurmllm.cli.drill import _echo_row
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import change, resolve
 from slurmllm.drill.checks import DrillResult
-from slurmllm.drill.drill import Drill
+from slurmllm.drill.drill import Drill, SlurmRunner
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
-from slurmllm.drill.runner import SlurmRunner
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.run.records import JobsRecord, Submission

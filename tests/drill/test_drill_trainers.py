@@ -22,9 +22,9 @@ from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.resolve import resolve
 from slurmllm.drill import injector
+from slurmllm.drill.checks import Resumption, Unbroken, judge_resume
 from slurmllm.drill.injector import FAULT_KINDS, FaultKind, FaultSpec, Injection
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds
-from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
 from slurmllm.errors import NodeError, RunError
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import AttemptRecord, NodeRecord

@@ -14,7 +14,7 @@ from slurmllm.backends.nxd.environment import versions
 from slurmllm.config.resolve import resolve
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import reuse
-from slurmllm.graphs.fingerprint import GRAPH_MODULES, graph_fingerprint, sources
+from slurmllm.graphs.reuse import GRAPH_MODULES, graph_fingerprint, sources
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.run.rundir import RunDir
@@ -143,7 +143,7 @@ def test_the_model_s_code_uses_no_other_module_of_plan() -> None:
 
 def test_sources_and_packages_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     base = fingerprint(recipe="neox_20b", cluster="trn1", nodes=4)
-    monkeypatch.setattr("slurmllm.graphs.fingerprint.sources", lambda backend: backend)
+    monkeypatch.setattr("slurmllm.graphs.reuse.sources", lambda backend: backend)
     assert fingerprint(recipe="neox_20b", cluster="trn1", nodes=4) != base
     assert {"libneuronxla", "neuronx-cc"} <= versions().keys()
 

@@ -21,7 +21,7 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
-from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.graphs.reuse import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.run.records import JobsRecord

@@ -10,7 +10,7 @@ copies, and its reader gives every worker the whole `.metadata`. Here a save is:
    which only read weights; `wait_for_copy` blocks the optimizer until it is complete. On CUDA, a
    stream of its own copies into pinned memory.
 3. In that thread, at a lower priority: files, checksums and fsync.
-4. `finish` (collective): `.metadata` (`dcp_index`).
+4. `finish` (collective): `.metadata` (`dcp_write`).
 
 A thread and not a process, because the long parts (copy, write, sha256) release the GIL.
 """
@@ -34,9 +34,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from slurmllm.backends.native.device import Device
 from slurmllm.backends.native.save_plan import RANDOM, MeshPlace, own_tensors, share_out
-from slurmllm.checkpoint.formats.dcp_index import Chunk, Place, SaveIndex
 from slurmllm.checkpoint.formats.dcp_read import DcpFiles
-from slurmllm.checkpoint.formats.dcp_write import ChecksumFiles, Keys, file_name, write_chunk
+from slurmllm.checkpoint.formats.dcp_write import (
+    ChecksumFiles,
+    Chunk,
+    Keys,
+    Place,
+    SaveIndex,
+    file_name,
+    write_chunk,
+)
 from slurmllm.checkpoint.formats.nxd_files import read_layout
 from slurmllm.checkpoint.formats.pickles import METADATA, ChunkTable, read_metadata
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training

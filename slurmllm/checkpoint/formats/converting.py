@@ -20,7 +20,11 @@ from slurmllm.checkpoint.formats.dcp_write import Keys, write_dcp
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
 from slurmllm.checkpoint.formats.nxd_write import NxdWriter
 from slurmllm.checkpoint.formats.safetensors_files import TensorFiles
-from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER_FOLDER, copy_files, tokenizer_in
+from slurmllm.checkpoint.formats.tokenizer_files import (
+    TOKENIZER_FOLDER,
+    copy_tokenizer,
+    tokenizer_in,
+)
 from slurmllm.checkpoint.formats.weights import (
     TrainingFiles,
     backend_files,
@@ -53,9 +57,7 @@ if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
 
 Precision = Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"]
-
-# Written if the learning rate is unknown. A run sets the rate of each step itself.
-_DEFAULT_LR = 1e-4
+_DEFAULT_LR = 1e-4  # written if it is unknown; a run sets the rate of each step itself
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,7 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Check a checkpoint that is to be converted: a run's of any backend, or an imported one.
 
-    Without `mesh`, to the native format; without `precision`, that of the run that wrote it. Raises
-    a RunError, StorageError or ConfigError if folder, files or mesh do not allow it.
+    Without `mesh`, to the native format; without `precision`, that of the run that wrote it.
     """
     origin = read_origin(directory)
     weights = open_weights(origin)
@@ -139,24 +140,19 @@ def plan_conversion(
         fp32 = weights.tensors["embed.weight"].dtype != torch.bfloat16
         mixed = stored is not None and stored.dtype != stored.optimizer_dtype
         precision = "bf16_mixed" if mixed else "fp32" if fp32 else "bf16"
-    default = OptimConfig(lr=_DEFAULT_LR)
-    plan = ConversionPlan(
-        origin, weights, training, precision, None, optim or default, optim is not None
-    )
+    is_known, optim = optim is not None, optim or OptimConfig(lr=_DEFAULT_LR)
+    plan = ConversionPlan(origin, weights, training, precision, None, optim, is_known)
     if mesh is None:
         return plan
     plan = replace(plan, layout=_plan_layout(plan, mesh))
-    # Refused before hours of writing end in an out-of-memory kill.
     needed, free = plan.held_bytes, free_memory()
-    if needed > free:
-        raise ConfigError(
-            f"{directory} cannot be converted here",
-            [
-                f"the largest file takes {needed / 1e9:.2f} GB of memory, and {free / 1e9:.2f} GB "
-                "are free; split it over more workers with --tensor, --pipeline or (under ZeRO-1, "
-                "the optimizer's state) --data, or convert on a larger machine"
-            ],
+    if needed > free:  # else hours of writing end in an out-of-memory kill
+        fault = (
+            f"the largest file takes {needed / 1e9:.2f} GB of memory, and {free / 1e9:.2f} GB are "
+            "free; split it over more workers with --tensor, --pipeline or (under ZeRO-1, the "
+            "optimizer's state) --data, or convert on a larger machine"
         )
+        raise ConfigError(f"{directory} cannot be converted here", [fault])
     return plan
 
 
@@ -177,8 +173,7 @@ def _run_of(directory: Path) -> RunDir | None:
 
 def _stored_optim(weights: TensorFiles) -> OptimConfig | None:
     """Return the hyperparameters in NxD's files; the native format stores none."""
-    groups = weights.param_groups() if isinstance(weights, NxdFiles) else []
-    if not groups:
+    if not isinstance(weights, NxdFiles) or not (groups := weights.param_groups()):
         return None
     values = {key: groups[0][key] for key in ("betas", "eps", "weight_decay") if key in groups[0]}
     # The first group has the matrices, the last one norms and biases.
@@ -198,10 +193,9 @@ def _shape_faults(
         if training is not None:
             tensors |= {f"{kind} of {name}": training.moments.get((kind, name)) for kind in MOMENTS}
         for title, stored in tensors.items():
-            if stored is None:
-                faults.append(f"{title}: is missing; {list(shape)} was expected")
-            elif stored.shape != shape:
-                faults.append(f"{title}: is {list(stored.shape)}; {list(shape)} was expected")
+            if stored is None or stored.shape != shape:
+                state = "missing" if stored is None else list(stored.shape)
+                faults.append(f"{title}: is {state}; {list(shape)} was expected")
     return faults
 
 
@@ -219,11 +213,7 @@ def _plan_layout(plan: ConversionPlan, mesh: NxdMesh) -> NxdLayout:
     if faults:
         raise ConfigError(f"{plan.origin.directory} cannot be sharded for this mesh", faults)
     return NxdLayout(
-        tensor=mesh.tensor,
-        pipeline=mesh.pipeline,
-        data=mesh.data,
-        virtual_pipeline=mesh.virtual_pipeline,
-        zero=mesh.zero,
+        **vars(mesh),
         optimizer_dtype=str(plan.kept_dtype).removeprefix("torch."),
         dtype="float32" if plan.precision == "fp32" else "bfloat16",
         trained=plan.training is not None,
@@ -245,7 +235,15 @@ def run_conversion(
             workers = nxd.layout.tensor * nxd.layout.pipeline * nxd.layout.data
         else:
             _write_native(plan, folder, on_progress)
-        fingerprint = _copy_state(plan.origin, folder)
+        origin = plan.origin
+        if origin.imported is None:
+            state = TrainState.load(origin.directory / TRAIN_STATE)
+            state.save(folder / TRAIN_STATE)
+            fingerprint = fingerprint_digest(state.fingerprint)
+        else:
+            origin.imported.save(folder / MODEL)
+            copy_tokenizer(tokenizer_in(origin.directory / TOKENIZER_FOLDER), folder)
+            fingerprint = fingerprint_digest(origin.imported.model)
         return write_manifest(
             folder,
             started_at,
@@ -256,20 +254,6 @@ def run_conversion(
             recipe=source.recipe,
             fingerprint=fingerprint,
         )
-
-
-def _copy_state(origin: Origin, folder: Path) -> str:
-    """Copy the training state, or model and tokenizer of an import; return the fingerprint."""
-    if origin.imported is None:
-        state = TrainState.load(origin.directory / TRAIN_STATE)
-        state.save(folder / TRAIN_STATE)
-        return fingerprint_digest(state.fingerprint)
-    origin.imported.save(folder / MODEL)
-    tokenizer = tokenizer_in(origin.directory / TOKENIZER_FOLDER).files
-    if tokenizer:
-        (folder / TOKENIZER_FOLDER).mkdir()
-        copy_files(tokenizer, folder / TOKENIZER_FOLDER)
-    return fingerprint_digest(origin.imported.model)
 
 
 def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -> None:

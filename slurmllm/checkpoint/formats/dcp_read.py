@@ -16,13 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.formats.pickles import (
-    ChunkTable,
-    FilePart,
-    Rows,
-    StoredChunks,
-    read_metadata,
-)
+from slurmllm.checkpoint.formats.pickles import ChunkTable, FilePart, StoredChunks, read_metadata
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
 from slurmllm.checkpoint.shards import Region, intersection, shifted
 from slurmllm.checkpoint.state import MOMENTS
@@ -36,15 +30,14 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 class DcpFiles:
     """One checkpoint folder in DCP's format; see `weights.TrainingFiles`.
 
-    The constructor and every read raise a StorageError if the folder is damaged. Workers get the
-    `table` that rank 0 has read; None: read it.
+    Raises StorageErrors if it is damaged. Workers get rank 0's `table`; None: read it.
     """
 
     def __init__(self, directory: Path, table: ChunkTable | None = None) -> None:
         self.directory = directory
         self._files, self._stored = table or read_metadata(directory)
         stored = {
-            key: StoredTensor.of(chunks.shape, chunks.dtype)
+            key: StoredTensor(chunks.shape, chunks.dtype)
             for key, chunks in self._stored.items()
             if chunks.dtype is not None and key.startswith((MODEL, OPTIMIZER))
         }
@@ -59,33 +52,28 @@ class DcpFiles:
         }
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        return self.read_key(MODEL + name, region, name)
+        return self.read_key(MODEL + name, region)
 
     def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        return self.read_key(_key(name, kind), region, f"{kind} of {name}")
+        return self.read_key(_key(name, kind), region)
 
     def step(self, name: str) -> float:
-        return float(self.read_key(_key(name, "step"), None, f"step of {name}"))
+        return float(self.read_key(_key(name, "step")))
 
-    def read_key(self, key: str, region: Region | None = None, title: str | None = None) -> Tensor:
-        """Read a tensor by its key in the state; `title` names it in errors."""
-        stored = self._require(key, title)
+    def read_key(self, key: str, region: Region | None = None) -> Tensor:
+        """Read a tensor by its key in the state."""
+        stored = self._require(key)
         region = region or tuple(slice(0, size) for size in stored.shape)
-        rows = self._rows(key, region, title)
+        rows = self._rows(key, region)
         try:
             out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
         except RuntimeError as error:  # a damaged size
-            raise StorageError(
-                f"cannot read {title or key} from {self.directory}: {error}"
-            ) from error
-        self._copy([_Copy(row, out, region, title or key) for row in rows], title or "shards")
+            raise StorageError(f"cannot read {key} from {self.directory}: {error}") from error
+        self._copy([_Copy(row, out, region, key) for row in rows], key)
         return out
 
     def fill(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
-        """Copy regions of tensors, by their keys in the state, into tensors of the same size.
-
-        All of them are read in the order of files, each of which is opened once.
-        """
+        """Copy regions of tensors, by keys, into tensors of their size, opening each file once."""
         copies = [
             _Copy(row, out, region, key)
             for key, (out, region) in tensors.items()
@@ -102,22 +90,26 @@ class DcpFiles:
                 "restore it"
             )
 
-    def _require(self, key: str, title: str | None) -> StoredChunks:
+    def _require(self, key: str) -> StoredChunks:
         stored = self._stored.get(key)
         if stored is None or stored.dtype is None:
-            raise StorageError(f"{self.directory} holds no {title or key}; restore it")
+            raise StorageError(f"{self.directory} holds no {key}; restore it")
         return stored
 
-    def _rows(self, key: str, region: Region, title: str | None = None) -> list[list[int]]:
+    def _rows(self, key: str, region: Region) -> list[list[int]]:
         """Return the rows of the chunks that overlap a region, which must be the whole of it."""
-        stored = self._require(key, title)
-        overlaps = _overlaps(stored, region)
+        stored = self._require(key)
+        start = np.array([part.start for part in region], dtype=np.int64)
+        stop = np.array([part.stop for part in region], dtype=np.int64)
+        offsets, sizes = np.split(stored.rows[:, :-3], 2, axis=1)
+        common = np.minimum(stop, offsets + sizes) - np.maximum(start, offsets)
+        overlaps = common.clip(min=0).prod(axis=1)  # values of each chunk in the region
         num_values = math.prod(part.stop - part.start for part in region)
         # A gap between the chunks would leave uninitialized values.
         if overlaps.sum() < num_values:
             raise StorageError(
-                f"{self.directory} holds {overlaps.sum()} of {num_values} values of "
-                f"{title or key}; restore it"
+                f"{self.directory} holds {overlaps.sum()} of {num_values} values of {key}; "
+                "restore it"
             )
         rows: list[list[int]] = stored.rows[overlaps > 0].tolist()
         return rows
@@ -129,13 +121,14 @@ class DcpFiles:
             for file, group in groupby(in_order, key=lambda copy: copy.row[-3]):
                 with open_regular(self.directory / self._files[file]) as stream:
                     for copy in group:
-                        self._copy_chunk(stream, copy, title)
+                        self._copy_chunk(stream, copy)
         except OSError as error:
             raise StorageError(f"cannot read {title} from {self.directory}: {error}") from error
 
-    def _copy_chunk(self, stream: BinaryIO, copy: _Copy, title: str) -> None:
+    def _copy_chunk(self, stream: BinaryIO, copy: _Copy) -> None:
         *numbers, file, at, length = copy.row
         offsets, sizes = numbers[: len(copy.region)], numbers[len(copy.region) :]
+        title = f"cannot read {copy.key} from {self.directory}"
         try:
             part = cast(IO[bytes], FilePart(stream, at, length))
             chunk: Tensor = torch.load(part, map_location="cpu", weights_only=True)
@@ -143,16 +136,12 @@ class DcpFiles:
             raise
         except Exception as error:  # damaged bytes may raise anything, with torch's advice for us
             raise StorageError(
-                f"cannot read {title} from {self.directory}: {self._files[file]} is truncated or "
-                f"damaged ({type(error).__name__}); restore it"
+                f"{title}: {self._files[file]} is truncated or damaged ({type(error).__name__}); "
+                "restore it"
             ) from error
-        if not isinstance(chunk, Tensor):
-            raise StorageError(f"cannot read {title} from {self.directory}: it is no tensor")
-        if list(chunk.shape) != sizes:
-            raise StorageError(
-                f"cannot read {copy.name} from {self.directory}: a chunk is {list(chunk.shape)} "
-                f"instead of {sizes}"
-            )
+        shape = list(chunk.shape) if isinstance(chunk, Tensor) else "no tensor"
+        if shape != sizes:
+            raise StorageError(f"{title}: a chunk is {shape} instead of {sizes}")
         whole = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         common = intersection(copy.region, whole)
         copy.out[shifted(common, copy.region)].copy_(chunk[shifted(common, whole)])
@@ -164,18 +153,8 @@ class _Copy(NamedTuple):
     row: list[int]  # of `StoredChunks`
     out: Tensor
     region: Region
-    name: str  # in errors
+    key: str
 
 
 def _key(name: str, kind: str) -> str:
     return f"{OPTIMIZER}{name}.{kind}"
-
-
-def _overlaps(stored: StoredChunks, region: Region) -> Rows:
-    """Return how many values of each chunk are in a region. [chunks]"""
-    start = np.array([part.start for part in region], dtype=np.int64)
-    stop = np.array([part.stop for part in region], dtype=np.int64)
-    offsets, sizes = np.split(stored.rows[:, :-3], 2, axis=1)
-    common = np.minimum(stop, offsets + sizes) - np.maximum(start, offsets)
-    overlaps: Rows = common.clip(min=0).prod(axis=1)
-    return overlaps

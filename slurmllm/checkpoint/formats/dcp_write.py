@@ -1,24 +1,45 @@
-"""Writing the native format, torch.distributed.checkpoint's (DCP): by workers, and offline."""
+"""Writing the native format, torch.distributed.checkpoint's (DCP): by workers, and offline.
+
+DCP's `.metadata` says where which chunk of a checkpoint is, of all workers. Each worker sends the
+names and places of its chunks to rank 0, as plain numbers, in the first save of an attempt. Names,
+shapes and file layout stay the same from save to save; then one small reduction is all that is
+exchanged, and rank 0 writes the same bytes again.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import make_dataclass
 from io import BufferedWriter, FileIO
-from itertools import accumulate
+from itertools import accumulate, starmap
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from slurmllm.checkpoint.formats.dcp_index import Chunk, Place, SaveIndex
 from slurmllm.checkpoint.formats.pickles import METADATA
 from slurmllm.checkpoint.formats.safetensors_files import own_storage
 from slurmllm.checkpoint.shards import Region
 from slurmllm.control.plane import ControlPlane
+from slurmllm.errors import CodeError, SlurmllmError
+from slurmllm.model.init import local_part, local_region
+from slurmllm.model.private_names import CHECKPOINT_INDEX
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -26,11 +47,142 @@ if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
 
 _CHUNK_BYTES = 8 * 2**20  # hashed right after the write, while it is in the CPU's cache
-_FLUSH_BYTES = 32 * 2**20
 PIECE_BYTES = 64 * 2**20  # offline: rounded to rows of the tensor, at least one
 FILE_BYTES = 4 * 10**9  # offline
 
-Keys = tuple[str, ...]
+Keys = tuple[str, ...]  # that lead to a tensor in the nested state
+Numbers = tuple[int, ...]
+
+
+class Chunk(NamedTuple):
+    """A chunk that a worker writes: what DCP's `.metadata` has of it, apart from its place."""
+
+    path: Keys
+    dtype: torch.dtype
+    shape: Numbers  # of the whole tensor
+    offsets: Numbers
+    sizes: Numbers
+    requires_grad: bool = False
+    pinned: bool = False
+
+    @classmethod
+    def of(cls, path: Keys, tensor: Tensor) -> Chunk:
+        """Describe this worker's part of a tensor."""
+        region, local = local_region(tensor), local_part(tensor)
+        return cls(
+            path,
+            local.dtype,
+            tuple(tensor.shape),
+            tuple(part.start for part in region),
+            tuple(part.stop - part.start for part in region),
+            local.requires_grad,
+            local.is_pinned(),
+        )
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def region(self) -> Region:
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where a chunk is stored."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class SaveIndex:
+    """`.metadata` of the saves of an attempt; `chunks` are those that this worker always writes."""
+
+    def __init__(self, control: ControlPlane, chunks: Sequence[Chunk]) -> None:
+        self._control, self._chunks = control, chunks
+        self._places: Sequence[Place] | None = None
+        self._parts: Sequence[bytes] | None = None  # of all workers, on rank 0
+        self._content: bytes | None = None
+
+    def collect(self, places: Sequence[Place], fault: SlurmllmError | None = None) -> None:
+        """Pass on to rank 0 what has changed since the last save (collective).
+
+        `places` are of this worker's chunks, in their order. A worker's `fault` is raised on all.
+        """
+        states = int(fault is not None), int(places != self._places)
+        failed, changed = self._control.all_reduce(states, "max")
+        if failed:
+            first = self._control.first(fault)
+            assert first is not None
+            raise first
+        if changed:
+            self._places, self._content = places, None
+            self._parts = self._control.gather(pack_part(self._chunks, places))
+
+    def content(self) -> bytes:
+        """Return the content of `.metadata` on rank 0; CodeError if chunks are missing."""
+        if self._content is None:
+            assert self._parts is not None, "the places are collected"
+            self._content = pickle.dumps(build_metadata(self._parts))
+            self._parts = None
+        return self._content
+
+
+def pack_part(chunks: Sequence[Chunk], places: Sequence[Place]) -> bytes:
+    # Plain tuples, whose classes are not named once per chunk. Names of parameters repeat:
+    # compressed, they take a tenth.
+    return zlib.compress(pickle.dumps(([*map(tuple, chunks)], [*map(tuple, places)])), 1)
+
+
+def build_metadata(parts: Sequence[bytes]) -> Metadata:
+    """Make DCP's metadata of all workers' parts; CodeError if chunks are not the whole tensors."""
+    if CHECKPOINT_INDEX.missing() is not None:
+        # A torch without its class of a chunk's place: one that pickles under its name. `pickles`
+        # reads both, because it makes none of the objects that a pickle names.
+        stand_in = make_dataclass("_StorageInfo", ["relative_path", "offset", "length"])
+        stand_in.__module__ = filesystem.__name__
+        setattr(filesystem, stand_in.__name__, stand_in)
+    (storage_info,) = CHECKPOINT_INDEX.get()
+    tensors: dict[str, TensorStorageMetadata] = {}
+    paths: dict[str, Keys] = {}
+    places: dict[MetadataIndex, Any] = {}
+    sizes: dict[Numbers, torch.Size] = {}  # one object per shape: pickles refer to it
+
+    def size(numbers: Numbers) -> torch.Size:
+        return sizes.setdefault(numbers, torch.Size(numbers))
+
+    for part in parts:
+        chunks, chunk_places = pickle.loads(zlib.decompress(part))  # noqa: S301 (of this attempt's workers)
+        for chunk, place in zip(starmap(Chunk, chunks), starmap(Place, chunk_places), strict=True):
+            key = chunk.key
+            tensor = tensors.get(key)
+            if tensor is None:
+                properties = TensorProperties(
+                    chunk.dtype, requires_grad=chunk.requires_grad, pin_memory=chunk.pinned
+                )
+                tensor = TensorStorageMetadata(properties, size(chunk.shape), [])
+                tensors[key], paths[key] = tensor, chunk.path
+            index = MetadataIndex(key, chunk.offsets, len(tensor.chunks))
+            if index in places:
+                raise CodeError(
+                    f"{key} at {chunk.offsets} is written twice: into "
+                    f"{places[index].relative_path} and {place.file}"
+                )
+            places[index] = storage_info(*place)
+            tensor.chunks.append(ChunkStorageMetadata(size(chunk.offsets), size(chunk.sizes)))
+    for key, tensor in tensors.items():
+        written = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if written != tensor.size.numel():
+            raise CodeError(f"{written} of {tensor.size.numel()} values of {key} are written")
+    # Without the identity of the folder, whose name is a temporary one until all is written.
+    return Metadata(
+        dict(tensors), dict(paths), places, StorageMeta(), filesystem.CURRENT_DCP_VERSION
+    )
 
 
 class ChecksumFiles:
@@ -65,7 +217,6 @@ class _ChecksumFile(FileIO):
         super().__init__(path, "wb")
         self.error: OSError | None = None
         self.checksum = hashlib.sha256()
-        self._unflushed = 0
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
@@ -77,12 +228,6 @@ class _ChecksumFile(FileIO):
                 written = super().write(chunk)
                 self.checksum.update(chunk[:written])
                 done += written
-                self._unflushed += written
-                if self._unflushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
-                    # Starts the write-back: otherwise the kernel waits until the fsync at the end.
-                    start = self.tell() - self._unflushed
-                    os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
-                    self._unflushed = 0
         except OSError as error:
             self.error = self.error or error
             raise
@@ -102,21 +247,29 @@ def write_chunk(stream: IO[bytes], name: str, values: Tensor) -> Place:
 
 def write_dcp(
     folder: Path,
-    shapes: Mapping[Keys, tuple[int, ...]],
+    shapes: Mapping[Keys, Numbers],
     dtype: torch.dtype,
     read: Callable[[Keys, Region], Tensor],
     on_progress: OnProgress = lambda _: None,
 ) -> None:
     """Write `.metadata` and the shard files into an existing folder, one piece of a tensor at once.
 
-    `shapes` are by the keys that lead to the tensors in the state; `read` returns a region of one.
-    Scalars are fp32. Raises an OSError if the file system failed a write.
+    `read` returns a region of a tensor. Scalars are fp32. Raises an OSError if the file system
+    failed a write.
     """
-    chunks = [
-        Chunk(keys, dtype if shape else torch.float32, shape, offsets, sizes)
-        for keys, shape in shapes.items()
-        for offsets, sizes in _pieces(shape, dtype)
-    ]
+    chunks: list[Chunk] = []
+    for keys, shape in shapes.items():
+        if not shape:
+            chunks.append(Chunk(keys, torch.float32, (), (), ()))
+            continue
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        rows = max(1, PIECE_BYTES // (row_bytes or 1))
+        for start in range(0, shape[0], rows):
+            offsets, sizes = (
+                (start, *(0 for _ in shape[1:])),
+                (min(rows, shape[0] - start), *shape[1:]),
+            )
+            chunks.append(Chunk(keys, dtype, shape, offsets, sizes))
     done = iter(accumulate(chunk.num_bytes for chunk in chunks))
     files, places = ChecksumFiles(), list[Place]()
     while len(places) < len(chunks):
@@ -130,17 +283,3 @@ def write_dcp(
     index.collect(places)
     with files.create(folder / METADATA) as stream:
         stream.write(index.content())
-
-
-def _pieces(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of groups of rows of at most PIECE_BYTES."""
-    if not shape:
-        yield (), ()
-        return
-    row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
-    each = max(1, PIECE_BYTES // (row_bytes or 1))
-    for start in range(0, shape[0], each):
-        zeros = (0,) * (len(shape) - 1)
-        yield (start, *zeros), (min(each, shape[0] - start), *shape[1:])

@@ -17,6 +17,7 @@ from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
     TensorMapping,
+    TensorPlan,
     tensor_mappings,
     unpadded,
     with_their_biases,
@@ -47,29 +48,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExportPlan:
+class ExportPlan(TensorPlan):
     """An export whose inputs have been checked."""
 
     origin: Origin
     model: ModelConfig  # the checkpoint's model, with the biases that transformers' model has
     weights: TensorFiles  # the checkpoint's tensors
-    mappings: list[TensorMapping]
-    dtype: torch.dtype | None  # type of the weights to write; None keeps each tensor's own
-    tokenizer: TokenizerFiles  # files to write with the weights
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
         # A bias that only theirs has takes the embedding's type.
         stored = self.weights.tensors.get(mapping.ours, self.weights.tensors["embed.weight"])
         assert stored.dtype is not None
         return self.dtype or stored.dtype
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(torch.Size(mapping.shape).numel() for mapping in self.mappings)
-
-    @property
-    def sizes_bytes(self) -> list[int]:
-        return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
 
     def convert(self, number: int) -> dict[str, Tensor]:
         """Return the tensors of a mapping, without padding rows; zeros for their biases."""
@@ -78,8 +68,7 @@ class ExportPlan:
         if stored is None:
             ours = torch.zeros(mapping.shape, dtype=dtype)
         else:
-            whole = stored.shape == mapping.shape
-            region = None if whole else tuple(slice(0, size) for size in mapping.shape)
+            region = tuple(slice(0, size) for size in mapping.shape)
             ours = self.weights.read(mapping.ours, region).to(dtype)
         return dict(zip(mapping.theirs, mapping.layout.split(self.model, ours), strict=True))
 
@@ -89,8 +78,7 @@ def plan_export(
 ) -> ExportPlan:
     """Check a checkpoint that is to be exported.
 
-    Raises a RunError if it is none, a StorageError if it is damaged, a ConfigError if transformers
-    has no such model, a DataError if the tokenizer has more entries than the model.
+    Raises a ConfigError if transformers has no such model, a DataError for the tokenizer.
     """
     origin = read_origin(directory)
     faults = config_faults(origin.model)
@@ -105,22 +93,19 @@ def plan_export(
         )
     weights = open_weights(origin)
     model = with_their_biases(unpadded(origin.model))
-    plan = ExportPlan(origin, model, weights, tensor_mappings(model), dtype, tokenizer)
-    own_names = {mapping.ours for mapping in tensor_mappings(origin.model)}
-    for mapping in plan.mappings:
-        name, shape = mapping.ours, mapping.shape
-        stored = weights.tensors.get(name)
-        if stored is None:
-            if name in own_names:
-                faults.append(f"{name}: is missing; {list(shape)} was expected")
+    plan = ExportPlan(tensor_mappings(model), dtype, tokenizer, origin, model, weights)
+    names = {mapping.ours: mapping.shape for mapping in tensor_mappings(origin.model)}
+    for name, shape in names.items():
+        if (stored := weights.tensors.get(name)) is None:
+            faults.append(f"{name}: is missing; {list(shape)} was expected")
             continue
         # The vocabulary may have padding rows, whose number depends on the mesh.
-        padded = name in VOCABULARY and len(stored.shape) == 2
-        fits = stored.shape[1:] == shape[1:] and stored.shape[0] >= shape[0]
-        if not (fits if padded else stored.shape == shape):
+        rows = max(shape[0], 0, *stored.shape[:1]) if name in VOCABULARY else shape[0]
+        if stored.shape != (rows, *shape[1:]):
             faults.append(f"{name}: is {list(stored.shape)}; {list(shape)} was expected")
-    unknown = sorted(name for name in weights.tensors if name not in own_names)
-    faults += [f"{name}: is no tensor of this model" for name in unknown]
+    faults += [
+        f"{name}: is no tensor of this model" for name in sorted({*weights.tensors} - {*names})
+    ]
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise StorageError(f"{directory} is damaged; restore it:\n{lines}")
@@ -132,8 +117,7 @@ def run_export(
 ) -> list[str]:
     """Write the Hugging Face folder, complete or not at all; return the names of its files.
 
-    `shard_bytes` is the largest output file, and about the memory needed. Raises a RunError if
-    `out` exists, a StorageError if a file cannot be read or written.
+    `shard_bytes` is the largest output file, and about the memory needed.
     """
     imported, end = plan.origin.imported, plan.tokenizer.end_of_document
     bos: int | None = end  # documents are packed back to back: the end token also begins the next
@@ -153,8 +137,9 @@ def run_export(
             eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
         )
         files = plan.tokenizer.files
-        generation = plan.origin.directory / GENERATION
-        copy_files({**files, **({GENERATION: generation} if generation.is_file() else {})}, folder)
+        copy_files(files, folder)
+        if (generation := plan.origin.directory / GENERATION).is_file():
+            copy_files({GENERATION: generation}, folder)
         if TOKENIZER in files and TOKENIZER_CONFIG not in files:
             write_tokenizer_config(
                 folder, seq_len=plan.model.seq_len, end_token=plan.tokenizer.end_token

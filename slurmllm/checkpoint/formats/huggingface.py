@@ -7,13 +7,16 @@ expected shapes.
 
 from __future__ import annotations
 
+import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.families.family import Layout
 from slurmllm.config.recipe import ModelConfig
@@ -62,7 +65,6 @@ def _ungroup_qkv(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
 
 
 def _interleave(config: ModelConfig, gate_up: Sequence[Tensor]) -> Tensor:
-    """Return gate and up as alternating blocks of `gate_block` rows."""
     blocks = [_unflatten_rows(part, -1, config.gate_block) for part in gate_up]
     return torch.stack(blocks, dim=1).flatten(0, 2)
 
@@ -104,6 +106,26 @@ class TensorMapping:
     shape: tuple[int, ...]  # of ours, without padding rows of the vocabulary
     theirs: dict[str, tuple[int, ...]]  # names → shapes, in the order of the layout
     layout: TensorLayout
+
+
+@dataclass(frozen=True)
+class TensorPlan(ABC):
+    """An import or export whose inputs have been checked."""
+
+    mappings: list[TensorMapping]
+    dtype: torch.dtype | None  # type of the weights to write; None keeps each tensor's own
+    tokenizer: TokenizerFiles  # files to write with the weights
+
+    @abstractmethod
+    def dtype_of(self, mapping: TensorMapping) -> torch.dtype: ...
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(mapping.shape) for mapping in self.mappings)
+
+    @property
+    def sizes_bytes(self) -> list[int]:
+        return [math.prod(m.shape) * self.dtype_of(m).itemsize for m in self.mappings]
 
 
 def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:

@@ -1,10 +1,8 @@
 """Import of a Hugging Face model folder as a checkpoint folder.
 
-    weights-00001-of-0000N.safetensors   our names, our layout
-    weights.safetensors.index.json       tensor → file
+    weights-00001-of-0000N.safetensors   our names, our layout; and an index
     model.json                           the model (`records.ImportedModel`)
-    tokenizer/, generation_config.json   the tokenizer's files, and the model's, unchanged
-    manifest.json                        every other file with size and sha256, written last
+    tokenizer/, generation_config.json   unchanged
 
 All inputs are checked before anything is written, and all faults are reported at once. Memory holds
 one output file at a time.
@@ -29,11 +27,11 @@ from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
     TensorMapping,
+    TensorPlan,
     tensor_mappings,
 )
 from slurmllm.checkpoint.formats.safetensors_files import (
     SafetensorsFiles,
-    StoredTensor,
     open_safetensors,
     plan_shards,
     write_index,
@@ -42,9 +40,8 @@ from slurmllm.checkpoint.formats.safetensors_files import (
 from slurmllm.checkpoint.formats.tokenizer_files import (
     GENERATION,
     TOKENIZER,
-    TOKENIZER_FOLDER,
-    TokenizerFiles,
     copy_files,
+    copy_tokenizer,
     tokenizer_in,
 )
 from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
@@ -63,27 +60,13 @@ _TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class ImportPlan:
+class ImportPlan(TensorPlan):
     """An import whose inputs have been checked."""
 
     source: Path  # the Hugging Face folder
     config: SourceConfig  # its config.json
     files: SafetensorsFiles  # its tensors
-    mappings: list[TensorMapping]
     names: Mapping[str, str]  # name in `mappings` → name in the files
-    dtype: torch.dtype | None  # type of the weights to write; None keeps each tensor's own
-    tokenizer: TokenizerFiles
-
-    def stored(self, mapping: TensorMapping) -> list[StoredTensor]:
-        return [self.files.tensors[self.names[name]] for name in mapping.theirs]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(torch.Size(mapping.shape).numel() for mapping in self.mappings)
-
-    @property
-    def sizes_bytes(self) -> list[int]:
-        return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
 
     def convert(self, number: int) -> dict[str, Tensor]:
         mapping = self.mappings[number]
@@ -93,7 +76,8 @@ class ImportPlan:
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
         # Tensors that become one may differ in type: the smallest that holds all their values.
-        types = [stored.dtype for stored in self.stored(mapping) if stored.dtype is not None]
+        stored = (self.files.tensors[self.names[name]].dtype for name in mapping.theirs)
+        types = [dtype for dtype in stored if dtype is not None]
         return self.dtype or reduce(torch.promote_types, types)
 
 
@@ -101,7 +85,7 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
     """Check a Hugging Face model folder.
 
     Raises a ConfigError if model or tensors are not supported, a DataError for its tokenizer, a
-    StorageError if files are missing, cut short or damaged, and there is no other fault.
+    StorageError if there are only faults of files.
     """
     config, config_faults = read_config(source)
     files, file_faults = _open_weights(source)
@@ -110,8 +94,7 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
     if config is not None and not file_faults:
         mappings = tensor_mappings(config.model)
         names, config_faults = _match_names(config.model, files, mappings)
-    faults = [*config_faults, *file_faults]
-    title = f"{source} cannot be imported"
+    title, faults = f"{source} cannot be imported", [*config_faults, *file_faults]
     if config_faults:
         raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     if file_faults:
@@ -123,7 +106,7 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
             f"{source / TOKENIZER} has {tokenizer.num_ids} entries and the model "
             f"{config.model.vocab_size}; it is another model's: fetch the model's own, or remove it"
         )
-    return ImportPlan(source, config, files, mappings, names, dtype, tokenizer)
+    return ImportPlan(mappings, dtype, tokenizer, source, config, files, names)
 
 
 def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
@@ -131,13 +114,13 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
     if (source / WHOLE).is_file():  # transformers prefers this one, too
         return open_safetensors(source, [WHOLE])
     if not (source / SHARDS).is_file():
-        pickled = sorted(path.name for path in source.glob("pytorch_model*.bin"))
-        if pickled:
-            return nothing, [
+        fault = f"neither {WHOLE} nor {SHARDS} is there; fetch the model's weights"
+        if pickled := sorted(path.name for path in source.glob("pytorch_model*.bin")):
+            fault = (
                 f"{pickled[0]}: pickled weights are not read; load the model in transformers and "
                 "save it again with save_pretrained, which writes safetensors"
-            ]
-        return nothing, [f"neither {WHOLE} nor {SHARDS} is there; fetch the model's weights"]
+            )
+        return nothing, [fault]
     try:
         weight_map = json.loads(read_limited(source / SHARDS))["weight_map"]
         file_of = {str(key): str(file) for key, file in weight_map.items()}
@@ -146,13 +129,11 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return nothing, [f"{SHARDS} is no index of safetensors files; fetch it again"]
     names = sorted(set(file_of.values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:  # an index is untrusted input
+    if outside := [name for name in names if Path(name).name != name]:  # untrusted input
         return nothing, [f"{SHARDS} names {name!r}, outside the folder" for name in outside]
     # Not Path.exists, which raises for names that are too long.
     absent = [name for name in names if not os.path.exists(source / name)]  # noqa: PTH110
-    present = [name for name in names if name not in absent]
-    files, faults = open_safetensors(source, present, file_of)
+    files, faults = open_safetensors(source, sorted({*names} - {*absent}), file_of)
     missing = [f"{SHARDS} names {name}, which is not there; fetch it" for name in absent]
     return files, missing + faults
 
@@ -179,6 +160,7 @@ def _match_names(
             names[name] = key
         else:
             faults.append(f"{key}: is no tensor of this model; {list(stored.shape)} was found")
+    types = ", ".join(_TRAINABLE)
     for name, shape in expected.items():
         if name not in names:
             faults.append(f"{name}: is missing; {list(shape)} was expected")
@@ -187,9 +169,7 @@ def _match_names(
         if stored.shape != shape:
             faults.append(f"{key}: is {list(stored.shape)}; {list(shape)} was expected")
         elif stored.code not in _TRAINABLE:
-            faults.append(
-                f"{key}: is of type {stored.code}; weights must be one of {', '.join(_TRAINABLE)}"
-            )
+            faults.append(f"{key}: is of type {stored.code}; weights must be one of {types}")
     if not faults and model.tied_embeddings and head in names:
         # A tied head may be stored all the same; it is ignored if it equals the embedding.
         stored_head = names.pop(head)
@@ -207,8 +187,7 @@ def run_import(
 ) -> CheckpointManifest:
     """Write the checkpoint folder, complete or not at all.
 
-    `shard_bytes` is the largest output file, and about the memory needed. Raises a RunError if
-    `out` exists, a StorageError if a file cannot be read or written.
+    `shard_bytes` is the largest output file, and about the memory needed.
     """
     started_at = time.time()
     with atomic_folder(out) as folder:
@@ -233,9 +212,7 @@ def run_import(
             bos_token_id=plan.config.bos_token_id,
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
         ).save(folder / MODEL)
-        if plan.tokenizer.files:
-            (folder / TOKENIZER_FOLDER).mkdir()
-            copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
+        copy_tokenizer(plan.tokenizer, folder)
         if plan.tokenizer.generation is not None:
             copy_files({GENERATION: plan.tokenizer.generation}, folder)
         return write_manifest(

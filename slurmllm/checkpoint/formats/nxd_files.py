@@ -1,9 +1,9 @@
 """neuronx-distributed's checkpoints: their layout, and reading them without it.
 
-    nxd_layout.json                                       NxdLayout; NxD's own files lack it
-    nxd/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt         name → the worker's part of a parameter
-    nxd/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt         the optimizer's state, by number
-    nxd/checkpoint, nxd/done                              NxD's completion marks
+    nxd_layout.json                                 NxdLayout; NxD's own files lack it
+    nxd/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt   name → the worker's part of a parameter
+    nxd/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt   the optimizer's state, by number
+    nxd/checkpoint, nxd/done                        NxD's completion marks
 
 The numbers count the optimizer's parameters, in the order of `names`. A value is in one worker's
 file, or in several that agree. Weights are the fp32 master weights if the checkpoint has them.
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slurmllm.checkpoint.formats.pickles import check_torch_file
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
@@ -34,8 +33,6 @@ from slurmllm.run.safe_files import open_regular
 LAYOUT = "nxd_layout.json"
 TAG = "nxd"  # NxD's term for the folder of one checkpoint
 MASTERS = "sharded_master_weights"
-# Only the files' tables of tensors are cached: about 100 kB for a thousand tensors.
-_CACHED_FILES = 1024
 
 Key = tuple[Any, ...]  # keys through nested dicts: ("base_state", 3, "exp_avg")
 
@@ -143,10 +140,9 @@ def names_of_stages(
 
 def _module_order(name: str) -> tuple[int, bool]:
     """Sort key of NxD's module order: in a layer, norms before matrices (`ParallelBlock`)."""
-    module, _, rest = name.partition(".")
+    module, layer, *_ = name.split(".")
     if module == "layers":
-        layer, _, leaf = rest.partition(".")
-        return int(layer), "norm." not in leaf
+        return int(layer), "norm." not in name
     return (-1 if module in ("embed", "positions") else sys.maxsize), False
 
 
@@ -159,34 +155,28 @@ class _Source(NamedTuple):
 
 
 class NxdFiles:
-    """A checkpoint folder in NxD's format; see `weights.TrainingFiles`.
-
-    The constructor and every read raise a StorageError if a worker's file is missing or damaged.
-    """
+    """A checkpoint folder in NxD's format; see `weights.TrainingFiles`. Raises StorageErrors."""
 
     def __init__(self, directory: Path, model: ModelConfig, layout: NxdLayout) -> None:
         self.directory, self._model, self._layout = directory, model, layout
         self._shapes = parameter_shapes(model)
-        self._open = lru_cache(_CACHED_FILES)(lambda name: TorchFile(directory / name))
+        self._open = lru_cache(1024)(lambda name: TorchFile(directory / name))
         # Parameter → stage and number in the stage's optimizer. Tied embeddings have two stages.
         self._places: dict[str, tuple[int, int]] = {}
         for stage, names in enumerate(layout.names):
             for number, name in enumerate(names):
                 self._places.setdefault(name, (stage, number))
         # NxD writes master weights only if the weights are of a smaller type than the state.
-        self._masters = bool(
-            layout.trained
-            and layout.zero
-            and self._open(optimizer_file(0, 0, 0)).shape((MASTERS, 0)) is not None
-        )
+        first = self._open(optimizer_file(0, 0, 0)) if layout.trained and layout.zero else None
+        self._masters = first is not None and first.shape((MASTERS, 0)) is not None
         weights = layout.optimizer_dtype if self._masters else layout.dtype
         state = layout.optimizer_dtype if layout.zero else layout.dtype
         shapes = {name: shape for name, shape in self._shapes.items() if name in self._places}
         self.tensors = {
-            name: StoredTensor.of(shape, getattr(torch, weights)) for name, shape in shapes.items()
+            name: StoredTensor(shape, getattr(torch, weights)) for name, shape in shapes.items()
         }
         self.moments = {
-            (kind, name): StoredTensor.of(shape, getattr(torch, state))
+            (kind, name): StoredTensor(shape, getattr(torch, state))
             for kind in (MOMENTS if layout.trained else ())
             for name, shape in shapes.items()
         }
@@ -225,14 +215,11 @@ class NxdFiles:
         return ("base_state" if self._layout.zero else "state", self._places[name][1])
 
     def _optimizer_sources(self, name: str, key: Key) -> Iterator[_Source]:
-        stage, data = self._places[name][0], self._layout.data
-        for rank in range(self._layout.tensor):
+        stage, layout = self._places[name][0], self._layout
+        for rank in range(layout.tensor):
             part = self._part(name, rank)
-            if not self._layout.zero:
-                yield _Source(optimizer_file(0, rank, stage), key, part)
-                continue
-            for replica in range(data):
-                shard = shard_of_replica(part, data, replica)
+            for replica in range(layout.data if layout.zero else 1):
+                shard = shard_of_replica(part, layout.data, replica) if layout.zero else part
                 yield _Source(optimizer_file(replica, rank, stage), key, shard)
 
     def _part(self, name: str, rank: int) -> StoredPart:
@@ -258,35 +245,23 @@ class NxdFiles:
                     slice(x.start + at.start, x.stop + at.start)
                     for x, at in zip(shifted(common, part.whole), part.local, strict=True)
                 )
-                values = self._read(source, local)
+                file = self._open(source.file)
+                shape = file.shape(source.key)
+                if shape is not None and shape != source.part.shape:
+                    raise StorageError(
+                        f"{file.path}: {'.'.join(map(str, source.key))} is {list(shape)}, but the "
+                        f"mesh and the model require {list(source.part.shape)}; restore it"
+                    )
+                values = file.read(source.key, local)
                 out[shifted(common, region)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
             raise StorageError(f"{self.directory} lacks {missing} of the values of {title}")
         return out
 
-    def _read(self, source: _Source, region: Region) -> Tensor:
-        file = self._open(source.file)
-        shape = file.shape(source.key)
-        if shape is not None and shape != source.part.shape:
-            raise StorageError(
-                f"{file.path}: {'.'.join(map(str, source.key))} is {list(shape)}, but the mesh and "
-                f"the model require {list(source.part.shape)}; restore it"
-            )
-        return file.read(source.key, region)
-
-
-class _TensorRecord(NamedTuple):
-    """Place of a tensor in a file; `offset` in bytes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    contiguous: bool
-
 
 class TorchFile:
-    """One file of torch.save, read tensor by tensor; its `content` has tensors without values.
+    """One file of torch.save, mapped into memory: values are read when they are used.
 
     Raises a StorageError if the file is missing or damaged.
     """
@@ -296,52 +271,27 @@ class TorchFile:
         try:
             with open_regular(path) as stream:
                 check_torch_file(stream)
-                stream.seek(0)
-                # Fake tensors have shapes, types and file offsets, but no memory.
-                with FakeTensorMode():
-                    self.content: dict[Any, Any] = torch.load(
-                        stream, map_location="cpu", weights_only=True
-                    )
-            self._records = dict(_records(self.content))
+            self.content: dict[Any, Any] = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=True
+            )
+            self._tensors = dict(_tensors(self.content))
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # damaged bytes may raise anything
             raise StorageError(f"{path} is damaged: {error}; restore it") from error
 
     def shape(self, key: Key) -> tuple[int, ...] | None:
-        return self._records[key].shape if key in self._records else None
+        return tuple(self._tensors[key].shape) if key in self._tensors else None
 
     def read(self, key: Key, region: Region | None = None) -> Tensor:
-        record = self._records.get(key)
-        if record is None or not record.contiguous:
+        if key not in self._tensors:
             raise StorageError(f"{self.path} holds no {'.'.join(map(str, key))}; restore it")
-        # Whole rows are read, the other dimensions are cut afterwards.
-        shape, first = list(record.shape), 0
-        if region:
-            first, shape[0] = region[0].start, region[0].stop - region[0].start
-        out = torch.empty(shape, dtype=record.dtype)
-        if out.numel():
-            row_bytes = out.nbytes // shape[0] if shape else 0
-            # numpy has no bf16: the bytes are read into a view of the tensor's memory.
-            target = out.reshape(-1).view(torch.uint8).numpy().data
-            try:
-                with open_regular(self.path) as stream:
-                    stream.seek(record.offset + first * row_bytes)
-                    num_bytes = stream.readinto(target)
-            except OSError as error:
-                reason = error.strerror or error
-                raise StorageError(f"{self.path} cannot be read: {reason}") from error
-            if num_bytes != len(target):
-                raise StorageError(f"{self.path} is cut short; restore it")
-        return out[(slice(None), *region[1:])] if region else out
+        return self._tensors[key][region or ()]
 
 
-def _records(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, _TensorRecord]]:
+def _tensors(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, Tensor]]:
     for key, value in content.items():
         if isinstance(value, Tensor):
-            start: int = value.untyped_storage()._checkpoint_offset or 0
-            offset = start + int(value.storage_offset()) * value.itemsize
-            shape = tuple(value.shape)
-            yield (*keys, key), _TensorRecord(shape, value.dtype, offset, value.is_contiguous())
+            yield (*keys, key), value
         elif isinstance(value, Mapping):
-            yield from _records(value, (*keys, key))
+            yield from _tensors(value, (*keys, key))

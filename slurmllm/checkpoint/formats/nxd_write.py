@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,15 +27,12 @@ from slurmllm.checkpoint.formats.nxd_files import (
 )
 from slurmllm.checkpoint.formats.safetensors_files import TensorFiles
 from slurmllm.checkpoint.formats.weights import TrainingFiles
-from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.config.recipe import ModelConfig, OptimConfig
 from slurmllm.plan.parameters import Shape, parameter_shapes
 
 if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
-
-_RegionReader = Callable[[Region], Tensor]
 
 
 @dataclass
@@ -103,7 +100,7 @@ class NxdWriter:
         layout, dtype = self.layout, self.written_dtype
         of_stage = set(layout.names[stage])
         weights = {
-            name: self._fill(self._part(name, rank), dtype, self._weight(name))
+            name: self._fill(self._part(name, rank), dtype, name)
             for name in self.shapes  # in the model's order, not the optimizer's
             if name in of_stage
         }
@@ -117,18 +114,13 @@ class NxdWriter:
         training, layout, dtype = self.training, self.layout, self.kept_dtype
         assert training is not None
         names = layout.names[stage]
-        parts = [self._part(name, rank) for name in names]
-        shards = parts
+        shards = parts = [self._part(name, rank) for name in names]
         if layout.zero:
             shards = [shard_of_replica(part, layout.data, replica) for part in parts]
-
-        def moment(kind: str, name: str) -> _RegionReader:
-            return lambda region: training.read_moment(kind, name, region)
-
         state = {
             number: {
                 "step": torch.tensor(training.step(name), dtype=torch.float32),
-                **{kind: self._fill(shard, dtype, moment(kind, name)) for kind in MOMENTS},
+                **{kind: self._fill(shard, dtype, name, kind) for kind in MOMENTS},
             }
             for number, (name, shard) in enumerate(zip(names, shards, strict=True))
         }
@@ -144,7 +136,7 @@ class NxdWriter:
         }
         if self.masters:
             content[MASTERS] = {
-                number: self._fill(shard, dtype, self._weight(name))
+                number: self._fill(shard, dtype, name)
                 for number, (name, shard) in enumerate(zip(names, shards, strict=True))
             }
         return content
@@ -167,16 +159,16 @@ class NxdWriter:
         return written
 
     def _part(self, name: str, rank: int) -> StoredPart:
-        model = self.model
-        return part_of_worker(name, self.shapes[name], model, self.layout.tensor, rank)
+        return part_of_worker(name, self.shapes[name], self.model, self.layout.tensor, rank)
 
-    def _weight(self, name: str) -> _RegionReader:
-        return lambda region: self.weights.read(name, region)
-
-    def _fill(self, stored: StoredPart, dtype: torch.dtype, read: _RegionReader) -> Tensor:
+    def _fill(self, stored: StoredPart, dtype: torch.dtype, name: str, kind: str = "") -> Tensor:
+        """Return a part of a parameter, or of its moment of a kind."""
         out = torch.zeros(stored.shape, dtype=dtype)  # padding rows of ZeRO-1 stay 0
-        for part in stored.parts:
-            out[part.local] = read(part.whole)
+        for local, whole in ((part.local, part.whole) for part in stored.parts):
+            if kind and self.training is not None:
+                out[local] = self.training.read_moment(kind, name, whole)
+            else:
+                out[local] = self.weights.read(name, whole)
         self._done_bytes += out.nbytes
         self.on_progress(self._done_bytes)
         return out

@@ -71,7 +71,7 @@ def _globals() -> dict[str, Any]:
     return {
         **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
         **dict.fromkeys(stand_ins, _StandIn),
-        "collections.OrderedDict": _new_dict,
+        "collections.OrderedDict": lambda *args: {},  # its items follow, by SETITEMS
         "torch.Size": torch.Size,
     }
 
@@ -102,14 +102,8 @@ class _Unpickler(_PurePython):  # type: ignore[misc]
             _refuse("it sets attributes of what has none")
 
     # Lists, which are no keys: the hash of nested tuples takes hours, or overflows the stack.
-    def load_tuple1(self) -> None:
-        self.stack[-1:] = [self.stack[-1:]]
-
-    def load_tuple2(self) -> None:
-        self.stack[-2:] = [self.stack[-2:]]
-
-    def load_tuple3(self) -> None:
-        self.stack[-3:] = [self.stack[-3:]]
+    def load_group(self, size: int) -> None:
+        self.stack[-size:] = [self.stack[-size:]]
 
     def load_other(self) -> None:
         _refuse("it has an instruction that none of torch's has")
@@ -123,28 +117,21 @@ class _Unpickler(_PurePython):  # type: ignore[misc]
         pickle.NEWOBJ[0]: _PurePython.load_reduce,  # a call of what `_globals` has
         pickle.EMPTY_TUPLE[0]: _PurePython.load_empty_list,
         pickle.TUPLE[0]: _PurePython.load_list,
-        pickle.TUPLE1[0]: load_tuple1,
-        pickle.TUPLE2[0]: load_tuple2,
-        pickle.TUPLE3[0]: load_tuple3,
+        pickle.TUPLE1[0]: lambda self: self.load_group(1),
+        pickle.TUPLE2[0]: lambda self: self.load_group(2),
+        pickle.TUPLE3[0]: lambda self: self.load_group(3),
         pickle.BUILD[0]: load_build,
     }
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return the object of a pickle, with stand-ins for torch's objects and lists for tuples.
-
-    Raises an UnpicklingError if it names something else, has other instructions, or is damaged.
-    """
+    """Return a pickle's object: stand-ins for torch's, lists for tuples; or UnpicklingError."""
     try:
         return _Unpickler(BytesIO(data)).load()
     except _UnsafeError:
         raise
     except Exception as error:  # of damaged bytes anything
         raise UnpicklingError(f"damaged: {type(error).__name__}: {error}") from error
-
-
-def _new_dict(*args: Any) -> dict[Any, Any]:
-    return {}  # its items follow, by SETITEMS
 
 
 class _UnsafeError(UnpicklingError):
@@ -312,10 +299,7 @@ def shard_places(directory: Path, names: Collection[str]) -> Places:
 
 
 def pickle_faults(directory: Path, names: Sequence[str], places: Places | None = None) -> list[str]:
-    """Return one line for each of these files with a pickle that is not safe to load.
-
-    `places` are of the shards in them, if `shard_places` has read them before.
-    """
+    """Return a line for each file with an unsafe pickle; `places`: as `shard_places` read."""
     faults = []
     if places is None:
         try:

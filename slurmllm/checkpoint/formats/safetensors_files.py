@@ -7,7 +7,6 @@ into memory only while it is used: memory depends on what is held, not on the si
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +42,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -54,17 +51,8 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # None if torch has no such type
-    code: str  # the type as the safetensors format names it
+    code: str = ""  # the type as the safetensors format names it, if the file is one
     file: str = ""  # name of the file that holds it, if it is only in one
-
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        return cls(tuple(shape), dtype, _CODES.get(dtype, str(dtype)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Size, 0 if the type is unknown."""
-        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 0)
 
 
 class TensorFiles(Protocol):
@@ -102,10 +90,7 @@ class SafetensorsFiles:
 def open_safetensors(
     directory: Path, names: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> tuple[SafetensorsFiles, list[str]]:
-    """Read the headers of files; return their tensors, and one line per fault.
-
-    The headers must confirm `weight_map`, an index's tensor → file name.
-    """
+    """Read headers, which must confirm `weight_map`; return the tensors, and a line per fault."""
     tensors: dict[str, StoredTensor] = {}
     faults: list[str] = []
     readable = set()
@@ -177,8 +162,7 @@ def plan_shards(
 ) -> dict[str, list[int]]:
     """Distribute parts over files in order; return file name → indices of its parts.
 
-    A file exceeds the limit only for a single large part. Files are named
-    `<stem>-00001-of-00003.safetensors`, or `whole` if one is enough.
+    A file exceeds the limit only for a single large part; if one is enough, it is named `whole`.
     """
     groups: list[list[int]] = [[]]
     filled = 0
@@ -206,18 +190,28 @@ def write_shards(
 ) -> dict[str, str]:
     """Write the files of `plan_shards`, one in memory at a time; return tensor name → file.
 
-    `convert` returns the tensors of a part; `on_progress` receives the bytes converted, `on_file`
-    the name of each file that is complete.
+    `convert` returns the tensors of a part, `on_file` gets the name of each file that is complete.
     """
     weight_map: dict[str, str] = {}
     done_bytes = 0
+    mask = os.umask(0o022)  # read by setting it
+    os.umask(mask)
     for file, parts in shards.items():
         tensors: dict[str, Tensor] = {}
         for part in parts:
             tensors |= {name: own_storage(t) for name, t in convert(part).items()}
             done_bytes += sizes_bytes[part]
             on_progress(done_bytes)
-        write_shard(folder / file, tensors)
+        path = folder / file
+        try:
+            # transformers refuses a file without this metadata.
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # the library wraps the file system's error in a text
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            code = int(number[1]) if number else 0
+            raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
+        path.chmod(0o666 & ~mask)  # the library creates files that only their owner may read
+        fsync_file(path)
         on_file(file)
         weight_map |= dict.fromkeys(tensors, file)
     return weight_map
@@ -230,27 +224,9 @@ def own_storage(tensor: Tensor) -> Tensor:
     return tensor if whole else tensor.clone()
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file durably (fsync); each tensor must be as `own_storage` returns it."""
-    try:
-        # transformers refuses a file without this metadata.
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the library wraps the file system's error in a text
-        number = _OS_ERROR.search(str(error))
-        code = int(number.group(1)) if number else 0
-        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
-    # The library creates files that only their owner may read. The umask is read by setting it.
-    mask = os.umask(0o022)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-    fsync_file(path)
-
-
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     """Write tensor → file, in transformers' form."""
-    index = {
-        "metadata": {"total_size": total_bytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    weights = dict(sorted(weight_map.items()))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weights}
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     fsync_file(path)

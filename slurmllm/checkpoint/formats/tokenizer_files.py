@@ -48,8 +48,7 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
     """Return the checked tokenizer files of a model folder, which may be somebody else's.
 
     Links must stay in it or in its Hugging Face cache: else a file of the user's would be copied
-    into what he publishes. Raises a DataError for any other link and for files that are no
-    tokenizer's.
+    into what he publishes. Raises a DataError for others, and for files that are no tokenizer's.
     """
     files = {name: folder / name for name in (*FILES, GENERATION) if (folder / name).is_file()}
     allowed = [Path(os.path.realpath(folder))]
@@ -62,30 +61,27 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
                 f"{path} is a link to {real}, outside the model's folder; replace it by a copy if "
                 "it belongs to the tokenizer"
             )
-        if name.endswith(".json") and name != TOKENIZER:
-            _check_json(path)
+        if not name.endswith(".json") or name == TOKENIZER:
+            continue
+        try:
+            reason = (
+                "" if isinstance(json.loads(read_limited(path)), dict) else "it holds no mapping"
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        if reason:
+            raise DataError(
+                f"{path} is no file of transformers: {reason}; remove it or fetch it again"
+            )
     generation = files.pop(GENERATION, None)
     num_ids = count_ids(read_tokenizer(files[TOKENIZER])[0]) if TOKENIZER in files else 0
     return TokenizerFiles(files, num_ids=num_ids, generation=generation)
 
 
-def _check_json(path: Path) -> None:
-    try:
-        if isinstance(json.loads(read_limited(path)), dict):
-            return
-        reason = "it holds no mapping"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-    raise DataError(f"{path} is no file of transformers: {reason}; remove it or fetch it again")
-
-
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
-    """Load a tokenizer.json; its folder's other tokenizer files belong to it.
-
-    Raises a DataError if it is not a tokenizer, or has no token that ends a document.
-    """
+    """Load a tokenizer.json, with the tokenizer files next to it."""
     encoder = TokenEncoder(path)
     end = encoder.end_of_document
     files: Mapping[str, Path] = {TOKENIZER: path}
@@ -95,10 +91,7 @@ def tokenizer_from_file(path: Path) -> TokenizerFiles:
 
 
 def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
-    """Find a checkpoint's tokenizer.json: `named`, else the imported one, else its run's, if any.
-
-    Raises a DataError if it is missing or no tokenizer, a ConfigError if the run's is unreadable.
-    """
+    """Find a checkpoint's tokenizer: `named`, else the imported one, else its run's, if any."""
     if named is not None:
         return tokenizer_from_file(named)
     if (directory / TOKENIZER_FOLDER).is_dir():
@@ -113,6 +106,12 @@ def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
         return tokenizer_from_file(Path(path))
     except DataError as error:
         raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error
+
+
+def copy_tokenizer(tokenizer: TokenizerFiles, checkpoint: Path) -> None:
+    if tokenizer.files:
+        (checkpoint / TOKENIZER_FOLDER).mkdir()
+        copy_files(tokenizer.files, checkpoint / TOKENIZER_FOLDER)
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:

@@ -75,11 +75,7 @@ def backend_files(origin: Origin) -> TrainingFiles:
 
 
 def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
-    """Return a reader of regions of the parameters of an imported or a run's checkpoint.
-
-    Padding rows of the vocabulary are 0. Raises a RunError if the folder is not a checkpoint or its
-    model differs, and, as the reader, a StorageError if it is damaged.
-    """
+    """Return a reader of regions of a checkpoint's parameters, with zeros as padding rows."""
     weights = open_weights(require_model(directory, config))
 
     def read(name: str, region: Region) -> Tensor:
@@ -93,8 +89,7 @@ def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
 def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
     """Open weights and optimizer state for a run to resume from, padded as the run needs.
 
-    Raises a RunError if the folder is no checkpoint of the model, and, as every read, a
-    StorageError if it is damaged or has no optimizer state.
+    Raises a RunError if the folder is of another model, a StorageError if it has no state.
     """
     # A folder with nothing but shards is assumed to be of the run's model.
     named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
@@ -118,22 +113,22 @@ class _PaddedFiles:
         self.step = files.step
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        return self._read(name, region, name, self.tensors.get(name), self._files.read)
+        return self._read(name, region, self.tensors.get(name), self._files.read)
 
     def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
         read = partial(self._files.read_moment, kind)
-        return self._read(name, region, f"{kind} of {name}", self.moments.get((kind, name)), read)
+        return self._read(name, region, self.moments.get((kind, name)), read, f"{kind} of ")
 
     def _read(
         self,
         name: str,
         region: Region | None,
-        title: str,
         stored: StoredTensor | None,
         read: Callable[[str, Region | None], Tensor],
+        kind: str = "",
     ) -> Tensor:
         if stored is None:
-            raise StorageError(f"the checkpoint holds no {title}; restore it")
+            raise StorageError(f"the checkpoint holds no {kind}{name}; restore it")
         region = region or tuple(slice(0, size) for size in stored.shape)
         return read_padded(name, region, stored, read, stored.shape[0])
 
@@ -145,11 +140,10 @@ def read_padded(
     read: Callable[[str, Region | None], Tensor],
     vocabulary_rows: int,
 ) -> Tensor:
-    """Read a region of a parameter, or of one of its moments; padding rows are 0.
+    """Read a region of a parameter or one of its moments, with the reader's padding, which is 0.
 
-    The region is of the parameter with the reader's padding; of one in VOCABULARY,
-    `vocabulary_rows` are read from the file. Raises a StorageError if the region exceeds what is
-    stored.
+    Of one in VOCABULARY, `vocabulary_rows` are in the file. Raises a StorageError if the region
+    exceeds what is stored.
     """
     size = [part.stop - part.start for part in region]
     rows = size[0]
