@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _month.failures import RandomFailures, Scripted, ScriptedFailures
-from _month.scenario import DAY_S, Scenario
+from _month.scenario import DAY_S, RandomFailures, Scenario, Scripted, ScriptedFailures
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
