@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,23 +291,3 @@ def test_saved_datasets_are_corpora(
     write(shard, pa.table({"text": [1]}), 1)
     with pytest.raises(DataError, match=rf"{shard.name} has other columns than data-00000"):
         open_source(tmp_path / "d", encoder, None)
-
-
-def test_folders_of_the_cache(tmp_path: Path, tokenizer: Path, dataset: Any) -> None:
-    datasets = pytest.importorskip("datasets")
-    lines = tmp_path / "a.jsonl"
-    lines.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(2500)))
-    loaded = datasets.load_dataset(
-        "json", data_files={"train": str(lines)}, cache_dir=str(tmp_path / "cache")
-    )["train"]
-    loaded.map(lambda row: {"text": row["text"] + " mapped"})  # cache-*.arrow in the same folder
-    folder = Path(loaded.cache_files[0]["filename"]).parent
-    assert list(folder.glob("cache-*.arrow"))
-    source = open_source(folder, TokenEncoder(tokenizer), None)
-    assert len(source) == 2500
-    assert whole(source, 2345) == [*TokenEncoder(tokenizer).encode("row 2345")]
-    info = json.loads((folder / "dataset_info.json").read_text())
-    info["splits"]["test"] = {"name": "test"}
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(DataError, match=r"several splits \(train, test\); build a corpus of one"):
-        open_source(folder, TokenEncoder(tokenizer), None)

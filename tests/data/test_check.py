@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +113,3 @@ def test_bad_corpora(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     other = pa.table({"body": ["a"], "n": [1]})
     refused(write_arrow(tmp_path / "o.arrow", other), r"no string column 'text' \(columns: body, n")
     refused(write_arrow(tmp_path / "i.arrow", pa.table({"text": [1]})), "no string column")
-
-
-def test_fast_and_without_torch(corpus: Path, tokenizer: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from slurmllm.data.inspection import check_corpora;"
-        "import slurmllm.data.stream, slurmllm.corpus.builtin, slurmllm.data.prefetch;"
-        "from slurmllm.data.spec import StreamSpec;"
-        "check_corpora(StreamSpec([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 8, 8, 1, 320));"
-        "assert 'torch' not in sys.modules"
-    )
-    command = [sys.executable, "-c", script, str(corpus), str(tokenizer)]
-    subprocess.run(command, check=True)

@@ -21,7 +21,7 @@ from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
-from .corpora import close, restored, saved, slot_tokens, streams, take, write_megatron, write_texts
+from .corpora import restored, saved, slot_tokens, streams, take, write_megatron, write_texts
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Many short documents, empty ones among them, or few that take several pieces.
@@ -113,35 +113,6 @@ def test_no_token_is_lost_or_repeated_in_an_epoch(
     for epoch in range(epochs):
         here = expected[epoch * len(texts) : (epoch + 1) * len(texts)]
         assert Counter(here) == Counter(tuple(encoder.encode(t).tolist()) for t in texts)
-
-
-@settings(max_examples=amount(2, of=6))
-@given(
-    texts=TEXTS,
-    seed=SEEDS,
-    workers=st.lists(st.integers(0, 2), min_size=2, max_size=2),
-    degrees=st.sampled_from([(1, 2), (2, 1)]),
-    stop=st.integers(1, 30),
-)
-def test_workers_change_nothing(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: Path,
-    texts: list[str],
-    seed: int,
-    workers: list[int],
-    degrees: tuple[int, int],
-    stop: int,
-) -> None:
-    corpus = write_texts(tmp_path_factory.mktemp("any") / "c.arrow", texts)
-    spec = StreamSpec([(corpus, 1.0)], tokenizer, 16, 4, seed, mask="document")
-    expected = take(streams(spec), stop + 5)
-    ranks = streams(spec, degrees[0], workers[0])
-    resumed = streams(spec, degrees[1], workers[1])
-    try:
-        assert np.array_equal(take(ranks, stop), expected[:stop])
-        assert np.array_equal(take(restored(resumed, saved(ranks)), 5), expected[stop:])
-    finally:
-        close([*ranks, *resumed])
 
 
 @settings(max_examples=amount(10, of=40))

@@ -36,7 +36,8 @@ NodeName=n20 CPUs=4 Weight=20
 NodeName=n21 CPUs=4 Weight=30
 NodeName=n22 CPUs=4 Weight=30
 """
-CLUSTER = ("--nodes=22", "--kill-wait=30", "--shared-mb=48")  # KillWait: Slurm's default
+# KillWait is Slurm's default; slurmds that share two cores answer late.
+CLUSTER = ("--nodes=22", "--kill-wait=30", "--slurmd-timeout=15", "--shared-mb=48")
 
 
 class Cluster(Protocol):

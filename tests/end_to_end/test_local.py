@@ -106,6 +106,7 @@ def test_ctrl_c_saves_and_resume_continues(
     assert "is done: it has trained all its" in bench.call("resume", "stopped", code=2)
 
 
+@pytest.mark.long  # tests/train/test_schedule.py has the rules; the tests above resume
 def test_a_decay_that_is_set_at_a_resume_has_the_bits_of_a_planned_one(
     bench: Bench, rehearse: tuple[str, ...]
 ) -> None:
@@ -183,8 +184,6 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
     assert message in bench.call("logs", "unset")
     assert message in bench.call("status", "unset")
     assert not (bench.runs / "unset" / "attempts" / "001").exists()
-    bench.call("resume", "unset", '--set=cluster.setup=["export GREETING=hello"]')
-    assert bench.endings("unset")[-1] == ("done", "finish")
 
 
 @pytest.mark.numerics

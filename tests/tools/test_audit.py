@@ -31,6 +31,7 @@ def test_codes() -> None:
     assert audit.summarize([], "db")[1] == 2
 
 
+@pytest.mark.long
 def test_without_the_database() -> None:
     pytest.importorskip("pip_audit")
     unreachable = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}

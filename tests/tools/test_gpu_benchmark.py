@@ -68,9 +68,3 @@ def test_no_gpu(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("nothing was run: no GPU here (torch ")
     assert not (tmp_path / "gpu.md").exists()
-
-
-def test_a_cpu_is_for_tiny_models() -> None:
-    done = benchmark("--device", "cpu")
-    assert done.returncode == 2
-    assert "--device cpu needs --tiny" in done.stderr

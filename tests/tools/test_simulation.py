@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _month.failures import RandomFailures, Scripted, ScriptedFailures
-from _month.scenario import DAY_S, Scenario
+from _month.scenario import DAY_S, RandomFailures, Scenario, Scripted, ScriptedFailures
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from slurmllm.plan.lost_time import (
     FailureKind,
     SaveCost,
     best_interval_s,
-    published_failures,
 )
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
@@ -102,12 +100,6 @@ def test_a_save_under_way_does_not_count() -> None:
     assert history.attempts[0].steps_lost == 61  # one step in what the save left free
 
 
-def test_a_signal_loses_nothing() -> None:
-    history = scripted(Scripted("signal", 999, training=True))
-    assert history.attempts[0].ending == "advance_signal"
-    assert (account_node_hours(history).steps_lost, len(history.attempts)) == (0, 2)
-
-
 def test_the_policy_is_the_supervisors() -> None:
     start = Scripted("network", 30, training=False)
     endings = [(a.ending, a.action) for a in scripted(start, start, start).attempts]
@@ -145,14 +137,6 @@ def test_a_job_restarts_with_its_healthy_nodes() -> None:
     assert ends[0] == pytest.approx(3 * HOUR_S - lead_s, abs=60)
 
 
-def test_a_node_that_hangs_twice_is_kept_off() -> None:
-    hang = Scripted("hang", 5000, training=True, node=3)
-    history = scripted(hang, hang)
-    nodes = [set(attempt.nodes) for attempt in history.attempts]
-    assert nodes[0] == nodes[1]
-    assert nodes[1] - nodes[2] == {"n4"}
-
-
 def test_the_storage_is_missed_at_the_next_save() -> None:
     history = scripted(Scripted("storage", 590, training=True))
     assert history.attempts[0].ending == "storage_failure"
@@ -165,17 +149,6 @@ def test_without_spares_the_run_waits_for_a_repair() -> None:
     history = scripted(Scripted("device", 999, training=True), spares=0, repair_s=HOUR_S)
     first, second = break_down_time(history)
     assert second.start - first.end == pytest.approx(HOUR_S)
-
-
-def test_more_failures_leave_less() -> None:
-    means = []
-    for factor in (0, 1, 4, 16):
-        rates: dict[FailureKind, float] = {"device": factor / 2000, "hang": factor / 4000}
-        several = [account_node_hours(simulate(scenario(rates=rates), seed)) for seed in range(6)]
-        means.append(np.mean([one.effective for one in several]))
-    assert means == sorted(means, reverse=True)
-    assert means[0] > 0.98
-    assert means[0] - means[-1] > 0.02
 
 
 @settings(max_examples=3)
@@ -210,10 +183,3 @@ def test_auto_learns_the_rate() -> None:
         for s in (hopeful, fixed)
     )
     assert auto > rare + 0.03
-
-
-def test_published_rates() -> None:
-    assert sum(published_failures()["llama3"].counts.values()) == 419
-    names = ("llama3", "meta-rsc1", "opt")
-    per_1000_node_days = [24_000 / published_failures()[name].node_mtbf_hours for name in names]
-    assert per_1000_node_days == pytest.approx([3.79, 6.50, 14.1], abs=0.02)

@@ -202,7 +202,7 @@ class StateDirectory:
             "munge_socket": self.munge_socket,
             "slurmctld_port": settings.first_port,
             "slurmdbd_port": settings.first_port + 1,
-            "message_timeout_s": 5 if settings.num_nodes <= 16 else 30,
+            "message_timeout_s": 5 if settings.num_nodes <= 24 else 30,
         }
         if gres_conf:
             (self.root / "gres.conf").write_text(gres_conf + "\n")

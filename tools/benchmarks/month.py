@@ -1,8 +1,7 @@
 """A month on 128 nodes at published failure rates, under the supervisor's own policy.
 
     python tools/benchmarks/month.py [--nodes 128] [--days 30] [--seeds 20] [--model llama2_70b]
-        [--rates llama3,llama3-hardware,meta-rsc1,opt] [--start-up S] [--time-limit H]
-        [--set a.b=c …] [--json FILE]
+        [--rates llama3,llama3-hardware,meta-rsc1,opt] [--start-up S] [--time-limit H] [--json FILE]
 
 Simulated by `_month` here: a minute or two for the whole table. Each row is the mean over the
 seeds; the seeds of all rows are the same. `effective` is productive / bought node hours, `of wall`
@@ -20,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _month.failures import RandomFailures
-from _month.scenario import DAY_S, Scenario
+from _month.scenario import DAY_S, RandomFailures, Scenario
 from _month.simulation import simulate
 
 from slurmllm.config.resolve import resolve
@@ -138,7 +136,7 @@ def _scenario(
     by_hand_h: float | None = None,
 ) -> Scenario:
     delay_h = options.engineer if recovery == "auto" else (by_hand_h or options.by_hand)
-    config = resolve(options.model, "trn1", [f"checkpoint.every_steps={every}", *options.set])
+    config = resolve(options.model, "trn1", [f"checkpoint.every_steps={every}"])
     return Scenario(
         recipe=config.recipe,
         nodes=options.nodes,
@@ -147,7 +145,6 @@ def _scenario(
         durations=preset.durations,
         save=preset.asynchronous if saves == "async" else preset.blocking,
         failures=RandomFailures(published.per_node_hour),
-        spares=options.spares,
         node_mtbf_hours=config.cluster.node_mtbf_hours,
         time_limit_s=options.time_limit * HOUR_S if recovery == "auto" else None,
         recovery="auto" if recovery == "auto" else "by_hand",
@@ -215,12 +212,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--model", choices=sorted(PRESETS), default="llama2_70b")
     parser.add_argument("--rates", default=",".join(published_failures()))
-    parser.add_argument("--spares", type=int, default=4, help="nodes beyond those of the run")
     parser.add_argument("--time-limit", type=float, default=48.0, help="of the job, hours")
     parser.add_argument("--start-up", type=float, help="seconds, resume included")
     parser.add_argument("--engineer", type=float, default=1.0, help="hours to a resume")
     parser.add_argument("--by-hand", type=float, default=3.0, help="likewise, without recovery")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

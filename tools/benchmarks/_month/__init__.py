@@ -4,5 +4,5 @@
 not imitated: it is the supervisor's own policy (`supervise.policy`) and the checkpoints' own
 interval (`plan.lost_time`). The result is a `RunHistory`, accounted for as a real run's is.
 
-`failures.py` draws what fails and when, `scenario.py` describes a run to simulate.
+`scenario.py` describes a run to simulate, and draws what fails and when.
 """

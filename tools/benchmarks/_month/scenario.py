@@ -1,13 +1,13 @@
-"""A run to simulate: its recipe and cluster, and how long everything takes."""
+"""A run to simulate: its recipe and cluster, what fails and when, and how long everything takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from _month.failures import Failures
 from slurmllm.config.recipe import Recipe
 from slurmllm.plan.lost_time import (
     HOUR_S,
@@ -18,8 +18,110 @@ from slurmllm.plan.lost_time import (
     FailureKind,
     SaveCost,
 )
+from slurmllm.run.records import EndingClass
 
 DAY_S = 24 * HOUR_S
+
+# The ending that the supervisor gives each kind.
+ENDINGS: Mapping[FailureKind, EndingClass] = {
+    "device": "node_failure",
+    "node": "node_failure",
+    "network": "node_failure",
+    "hang": "hang",
+    "storage": "storage_failure",
+    "software": "code_error",
+    "signal": "advance_signal",
+}
+BREAKS_NODE: frozenset[FailureKind] = frozenset({"device", "node"})
+BLAMES_NODE: frozenset[FailureKind] = frozenset({"device", "node", "hang"})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure to come.
+
+    Attributes:
+        at: Simulated time, s.
+        kind: Kind of failure.
+        node: The node that failed; None if no single node did.
+    """
+
+    at: float
+    kind: FailureKind
+    node: str | None = None
+
+
+@dataclass(frozen=True)
+class FailureQuery:
+    """The state of a simulation that asks for the next failure.
+
+    Attributes:
+        attempt: Number of the running attempt.
+        started: Its start, s.
+        trains_at: When its steps begin, without the extra time of the first step, s.
+        now: Earliest time of the failure, s.
+        nodes: Nodes of the attempt.
+    """
+
+    attempt: int
+    started: float
+    trains_at: float
+    now: float
+    nodes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class RandomFailures:
+    """Independent failures at constant rates."""
+
+    per_node_hour: Mapping[FailureKind, float]
+
+    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
+        """Return the next failure after `query.now`, or None if there is none."""
+        kinds, count = list(self.per_node_hour), len(query.nodes)
+        rates = np.array([self.per_node_hour[kind] for kind in kinds])
+        per_s = float(rates.sum() * count) / 3600.0
+        if per_s <= 0:
+            return None
+        at = query.now + float(rng.exponential(1.0 / per_s))
+        kind = kinds[int(rng.choice(len(kinds), p=rates / rates.sum()))]
+        # With weights, as the published figures were drawn.
+        node = query.nodes[int(rng.choice(count, p=np.full(count, 1 / count)))]
+        return Failure(at, kind, node if kind in BLAMES_NODE else None)
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """The failure of one attempt of a real run.
+
+    Attributes:
+        kind: Kind of failure.
+        after_s: Seconds of steps and saves, or from the attempt's start.
+        training: Whether `after_s` counts steps and saves, without the extra time of the first
+            step.
+        node: Index of the node.
+    """
+
+    kind: FailureKind
+    after_s: float
+    training: bool
+    node: int = 0
+
+
+@dataclass(frozen=True)
+class ScriptedFailures:
+    """One failure for each attempt, in order; None: that attempt does not fail."""
+
+    script: Sequence[Scripted | None]
+
+    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
+        failure = self.script[query.attempt] if query.attempt < len(self.script) else None
+        if failure is None or query.now > query.started:
+            return None
+        early = min(query.started + failure.after_s, query.trains_at)
+        at = query.trains_at + failure.after_s if failure.training else early
+        node = query.nodes[failure.node % len(query.nodes)]
+        return Failure(at, failure.kind, node if failure.kind in BLAMES_NODE else None)
 
 
 def draw(durations: Durations, phase: str, rng: np.random.Generator) -> float:
@@ -57,7 +159,7 @@ class Scenario:
     horizon_s: float
     durations: Durations
     save: SaveCost
-    failures: Failures
+    failures: RandomFailures | ScriptedFailures
     steps: int | None = None
     spares: int = 4
     repair_s: float = DAY_S
@@ -66,11 +168,12 @@ class Scenario:
     time_limit_s: float | None = None
     recovery: Literal["auto", "by_hand"] = "auto"
     engineer_s: float = HOUR_S
-    names: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes of the partition."""
         total = self.nodes + self.recipe.slurm.spare_nodes + self.spares
-        object.__setattr__(self, "names", tuple(f"n{i + 1}" for i in range(total)))
+        return tuple(f"n{i + 1}" for i in range(total))
 
     @property
     def restarts_in_job(self) -> bool:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from _month.failures import BREAKS_NODE, ENDINGS, Failure, FailureQuery
-from _month.scenario import Scenario, draw
+from _month.scenario import BREAKS_NODE, ENDINGS, Failure, FailureQuery, Scenario, draw
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.status.history import Floats, Incarnation, Ints, RunHistory, Steps
