@@ -99,7 +99,6 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the schema of a recipe's file."""
     schema = _schema(Recipe)
     fields = schema["properties"]
     # What `resolve` takes in place of sections and settings.

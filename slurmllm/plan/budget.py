@@ -134,7 +134,6 @@ class PurchasePlan:
         return [name for name, choice in self.choices.items() if choice is plan]
 
     def table(self) -> PlanTable:
-        """Return the Pareto front."""
         rows = []
         for plan in self.front:
             cells, forecast = point_cells(plan.point), plan.point.forecast
@@ -153,7 +152,6 @@ class PurchasePlan:
         return PlanTable(list(rows[0]), [list(row.values()) for row in rows])
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the figures of the front, for JSON and CSV."""
         return [
             {
                 "choice": self._choice_names(plan),
@@ -218,7 +216,6 @@ def _up(hours: float) -> str:
 
 
 def require_prices(plans: Sequence[RecipePlan], limits: Limits) -> None:
-    """Raise ConfigError if prices are missing that a budget needs."""
     unpriced = sorted({p.config.cluster.name for p in plans if p.forecaster.price is None})
     if unpriced and limits.usd is not None:
         raise ConfigError(

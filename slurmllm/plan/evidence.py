@@ -101,7 +101,6 @@ class RunEvidence:
     upper: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of `plan --json`."""
         near = self.nearest
         interval = None if self.lower is None else [self.lower, self.upper]
         return {
@@ -167,7 +166,6 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
 
 @lru_cache
 def published_runs() -> tuple[MeasuredRun, ...]:
-    """Return the runs of the package's table."""
     kinds = {"int": int, "float": float, "str": str}
     with FILE.open(encoding="utf-8", newline="") as lines:
         return tuple(
@@ -198,7 +196,6 @@ def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
-    """Return what the published runs support of a layout's prediction."""
     cluster, mesh = candidate.config.cluster, candidate.mesh
     of_kind = _of_kind(cluster.device)
     if not of_kind:
@@ -277,7 +274,6 @@ def _size(run: MeasuredRun) -> str:
 
 @lru_cache
 def runs_on(device: str, hardware: Hardware | None) -> tuple[MeasuredRun, ...]:
-    """Return the runs whose devices have this peak and memory."""
     if hardware is None:
         return ()
     tflops, gib = hardware.bf16_tflops, hardware.memory_gib

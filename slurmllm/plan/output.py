@@ -185,7 +185,6 @@ def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
 
 
 def print_explanation(node_plan: NodePlan) -> None:
-    """Print why the best layout is the best."""
     if node_plan.fitting:
         click.echo(f"\nwhy, on {format_plural(node_plan.nodes, 'node')}")
         lines = explain(node_plan.fitting, node_plan.too_large)
@@ -325,19 +324,16 @@ def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
 
 
 def _is_single(plans: Sequence[RecipePlan]) -> bool:
-    """Whether there is one recipe, on one profile and one number of nodes."""
     return len(plans) == len(plans[0].node_plans) == 1
 
 
 def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
-    """Return the printed tables."""
     if _is_single(plans):
         return list(layout_tables(plans[0], top or TOP))
     return [points_table(plans, top)]
 
 
 def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any]]:
-    """Return the figures of the printed rows, by the names of --json."""
     if not _is_single(plans):
         return [point_json(point) for plan in plans for point in plan.points(top or 1)]
     node_plan = plans[0].node_plans[0]
@@ -354,7 +350,6 @@ POINT_HEADINGS = (
 
 
 def point_cells(point: ScalingPoint) -> dict[str, str]:
-    """Return the cells of a point by `POINT_HEADINGS`."""
     candidate, forecast = point.candidate, point.forecast
     if candidate is None or forecast is None or point.efficiency is None:
         return {**dict.fromkeys(POINT_HEADINGS, "-"), "seq/s": "nothing fits"}

@@ -76,7 +76,6 @@ def locate(config: RunConfig, root: Path) -> LocatedData:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a file is there, or both files of a tokenized corpus named by its prefix."""
     return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
 
 
@@ -194,7 +193,6 @@ def _require_file(option: str, path: str) -> None:
 
 
 def _check_contents(config: RunConfig, evaluated: dict[str, str]) -> None:
-    """Raise DataError for an unusable corpus, tokenizer or evaluation text."""
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
 

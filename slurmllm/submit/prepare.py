@@ -131,7 +131,6 @@ class PreparedRun:
 
     @property
     def from_step(self) -> int:
-        """The step from which the run continues."""
         if self.config.recipe.command is not None:
             return max(saved_steps(self.run, self.config), default=0)
         return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
@@ -375,7 +374,6 @@ def _setting_faults(request: RunRequest, mesh: Mesh) -> list[str]:
 
 
 def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[str]]:
-    """Compare the layout with the planner's; returns its prediction, and the refusals."""
     config = request.config
     if not request.check_layout or config.cluster.hardware is None:
         return None, []
