@@ -212,7 +212,13 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     }
     beyond = outside(point, same_hardware)
     octaves = sum(beyond.values()) + _COPIES * (mesh.replicate > 1)
-    reasons = list(_reasons(point, beyond, same_hardware, cluster.name))
+    reasons = [] if same_hardware else [f"no published run on {cluster.name}"]
+    for axis in beyond if same_hardware else ():
+        values = [run.point[axis] for run in same_hardware]
+        low, high = (_text(axis, value) for value in (min(values), max(values)))
+        span = low if low == high else f"{low} to {high}"
+        value = _text(axis, point[axis])
+        reasons.append(f"{_AXES[axis]} {value} is outside {span} of the published runs")
     if mesh.replicate > 1:
         reasons.append("no published run keeps copies of its shards (parallel.shard_nodes)")
     size = point["parameters"]
@@ -293,19 +299,6 @@ def _peaks_of(profile: str) -> tuple[float, float]:
     """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
     values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
     return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
-
-
-def _reasons(
-    point: Mapping[str, int], beyond: Mapping[str, float], runs: Sequence[MeasuredRun], name: str
-) -> Iterator[str]:
-    if not runs:
-        yield f"no published run on {name}"
-        return
-    for axis in beyond:
-        values = [run.point[axis] for run in runs]
-        low, high = (_text(axis, value) for value in (min(values), max(values)))
-        span = low if low == high else f"{low} to {high}"
-        yield f"{_AXES[axis]} {_text(axis, point[axis])} is outside {span} of the published runs"
 
 
 def _text(axis: str, value: int) -> str:
