@@ -83,7 +83,6 @@ class _Samples:
         self._samples = samples
 
     def all(self, kind: Kind, of: str = "") -> list[Sample]:
-        """Return those of a kind, smallest first."""
         matching = [sample for sample in self._samples if (sample.kind, sample.of) == (kind, of)]
         return sorted(matching, key=lambda sample: sample.sizes)
 
@@ -127,7 +126,6 @@ def product_flops(product: Sample) -> float:
 
 
 def matrix_figures(samples: Sequence[Sample], precision: str, profile: Hardware) -> Hardware:
-    """Return a profile's figures with those of matrix products as measured."""
     return profile.model_copy(
         update=_matrices(_Samples(samples), precision, profile, profile.memory_gb_s)
     )
@@ -164,7 +162,6 @@ def _matrices(
 
 
 def _peak(profile: Hardware | None, name: str, fastest: float) -> float:
-    """Return the profile's figure of that name, or what was faster than that."""
     if profile is None or profile.rough:
         return fastest
     return max(fastest, float(getattr(profile, name)))

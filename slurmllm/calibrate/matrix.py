@@ -45,13 +45,11 @@ def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[dict[st
 
 
 def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:
-    """Return what products in bf16 reach of the peak, by the planner's curve."""
     sizes = product_grid(*PRODUCT_SIZES["cpu" if device == "cpu" else "cuda"])
     return [_row(hardware, "bf16", size, None) for size in sizes]
 
 
 def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the same as measured, in both precisions, with the planner's curve."""
     largest = max(sample.sizes[0] for sample in samples)
     shown = [s for s in samples if s.sizes[0] == largest]  # without the head
     return [

@@ -61,7 +61,6 @@ _STEPS = {"cpu": (_TINY, 1, 4), "cuda": (_WIDE, 4, 1)}
 
 
 def step_config(task: Task, layers: int) -> RunConfig:
-    """Return the run whose steps are timed, on one worker."""
     model, micro_batch, accumulation = _STEPS["cpu" if task.quick else task.device]
     precision = "fp32" if task.precision == "fp32" else "bf16_mixed"
     settings = [f"model.{setting}" for setting in model.split()]

@@ -99,7 +99,6 @@ def run_task(
 
 
 def require_measurable(config: RunConfig) -> None:
-    """Raise ConfigError if the profile's devices cannot be measured."""
     cluster = config.cluster
     if cluster.device == "neuron":
         raise ConfigError(

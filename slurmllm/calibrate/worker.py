@@ -55,7 +55,6 @@ PARTS_S = {
 
 
 def main(text: str) -> None:
-    """Run all measurements; rank 0 writes the results."""
     task = Task.model_validate_json(text)
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     first = rank == 0

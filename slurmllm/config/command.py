@@ -88,23 +88,20 @@ class CommandConfig(Section):
 
     @property
     def one_per_node(self) -> bool:
-        """Whether it is started once on each node."""
-        return self.start == "node" or (self.start == "auto" and _starts_others(self.run))
+        """Whether it is started once on each node; auto: if it then starts the others."""
+        if self.start != "auto":
+            return self.start == "node"
+        try:
+            words = shlex.split(self.run)
+        except ValueError:
+            return False
+        program = takewhile(lambda word: not word.endswith((".py", ".sh")), words)
+        return bool(_LAUNCHERS & {Path(word).name for word in islice(program, _FIRST_WORDS)})
 
     @property
     def stop_signal(self) -> signal.Signals | None:
         """The signal that asks it to save; None if it has none."""
         return None if self.save_signal == "none" else signal.Signals[f"SIG{self.save_signal}"]
-
-
-def _starts_others(text: str) -> bool:
-    """Whether a command line begins with a program that starts the workers of a node."""
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        return False
-    program = takewhile(lambda word: not word.endswith((".py", ".sh")), words)
-    return bool(_LAUNCHERS & {Path(word).name for word in islice(program, _FIRST_WORDS)})
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -63,7 +63,11 @@ def container_arguments(
         folders: Further folders of the host, for the same paths inside.
         terminal: Whether the command needs a terminal.
     """
-    mounts = [*_outermost(folders), *container.mounts]
+    outermost: list[str] = []  # without those that are in another one
+    for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
+        if not any(folder.is_relative_to(other) for other in outermost):
+            outermost.append(str(folder))
+    mounts = [*outermost, *container.mounts]
     full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     gpu = device == "cuda"
     if container.runtime == "pyxis":
@@ -89,12 +93,3 @@ def container_arguments(
     else:
         command += ["--userns=keep-id", *(["--device=nvidia.com/gpu=all"] if gpu else [])]
     return [*command, *(f"--volume={mount}" for mount in full), *container.options, container.image]
-
-
-def _outermost(folders: Iterable[Path | str]) -> list[str]:
-    """Return folders without those that are in another one."""
-    outermost: list[str] = []
-    for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
-        if not any(folder.is_relative_to(other) for other in outermost):
-            outermost.append(str(folder))
-    return outermost

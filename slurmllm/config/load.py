@@ -52,7 +52,23 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 @lru_cache(maxsize=16)
 def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
     tree, origins = _read(path, trusted)
-    _insert_secrets(tree, RunDir(path.parent).secrets)
+    # Masked values stay masked if the file of secrets is another user's or unreadable.
+    sections = {"env": tree.get("env")}
+    if isinstance(cluster := tree.get("cluster"), dict):
+        sections["cluster.env"] = cluster.get("env")
+    masked = [
+        (variables, name, f"{section}.{name}")
+        for section, variables in sections.items()
+        if isinstance(variables, dict)
+        for name, value in variables.items()
+        if value == MASK
+    ]
+    if masked:
+        secrets_file = RunDir(path.parent).secrets
+        with suppress(OSError, ValueError), open_trusted(secrets_file) as stream:
+            secrets = json.loads(stream.read(LARGEST_RECORD))
+            for variables, name, dotted in masked:
+                variables[name] = str(secrets.get(dotted, MASK))
     return RunConfig(*validate(tree, origins, [], str(path), trusted=trusted))
 
 
@@ -69,26 +85,6 @@ def save(config: RunConfig, run: RunDir) -> None:
         with suppress(OSError):
             run.secrets.unlink()
     write_atomic(run.config, config.to_yaml())
-
-
-def _insert_secrets(tree: Mapping[str, Any], path: Path) -> None:
-    """Replace masked values; they stay masked if the file is another user's or unreadable."""
-    sections = {"env": tree.get("env")}
-    if isinstance(cluster := tree.get("cluster"), dict):
-        sections["cluster.env"] = cluster.get("env")
-    masked = [
-        (variables, name, f"{section}.{name}")
-        for section, variables in sections.items()
-        if isinstance(variables, dict)
-        for name, value in variables.items()
-        if value == MASK
-    ]
-    if not masked:
-        return
-    with suppress(OSError, ValueError), open_trusted(path) as stream:
-        secrets = json.loads(stream.read(LARGEST_RECORD))
-        for variables, name, dotted in masked:
-            variables[name] = str(secrets.get(dotted, MASK))
 
 
 def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:

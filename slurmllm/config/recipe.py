@@ -125,22 +125,18 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate."""
         return FAMILIES[self.family].gated
 
     @property
     def gate_block(self) -> int:
-        """Rows of gate and of up that alternate in the coalesced matrix."""
         return gate_block(self.ffn_hidden_size)
 
     @property

@@ -56,7 +56,6 @@ def _read_sections(file: Path, recipe: Level) -> set[str]:
 
 
 def read_layouts(path: Path, shipped: Path) -> dict[str, Any]:
-    """Return the layouts of a recipe's file and of what it extends."""
     return dict(read_recipe(path, shipped)[0].get("layouts", {}))
 
 
@@ -88,7 +87,6 @@ def apply_layouts(
 def _move(
     path: str, layout: Any, cluster: str, values: dict[str, Any], origins: dict[str, str]
 ) -> None:
-    """Set one setting to a layout's, if the recipe does not set it."""
     prefix = f"layouts.{cluster}."
     section, _, name = path.rpartition(".")
     source, target = layout, values
@@ -108,7 +106,6 @@ def _move(
 
 
 def default_cluster(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Return the profile that a recipe names, or `local`."""
     # A default of another type is a fault that the validation reports.
     chosen = values.get("default_cluster")
     if not isinstance(chosen, str):

@@ -29,8 +29,6 @@ Check = TypeVar("Check", bound=Callable[..., str | None])
 
 
 def _rule(*paths: str) -> Callable[[Check], Check]:
-    """Register the decorated function as the rule of `paths`."""
-
     def register(check: Check) -> Check:
         RULES.append(Rule(paths, check))
         return check

@@ -99,7 +99,6 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the schema of a recipe's file."""
     schema = _schema(Recipe)
     fields = schema["properties"]
     # What `resolve` takes in place of sections and settings.
@@ -144,17 +143,11 @@ def field_docstrings() -> dict[str, dict[str, str]]:
         for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
             texts = docs.setdefault(section.name, {})
             for field, below in zip(section.body, section.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    text = _text(below)
-                    texts |= {field.target.id: text} if text else {}
+                if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                    continue
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    texts[field.target.id] = " ".join(str(below.value.value).split())
     return docs
-
-
-def _text(node: ast.stmt) -> str | None:
-    """Return the text of a docstring's statement, on one line; None of any other."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split())
-    return None
 
 
 def write_recipe(path: Path, base: str, *, force: bool = False) -> RunConfig:

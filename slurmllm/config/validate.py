@@ -94,7 +94,6 @@ def validate(
 
 
 def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Take out what a recipe with a command does not have; returns the fault."""
     names = [name for name in (*REFUSED, *OF_OUR_TRAINERS) if recipe_tree.get(name)]
     taken = flatten({name: recipe_tree.pop(name) for name in names})
     if KEEP in taken:
@@ -132,7 +131,6 @@ def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) ->
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Return dotted path → default of every field that has one."""
     defaults: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -194,7 +192,6 @@ def _describe(
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a type annotation, in `X | None` and in containers too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_type, get_args(annotation))), None)

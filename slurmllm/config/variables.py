@@ -77,7 +77,6 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def is_secret_at(path: str, value: object = "") -> bool:
-    """Whether the value at a dotted path of a configuration is a secret."""
     section, _, name = path.rpartition(".")
     if path.startswith("slurm.notify"):  # a webhook's URL, which is refused there
         return "://" in str(value)
@@ -93,5 +92,4 @@ def is_secret_option(option: str) -> bool:
 
 
 def mask(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables, with `***` for secrets."""
     return {name: MASK if is_secret(name, v) else v for name, v in variables.items()}

@@ -16,7 +16,7 @@ from slurmllm.format import format_count, format_days, format_number, format_plu
 from slurmllm.plan.evidence import at_lower_end
 from slurmllm.plan.output import PlanTable, point_cells, point_json, price_lines
 from slurmllm.plan.prices import parse_dollars
-from slurmllm.plan.recipe_plan import Rank, RecipePlan, ScalingPoint, TrainingForecast
+from slurmllm.plan.recipe_plan import Rank, RecipePlan, ScalingPoint
 
 NODES = tuple(1 << power for power in range(10))  # node counts without --nodes: 1 to 512
 _HEADINGS = (
@@ -134,7 +134,6 @@ class PurchasePlan:
         return [name for name, choice in self.choices.items() if choice is plan]
 
     def table(self) -> PlanTable:
-        """Return the Pareto front."""
         rows = []
         for plan in self.front:
             cells, forecast = point_cells(plan.point), plan.point.forecast
@@ -153,7 +152,6 @@ class PurchasePlan:
         return PlanTable(list(rows[0]), [list(row.values()) for row in rows])
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the figures of the front, for JSON and CSV."""
         return [
             {
                 "choice": self._choice_names(plan),
@@ -218,7 +216,6 @@ def _up(hours: float) -> str:
 
 
 def require_prices(plans: Sequence[RecipePlan], limits: Limits) -> None:
-    """Raise ConfigError if prices are missing that a budget needs."""
     unpriced = sorted({p.config.cluster.name for p in plans if p.forecaster.price is None})
     if unpriced and limits.usd is not None:
         raise ConfigError(
@@ -238,20 +235,15 @@ def purchase_plan(
     Raises:
         ConfigError: nothing reaches its end.
     """
-    timed = [
-        TimedPlan(plan, point, compared.hours, compared.usd)
-        for plan in plans
-        for point in plan.points()
-        if (compared := _compared(plan, point, rank)) and compared.hours is not None
-    ]
+    timed = []
+    for plan in plans:
+        for point in plan.points():
+            compared = point.forecast  # None if nothing fits
+            if point.candidate is not None and rank == "lower":
+                compared = plan.forecaster.forecast(at_lower_end(point.candidate))
+            if compared is not None and compared.hours is not None:
+                timed.append(TimedPlan(plan, point, compared.hours, compared.usd))
     if not timed:
         reasons = [p.forecast.reason for plan in plans for p in plan.points() if p.forecast]
         raise ConfigError("no plan reaches its end", list(dict.fromkeys(reasons)))
     return PurchasePlan(rank, limits, timed)
-
-
-def _compared(plan: RecipePlan, point: ScalingPoint, rank: Rank) -> TrainingForecast | None:
-    """Return the forecast that is compared with the limits; None if nothing fits."""
-    if point.candidate is None or rank == "speed":
-        return point.forecast
-    return plan.forecaster.forecast(at_lower_end(point.candidate))

@@ -101,7 +101,6 @@ class RunEvidence:
     upper: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of `plan --json`."""
         near = self.nearest
         interval = None if self.lower is None else [self.lower, self.upper]
         return {
@@ -167,7 +166,6 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
 
 @lru_cache
 def published_runs() -> tuple[MeasuredRun, ...]:
-    """Return the runs of the package's table."""
     kinds = {"int": int, "float": float, "str": str}
     with FILE.open(encoding="utf-8", newline="") as lines:
         return tuple(
@@ -198,7 +196,6 @@ def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
-    """Return what the published runs support of a layout's prediction."""
     cluster, mesh = candidate.config.cluster, candidate.mesh
     of_kind = _of_kind(cluster.device)
     if not of_kind:
@@ -215,7 +212,13 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     }
     beyond = outside(point, same_hardware)
     octaves = sum(beyond.values()) + _COPIES * (mesh.replicate > 1)
-    reasons = list(_reasons(point, beyond, same_hardware, cluster.name))
+    reasons = [] if same_hardware else [f"no published run on {cluster.name}"]
+    for axis in beyond if same_hardware else ():
+        values = [run.point[axis] for run in same_hardware]
+        low, high = (_text(axis, value) for value in (min(values), max(values)))
+        span = low if low == high else f"{low} to {high}"
+        value = _text(axis, point[axis])
+        reasons.append(f"{_AXES[axis]} {value} is outside {span} of the published runs")
     if mesh.replicate > 1:
         reasons.append("no published run keeps copies of its shards (parallel.shard_nodes)")
     size = point["parameters"]
@@ -277,7 +280,6 @@ def _size(run: MeasuredRun) -> str:
 
 @lru_cache
 def runs_on(device: str, hardware: Hardware | None) -> tuple[MeasuredRun, ...]:
-    """Return the runs whose devices have this peak and memory."""
     if hardware is None:
         return ()
     tflops, gib = hardware.bf16_tflops, hardware.memory_gib
@@ -297,19 +299,6 @@ def _peaks_of(profile: str) -> tuple[float, float]:
     """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
     values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
     return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
-
-
-def _reasons(
-    point: Mapping[str, int], beyond: Mapping[str, float], runs: Sequence[MeasuredRun], name: str
-) -> Iterator[str]:
-    if not runs:
-        yield f"no published run on {name}"
-        return
-    for axis in beyond:
-        values = [run.point[axis] for run in runs]
-        low, high = (_text(axis, value) for value in (min(values), max(values)))
-        span = low if low == high else f"{low} to {high}"
-        yield f"{_AXES[axis]} {_text(axis, point[axis])} is outside {span} of the published runs"
 
 
 def _text(axis: str, value: int) -> str:

@@ -322,7 +322,6 @@ class Traffic:
 
 
 def traffic(candidate: LayoutEstimate) -> Traffic:
-    """Return the traffic of a worker in a middle stage of the pipeline."""
     config, mesh = candidate.config, candidate.mesh
     hardware = known_hardware(config)
     # Bytes are computed from predicted times: without overlap, times include all communication, and

@@ -97,7 +97,6 @@ def _reasons(result: SearchResult) -> list[str]:
 
 
 def _fixed_training(config: RunConfig) -> list[str]:
-    """Return the training settings that the planner does not vary."""
     # A micro batch that the planner chose for another mesh is varied, as `auto` is.
     chosen = config.origins.get(_MICRO_BATCH, "").startswith(PLANNER)
     free = config.recipe.train.micro_batch == "auto" or chosen
@@ -128,7 +127,6 @@ class FitCheck:
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `planner` part of the JSON of `submit`."""
         return {
             "chosen": self.chosen,
             "rough": self.rough,
@@ -306,7 +304,6 @@ def _rate_text(candidate: LayoutEstimate) -> str:
 
 
 def layout_text(candidate: LayoutEstimate) -> str:
-    """Return `tensor 8, pipeline 4, data 4, micro batch 1`."""
     mesh = candidate.mesh
     chunks = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     return (

@@ -249,7 +249,6 @@ class _Attempt:
         self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
 
     def parts_s(self, noticing: DetectionDelay) -> dict[TimePart, float]:
-        """Return the expected seconds of each part."""
         durations = self.durations
         checked_s = fmean(durations.preflight)
         cached_s = checked_s + fmean(durations.cache)
@@ -444,12 +443,10 @@ class Published:
 
     @property
     def node_mtbf_hours(self) -> float:
-        """Hours between two failures of one node."""
         return self.node_hours / sum(self.counts.values())
 
 
 @cache
 def published_failures() -> Mapping[str, Published]:
-    """Return the rows of published_failures.yaml, by name."""
     rows, _ = read_yaml(Path(__file__).with_name("published_failures.yaml"))
     return {name: Published(**row) for name, row in rows.items()}

@@ -244,7 +244,6 @@ class _StepMemory:
         return 2 * self.own_tokens * self.hidden * _FP32
 
     def _block(self) -> int:
-        """Return what one block keeps of one micro batch."""
         model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
         queries = model.num_heads * model.head_width
         keys = model.kv_heads * model.head_width

@@ -80,7 +80,6 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Workers on all nodes."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -93,7 +92,6 @@ class Mesh:
         return rank // self.tensor % self.data
 
     def shard_rank(self, rank: int) -> int:
-        """Return which of the `shard` shards a worker holds."""
         return self.data_rank(rank) % self.shard
 
     def pipeline_rank(self, rank: int) -> int:
@@ -147,7 +145,6 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
 
 
 def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
-    """Return the node counts from `least` to `most` that degrees and global batch allow."""
     possible = []
     for nodes in range(least, most + 1):
         with suppress(ConfigError):
@@ -261,7 +258,6 @@ def replicate_degree(config: RunConfig, nodes: int) -> int:
 
 
 def shard_node_options(config: RunConfig, nodes: int) -> list[int]:
-    """Return the possible `parallel.shard_nodes`, in ascending order."""
     parallel, per_node = config.recipe.parallel, config.cluster.devices_per_node
     of_stage, rest = divmod(nodes, parallel.pipeline)
     if rest:

@@ -43,7 +43,6 @@ class SettingSuggestion:
 
     @cached_property
     def best(self) -> LayoutEstimate:
-        """The best layout."""
         return search(self.config, self.nodes, self.unsupported, self.fixed).fitting[0]
 
     def __str__(self) -> str:

@@ -153,7 +153,6 @@ class _BlockMemory(NamedTuple):
     widest: int  # gradients in the feed-forward layer, with inputs and outputs gathered
 
     def kept(self, recomputed: Collection[str]) -> int:
-        """Return the bytes from the forward to the backward pass."""
         if "block" in recomputed:
             return self.stream
         return self.outside + sum(n for part, n in self.parts.items() if part not in recomputed)

@@ -122,38 +122,32 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     best = rows[0][1]
     headings = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
     limit = f"of {best.memory.limit / GIB:.4g} GiB"
-    layouts = PlanTable(
-        (*headings, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$"),
-        [_layout_row(node_plan, rank, layout, plan.forecaster) for rank, layout in rows],
-    )
-    shares = []
+    layouts, shares = [], []
     for rank, layout in rows:
+        mesh, recipe = layout.mesh, layout.config.recipe
+        layouts.append(
+            [
+                f"{rank}{' *' if node_plan.is_recipe_layout(layout) else ''}",
+                str(mesh.tensor),
+                _stages(layout),
+                _data(mesh),
+                f"{mesh.micro_batch} × {mesh.accumulation}",
+                "yes" if recipe.parallel.sequence else "no",
+                recipe.train.checkpointing_text,
+                str(recipe.parallel.zero),
+                f"{layout.memory.peak / GIB:.2f}{' tight' * layout.memory.tight}",
+                format_number(layout.step.total),
+                format_number(layout.seq_per_s),
+                interval_text(evidence(layout)),
+                f"{100 * layout.mfu:.1f} %",
+                format_count(plan.forecaster.forecast(layout).cost.tokens_per_usd),
+            ]
+        )
         percent = [100 * part / layout.step.total for part in layout.step.parts().values()]
         cells = [f"{share:.1f}" for share in percent]
-        shares.append([str(rank), str(layout.mesh.tensor), _stages(layout), *cells])
-    return layouts, PlanTable(("#", "TP", "PP", *best.step.parts()), shares)
-
-
-def _layout_row(
-    node_plan: NodePlan, rank: int, candidate: LayoutEstimate, forecaster: Forecaster
-) -> tuple[str, ...]:
-    mesh, recipe = candidate.mesh, candidate.config.recipe
-    return (
-        f"{rank}{' *' if node_plan.is_recipe_layout(candidate) else ''}",
-        str(mesh.tensor),
-        _stages(candidate),
-        _data(mesh),
-        f"{mesh.micro_batch} × {mesh.accumulation}",
-        "yes" if recipe.parallel.sequence else "no",
-        recipe.train.checkpointing_text,
-        str(recipe.parallel.zero),
-        f"{candidate.memory.peak / GIB:.2f}{' tight' * candidate.memory.tight}",
-        format_number(candidate.step.total),
-        format_number(candidate.seq_per_s),
-        interval_text(evidence(candidate)),
-        f"{100 * candidate.mfu:.1f} %",
-        format_count(forecaster.forecast(candidate).cost.tokens_per_usd),
-    )
+        shares.append([str(rank), str(mesh.tensor), _stages(layout), *cells])
+    columns = (*headings, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
+    return PlanTable(columns, layouts), PlanTable(("#", "TP", "PP", *best.step.parts()), shares)
 
 
 def _data(mesh: Mesh) -> str:
@@ -185,7 +179,6 @@ def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
 
 
 def print_explanation(node_plan: NodePlan) -> None:
-    """Print why the best layout is the best."""
     if node_plan.fitting:
         click.echo(f"\nwhy, on {format_plural(node_plan.nodes, 'node')}")
         lines = explain(node_plan.fitting, node_plan.too_large)
@@ -325,19 +318,16 @@ def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
 
 
 def _is_single(plans: Sequence[RecipePlan]) -> bool:
-    """Whether there is one recipe, on one profile and one number of nodes."""
     return len(plans) == len(plans[0].node_plans) == 1
 
 
 def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
-    """Return the printed tables."""
     if _is_single(plans):
         return list(layout_tables(plans[0], top or TOP))
     return [points_table(plans, top)]
 
 
 def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any]]:
-    """Return the figures of the printed rows, by the names of --json."""
     if not _is_single(plans):
         return [point_json(point) for plan in plans for point in plan.points(top or 1)]
     node_plan = plans[0].node_plans[0]
@@ -354,7 +344,6 @@ POINT_HEADINGS = (
 
 
 def point_cells(point: ScalingPoint) -> dict[str, str]:
-    """Return the cells of a point by `POINT_HEADINGS`."""
     candidate, forecast = point.candidate, point.forecast
     if candidate is None or forecast is None or point.efficiency is None:
         return {**dict.fromkeys(POINT_HEADINGS, "-"), "seq/s": "nothing fits"}
@@ -393,10 +382,24 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     `top` is the maximum number of layouts of each recipe and node count; None: all.
     """
     node_plans = [(plan, node_plan) for plan in plans for node_plan in plan.node_plans]
-    rows: dict[str, list[Any]] = {}
+    rows: dict[str, list[Any]] = {
+        name: [] for name in ("candidates", "recipe_layouts", "refused", "nearest")
+    }
     for plan, node_plan in node_plans:
-        for name, values in _node_plan_json(plan, node_plan, top).items():
-            rows.setdefault(name, []).extend(values)
+        config, layout, rank = plan.config, node_plan.recipe_layout, None
+        key = {"recipe": config.recipe.name, "cluster": config.cluster.name}
+        key |= {"nodes": node_plan.nodes}
+        if isinstance(layout, LayoutEstimate) and layout.fits:
+            rank = node_plan.rank(layout)
+        rows["candidates"] += [
+            _candidate_json(node_plan, candidate, plan.forecaster)
+            for candidate in [*node_plan.fitting, *node_plan.too_large][:top]
+        ]
+        rows["recipe_layouts"].append({**key, "rank": rank, "fault": node_plan.recipe_fault})
+        rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
+        if not node_plan.fitting:
+            near = [change.to_json() for change in node_plan.nearest]
+            rows["nearest"].append({**key, "would_fit": near, "no_batch": node_plan.no_batch})
     text = {
         "recipe": _value_or_list([plan.config.recipe.name for plan in plans]),
         "cluster": _value_or_list([plan.config.cluster.name for plan in plans]),
@@ -420,29 +423,6 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
             for line in explain(node_plan.fitting, node_plan.too_large)
         ]
     return text
-
-
-def _node_plan_json(
-    plan: RecipePlan, node_plan: NodePlan, top: int | None
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of one node count by the key of the list that they are in."""
-    config = plan.config
-    key = {"recipe": config.recipe.name, "cluster": config.cluster.name, "nodes": node_plan.nodes}
-    layout, fault = node_plan.recipe_layout, node_plan.recipe_fault
-    rank = None
-    if isinstance(layout, LayoutEstimate) and layout.fits:
-        rank = node_plan.rank(layout)
-    near = [change.to_json() for change in node_plan.nearest]
-    nearest = {**key, "would_fit": near, "no_batch": node_plan.no_batch}
-    return {
-        "candidates": [
-            _candidate_json(node_plan, candidate, plan.forecaster)
-            for candidate in [*node_plan.fitting, *node_plan.too_large][:top]
-        ],
-        "recipe_layouts": [{**key, "rank": rank, "fault": fault}],
-        "refused": [{**key, "reasons": dict(node_plan.refused)}],
-        "nearest": [] if node_plan.fitting else [nearest],
-    }
 
 
 def _value_or_list(values: list[Any]) -> Any:

@@ -33,7 +33,6 @@ def parameters(model: ModelConfig) -> int:
 
 
 def rest_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of every parameter outside the blocks."""
     width, vocabulary = model.hidden_size, model.padded_vocab_size
     shapes: dict[str, Shape] = {"embed.weight": (vocabulary, width)}
     if FAMILIES[model.family].positions == "learned":
@@ -233,7 +232,6 @@ class Product:
 
     @property
     def numbers(self) -> int:
-        """That it reads and writes."""
         return self.m * self.k + self.k * self.n + self.m * self.n
 
     @property

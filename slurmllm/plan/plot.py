@@ -108,7 +108,6 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
 
 
 def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
-    """Draw one stacked bar for each layout, with the limit."""
     axes: Axes = figure.subplots()
     labels, uses = list(layouts), list(layouts.values())
     left = [0.0] * len(uses)

@@ -213,14 +213,17 @@ def _layouts(
                 yield layout.with_settings("train", activation_checkpointing=mode)
 
 
-def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | None:
-    """Return why a layout is not considered; None if it is."""
+def _micro_batches(
+    layout: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> list[int] | str:
+    """Return the micro batches that a layout may have, or why it is not considered."""
     recipe, per_node = layout.recipe, layout.cluster.devices_per_node
-    world, model = nodes * per_node, recipe.parallel.tensor * recipe.parallel.pipeline
+    train, parallel = recipe.train, recipe.parallel
+    world, model = nodes * per_node, parallel.tensor * parallel.pipeline
     if world % model:
         return (
-            f"tensor {recipe.parallel.tensor} × pipeline {recipe.parallel.pipeline} does not "
-            f"divide the {world} workers of {nodes} × {per_node}"
+            f"tensor {parallel.tensor} × pipeline {parallel.pipeline} does not divide the {world} "
+            f"workers of {nodes} × {per_node}"
         )
     for check, values in _PARALLEL_RULES:
         fault = check(*[value(recipe) for value in values])
@@ -230,21 +233,15 @@ def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | N
         replicate_degree(layout, nodes)
     except MeshError as error:
         return error.rule
-    data, batch = world // model, recipe.train.global_batch
-    if batch % data:
-        return f"train.global_batch {batch} is not a multiple of {data} data-parallel workers"
-    return next(iter(unsupported(layout)), None)
-
-
-def _micro_batches(
-    layout: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
-) -> list[int] | str:
-    """Return the micro batches that a layout may have, or why it is not considered."""
-    if reason := _refusal(layout, nodes, unsupported):
-        return reason
-    train, parallel = layout.recipe.train, layout.recipe.parallel
-    world = nodes * layout.cluster.devices_per_node
-    sequences = train.global_batch * parallel.tensor * parallel.pipeline // world
+    data = world // model
+    if train.global_batch % data:
+        return (
+            f"train.global_batch {train.global_batch} is not a multiple of {data} data-parallel "
+            "workers"
+        )
+    if reasons := unsupported(layout):
+        return reasons[0]
+    sequences = train.global_batch // data
     sizes = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
     if "train.micro_batch" in fixed and train.micro_batch != "auto":
         size = train.micro_batch

@@ -74,7 +74,19 @@ def plan_deletion(
         cases = [target.run(case.run) for case in SweepRecord.load(target.record).cases]
         left = [run for run in cases if only_checkpoints(run)]
         runs = [*runs_of(target), *left, *target.graph_runs()]
-    _require_ended(runs, client)
+    jobs: dict[str, RunDir] = {}  # those that Slurm is asked about, at once
+    for run in runs:
+        last = JobsRecord.of(run).last
+        if last is None or last.local:
+            require_ended(run, client)
+        else:
+            jobs |= dict.fromkeys(last.own_jobs, run)
+    queue = client.queue(list(jobs)) if jobs else {}
+    for job, run in jobs.items():
+        if job in queue and queue[job].active:
+            raise RunError(
+                f"{run.name} is pending or running (job {job}); `slurmllm cancel {run.name}` first"
+            )
     saved = [_saved(run) for run in runs]
     folders = [folder for _, places in saved for folder in places]
     keeps = bool(folders) and not with_checkpoints
@@ -97,23 +109,6 @@ def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
     return len(inside) or len(steps), list(
         dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)])
     )
-
-
-def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:
-    """Raise RunError if a run is pending or running; Slurm is asked once."""
-    jobs: dict[str, RunDir] = {}
-    for run in runs:
-        last = JobsRecord.of(run).last
-        if last is None or last.local:
-            require_ended(run, client)
-        else:
-            jobs |= dict.fromkeys(last.own_jobs, run)
-    queue = client.queue(list(jobs)) if jobs else {}
-    for job, run in jobs.items():
-        if job in queue and queue[job].active:
-            raise RunError(
-                f"{run.name} is pending or running (job {job}); `slurmllm cancel {run.name}` first"
-            )
 
 
 def _all_but(folders: Sequence[Path], path: Path) -> Iterator[Path]:

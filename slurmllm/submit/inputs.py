@@ -76,7 +76,6 @@ def locate(config: RunConfig, root: Path) -> LocatedData:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a file is there, or both files of a tokenized corpus named by its prefix."""
     return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
 
 
@@ -136,7 +135,11 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
     if not build and (data.corpus is None or has_builtin):
         for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
-            _require_file(option, path)
+            # A tokenized corpus may be named by the common prefix of its two files.
+            prefix, rest = plugins.split_prefix(path)
+            exists = prefix is not None or Path(rest).exists() or Path(f"{rest}.idx").exists()
+            if path != STDLIB and not exists:
+                raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         if data.corpus is not None and config.recipe.eval.every_steps is not None:
             # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
             with tempfile.TemporaryDirectory(prefix="slurmllm-") as temporary:
@@ -185,16 +188,7 @@ def with_folder(config: RunConfig) -> RunConfig:
     return config.with_settings("command", folder=str(folder))
 
 
-def _require_file(option: str, path: str) -> None:
-    # A tokenized corpus may be named by the common prefix of its two files.
-    prefix, rest = plugins.split_prefix(path)
-    exists = prefix is not None or Path(rest).exists() or Path(f"{rest}.idx").exists()
-    if path != STDLIB and not exists:
-        raise DataError(f"{option}: {path!r} is not a file; name one that exists")
-
-
 def _check_contents(config: RunConfig, evaluated: dict[str, str]) -> None:
-    """Raise DataError for an unusable corpus, tokenizer or evaluation text."""
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
 
@@ -220,34 +214,31 @@ def plugin_faults(config: RunConfig) -> list[str]:
         return []
     values = {**cluster.env, **recipe.env}
     public = {name: value for name, value in values.items() if not is_secret(name, value)}
-    faults = _import_faults(config, {**os.environ, **public, "CUDA_VISIBLE_DEVICES": ""})
-    if cluster.setup:
-        for fault in faults:
-            log.warning("%s (on this machine, without cluster.setup)", fault)
-        return []
-    return faults
-
-
-def _import_faults(config: RunConfig, environment: dict[str, str]) -> list[str]:
+    environment = {**os.environ, **public, "CUDA_VISIBLE_DEVICES": ""}
     # -P: a file in the current folder must not shadow a module.
-    command = [config.cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
-    values = json.dumps(config.values())
+    command = [cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
+    text = json.dumps(config.values())
     try:
         done = subprocess.run(
-            command, input=values, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            command, input=text, env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
-        if done.returncode == 0:
-            return list(json.loads(done.stdout))
         last = done.stderr.strip().rpartition("\n")[2] or "no output"
-        return [f"plugins: the process that imports them failed: {last}"]
+        faults = [f"plugins: the process that imports them failed: {last}"]
+        if done.returncode == 0:
+            faults = list(json.loads(done.stdout))
     except subprocess.TimeoutExpired:
-        return [
+        faults = [
             f"plugins: not imported within {LIMIT_S:.0f} s on this machine; import less at the top "
             "of their modules, or submit again if the file system was slow"
         ]
     except (OSError, ValueError) as error:
         fix = "set cluster.python to a Python that can import slurmllm"
-        return [f"plugins: cannot run their check: {error}; {fix}"]
+        faults = [f"plugins: cannot run their check: {error}; {fix}"]
+    if cluster.setup:
+        for fault in faults:
+            log.warning("%s (on this machine, without cluster.setup)", fault)
+        return []
+    return faults
 
 
 def warn_if_changed(config: RunConfig, run: RunDir) -> None:

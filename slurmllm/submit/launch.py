@@ -136,7 +136,6 @@ def start_run(
 
 
 def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
-    """Submit the jobs of a run, or record that this process runs its stages."""
     sent = record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared)
     return SubmittedRun(prepared, sent)
 

@@ -131,7 +131,6 @@ class PreparedRun:
 
     @property
     def from_step(self) -> int:
-        """The step from which the run continues."""
         if self.config.recipe.command is not None:
             return max(saved_steps(self.run, self.config), default=0)
         return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
@@ -247,20 +246,15 @@ def _check_training(
     refusals = _refuse(request, title, _setting_faults(request, mesh))
     fit, fit_refusals = _check_fit(request, run)
     if request.check_weights and recipe.train.init_from is not None:
-        config = _find_weights(config, recipe.train.init_from, request.root)
+        from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
+        from slurmllm.checkpoint.state import require_model
+
+        source = find_checkpoint(recipe.train.init_from, request.root)
+        if isinstance(source, RunDir):  # the workers verify the checksums
+            source, _ = newest_verified(source, checksums=False)
+        require_model(source := source.absolute(), recipe.model)
+        config = config.with_settings("train", init_from=str(source))
     return config, fit, refusals + fit_refusals
-
-
-def _find_weights(config: RunConfig, name: str, root: Path) -> RunConfig:
-    """Return the configuration with the folder of the checkpoint that train.init_from names."""
-    from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
-    from slurmllm.checkpoint.state import require_model
-
-    source = find_checkpoint(name, root)
-    if isinstance(source, RunDir):  # the workers verify the checksums
-        source, _ = newest_verified(source, checksums=False)
-    require_model(source := source.absolute(), config.recipe.model)
-    return config.with_settings("train", init_from=str(source))
 
 
 def _require_access(request: RunRequest) -> None:
@@ -375,7 +369,6 @@ def _setting_faults(request: RunRequest, mesh: Mesh) -> list[str]:
 
 
 def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[str]]:
-    """Compare the layout with the planner's; returns its prediction, and the refusals."""
     config = request.config
     if not request.check_layout or config.cluster.hardware is None:
         return None, []

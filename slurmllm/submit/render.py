@@ -125,7 +125,6 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> lis
 
 
 def _checked(name: str, value: str) -> str:
-    """Return a directive's value; raises ConfigError for what would change its meaning."""
     if re.search(r'[\n\r"\\$`]', value):
         raise ConfigError(
             "a value that sbatch would misread",

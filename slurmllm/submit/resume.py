@@ -102,22 +102,16 @@ def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
     if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
         overrides.insert(0, "slurm.min_nodes=null")
     if not changes.from_scratch and recipe.command is None:
-        overrides = [*_warmup_overrides(recipe, overrides), *overrides]
+        # The warm-up keeps its steps, if another train.steps would change them.
+        optim, names = recipe.optim, {text.partition("=")[0].strip() for text in overrides}
+        sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
+        if optim.warmup_ratio is not None and not sets_warmup and "train.steps" in names:
+            steps = optim.warmup(recipe.train.steps)
+            overrides[:0] = ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
     has_options = any(value for _, value in changes.options.values())
     if changes.cluster is None and not overrides and not has_options:
         return config
     return change(config, changes.cluster, overrides, changes.options)
-
-
-def _warmup_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that keep the warm-up's steps, if another train.steps would not."""
-    optim = recipe.optim
-    names = {override.partition("=")[0].strip() for override in overrides}
-    sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
-    if optim.warmup_ratio is None or sets_warmup or "train.steps" not in names:
-        return []
-    steps = optim.warmup(recipe.train.steps)
-    return ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
 
 
 def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: bool) -> None:

@@ -66,7 +66,6 @@ class PreparedSweep:
         return [graphs for graphs in self.graphs if graphs.graphs_from is None]
 
     def lane(self, place: int) -> str | None:
-        """Return the lane of a run; None without a limit."""
         if self.record.max_running is None:
             return None
         # Sweeps of one name may be in several folders.
@@ -115,7 +114,6 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as --set reads it."""
     if isinstance(value, str):
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)

@@ -60,6 +60,11 @@ tiny_gpt3 local 4 | 0.14717 0 0 0.034342 0.017 27.722 21.298 21.386 10.099 20
     p.pipeline=4 t.micro_batch=1 data.mask=document
 tiny_neox local 4 | 0.069925 0 0.020062 0 0.026646 24.783 36.249 13.774 6.1902 20
     p.tensor=2 p.sequence=true t.precision=bf16_mixed
+neox_20b trn1 3   | 7.5099 1.787 0.82725 1.0823 0.7058 9667.5 23.18 99.379 99.274 1163
+    p.pipeline=4 p.tensor=8 t.global_batch=96 p.zero=1 t.precision=bf16_mixed
+llama2_7b p5 6    | 0.81787 0 0 0.40557 0.04814 58240 30.005 99.744 99.723 3217
+    p.pipeline=2 p.tensor=1 t.global_batch=96 t.micro_batch=2 h.part_of_node=0.5
+    h.operator_us=3000 slurm.spare_nodes=1 slurm.time=14-0
 """
 
 

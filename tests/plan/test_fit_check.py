@@ -34,18 +34,12 @@ def with_options(message: str, *overrides: str) -> RunConfig:
 def test_a_good_mesh_is_passed() -> None:
     result = looked(configured(), 4)
     assert (result.refusals, result.warnings, result.chosen) == ((), (), False)
-    assert result.best is not None
-    assert result.candidate.fits
     shown = json.loads(json.dumps(result.to_json()))
-    assert shown["tensor"] == 8
     assert shown["best"]["seq_per_s"] * SLOW <= shown["seq_per_s"]
     assert sum(shown["memory"].values()) == shown["memory_bytes"] <= shown["memory_limit_bytes"]
     assert sum(shown["parts_s"].values()) == pytest.approx(shown["step_s"])
-    assert re.match(
-        r"tensor 8, pipeline 1, data 16, micro batch 2: [\d.,]+ seq/s predicted, MFU \d+ %, "
-        r"[\d.]+ of [\d.]+ GiB a worker$",
-        result.line(),
-    )
+    text = r"tensor 8, pipeline 1, data 16, micro batch 2: [\d.,]+ seq/s predicted, MFU \d+ %, "
+    assert re.match(text + r"[\d.]+ of [\d.]+ GiB a worker$", result.line())
 
 
 def test_a_mesh_far_from_the_best_is_warned_of() -> None:

@@ -39,7 +39,6 @@ hardware:
   network_efficiency: 0.5
 """
 NOT_ENOUGH = "cluster.hardware.memory_gib=0.01"
-SLOW = ("--set=parallel.pipeline=4", "--set=train.micro_batch=8")
 
 
 @pytest.fixture
@@ -102,14 +101,6 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
     assert forced.exit_code == 0
     assert "warning: " in forced.stderr
     assert len(fake.jobs) == 2
-
-
-def test_a_slow_mesh_is_warned_of_and_submitted(fake: FakeSlurm) -> None:
-    sent = submit(*SLOW)
-    assert sent.exit_code == 0
-    (message,) = re.findall(r"warning: .* % of the best on these nodes: (.*)", sent.stderr)
-    assert "--set parallel.pipeline=" in message
-    assert "planner" not in sent.stdout
 
 
 def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: FakeSlurm) -> None:
