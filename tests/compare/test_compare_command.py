@@ -25,6 +25,8 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignor
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURMLLM_RUNS", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
+    for name in ("_draw_curves", "_draw_difference"):  # see test_plot
+        monkeypatch.setattr(f"slurmllm.compare.plot.{name}", lambda *_: None)
 
     def run(*arguments: object) -> Result:
         return CliRunner().invoke(compare, [str(argument) for argument in arguments])
