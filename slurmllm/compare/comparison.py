@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -134,10 +134,6 @@ class Diagnosis(Record):
     kind: Kind
     step: int  # first step with it
     text: str
-
-    @classmethod
-    def of(cls, cause: Cause) -> Self:
-        return cls(kind=cause.kind, step=cause.step, text=cause.evidence)
 
 
 class BandOfMetric(Record):
