@@ -208,12 +208,12 @@ def curve_letter(position: int) -> str:
 def refuse_inexact_logs(curves: Sequence[Curve], option: str) -> None:
     """Raise UserError if `option` requires equal points, but a log lost some, or has no steps."""
     for curve in curves:
-        for damage in (text for text in curve.warnings if isinstance(text, DamageWarning)):
-            lines = ", ".join(map(str, damage.lines[:5])) + (" …" if len(damage.lines) > 5 else "")
+        damages = [text for text in curve.warnings if isinstance(text, DamageWarning)]
+        if damages:
+            texts = "; ".join(damage.with_lines for damage in damages)
             raise RunError(
-                f"{option}: not all of {curve.name} can be read: {damage}"
-                + (f" (lines {lines})" if len(damage.lines) > 1 else "")
-                + f"; restore the file, or leave out {option} to compare the rest"
+                f"{option}: not all of {curve.name} can be read: {texts}; restore the file, or "
+                f"leave out {option} to compare the rest"
             )
         if curve.invented_steps:
             raise UserError(
