@@ -216,6 +216,10 @@ class _Pair:
             data = comparison.DataComparison(same=not unlike, differences=unlike)
         steps = self.points["loss"].steps
         identical = steps[steps < self.changed]
+        diagnosis = None
+        if not match:
+            kind, step, text = causes[0].kind, causes[0].step, causes[0].evidence
+            diagnosis = comparison.Diagnosis(kind=kind, step=step, text=text)
         only_in_a, only_in_b = alignment.only
         return Comparison(
             verdict=verdict,
@@ -227,7 +231,7 @@ class _Pair:
                 verdict, metrics, basis, self.band, () if match else causes, letter, steps
             ),
             causes=causes,
-            diagnosis=None if match else comparison.Diagnosis.of(causes[0]),
+            diagnosis=diagnosis,
             settings=(*(setting.text for setting in self.settings), *commands),
             data=data,
             tolerance=self.tolerances,

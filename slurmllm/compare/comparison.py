@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -135,10 +135,6 @@ class Diagnosis(Record):
     step: int  # first step with it
     text: str
 
-    @classmethod
-    def of(cls, cause: Cause) -> Self:
-        return cls(kind=cause.kind, step=cause.step, text=cause.evidence)
-
 
 class BandOfMetric(Record):
     """A metric of B against the spread of the seeds."""
@@ -212,12 +208,12 @@ def curve_letter(position: int) -> str:
 def refuse_inexact_logs(curves: Sequence[Curve], option: str) -> None:
     """Raise UserError if `option` requires equal points, but a log lost some, or has no steps."""
     for curve in curves:
-        for damage in (text for text in curve.warnings if isinstance(text, DamageWarning)):
-            lines = ", ".join(map(str, damage.lines[:5])) + (" …" if len(damage.lines) > 5 else "")
+        damages = [text for text in curve.warnings if isinstance(text, DamageWarning)]
+        if damages:
+            texts = "; ".join(damage.with_lines for damage in damages)
             raise RunError(
-                f"{option}: not all of {curve.name} can be read: {damage}"
-                + (f" (lines {lines})" if len(damage.lines) > 1 else "")
-                + f"; restore the file, or leave out {option} to compare the rest"
+                f"{option}: not all of {curve.name} can be read: {texts}; restore the file, or "
+                f"leave out {option} to compare the rest"
             )
         if curve.invented_steps:
             raise UserError(

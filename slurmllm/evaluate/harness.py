@@ -37,20 +37,9 @@ _TRUST = "pass --allow-code-execution to allow it, if you trust its author"
 # Settings that change only prompts, answers and metrics. The harness's own functions can be made to
 # run code by the others: some evaluate the questions, or load the tokenizer that `metadata` names.
 _PROMPT_SETTINGS = {
-    "description",
-    "doc_to_choice",
-    "doc_to_target",
-    "doc_to_text",
-    "fewshot_delimiter",
-    "filter_list",
-    "gen_prefix",
-    "generation_kwargs",
-    "metric_list",
-    "num_fewshot",
-    "repeats",
-    "target_delimiter",
-    "task",
-    "task_alias",
+    *("description", "doc_to_choice", "doc_to_target", "doc_to_text", "fewshot_delimiter"),
+    *("filter_list", "gen_prefix", "generation_kwargs", "metric_list", "num_fewshot", "repeats"),
+    *("target_delimiter", "task", "task_alias"),
 }
 # Settings by which transformers, datasets and evaluate run programs of a folder or of the hub.
 _CODE_SETTINGS = ("class", "custom_generate", "hf_evaluate", "trust_remote_code", "use_prompt")

@@ -72,6 +72,13 @@ class DamageWarning(str):
         warning.lines, warning.column = lines, column
         return warning
 
+    @property
+    def with_lines(self) -> str:
+        """The text and the first lines, if there are several."""
+        more = " …" if len(self.lines) > 5 else ""
+        first = f" (lines {', '.join(map(str, self.lines[:5]))}{more})"
+        return f"{self}{first if len(self.lines) > 1 else ''}"
+
 
 @dataclass(frozen=True)
 class Convention:

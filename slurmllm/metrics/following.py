@@ -358,8 +358,13 @@ class MetricNames:
             if self.format is not None and self.format.counts == "samples":
                 metrics["samples"] = step
             for metric, tag in self._choice.tags.items():
-                if tag in row:
-                    metrics[metric] = self._value(metric, tag, row[tag])
+                if tag not in row:
+                    continue
+                metrics[metric] = row[tag]
+                if metric == "step_time_s" and tag.endswith(("_ms", "(ms)")):
+                    metrics[metric] /= 1e3
+                if metric in ("seq_per_s", "tokens_per_s") and per_device(tag):
+                    metrics[metric] *= self._devices
             yield int(step) + (first == 0), metrics
 
     def _choose(self, log_format: LogFormat | None) -> None:
@@ -377,9 +382,3 @@ class MetricNames:
             self.problem = str(error) if self._total else ""
             return
         self._step, self.problem, self.format = steps[0], "", self._choice.format
-
-    def _value(self, metric: str, tag: str, value: float) -> float:
-        if metric == "step_time_s" and tag.endswith(("_ms", "(ms)")):
-            return value / 1e3
-        rate = metric in ("seq_per_s", "tokens_per_s") and per_device(tag)
-        return value * self._devices if rate else value

@@ -286,13 +286,10 @@ def _find_resume(
         earlier, later = (epochs.values[epochs.order < order], epochs.values[epochs.order >= order])
         if earlier.size and later.size and earlier[0] < later[0] >= earlier[-1]:
             return _Resume(order, next_step, tag, False)
-    goes_on = _goes_on(loss.values[before], loss.values[after])
+    # Whether the loss is, after a resume, near its last values and not its first ones
+    few = max(1, min(_FEW, (start - begin) // 4))
+    ends = (slice(begin, begin + few), slice(start - few, start), slice(start, start + few))
+    first_loss, last_loss, new_loss = (float(np.median(loss.values[end])) for end in ends)
+    moved = abs(first_loss - last_loss)
+    goes_on = moved > 0.02 * abs(first_loss) and abs(new_loss - last_loss) < _NEAR * moved
     return _Resume(order, next_step, "the loss", False) if goes_on else None
-
-
-def _goes_on(before: Floats, after: Floats) -> bool:
-    """Return whether a loss is, after a resume, near its last values and not its first ones."""
-    few = max(1, min(_FEW, len(before) // 4))
-    first, last, new = (float(np.median(v)) for v in (before[:few], before[-few:], after[:few]))
-    moved = abs(first - last)
-    return moved > 0.02 * abs(first) and abs(new - last) < _NEAR * moved

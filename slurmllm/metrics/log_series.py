@@ -187,18 +187,15 @@ class RowCollector:
         if row is not None:
             place = f"{path}:{self._lines[row]}" if self._lines[row] else str(path)
             warnings = (*warnings, f"{place}: numbers have decimal commas; read 2,5 as 2.5")
-        step_key, rows, row_steps, skipped = self._select_steps(path, tags)
+        step_key, row_steps, skipped = self._select_steps(path, tags)
         warnings = (*warnings, *self._mixed_columns(path, step_key), *skipped)
         series = {}
         for key, positions in self._rows.items():
             key_rows = np.frombuffer(positions, dtype=np.int64)
-            index = np.minimum(np.searchsorted(rows, key_rows), max(len(rows) - 1, 0))
-            has_step = rows[index] == key_rows if len(rows) else np.zeros(len(key_rows), dtype=bool)
+            steps, values = row_steps[key_rows], np.frombuffer(self._values[key])
+            has_step = steps >= 0
             if key != step_key and has_step.any():
-                values = np.frombuffer(self._values[key])
-                series[key] = TagSeries(
-                    key_rows[has_step], row_steps[index[has_step]], values[has_step]
-                )
+                series[key] = TagSeries(key_rows[has_step], steps[has_step], values[has_step])
         texts = {
             key: TextSeries(np.array(at), np.array(codes), tuple(codes_of))
             for key, (at, codes, codes_of) in self._texts.items()
@@ -216,10 +213,8 @@ class RowCollector:
             invented_steps=invented_steps,
         )
 
-    def _select_steps(
-        self, path: Path, tags: Mapping[str, str]
-    ) -> tuple[str, Ints, Ints, Sequence[str]]:
-        """Return the key of the step, the rows that have one, their steps, and warnings."""
+    def _select_steps(self, path: Path, tags: Mapping[str, str]) -> tuple[str, Ints, Sequence[str]]:
+        """Return the key of the step, the step of each row (-1: none), and warnings."""
         candidates = step_keys(self._rows, tags)
         if not candidates:
             names = [tags["step"]] if "step" in tags else common_names("step")
@@ -253,7 +248,10 @@ class RowCollector:
             )
             for step in steps[~valid][:1].tolist()
         ]
-        return step_key, rows[valid], steps[valid].astype(np.int64), warnings
+        row_steps = np.full(len(self), -1, dtype=np.int64)
+        # Of a row with several steps the first: two columns may have the same name.
+        row_steps[rows[valid][::-1]] = steps[valid][::-1].astype(np.int64)
+        return step_key, row_steps, warnings
 
     def _mixed_columns(self, path: Path, step_key: str) -> Iterator[str]:
         """Yield warnings of texts in columns of numbers; without a step, the row is left out."""

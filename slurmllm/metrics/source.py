@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -251,9 +252,9 @@ def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
     records["settings"] = _read_settings(run, warnings)
     try:
         attempts = run.attempts("train")
-        files = read_all(_read_mapping, [attempt.record for attempt in attempts])
-        for attempt, (record, faults) in zip(attempts, files, strict=True):
-            warnings += faults
+        read = partial(_read_mapping, warnings=warnings)
+        files = read_all(read, [attempt.record for attempt in attempts])
+        for attempt, record in zip(attempts, files, strict=True):
             names = record.get("nodes")
             if isinstance(names, list) and all(isinstance(node, str) for node in names):
                 records["nodes"][attempt.number] = tuple(names)
@@ -283,18 +284,20 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
     The file is read as stored, not validated: another version may have written it.
     """
     settings: dict[str, Setting] = {}
-    config, config_faults = _read_mapping(run.config)
-    manifest, manifest_faults = _read_mapping(run.graphs_manifest)
-    warnings += [*config_faults, *manifest_faults]
-    for key, value in config.items():
+    for key, value in _read_mapping(run.config, warnings).items():
         if key == "cluster" and isinstance(value, dict):
             value = {name: value.get(name) for name in _CLUSTER_SETTINGS}
         elif key in ("origin", "cluster"):
             continue
         _flatten(str(key), value, settings)
-    versions = manifest.get("versions")
-    if versions is None:  # it has no graphs
-        versions = _node_versions(run, warnings)
+    versions = _read_mapping(run.graphs_manifest, warnings).get("versions")
+    if versions is None:  # it has no graphs: those of a node of the last attempt
+        try:
+            folders = [attempt.node("").parent for attempt in run.attempts("train")[-1:]]
+            records = sorted(path for folder in folders for path in folder.glob("*.json"))
+            versions = _read_mapping(records[0], warnings).get("versions") if records else None
+        except OSError as error:
+            warnings.append(f"cannot read the attempts of {run.path}: {os_error_text(error)}")
     _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
     return settings
 
@@ -310,22 +313,7 @@ def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
         into[path] = json.dumps(value, default=str)
 
 
-def _node_versions(run: RunDir, warnings: list[str]) -> object:
-    """Return the versions in the record of a node of the last attempt; None without one."""
-    try:
-        folders = [attempt.node("").parent for attempt in run.attempts("train")[-1:]]
-        records = sorted(path for folder in folders for path in folder.glob("*.json"))
-    except OSError as error:
-        warnings.append(f"cannot read the attempts of {run.path}: {os_error_text(error)}")
-        return None
-    for record in records[:1]:
-        node, faults = _read_mapping(record)
-        warnings += faults
-        return node.get("versions")
-    return None
-
-
-def _read_mapping(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
+def _read_mapping(path: Path, warnings: list[str]) -> Mapping[Any, Any]:
     """Read a YAML or JSON file; empty without the file, or with a warning if it is damaged."""
     import yaml  # other frameworks' logs need none
 
@@ -336,14 +324,15 @@ def _read_mapping(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
             content = json.loads(read_limited(path))
         else:
             content = parse_yaml(read_limited(path, LARGEST_YAML).decode())
+        if isinstance(content, dict):
+            return content
+        fault = f"a {type(content).__name__}, not a mapping"
     except FileNotFoundError:
-        return {}, []
+        return {}
     except OSError as error:
-        return {}, [f"cannot read {path}: {os_error_text(error)}"]
+        warnings.append(f"cannot read {path}: {os_error_text(error)}")
+        return {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         fault = " ".join(str(error).split())  # YAML's messages span several lines
-    else:
-        if isinstance(content, dict):
-            return content, []
-        fault = f"a {type(content).__name__}, not a mapping"
-    return {}, [f"{path} is damaged: {fault:.200}; ignoring it"]
+    warnings.append(f"{path} is damaged: {fault:.200}; ignoring it")
+    return {}

@@ -10,14 +10,17 @@ import pytest
 from click.testing import CliRunner, Result
 from training_rows import MakeFile, MakeRun, make_row, make_rows
 
+from slurmllm import compare_runs
 from slurmllm.cli.compare import _parse_shifts, compare
 from slurmllm.cli.main import cli
 from slurmllm.cli.options import LogOptions
 from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
 from slurmllm.run.rundir import RunDir
+from tests.metrics.test_other_shapes import LOSSES, WriteLog, points, write
 from tests.metrics.test_tensorboard_logs import event, scalar, write_events
 
 METRICS = ("loss", "grad_norm")
+__all__ = ["write"]  # a fixture
 
 
 @pytest.fixture
@@ -25,6 +28,8 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignor
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURMLLM_RUNS", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
+    for name in ("_draw_curves", "_draw_difference"):  # see test_plot
+        monkeypatch.setattr(f"slurmllm.compare.plot.{name}", lambda *_: None)
 
     def run(*arguments: object) -> Result:
         return CliRunner().invoke(compare, [str(argument) for argument in arguments])
@@ -316,3 +321,69 @@ def test_exact_of_a_printed_log(run_command, make_run: MakeRun, full_rows, tmp_p
     answer = parsed(run_command("whole", "printed.log", "--exact", "--no-plot", "--json"))
     assert (answer["verdict"], answer["causes"]) == ("match", [])
     assert any("whose numbers are rounded" in text for text in answer["warnings"])
+
+
+def test_invented_steps_are_refused_where_points_must_match(write: WriteLog) -> None:
+    numbered = write("b.log", *(f"{{'loss': {loss}, 'epoch': 0.1}}" for loss in LOSSES))
+    rows = (json.dumps({"step": step, "loss": loss}) for step, loss in points())
+    ours = write("a.jsonl", *rows)
+    run = CliRunner().invoke
+    for options in (["--exact"], ["--require", "identical"], ["--require", "match"]):
+        for order in ([ours, numbered], [numbered, ours]):
+            result = run(cli, ["compare", *map(str, order), "--no-plot", *options])
+            assert result.exit_code == 2
+            assert f"{' '.join(options)}: the steps of b are invented" in result.output
+    result = run(cli, ["compare", str(ours), str(numbered), "--no-plot"])
+    assert result.exit_code == 0
+    assert (
+        "identical: if the step numbers of B, which no log shows, are right, loss is"
+        in result.output
+    )
+    document = json.loads(
+        run(cli, ["compare", str(ours), str(numbered), "--no-plot", "--json"]).output
+    )
+    assert document["reason"].startswith("if the step numbers of B, which no log shows, are right")
+    with pytest.raises(UserError, match="exact=True: the steps of b are invented"):
+        compare_runs(ours, numbered, exact=True)
+    assert compare_runs(ours, numbered).verdict == "identical"
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "row", "damage", "message"),
+    [
+        ("b.csv", "step,loss", "{},{}", "21", "b.csv:22: skipped 2 rows with fewer"),
+        ("b.csv", "step,loss", "{},{}", "21,1,2", "b.csv:22: skipped 2 rows with more"),
+        ("b.csv", "step,loss", "{},{}", "21,3.x1", "b.csv:22: '3.x1' in column 'loss' is not"),
+        ("b.csv", "step,loss", "{},{}", "2x1,3.1", "b.csv:22: '2x1' in column 'step' is not"),
+        ("b.csv", "step,loss", "{},{}", "-21,3.1", "skipped 2 of 41 rows: step is -21"),
+        ("b.jsonl", "", '{{"step": {}, "loss": {}}}', '{"step": 21', "b.jsonl:22: not a JSON"),
+        ("b.log", "", "upd {} nll={}", "upd 21 nll=3.x1", "b.log:22: '3.x1' in column 'loss' is"),
+    ],
+)
+def test_lost_rows_are_refused_where_points_must_match(
+    name: str, head: str, row: str, damage: str, message: str, write: WriteLog
+) -> None:
+    ours = write("a.csv", "step,loss", *(f"{step},{loss}" for step, loss in points()))
+    rows = [row.format(*point) for point in points()]
+    damaged = write(name, head, *rows[:20], damage, damage, *rows[21:])
+    pattern = ["--pattern", r"B:upd (?P<step>\d+) nll=(?P<loss>\S+)"] if ".log" in name else []
+    arguments = ["compare", str(ours), str(damaged), "--no-plot", *pattern]
+    for options in (["--exact"], ["--require", "identical"], ["--require", "match"]):
+        result = CliRunner().invoke(cli, [*arguments, *options])
+        assert result.exit_code == 2
+        assert f"{' '.join(options)}: not all of b can be read: " in result.output
+        assert message in result.output
+        assert "(lines 22, 23); restore the file, or leave out --" in result.output
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, message in result.output) == (0, True)
+
+
+def test_a_cut_last_row_or_damage_elsewhere_is_not_refused(write: WriteLog) -> None:
+    ours = write("a.csv", "step,loss", *(f"{step},{loss}" for step, loss in points()))
+    rows = [f"{step},{loss},{note}" for (step, loss), note in zip(points(), "1?" * 20, strict=True)]
+    cut = write("b.csv", "step,loss,note", *rows, "41")
+    result = CliRunner().invoke(cli, ["compare", str(ours), str(cut), "--no-plot", "--exact"])
+    assert result.exit_code == 0, result.output
+    assert "b.csv:42: skipped the truncated last line" in result.output
+    with pytest.raises(RunError, match="exact=True: not all of c can be read"):
+        compare_runs(ours, write("c.csv", "step,loss", "1,3.0", "x,2.9", "3,2.8"), exact=True)

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given
+from amounts import amount
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.compare.divergence import detect_divergence
@@ -129,6 +130,7 @@ def test_a_tolerance_of_nothing_admits_nothing() -> None:
     assert detect_divergence(r, 0.0).rule == "lasting"
 
 
+@settings(max_examples=amount(25, of=100))
 @given(
     st.lists(st.floats(-2, 2), min_size=1, max_size=200),
     st.floats(0, 1),

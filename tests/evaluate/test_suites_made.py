@@ -13,7 +13,7 @@ from amounts import sample
 from click.testing import CliRunner, Result
 
 from evaluate.conftest import by_hand, needs_harness, scores, train_tiny
-from evaluate.made_hub import PER_SPLIT, ROWS, write_hub, write_humaneval, write_logiqa
+from evaluate.made_hub import PER_SPLIT, made_row, write_hub, write_humaneval, write_logiqa
 from slurmllm.cli.main import cli
 from slurmllm.evaluate.harness import task_manager
 from slurmllm.evaluate.suites import AVERAGE, VALIDATION, find_suite
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         for i in range(60)
         for text in (
             f"def next_{i}(x):\n    return x + 1\n",
-            f"Q: {ROWS['openai/gsm8k']('', i)['question']}\nA: The answer is 7.\n\n",
+            f"Q: {made_row('openai/gsm8k', '', i)['question']}\nA: The answer is 7.\n\n",
             f"Leaf {i} is {('red', 'blue')[i % 2]}.\n",
         )
     ]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from amounts import amount
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import save_attempt
 from training_rows import MakeFile, MakeRun, make_row, make_rows, write_rows
@@ -158,6 +159,7 @@ def test_versions_of_a_run_without_graphs_are_those_of_its_last_attempt(make_run
     assert read_curve(run.path).settings["versions.torch"] == "2.13"
 
 
+@settings(max_examples=amount(15, of=60))
 @given(
     resumes=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=4),
     cut=st.integers(0, 200),

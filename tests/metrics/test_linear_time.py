@@ -13,7 +13,7 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.source import read_curve
 from slurmllm.metrics.text_logs import TextReader
 from slurmllm.run.error_patterns import table
-from tests.metrics.test_formats import LINES, OTHER_LINES
+from tests.metrics.test_formats import LINES
 
 LONG = 1 << 13  # characters
 MOST_S = 0.25  # of processor time; quadratic time takes a second
@@ -33,7 +33,7 @@ def long_lines(example: str, length: int = LONG) -> Iterator[str]:
             yield begin + tail * ((length - place) // len(tail))
 
 
-EXAMPLES = [*((name, case[0]) for name, case in LINES.items()), *(c[:2] for c in OTHER_LINES)]
+EXAMPLES = [(example["format"], example["text"]) for example in LINES]
 EXAMPLES += [
     (
         "Hugging Face Trainer",

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from amounts import amount
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -56,6 +57,7 @@ eighths = st.integers(0, 40).map(lambda n: n / 8)
 bad = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
+@settings(max_examples=amount(25, of=100))
 @given(
     st.lists(st.one_of(eighths, eighths, eighths, bad), min_size=1, max_size=60),
     st.integers(1, 12),

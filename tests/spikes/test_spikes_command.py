@@ -27,6 +27,7 @@ def spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURMLLM_RUNS", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("slurmllm.spikes.plot._draw_run", lambda *_: None)  # see test_picture
 
     def run(*arguments: object) -> Result:
         return CliRunner().invoke(cli, ["spikes", *map(str, arguments)])
