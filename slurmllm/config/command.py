@@ -31,8 +31,10 @@ _LAUNCHERS = {
     *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
 }
 # Sections of our own trainers that a recipe with a command does not have.
-_ABSENT = ("model", "train", "optim")
-REFUSED = (*_ABSENT, "data", "eval", "parallel", "layouts", "guard", "profile", "hooks", "plugins")
+REFUSED = (
+    *("model", "train", "optim", "data", "eval", "parallel"),
+    *("layouts", "guard", "profile", "hooks", "plugins"),
+)
 
 
 def _save_signal(name: str) -> str:
@@ -135,23 +137,9 @@ def name_of_command(words: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "command"
 
 
-def without_training(values: Mapping[str, Any], sections: Mapping[str, type[BaseModel]]) -> Any:
-    """Return a recipe's sections, those of a training absent; ValueError if it has one."""
-    set_too = [name for name in REFUSED if values.get(name) and not is_absent(values[name])]
-    if set_too:
-        names = ", ".join(set_too)
-        raise ValueError(f"a recipe with a command has no section {names}; leave it out")
-    return {**values, **{name: _absent(sections[name], name) for name in _ABSENT}}
-
-
-def is_absent(section: object) -> bool:
-    """Whether a section is a recipe's that has a command instead."""
-    return isinstance(section, BaseModel) and type(section).__name__.startswith("_No")
-
-
 @cache  # so that equal recipes are equal
-def _absent(section: type[S], name: str) -> S:
-    """Return a section without values; who reads one gets a ConfigError."""
+def absent_section(section: type[S], name: str) -> S:
+    """Return a section of a recipe with a command instead; who reads a value gets a ConfigError."""
 
     def refuse(self: BaseModel, field: str) -> Any:
         if field in section.model_fields:

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from slurmllm.config.command import CommandConfig, without_training
+from slurmllm.config.command import CommandConfig, absent_section
 from slurmllm.config.data_sources import SourceName
 from slurmllm.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.config.operation import (
@@ -487,9 +487,8 @@ class Recipe(Section):
     def _has_command_or_training(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("command") is None:
             return values
-        return without_training(
-            values, {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
-        )
+        sections = {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
+        return {**values, **{name: absent_section(kind, name) for name, kind in sections.items()}}
 
     def require_training(self, what: str, fix: str) -> None:
         """Raise ConfigError if the recipe has a command, and `what` is of our own trainings."""

@@ -165,15 +165,7 @@ def expected_losses(
         noticing: Of failures; `durations.noticing` goes before it.
         restarts: Share of the failures after which new workers start in the same job: no wait in
             the queue, no broadcast of graphs, and the job's time limit goes on. The others end it.
-
-    Raises:
-        ValueError: a count, a duration or a rate that is not above 0.
     """
-    if min(nodes, step_s, node_mtbf_hours, every_steps or 1, leaves_s or 1.0) <= 0:
-        raise ValueError(
-            f"nodes {nodes}, step_s {step_s}, node_mtbf_hours {node_mtbf_hours}, every_steps "
-            f"{every_steps} and leaves_s {leaves_s} must all be above 0"
-        )
     mtbf_s = node_mtbf_hours * HOUR_S / nodes
     best_s = best_interval_s(save.waited_s, mtbf_s)
     auto_steps = max(1, math.ceil(max(best_s, save.total_s) / step_s))

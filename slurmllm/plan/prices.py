@@ -282,13 +282,8 @@ def cost(
         effective: Share of the node hours that trains, by `plan.lost_time`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
         waits_are_paid: Whether nodes cost the same while the run waits in the queue.
-
-    Raises:
-        ValueError: a share is not above 0, or is above 1.
     """
     goodput = effective if goodput is None else goodput
-    if not (0 < effective <= 1 and 0 < goodput <= 1):
-        raise ValueError(f"effective {effective} and goodput {goodput} must be within (0, 1]")
     recipe = candidate.config.recipe
     nodes = candidate.mesh.nodes + recipe.slurm.spare_nodes
     a_step = candidate.mesh.global_batch * recipe.model.seq_len

@@ -9,7 +9,6 @@ import pytest
 from slurmllm.config.profiles import available
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.plan.mesh import make_mesh
 
 
 def recipe(name: str) -> Recipe:
@@ -134,21 +133,3 @@ def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
         (result.train.steps, 300e9),
     ):
         assert steps == pytest.approx(tokens / a_step, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "data", "accumulation"),
-    [
-        ("neox_20b", 4, 4, 64),
-        ("pythia_6.9b", 4, 16, 8),
-        ("llama2_7b", 128, 512, 2),
-        ("llama2_7b_finetune", 1, 4, 8),
-        ("llama2_70b", 32, 4, 256),
-        ("llama3_8b", 4, 4, 256),
-        ("llama3_70b", 16, 2, 512),
-        ("gpt3_46b", 32, 16, 64),
-    ],
-)
-def test_meshes_of_the_sources(name: str, nodes: int, data: int, accumulation: int) -> None:
-    mesh = make_mesh(resolve(name), nodes)
-    assert (mesh.data, mesh.accumulation) == (data, accumulation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
 
 import month
 import numpy as np
@@ -185,13 +184,6 @@ def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
 
     assert effective(1) == pytest.approx(3600 / (3600 + 15 + 10 + 450 + 60 + 10), rel=1e-3)
     assert effective(1) < effective(10) < effective(47) == effective(1000)
-
-
-def test_bad_figures() -> None:
-    for bad in ({"nodes": 0}, {"step_s": 0.0}, {"node_mtbf_hours": 0.0}, {"every_steps": -1}):
-        arguments: dict[str, Any] = {"nodes": 4, "step_s": 1.0, "node_mtbf_hours": 100.0} | bad
-        with pytest.raises(ValueError, match="must all be above 0"):
-            expected_losses(save=SaveCost(1.0, 1.0), durations=USUAL, **arguments)
 
 
 @pytest.mark.parametrize("model", sorted(month.PRESETS))

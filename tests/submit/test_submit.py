@@ -88,17 +88,6 @@ def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
     assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
 
 
-def test_a_damaged_run_does_not_hide_the_others(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    submitted(fake, inputs, "--name", "whole")
-    sent = submitted(fake, inputs, "--name", "broken")
-    RunDir(Path(str(sent["run_dir"]))).jobs.write_text("{")
-    states = {run["name"]: run for run in call_json("status")["runs"]}
-    assert states["whole"]["state"] == "queued"
-    assert states["broken"]["state"] == "damaged"
-    assert "jobs.json" in states["broken"]["reason"]
-    assert "jobs.json is damaged" in fails(4, "status", "broken")
-
-
 def test_dry_run_shows_environment_and_arguments(fake: FakeSlurm) -> None:
     more = ("--set", "env.NEURON_RT_EXEC_TIMEOUT=7", "--set", "env.EMPTY=")
     result = call("submit", "neox_20b", "--nodes", "4", "--dry-run", "--json", *more)
@@ -139,26 +128,6 @@ def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
     assert refused.exit_code == 0
     assert f"warning: submit would refuse this: {message}" in refused.stderr
     assert "warning" not in dry.stderr
-
-
-def test_status_follows_the_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    submitted(fake, inputs, "--name", "r")
-
-    def state() -> str:
-        return str(call_json("status", "r")["state"])
-
-    assert state() == "queued"
-    fake.start("1")
-    assert state() == "precompiling"
-    fake.finish("1")
-    fake.start("2")
-    assert state() == "training"
-    fake.fail_node("n1")
-    assert state() == "queued"  # no attempt left a record
-    assert call("cancel", "r").exit_code == 0
-    assert state() == "cancelled"
-    assert "nothing to cancel" in call("cancel", "r").stdout
-    assert call_json("status")["runs"][0]["name"] == "r"
 
 
 def test_resume_submits_again_in_the_same_directory(
@@ -401,15 +370,6 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
     assert "8 = data 8 × 1 × micro batch 1; auto: 2 chosen of 1, 2 on n1" in message
     assert call_json("status", "r")["micro_batch"]["micro_batch"] == 2
     assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
-
-
-def test_sbatch_refusing_leaves_the_name_free(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    fake.refuse = "Batch job submission failed: Invalid account"
-    message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
-    assert "Invalid account" in message
-    assert not Path("runs/r").exists()
-    fake.refuse = None
-    assert submitted(fake, inputs, "--name", "r")["run"] == "r"
 
 
 def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
