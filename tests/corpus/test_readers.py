@@ -344,7 +344,7 @@ def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
         (
             b'1,"' + b"a\n" * (1 << 19) + b'"\n2,"' + b"x\n" * (1 << 20),
             ["a\n" * (1 << 19)],
-            ["524290: a cell of more than 1,048,576 characters, or a quotation mark that is never"],
+            ["524291: a cell of more than 1,048,576 characters, or a quotation mark that is never"],
         ),
     ):
         path.write_bytes(b"id,text\n" + rows)

@@ -8,7 +8,6 @@ error.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import itertools
 import json
 import re
@@ -60,9 +59,13 @@ def read_json_lines(
 def _is_array(begin: bytes) -> bool:
     """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
     first, _, rest = begin.lstrip().partition(b"\n")
-    with contextlib.suppress(ValueError, RecursionError):
-        return first.startswith(b"[") and not (rest.strip() and json.loads(first))
-    return first.startswith(b"[")
+    if not first.startswith(b"[") or not rest.strip():
+        return first.startswith(b"[")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _parse_block(
