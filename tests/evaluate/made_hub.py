@@ -125,7 +125,7 @@ def _reads(task: Any) -> tuple[str, str, set[str]]:
 def made_row(path: str, part: str, i: int) -> Row:
     """The row of a number in a part of a data set, by its template."""
     a, b, c, d = (_COLOURS[(i + k) % len(_COLOURS)] for k in range(4))
-    values = {"i": i, "next": i + 1, "fourth": i % 4, "odd": i % 2, "even": 1 - i % 2}
+    values: Row = {"i": i, "next": i + 1, "fourth": i % 4, "odd": i % 2, "even": 1 - i % 2}
     values |= {"upper": "ABCD"[i % 4], "lower": "abcd"[i % 4], "first_or_second": 1 + i % 2}
     values |= {"a": a, "b": b, "c": c, "d": d, "A": a.title(), "B": b.title(), "part": part}
     values |= {"a_or_b": (a, b)[i % 2], "support": f"Stone {i} is {a}." if i % 2 else ""}
