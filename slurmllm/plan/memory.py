@@ -71,10 +71,6 @@ class WorkerMemory:
         return {name: size for name, size in {**resting, **fullest}.items() if size}
 
     @property
-    def at_rest(self) -> int:
-        return self.weights + self.optimizer + self.pipeline
-
-    @property
     def peak(self) -> int:
         return sum(self.parts().values())
 

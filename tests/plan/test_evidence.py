@@ -122,7 +122,7 @@ def test_an_assumed_network_gives_a_range() -> None:
 def test_profiles_with_software_of_different_years_are_warned_of() -> None:
     def plans(*profiles: str) -> list[RecipePlan]:
         configs = [resolve("gpt3_1.3b", profile) for profile in profiles]
-        return [plan_recipe(config, [1], lambda _: [], None, None) for config in configs]
+        return [plan_recipe(config, [], lambda _: [], None, None) for config in configs]
 
     assert plan_warnings(plans("p4d", "p5", "h100_ib")) == []
     assert plan_warnings(plans("p4d", "p5", "p5en", "p6-b200")) == [

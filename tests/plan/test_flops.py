@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
+from amounts import amount
 from published_rows import FOLDER, configuration
 
 from slurmllm.config.resolve import resolve
@@ -24,7 +25,7 @@ def test_model_flops_are_those_of_llm_foundry() -> None:
     with (FOLDER / "published_gpu.csv").open(encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["mfu"]]
     assert len(rows) == 128
-    for row in rows:
+    for row in rows[:: amount(4, of=1)]:
         length = int(row["seq_len"])
         model = configuration(row["model"], length, "p4d", []).recipe.model
         per_s = float(row["throughput_value"]) / length

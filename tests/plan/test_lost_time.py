@@ -42,10 +42,10 @@ NO_STOPS = tuple(f"slurm.{limit}=1000000" for limit in LIMITS)
 @pytest.mark.parametrize(
     ("nodes", "every", "save", "limit_h"),
     sample(
-        2,
+        1,
         [
-            (64, 100, SaveCost(60.0, 60.0), 12),
             (4096, 50, SaveCost(30.0, 400.0), None),
+            (64, 100, SaveCost(60.0, 60.0), 12),
             (512, 150, SaveCost(2.0, 60.0), 3),
             (4, None, SaveCost(2.0, 60.0), 48),
         ],

@@ -26,7 +26,7 @@ def test_one_worker_has_everything() -> None:
 def test_zero_stages() -> None:
     both = ("cluster.devices_per_node=4", "train.global_batch=32")
     item, two, three = (memory("tiny_neox", 1, *both, f"parallel.zero={z}") for z in (1, 2, 3))
-    assert item.at_rest == two.at_rest == three.at_rest
+    assert item.optimizer == two.optimizer == three.optimizer
     assert item.whole_gradients > two.whole_gradients
     assert two.whole_weights > three.whole_weights
 

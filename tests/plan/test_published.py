@@ -38,6 +38,7 @@ def test_models_left_out_are_predicted(kind: str) -> None:
         assert not off or abs(statistics.mean(off)) <= planner.BIAS
 
 
+@pytest.mark.long
 def test_layouts_of_trn1_left_out_are_predicted() -> None:
     answer = [case for case in planner.all_cases("trn1") if planner.is_evidence(case)]
     results = planner.leave_out("trn1", planner.layouts(answer), planner.layouts(answer))
