@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -123,7 +124,7 @@ class Scenes:
     """The scenes of the selected tests, played; `outcomes` has that of each by the test's id."""
 
     def __init__(self, stage: Stage, items: list[pytest.Item]) -> None:
-        self.stage = stage
+        self.stage, self._output = stage, sys.stdout  # which CliRunner replaces now and then
         self.outcomes: dict[str, Future[None]] = {}
         items = sorted(items, key=lambda item: item.function.order)
         try:
@@ -147,7 +148,8 @@ class Scenes:
             item.function.play(self.stage, **case)
             result = "passed"
         finally:
-            print(f"{result} after {time.monotonic() - began:.0f} s: {item.name}", flush=True)
+            line = f"{result} after {time.monotonic() - began:.0f} s: {item.name}"
+            print(line, file=self._output, flush=True)
 
 
 def scenes_of(session: pytest.Session) -> list[pytest.Item]:

@@ -19,6 +19,7 @@ from slurmllm.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 NODE, DRAINED = "n21", "n22"  # no other scene needs them
+RESUMED = (f"NodeName={DRAINED}", "State=RESUME")
 
 
 def scontrol(*arguments: str) -> None:
@@ -65,10 +66,15 @@ def test_a_pending_run_starts_on_an_included_node(stage: Stage) -> None:
 
 @contextmanager
 def partition(name: str) -> Iterator[str]:
-    nodes = DRAINED if name == "late-node" else NODE
+    nodes = f"{NODE},{DRAINED}" if name == "late-node" else NODE
     scontrol("create", f"PartitionName={name}", f"Nodes={nodes}", "MaxTime=60", "State=UP")
-    yield name
-    subprocess.run(["scontrol", "delete", f"PartitionName={name}"], capture_output=True)
+    try:
+        yield name
+    finally:
+        # Refused while a job is in it, and if the node is not drained.
+        subprocess.run(["scontrol", "delete", f"PartitionName={name}"], capture_output=True)
+        if DRAINED in nodes:
+            subprocess.run(["scontrol", "update", *RESUMED], capture_output=True)
 
 
 # Options of the job, what changes before it is released, Slurm's reason, ours, its command
@@ -121,7 +127,7 @@ def test_a_wait_is_explained_and_its_command_ends_it(stage: Stage, name: str) ->
             remedy = next(line for line in lines if command in line)
             subprocess.run(shlex.split(remedy), check=True)
         else:
-            scontrol("update", f"NodeName={DRAINED}", "State=RESUME")
+            scontrol("update", *RESUMED)
         stage.until(lambda: not waits(), f"{reason} has not ended", every_s=2.0)
         stage.look("cancel", run)
 

@@ -193,13 +193,14 @@ class Cluster:
 
     def power_off(self, *nodes: str) -> None:
         """Kill everything on the nodes at one blow, and wait until nothing is left."""
-        for node in {wired_node(name) for name, _ in self.processes.all()}.intersection(nodes):
+        running = list(self.processes.all())
+        for node in {wired_node(name) for name, _ in running}.intersection(nodes):
             self.network().restore(node, None)
-        for node in nodes:
-            if init := self.init(node):
-                kill(init, signal.SIGKILL)
+        for name, pid in running:
+            if name in nodes and is_namespace_init(pid):
+                kill(pid, signal.SIGKILL)
         # A node's `unshare` outlives every process in its namespace.
-        wait_gone(lambda: [pid for node in nodes for pid in self.processes.named(node)])
+        wait_gone(lambda: [pid for name, pid in self.processes.all() if name in nodes])
 
     def freeze(self, node: str) -> None:
         """Stop every process of a node where it stands; its connections stay open."""

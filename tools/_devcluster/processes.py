@@ -74,7 +74,7 @@ class Processes:
             if time.monotonic() > deadline:
                 listed = ", ".join(names)
                 raise Fault(f"not ready after {limit_s:.0f} s: {listed}\n{self.tail(names[0])}")
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def tail(self, name: str) -> str:
         """The end of the log of a daemon or a node, with a heading."""
@@ -108,7 +108,7 @@ def wait_gone(pids: Callable[[], list[int]]) -> None:
     while left := pids():
         if time.monotonic() > deadline:
             raise Fault(f"killed, but still there after {GONE_S:.0f} s: processes {left}")
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def run_state(pid: int) -> str:
