@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 class BroadcastNodes(Nodes, Protocol):
     """The nodes of an attempt, with a way to copy files to them."""
 
-    def broadcast(
-        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
-    ) -> str | None:
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
         """Copy a file to the same path on every node; returns the reason of a failure."""
 
 

@@ -2,7 +2,7 @@
 
 These are the tokenizer, small corpora and, of corpora in Megatron's format, the index: one reader a
 node instead of one a worker. Larger corpora are read from the shared file system, a document at a
-time. Workers find the copies by `staged_files.local_copy`.
+time. Workers find the copies by `worker_files.local_copy`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.run.safe_files import check_private_folder, open_regular, os_error_text
-from slurmllm.run.staged_files import copy_name
+from slurmllm.run.worker_files import copy_name
 from slurmllm.staging.archive import free_for
 
 FOLDER = "inputs"  # in the user's private folder on a node

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError
-from slurmllm.run.staged_files import STAGED_INPUTS
+from slurmllm.run.worker_files import STAGED_INPUTS
 from slurmllm.staging.inputs import stage_inputs
 from slurmllm.staging.install import Staged, install_environment
 
