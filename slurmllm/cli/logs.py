@@ -22,8 +22,8 @@ from slurmllm.run.safe_files import open_regular
 
 if TYPE_CHECKING:
     from slurmllm.run.records import AttemptRecord
+    from slurmllm.status.first_failure import Culprit
     from slurmllm.status.logs import LogSelection, RankLine
-    from slurmllm.supervise.first_failure import Culprit
 
 _LOOK_S = 0.5  # between two reads of the files
 _ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
@@ -182,8 +182,7 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
         RunError: There are no such workers, or the log is still on its node.
     """
     from slurmllm.run.records import NodeRecord
-    from slurmllm.status.logs import ranks_with_logs
-    from slurmllm.supervise.log_files import node_of
+    from slurmllm.status.logs import node_of, ranks_with_logs
 
     run, stage, attempt = selection.run, selection.stages[-1], selection.attempt
     record: AttemptRecord | None = None
@@ -235,9 +234,8 @@ def _request_logs(selection: LogSelection, requested: set[tuple[Stage, int]], wa
     are not there in time.
     """
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.logs import awaited_ranks, request_logs
+    from slurmllm.status.logs import awaited_ranks, node_of, request_logs
     from slurmllm.status.runs import is_active
-    from slurmllm.supervise.log_files import node_of
 
     try:
         record = request_logs(selection, requested, lambda: is_active(selection.run, SlurmClient()))
@@ -299,7 +297,7 @@ class _Printer:
     def _node(self, line: RankLine) -> str:
         """Return the node of a line; empty if the record of its attempt is not written yet."""
         from slurmllm.run.records import AttemptRecord
-        from slurmllm.supervise.log_files import node_of
+        from slurmllm.status.logs import node_of
 
         if (key := line[:2]) not in self.records:
             with suppress(StorageError):
@@ -310,7 +308,7 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
-    from slurmllm.supervise.first_failure import outliers, read_stacks, stack_location
+    from slurmllm.supervise.stacks import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
@@ -332,7 +330,7 @@ def _stacks(run: RunDir, rank: int | None) -> str:
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     """Print the first failing worker of an attempt; when following, of every failed attempt."""
-    from slurmllm.supervise.first_failure import culprit, failed_attempts
+    from slurmllm.status.first_failure import culprit, failed_attempts
 
     run, attempt = selection.run, selection.attempt
     printed: set[tuple[Stage, int]] = set()
@@ -357,7 +355,7 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
 
 
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
-    from slurmllm.supervise.first_failure import last_lines, log_of
+    from slurmllm.status.logs import last_lines
 
     record = culprit.record
     action = f" → {record.action}" if record.action else ""
@@ -382,7 +380,7 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
     if culprit.stacks:
         click.echo(f"  stacks of all workers: `slurmllm logs {run.name} --stacks`")
     texts = last_lines(run, record, culprit.rank, lines)
-    log = log_of(run, record, culprit.rank)
+    log = run.worker_log(record.stage, record.attempt, culprit.rank)
     click.secho(
         f"last {format_plural(len(texts), 'line')} of {log}" if texts else f"nothing in {log}",
         bold=True,

@@ -11,12 +11,15 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
+import math
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Container
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from secrets import token_bytes
 from typing import NamedTuple
 
@@ -24,7 +27,7 @@ MAX_PENDING = 256  # connections from other machines; the oldest gives way and c
 _GREETING_S = 5.0  # for another node's relay, which connects again if it was too slow
 _WORKER_GREETING_S = 600.0  # through the Unix socket, which no other user reaches
 _PAUSE_S = 0.1
-_CLAIM = struct.Struct("!BII")  # role, rank (of a worker) or index (of a node), workers of the run
+_CLAIM = struct.Struct("!BI")  # role, rank (of a worker) or index (of a node)
 _CHALLENGE = _PROOF = 32  # bytes
 GREETING_BYTES = _CLAIM.size + _CHALLENGE + _PROOF
 
@@ -38,15 +41,14 @@ class Role(IntEnum):
     NODE = 2
 
 
-class Claim(NamedTuple):
-    """Who a peer is, proved by its greeting."""
+class Peer(NamedTuple):
+    """A worker, or the relay of another node: what its greeting claims and proves."""
 
     role: Role
     number: int  # rank of a worker, or index of a node in the attempt
-    world_size: int
 
 
-def authenticate(peer: socket.socket, claim: Claim, secret: bytes) -> None:
+def authenticate(peer: socket.socket, claim: Peer, secret: bytes) -> None:
     """Prove to a relay that this peer is of its attempt, and have it prove the same.
 
     Raises an OSError, TimeoutError included, if it does not.
@@ -61,8 +63,7 @@ def authenticate(peer: socket.socket, claim: Claim, secret: bytes) -> None:
 def _read(peer: socket.socket, length: int) -> bytes:
     data = b""
     while len(data) < length:
-        part = peer.recv(length - len(data))
-        if not part:
+        if not (part := peer.recv(length - len(data))):
             raise ConnectionResetError("closed")
         data += part
     return data
@@ -72,23 +73,20 @@ def _proof(secret: bytes, role: bytes, text: bytes) -> bytes:
     return hmac.digest(secret, role + text, "sha256")
 
 
+@dataclass
 class _PendingConnection:
     """A connection to a relay that has not proved yet that it is of this attempt."""
 
-    def __init__(self, peer: socket.socket) -> None:
-        limit_s = _WORKER_GREETING_S if peer.family == socket.AF_UNIX else _GREETING_S
-        self.deadline = time.monotonic() + limit_s
-        self.greeting = b""
-        self.challenge = token_bytes(_CHALLENGE)
-        peer.setblocking(False)
-        peer.send(self.challenge)
+    deadline: float
+    challenge: bytes = field(default_factory=partial(token_bytes, _CHALLENGE))
+    greeting: bytes = b""
 
 
 class Authenticator:
     """The pending connections of a relay, whose selector wakes it when one sends its greeting."""
 
-    def __init__(self, selector: selectors.BaseSelector, secret: bytes, world_size: int) -> None:
-        self._selector, self._secret, self._world_size = selector, secret, world_size
+    def __init__(self, selector: selectors.BaseSelector, secret: bytes) -> None:
+        self._selector, self._secret = selector, secret
         self._pending: dict[socket.socket, _PendingConnection] = {}  # the oldest first
         self._warned = False  # once: a port scan must not fill the log
 
@@ -102,70 +100,59 @@ class Authenticator:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._free_descriptor()
             return
+        limit_s = _WORKER_GREETING_S if peer.family == socket.AF_UNIX else _GREETING_S
+        pending = _PendingConnection(time.monotonic() + limit_s)
         try:
-            self._pending[peer] = _PendingConnection(peer)
+            peer.setblocking(False)
+            peer.send(pending.challenge)
         except OSError:
             peer.close()
             return
+        self._pending[peer] = pending
         self._selector.register(peer, selectors.EVENT_READ)
         strangers = self._strangers()
         if len(strangers) > MAX_PENDING:
             self._dismiss(strangers[0])
 
-    def authenticate(
-        self, peer: socket.socket, refusal: Callable[[Claim], str | None]
-    ) -> Claim | None:
-        """Read a peer's greeting; returns its claim once it is proved.
+    def authenticate(self, peer: socket.socket, expected: Container[Peer]) -> Peer | None:
+        """Read a peer's greeting; returns its claim once it is proved, and one of those `expected`.
 
-        The caller has the connection from then on. `refusal` returns why a claim is refused, None
-        if it is not.
+        The caller has the connection from then on.
         """
+        pending, refusal = self._pending[peer], ""
         try:
-            claim = self._read_claim(peer, refusal)
+            part = peer.recv(GREETING_BYTES - len(pending.greeting))
+            pending.greeting += part
+            if part and len(pending.greeting) < GREETING_BYTES:
+                return None
+            greeting, proof = pending.greeting[:-_PROOF], pending.greeting[-_PROOF:]
+            text = pending.challenge + greeting
+            if part and hmac.compare_digest(proof, _proof(self._secret, b"peer", text)):
+                role, number = _CLAIM.unpack_from(greeting)
+                claim = Peer(Role(role), number)
+                if claim in expected:
+                    peer.send(_proof(self._secret, b"relay", text))
+                    del self._pending[peer]
+                    return claim
+                refusal = f"{claim.role.name.lower()} {number}: unexpected"
+            elif part:
+                refusal = "it does not know the secret of this attempt"
         except BlockingIOError:
             return None
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionRefusedError):
-                level = logging.DEBUG if self._warned else logging.WARNING
-                self._warned = True
-                log.log(level, "control plane: refused a connection: %s", error)
-            self._dismiss(peer)
-            return None
-        if claim is not None:
-            del self._pending[peer]
-        return claim
+        except (OSError, ValueError):
+            pass  # closed, or of no known role
+        if refusal:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            log.log(level, "control plane: refused a connection: %s", refusal)
+        self._dismiss(peer)
+        return None
 
-    def _read_claim(
-        self, peer: socket.socket, refusal: Callable[[Claim], str | None]
-    ) -> Claim | None:
-        """Return the peer's claim, None before its greeting is complete; OSError if refused."""
-        pending = self._pending[peer]
-        part = peer.recv(GREETING_BYTES - len(pending.greeting))
-        pending.greeting += part
-        if not part:
-            raise ConnectionResetError("closed")
-        if len(pending.greeting) < GREETING_BYTES:
-            return None
-        greeting, proof = pending.greeting[:-_PROOF], pending.greeting[-_PROOF:]
-        text = pending.challenge + greeting
-        if not hmac.compare_digest(proof, _proof(self._secret, b"peer", text)):
-            raise ConnectionRefusedError("it does not know the secret of this attempt")
-        role, number, world_size = _CLAIM.unpack_from(greeting)
-        if world_size != self._world_size:
-            sizes = f"{world_size} workers, not {self._world_size}"
-            raise ConnectionRefusedError(f"it belongs to {sizes}")
-        claim = Claim(Role(role), number, world_size)
-        if (reason := refusal(claim)) is not None:
-            raise ConnectionRefusedError(reason)
-        peer.send(_proof(self._secret, b"relay", text))
-        return claim
-
-    def next_deadline(self) -> float:
-        return min((pending.deadline for pending in self._pending.values()), default=float("inf"))
-
-    def dismiss_late(self, now: float) -> None:
+    def dismiss_late(self, now: float) -> float:
+        """Close connections that have not greeted in time; returns when the next one is due."""
         for peer in [peer for peer, each in self._pending.items() if each.deadline <= now]:
             self._dismiss(peer)
+        return min((pending.deadline for pending in self._pending.values()), default=math.inf)
 
     def close(self) -> None:
         for peer in self._pending:

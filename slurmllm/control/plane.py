@@ -14,11 +14,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from slurmllm.control.authentication import Claim, Role, authenticate
-from slurmllm.control.operations import combine, decode_parts, encode_numbers, encode_part
+from slurmllm.control.authentication import Peer, Role, authenticate
 from slurmllm.control.relay import OPERATION_S
 from slurmllm.control.rendezvous import own_secret
-from slurmllm.control.wire import FAULTS, Connection, Frame, Kind
+from slurmllm.control.wire import (
+    FAULTS,
+    Connection,
+    Frame,
+    Kind,
+    combine,
+    decode_parts,
+    encode_numbers,
+    encode_part,
+)
 from slurmllm.errors import CodeError, ConfigError, NodeError
 
 SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
@@ -47,13 +55,10 @@ class ControlPlane:
         self._results: dict[int, Frame] = {}
         self._fault: NodeError | CodeError | None = None
         if path is not None:
-            self._connection = Connection(
-                _connect(path, Claim(Role.WORKER, rank, world_size), secret)
-            )
+            self._connection = Connection(_connect(path, Peer(Role.WORKER, rank), secret))
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Messages and bytes sent and received so far."""
         if self._connection is None:
             return 0, 0
         return self._connection.messages, self._connection.num_bytes
@@ -67,7 +72,6 @@ class ControlPlane:
         return self.reduce(values, by).result()
 
     def barrier(self) -> None:
-        """Wait until every worker calls this."""
         self.all_reduce((), "max")
 
     def first(self, value: T | None) -> T | None:
@@ -87,7 +91,6 @@ class ControlPlane:
         return [pickle.loads(parts[rank]) for rank in range(self.world_size)]  # noqa: S301
 
     def broadcast(self, value: T | None) -> T:
-        """Return rank 0's picklable value; those of the others are ignored."""
         sent = b"" if self.rank else pickle.dumps(value)
         received: T = pickle.loads(self._wait(Kind.BROADCAST, sent))  # noqa: S301 (of this attempt)
         return received
@@ -104,7 +107,7 @@ class ControlPlane:
         """Leave as planned; operations in which others still wait for this worker fail."""
         if self._connection is not None:
             with suppress(OSError):
-                self._connection.queue(Frame(Kind.LEAVE, 0, b""))
+                self._connection.queue(Frame(Kind.LEAVE, 0, b"").encode())
             self._connection.socket.close()
             self._connection = None
 
@@ -116,7 +119,7 @@ class ControlPlane:
             self._results[number] = frame._replace(payload=combine(kind, [payload]))
             return number
         try:
-            self._connection.queue(frame)
+            self._connection.queue(frame.encode())
         except OSError:
             # The relay may have sent the reason before it closed.
             self._receive(number)
@@ -169,12 +172,12 @@ def open_control(rank: int, world_size: int) -> ControlPlane:
     return ControlPlane(rank, world_size, path, own_secret())
 
 
-def _connect(path: str, claim: Claim, secret: bytes) -> socket.socket:
+def _connect(path: str, worker: Peer, secret: bytes) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(OPERATION_S + _MARGIN_S)
     try:
         peer.connect(path)
-        authenticate(peer, claim, secret)
+        authenticate(peer, worker, secret)
     except OSError as error:
         peer.close()
         raise NodeError(

@@ -2,7 +2,7 @@
 
 The relays of all other nodes connect to that of node 0, the root. Each relay waits for one
 contribution to an operation from every worker of its node, and the root from every other relay;
-it combines them (`operations`). The result goes down the same way. Operations are numbered and
+it combines them (`wire.combine`). The result goes down the same way. Operations are numbered and
 every worker calls them in the same order, so several may be under way at a time.
 
 When a connection closes before its worker has left, or a contribution does not come in time, every
@@ -22,12 +22,10 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from slurmllm.control.authentication import MAX_PENDING, Authenticator, Claim, Role, authenticate
-from slurmllm.control.operations import combine, shares
+from slurmllm.control.authentication import MAX_PENDING, Authenticator, Peer, Role, authenticate
 from slurmllm.control.rendezvous import listen_for_nodes
-from slurmllm.control.wire import FAULTS, Connection, Frame, Kind
+from slurmllm.control.wire import FAULTS, Connection, Frame, Kind, combine, shares
 from slurmllm.errors import NodeError
 
 RENDEZVOUS_S = 600.0  # until all have connected: nodes start minutes apart
@@ -52,23 +50,11 @@ class Position:
     per_node: int  # workers on a node
 
     @property
-    def world_size(self) -> int:
-        return len(self.names) * self.per_node
-
-    @property
     def name(self) -> str:
         return self.names[self.index]
 
     def workers(self) -> range:
-        """Ranks of this node's workers."""
         return range(self.index * self.per_node, (self.index + 1) * self.per_node)
-
-
-class Peer(NamedTuple):
-    """A worker of this node, or the relay of another one."""
-
-    role: Role
-    number: int  # rank of a worker, or index of a node in the attempt
 
 
 @dataclass
@@ -115,7 +101,7 @@ class Relay:
         self._first = 0  # number of the oldest of them
         self._fault: Frame | None = None
         self._selector = selectors.DefaultSelector()
-        self._authenticator = Authenticator(self._selector, secret, position.world_size)
+        self._authenticator = Authenticator(self._selector, secret)
         self._wake, self._waker = socket.socketpair()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -147,10 +133,9 @@ class Relay:
         if self._thread.ident is None:
             self._release()
             return
-        with suppress(OSError):  # it has noticed already
+        with suppress(OSError):  # it has noticed already, or is not connected any more
             self._waker.send(b"x")
-        if (connecting := self._connecting) is not None:
-            with suppress(OSError):  # not connected any more
+            if (connecting := self._connecting) is not None:
                 connecting.shutdown(socket.SHUT_RDWR)
         self._thread.join(_LEAVE_S + _CONNECT_S + 5.0)
 
@@ -197,8 +182,7 @@ class Relay:
             if peer.getsockname() == peer.getpeername():
                 raise ConnectionRefusedError("connected to itself")
             peer.settimeout(_AUTHENTICATE_S)
-            claim = Claim(Role.NODE, self.position.index, self.position.world_size)
-            authenticate(peer, claim, self._secret)
+            authenticate(peer, Peer(Role.NODE, self.position.index), self._secret)
         except BaseException:
             peer.close()
             raise
@@ -212,8 +196,8 @@ class Relay:
         while True:
             now = time.monotonic()
             closing = self._closing.is_set()
-            self._check_time(begun, now)
-            events = self._selector.select(0.0 if closing else self._patience(begun, now))
+            patience_s = self._check_time(begun, now)
+            events = self._selector.select(0.0 if closing else patience_s)
             for key, mask in events:
                 self._serve(key, mask)
             if closing:
@@ -236,19 +220,11 @@ class Relay:
     def _connections(self) -> list[Connection]:
         return [*self._below.values(), *([] if self._above is None else [self._above])]
 
-    def _patience(self, begun: float, now: float) -> float:
-        """Seconds until a time limit may have passed."""
-        deadline = min(self._authenticator.next_deadline(), now + 60.0)
-        if self._missing and self._fault is None:
-            deadline = min(deadline, begun + RENDEZVOUS_S)
-        if self._operations:
-            deadline = min(deadline, self._operations[0].begun + self._operation_s)
-        return max(0.0, deadline - now)
-
-    def _check_time(self, begun: float, now: float) -> None:
-        self._authenticator.dismiss_late(now)
+    def _check_time(self, begun: float, now: float) -> float:
+        """Report what is late; returns the seconds until a time limit may have passed."""
+        deadline = min(self._authenticator.dismiss_late(now), now + 60.0)
         if self._fault is not None:
-            return
+            return max(0.0, deadline - now)
         if self._missing and now - begun >= RENDEZVOUS_S:
             self._fail(
                 f"Timed out waiting for {self._describe(self._missing)}: not connected after "
@@ -257,16 +233,19 @@ class Relay:
         elif self._operations and now - self._operations[0].begun >= self._operation_s:
             late = {*self._expected} - self._operations[0].parts.keys()
             self._fail(f"Timed out waiting for {self._describe(late)} after {OPERATION_S:.0f} s")
+        elif self._missing:
+            deadline = min(deadline, begun + RENDEZVOUS_S)
+        if self._operations:
+            deadline = min(deadline, self._operations[0].begun + self._operation_s)
+        return max(0.0, deadline - now)
 
     def _describe(self, peers: Collection[Peer]) -> str:
         names = []
         for role, number in sorted(peers)[:4]:
             if role is Role.WORKER:
                 names.append(f"rank {number} on {self.position.name}")
-            elif number < len(self.position.names):
+            else:
                 names.append(f"the launcher of {self.position.names[number]}")
-            else:  # it claims so
-                names.append(f"the launcher of node {number}")
         more = f" and {len(peers) - 4} more" if len(peers) > 4 else ""
         return ", ".join(names) + more
 
@@ -298,20 +277,15 @@ class Relay:
                 self._handle(connection, frame)
 
     def _authenticate(self, socket_: socket.socket) -> None:
-        claim = self._authenticator.authenticate(socket_, self._refusal)
-        if claim is None:
+        peer = self._authenticator.authenticate(socket_, self._missing)
+        if peer is None:
             return
-        peer, connection = Peer(claim.role, claim.number), Connection(socket_)
+        connection = Connection(socket_)
         self._selector.modify(socket_, selectors.EVENT_READ, connection)
         self._missing.remove(peer)
         self._below[peer], self._peers[connection] = connection, peer
         if self._fault is not None:
             self._send(connection, self._fault.encode())
-
-    def _refusal(self, claim: Claim) -> str | None:
-        """Return why a peer of this attempt is refused; None if it is not."""
-        peer = Peer(claim.role, claim.number)
-        return None if peer in self._missing else f"{self._describe([peer])}: unexpected"
 
     def _handle(self, connection: Connection, frame: Frame) -> None:
         peer = self._peers.get(connection)
@@ -372,7 +346,6 @@ class Relay:
             self._send(connection, encoded)
 
     def _leave(self, peer: Peer) -> None:
-        """A worker, or all workers of a node, ended as planned."""
         self._left.add(peer)
         connection = self._below.pop(peer)
         del self._peers[connection]
@@ -420,10 +393,8 @@ class Relay:
 
     def _send(self, connection: Connection, frame: bytes) -> None:
         with suppress(OSError):  # noticed when the connection is read
-            unsent = connection.unsent
-            connection.queue_encoded(frame)
-            if connection.unsent != unsent:
-                self._watch(connection)
+            connection.queue(frame)
+            self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
         """Wait for the connection to be writable too while something is unsent."""

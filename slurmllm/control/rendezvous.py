@@ -77,12 +77,11 @@ def new_secret() -> dict[str, str]:
 
 def own_secret() -> bytes:
     """Return the secret that this worker shares with its peers."""
-    try:
-        return os.environ[SECRET].encode()
-    except KeyError as error:
+    if SECRET not in os.environ:
         raise ConfigError(
             f"{SECRET} is not set: several workers are started by the launcher, which makes it"
-        ) from error
+        )
+    return os.environ[SECRET].encode()
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -136,16 +135,13 @@ def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, s
 
 def default_interface(routes: Path = _ROUTES) -> str | None:
     """Return the interface of the default route with the lowest metric, if there is one."""
-    try:
-        lines = routes.read_text().splitlines()[1:]
-    except OSError:
-        return None
     defaults = []
-    for line in lines:
-        interface, destination, _, flags, _, _, metric, mask, *_ = line.split()
-        if destination == _ANYWHERE and mask == _ANYWHERE and int(flags, 16) & _UP:
-            defaults.append((int(metric), interface))
-    return min(defaults)[1] if defaults else None
+    with suppress(OSError):
+        for line in routes.read_text().splitlines()[1:]:
+            interface, destination, _, flags, _, _, metric, mask, *_ = line.split()
+            if destination == mask == _ANYWHERE and int(flags, 16) & _UP:
+                defaults.append((int(metric), interface))
+    return min(defaults, default=(0, None))[1]
 
 
 def reachable_address(name: str) -> str:
@@ -157,10 +153,8 @@ def reachable_address(name: str) -> str:
     Debian's own hosts file has it, is returned for the other nodes to resolve.
     """
     addresses = [address for address in _addresses(name) if not _is_loopback(address)]
-    if not addresses:
-        return name
     default = _default_address()
-    return default if default in addresses else addresses[0]
+    return default if default in addresses else [*addresses, name][0]
 
 
 def free_ports(count: int) -> list[int]:

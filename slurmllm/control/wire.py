@@ -1,18 +1,30 @@
-"""Connections of the control plane, and the frames that they carry."""
+"""Connections of the control plane, the frames that they carry, and how relays combine these.
+
+Contributions to an operation are bytes, and relays unpickle none of them:
+
+    SUM, MAX, MIN   a JSON list of numbers, element by element
+    FIRST           rank and value of one worker, or nothing: that of the lowest rank wins
+    GATHER          values by rank; only rank 0 gets them
+    BROADCAST       the value of rank 0; nothing from the others
+    SCATTER         values by rank, from rank 0; every worker gets its own
+"""
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from slurmllm.errors import NodeError
 
+K = TypeVar("K")
 MAX_PAYLOAD_BYTES = 1 << 30
+_PART = struct.Struct("!IQ")  # rank, bytes
 _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
 # Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
 _RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
@@ -44,6 +56,8 @@ class Kind(IntEnum):
 
 
 FAULTS = (Kind.FAULT, Kind.MISUSE)
+_REDUCTIONS: dict[Kind, Callable[[Iterable[Any]], Any]]
+_REDUCTIONS = {Kind.SUM: sum, Kind.MAX: max, Kind.MIN: min}
 
 
 class Frame(NamedTuple):
@@ -65,34 +79,27 @@ class Connection:
         self.messages = self.num_bytes = 0  # sent and received, headers included
         self._in = bytearray()
         self._missing = 0  # bytes of a frame that has arrived in part
-        self._out: deque[memoryview] = deque()
+        self.unsent: deque[memoryview] = deque()
         if peer.family == socket.AF_INET:
             for option in _TCP_OPTIONS:
                 peer.setsockopt(*option)
 
-    def queue(self, frame: Frame) -> None:
+    def queue(self, frame: bytes) -> None:
         """Send a frame as far as the socket takes it without waiting; OSError if it is closed."""
-        self.queue_encoded(frame.encode())
-
-    def queue_encoded(self, frame: bytes) -> None:
         self.messages += 1
         self.num_bytes += len(frame)
-        self._out.append(memoryview(frame))
+        self.unsent.append(memoryview(frame))
         self.flush()
 
     def flush(self) -> None:
         with suppress(BlockingIOError):
-            while self._out:
-                part = self._out[0]
+            while self.unsent:
+                part = self.unsent[0]
                 sent = self.socket.send(part)
                 if sent == len(part):
-                    self._out.popleft()
+                    self.unsent.popleft()
                 else:
-                    self._out[0] = part[sent:]
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._out)
+                    self.unsent[0] = part[sent:]
 
     def receive(self) -> list[Frame]:
         """Return the frames that have arrived; waits for the first bytes if the socket blocks.
@@ -105,9 +112,7 @@ class Connection:
             raise ConnectionResetError("closed")
         self._in += part
         self.num_bytes += len(part)
-        return list(self._frames())
-
-    def _frames(self) -> Iterator[Frame]:
+        frames = []
         while len(self._in) >= _HEADER.size:
             kind, number, length = _HEADER.unpack_from(self._in)
             if length > MAX_PAYLOAD_BYTES:
@@ -115,9 +120,64 @@ class Connection:
             end = _HEADER.size + length
             self._missing = max(0, end - len(self._in))
             if self._missing:
-                return
+                break
             with memoryview(self._in) as view:
                 payload = bytes(view[_HEADER.size : end])
             del self._in[:end]
             self.messages += 1
-            yield Frame(Kind(kind), number, payload)
+            frames.append(Frame(Kind(kind), number, payload))
+        return frames
+
+
+def combine(kind: Kind, contributions: Iterable[bytes]) -> bytes:
+    """Combine the contributions of all workers of a relay into one, in their order.
+
+    Raises a ValueError if lists of numbers are not equally long.
+    """
+    if kind in _REDUCTIONS:
+        reduction = _REDUCTIONS[kind]
+        # Mostly all are equal, and their maximum needs no decoding.
+        lists = [*(contributions if kind is Kind.SUM else dict.fromkeys(contributions))]
+        if len(lists) == 1:
+            return lists[0]
+        columns = zip(*map(json.loads, lists), strict=True)
+        return encode_numbers(reduction(column) for column in columns)
+    present = [part for part in contributions if part]
+    if kind is Kind.FIRST:
+        # The rank comes first in the bytes, in big-endian order.
+        return min(present, key=lambda part: part[:4], default=b"")
+    return b"".join(present)  # parts by rank, or one part from rank 0
+
+
+def encode_numbers(numbers: Iterable[float]) -> bytes:
+    return json.dumps([*numbers]).encode()
+
+
+def encode_part(rank: int, value: bytes) -> bytes:
+    return _PART.pack(rank, len(value)) + value
+
+
+def decode_parts(payload: bytes) -> dict[int, bytes]:
+    """Rank → value."""
+    parts, at = {}, 0
+    while at < len(payload):
+        rank, length = _PART.unpack_from(payload, at)
+        at += _PART.size
+        parts[rank] = payload[at : at + length]
+        at += length
+    return parts
+
+
+def shares(kind: Kind, result: bytes, owners: Mapping[int, K]) -> Mapping[K, bytes] | None:
+    """Return who gets which part of a result; None if everyone gets all of it.
+
+    `owners` maps a rank to who gets this worker's part.
+    """
+    if kind is Kind.GATHER:
+        return {owners[0]: result} if 0 in owners else {}
+    if kind is not Kind.SCATTER:
+        return None
+    by_owner: dict[K, list[bytes]] = {}
+    for rank, value in decode_parts(result).items():
+        by_owner.setdefault(owners[rank], []).append(encode_part(rank, value))
+    return {owner: b"".join(parts) for owner, parts in by_owner.items()}

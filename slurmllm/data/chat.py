@@ -17,7 +17,7 @@ from slurmllm.data.conversation import SHOWN, Span, template_error
 from slurmllm.data.sandbox import Sandbox
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
-from slurmllm.run.staged_files import local_copy
+from slurmllm.run.worker_files import local_copy
 
 # A conversation as text, and the spans (begin, end) of its characters that are trained.
 Rendered = tuple[str, list[Span]]

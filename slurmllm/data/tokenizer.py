@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
-from slurmllm.run.staged_files import local_copy
+from slurmllm.run.worker_files import local_copy
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # In this order: GPT-2, GPT-NeoX, Pythia; then Llama.

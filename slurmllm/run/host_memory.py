@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_MEMINFO, _OWN_CGROUP = Path("/proc/meminfo"), Path("/proc/self/cgroup")
-_CGROUPS, _VMSTAT = Path("/sys/fs/cgroup"), Path("/proc/vmstat")
+import psutil
+
+_OWN_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_VMSTAT = Path("/proc/vmstat")
 
 
 class Memory(NamedTuple):
@@ -31,14 +32,14 @@ def host_memory(sharing: int) -> Memory:
     Args:
         sharing: Workers that share the machine, this one included.
     """
-    status = _table(_STATUS)
-    peak, now = status["VmHWM"], status["VmRSS"]
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    status = {row[0]: int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
     total, free = _machine()
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).malloc_trim(0)  # pages that glibc holds back would hide the next peak
     with contextlib.suppress(OSError):
-        _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5): resets VmHWM
-    return Memory(peak, min(total // sharing, now + free // sharing))
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets VmHWM
+    return Memory(status["VmHWM:"], min(total // sharing, status["VmRSS:"] + free // sharing))
 
 
 def free_memory() -> int:
@@ -51,8 +52,8 @@ def count_oom_kills() -> int:
 
     Of the machine, where the group has no such count.
     """
-    counts = [group / name for group, name in _memory_groups("memory.events", "memory.oom_control")]
-    for path in (*counts, _VMSTAT):
+    names = {True: "memory.events", False: "memory.oom_control"}
+    for path in (*(group / names[unified] for group, unified in _memory_groups()), _VMSTAT):
         with contextlib.suppress(OSError):
             for line in path.read_text(encoding="ascii").splitlines():
                 if line.startswith("oom_kill "):
@@ -60,50 +61,32 @@ def count_oom_kills() -> int:
     return 0
 
 
-def _memory_groups(unified: str, older: str) -> Iterator[tuple[Path, str]]:
-    """Yield this process's control groups that limit memory, each with its version's name."""
+def _memory_groups() -> Iterator[tuple[Path, bool]]:
+    """Yield this process's control groups that limit memory, and whether they are of version 2."""
     with contextlib.suppress(OSError):
         for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                yield _CGROUPS / path.strip("/"), unified
+                yield _CGROUPS / path.strip("/"), True
             elif "memory" in controllers.split(","):
-                yield _CGROUPS / "memory" / path.strip("/"), older
+                yield _CGROUPS / "memory" / path.strip("/"), False
 
 
 def _machine() -> tuple[int, int]:
     """Return total and free memory of this machine, or of this process's control group."""
-    memory = _table(_MEMINFO)
-    total, free = memory["MemTotal"], memory["MemAvailable"]
-    for limit, used in _cgroup_limits():
-        total, free = min(total, limit), min(free, max(0, limit - used))
-    return total, free
-
-
-def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group around this process."""
-    for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names, reclaimable = _CGROUPS, ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, reclaimable = _CGROUPS / "memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        innermost = root / path.strip("/")
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    for innermost, unified in _memory_groups():
+        root = _CGROUPS if unified else _CGROUPS / "memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.max", "memory.current", "inactive_file") if unified else names
         for group in (innermost, *innermost.parents):
             if not group.is_relative_to(root):
                 break
             # Absent at the root, "max" without a limit; a container may see none of them.
             with contextlib.suppress(OSError, ValueError, KeyError):
-                limit, used = (int((group / name).read_text(encoding="ascii")) for name in names)
+                limit, used = (int((group / name).read_text("ascii")) for name in names[:2])
                 lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
-                stat = dict(line.split() for line in lines)
-                yield limit, used - int(stat[reclaimable])
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Return name → bytes, of the lines of a /proc file that count kB."""
-    rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
+                used -= int(dict(line.split() for line in lines)[names[2]])
+                total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free

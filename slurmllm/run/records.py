@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.run.rundir import RUN_NAME, RunDir, write_atomic
-from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, os_error_text, read_limited
+from slurmllm.run.safe_files import os_error_text, read_limited
 
 EndingClass = Literal[
     "done",  # the final step was reached
@@ -53,7 +53,6 @@ TimePart = Literal[
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
-# Whose fault a launch that failed is, by Slurm's message: slurm/error_texts.yaml explains them.
 # Whose fault a message of Slurm reports (docs/supervise.md); `result`: only how tasks ended.
 Fault = (
     Literal["request", "user", "memory", "storage", "node", "network"]
@@ -110,8 +109,7 @@ class Record(BaseModel):
     def load_trusted(cls, path: Path, group: str | None = None) -> Self:
         """Read a record that only this user, or members of `group`, can have written."""
         try:
-            with open_trusted(path, group) as stream:
-                return cls.model_validate_json(stream.read(LARGEST_RECORD))
+            return cls.model_validate_json(read_limited(path, trusted=True, group=group))
         except OSError as error:
             raise StorageError(f"cannot use {path}: {os_error_text(error)}") from error
         except ValidationError as error:
@@ -202,6 +200,14 @@ class JobsRecord(Record):
     @property
     def last(self) -> Submission | None:
         return self.submissions[-1] if self.submissions else None
+
+    @classmethod
+    def change_last(cls, run: RunDir, **changes: object) -> Submission:
+        """Change and return the last submission of a run; the caller holds the run's lock."""
+        *before, last = cls.load(run.jobs).submissions
+        last = last.model_copy(update=changes)
+        cls(submissions=(*before, last)).save(run.jobs)
+        return last
 
 
 class SweepCase(Record):
@@ -299,8 +305,7 @@ class AttemptRecord(Record):
     # Seconds of queue, preflight, cache, start_up, first_step, training, saving and stopping;
     # `workers`: from the launchers' start to their end.
     phases_s: dict[str, float] = Field(default_factory=dict)
-    # Graphs compiled in training that the archive lacked.
-    new_graphs: tuple[str, ...] = ()
+    new_graphs: tuple[str, ...] = ()  # graphs compiled in training that the archive lacked
 
 
 class UnrecordedEnding(Record):
@@ -355,8 +360,7 @@ class HangRecord(Record):
     waited_s: float  # since they began that phase
     limit_s: float
     behind: tuple[int, ...] = ()  # ranks; empty if all are equal
-    # The nodes whose launchers stopped responding.
-    unresponsive_nodes: tuple[NodeName, ...] = ()
+    unresponsive_nodes: tuple[NodeName, ...] = ()  # the nodes whose launchers stopped responding
     suspects: tuple[NodeName, ...] = ()  # nodes blamed for the hang
 
 
@@ -395,8 +399,7 @@ class Event(Record):
     values: dict[str, float] = Field(default_factory=dict)
 
 
-# Kinds of events for which training waits, `waited_s`.
-WAITS = ("save", "evaluation")
+WAITS = ("save", "evaluation")  # kinds of events for which training waits, `waited_s`
 
 
 class NodeRecord(Record):

@@ -117,11 +117,10 @@ class AttemptDir:
 
     @property
     def number(self) -> int:
-        """The attempt's number, from 0."""
         return int(self.path.name)
 
     def log_request(self, rank: int | None) -> Path:
-        """Return a request for the log of a worker, or with None for the logs of all."""
+        """Return the request for the log of a worker, or with None of all."""
         return self.log_requests / ("all" if rank is None else f"rank_{rank:05d}")
 
 
@@ -195,11 +194,12 @@ class RunDir:
         return [e for e in entries if e.is_dir() or not e.name.startswith((".", "core."))]
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
-        """Return the output of a worker other than rank 0, as far as it has been collected."""
+        """Return the output of a worker, as far as it has been collected; rank 0's: the stage's."""
+        if rank == 0:
+            return self.stage_log(stage)
         return self.logs / f"{stage}_{attempt:03d}" / f"rank_{rank:05d}.log"
 
     def attempts(self, stage: Stage) -> list[AttemptDir]:
-        """Return the attempts of a stage so far, oldest first."""
         return [AttemptDir(path) for _, path in _numbered(self._attempts_dir(stage), _NUMBER)]
 
     def attempt(self, stage: Stage, number: int) -> AttemptDir:
@@ -217,7 +217,6 @@ class RunDir:
         return [step for step, _ in _numbered(self.checkpoints, _STEP)]
 
     def metrics_files(self) -> list[Path]:
-        """Return the metrics of all attempts, oldest attempt first."""
         return [path for _, path in _numbered(self.path / "metrics", _METRICS)]
 
     def hook_rows(self, hook: str, attempt: int) -> Path:
@@ -241,11 +240,9 @@ class RunDir:
         return self.evaluations / checksum[:16] / f"{key}.json"
 
     def evaluation_files(self) -> list[Path]:
-        """Return all score files, sorted by name."""
         return sorted(self.evaluations.glob("*/*.json"))
 
     def evaluation_suites(self) -> list[Path]:
-        """Return all suites of the user's, sorted by name."""
         return sorted((self.evaluations / "suites").glob("*.yaml"))
 
 
@@ -263,6 +260,7 @@ class SweepDir:
 
     record = FixedPath("sweep.json")  # the cases (`SweepRecord`)
     reports = FixedPath("reports")  # reports of all runs
+    graphs = FixedPath("graphs")  # the folder of the runs that only compile graphs
 
     @property
     def name(self) -> str:
@@ -270,11 +268,6 @@ class SweepDir:
 
     def run(self, name: str) -> RunDir:
         return RunDir(self.path / name)
-
-    @property
-    def graphs(self) -> Path:
-        """The folder of the runs that only compile graphs."""
-        return self.path / "graphs"
 
     def graph_run(self, name: str) -> RunDir:
         return RunDir(self.graphs / name)
@@ -293,7 +286,6 @@ def find_sweep(name: str, root: Path) -> SweepDir | None:
 
 
 def find_run_or_sweep(name: str, root: Path) -> RunDir | SweepDir:
-    """Find a sweep as `find_sweep` does, else a run as `find_run` does."""
     return find_sweep(name, root) or find_run(name, root)
 
 

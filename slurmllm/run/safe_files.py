@@ -78,13 +78,15 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
         raise
 
 
-def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = False) -> bytes:
+def read_limited(
+    path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = False, group: str | None = None
+) -> bytes:
     """Return the content of a regular file of at most `limit` bytes; OSError if it is larger.
 
     Args:
-        trusted: Whether only this user and root may have written it.
+        trusted: Whether only this user, root and the members of `group` may have written it.
     """
-    with open_trusted(path) if trusted else open_regular(path) as stream:
+    with open_trusted(path, group) if trusted else open_regular(path) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
@@ -133,15 +135,37 @@ def untrusted_error(info: os.stat_result, group: str | None = None) -> str | Non
     nobody else may write. The file's own group proves nothing: in a setgid folder it is the
     folder's.
     """
-    trusted = _group_id(group)
-    if info.st_uid not in (0, os.geteuid()) and trusted not in _groups_of(info.st_uid):
+    if not _is_trusted(info.st_uid, group):
         allowed = "you" if group is None else f"you or the group {group}"
         return f"it belongs to {user_name(info.st_uid)}, not to {allowed}"
+    writers = _other_writers(info, group)
+    return f"{writers} may write to it" if writers else None
+
+
+def _is_trusted(uid: int, group: str | None) -> bool:
+    """Return whether a user is this one, root, or a member of a group that the caller trusts."""
+    if uid in (0, os.geteuid()):
+        return True
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return _group_id(group) in os.getgrouplist(user.pw_name, user.pw_gid)
+
+
+def _other_writers(info: os.stat_result, group: str | None) -> str:
+    """Return who else may write to a file or folder, such as `every user`; empty if nobody may."""
     if info.st_mode & stat.S_IWOTH:
-        return "every user may write to it"
-    if info.st_mode & stat.S_IWGRP and info.st_gid not in (trusted, _private_group()):
-        return f"the group {_group_name(info.st_gid)} may write to it"
-    return None
+        return "every user"
+    if not info.st_mode & stat.S_IWGRP or info.st_gid == _group_id(group):
+        return ""
+    try:
+        owner, user = grp.getgrgid(info.st_gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return f"the group {info.st_gid}"
+    # This user's own group without other members, as Debian and Red Hat make it.
+    private = user.pw_gid == info.st_gid and owner.gr_name == user.pw_name and not owner.gr_mem
+    return "" if private else f"the group {owner.gr_name}"
 
 
 def open_folder(path: Path) -> int:
@@ -286,7 +310,6 @@ def _open_in_folder(path: Path, flags: int) -> int:
 
 
 def _check_own(descriptor: int, path: Path) -> int:
-    """Return the descriptor of a regular file of this user with a single name, or refuse it."""
     info = os.fstat(descriptor)
     if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_uid == os.geteuid():
         return descriptor
@@ -390,24 +413,19 @@ def replaceable_error(folder: Path, group: str | None = None) -> str | None:
     None if they may not.
     """
     path = folder.resolve()
-    return next(filter(None, (_replaceable_error(p, group) for p in (path, *path.parents))), None)
-
-
-def _replaceable_error(folder: Path, group: str | None) -> str | None:
-    info, who = folder.stat(), ""
-    is_trusted = info.st_uid in (0, os.geteuid()) or _group_id(group) in _groups_of(info.st_uid)
-    if not is_trusted and not _is_unmapped(info.st_uid):  # a sticky bit does not stop the owner
-        return f"{folder} belongs to {user_name(info.st_uid)}, who may replace what is in it"
-    if info.st_mode & stat.S_IWOTH:
-        who = "every user"
-    elif info.st_mode & stat.S_IWGRP and info.st_gid not in (_group_id(group), _private_group()):
-        who = f"the group {_group_name(info.st_gid)}"
-    if not who or info.st_mode & stat.S_ISVTX:  # as /tmp has it: only owners rename and remove
-        return None
-    return (
-        f"{who} may replace what is in {folder}, which has mode {stat.S_IMODE(info.st_mode):o} and "
-        f"no sticky bit (`chmod +t {folder}`)"
-    )
+    for entry in (path, *path.parents):
+        info = entry.stat()
+        # A sticky bit does not stop the owner.
+        if not _is_trusted(info.st_uid, group) and not _is_unmapped(info.st_uid):
+            return f"{entry} belongs to {user_name(info.st_uid)}, who may replace what is in it"
+        # With a sticky bit, as /tmp has it, only owners rename and remove.
+        if (who := _other_writers(info, group)) and not info.st_mode & stat.S_ISVTX:
+            mode = f"{stat.S_IMODE(info.st_mode):o}"
+            return (
+                f"{who} may replace what is in {entry}, which has mode {mode} and no sticky bit "
+                f"(`chmod +t {entry}`)"
+            )
+    return None
 
 
 def _is_unmapped(uid: int) -> bool:
@@ -429,28 +447,3 @@ def _group_id(name: str | None) -> int | None:
         return None if name is None else grp.getgrnam(name).gr_gid
     except KeyError:  # not a group of this machine: nobody is in it
         return None
-
-
-def _groups_of(uid: int) -> list[int]:
-    try:
-        user = pwd.getpwuid(uid)
-    except KeyError:
-        return []
-    return os.getgrouplist(user.pw_name, user.pw_gid)
-
-
-def _group_name(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
-
-
-def _private_group() -> int | None:
-    """Return this user's own group without other members, as Debian and Red Hat make it."""
-    try:
-        user = pwd.getpwuid(os.geteuid())
-        group = grp.getgrgid(user.pw_gid)
-    except KeyError:
-        return None
-    return user.pw_gid if group.gr_name == user.pw_name and not group.gr_mem else None

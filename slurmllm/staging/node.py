@@ -3,7 +3,7 @@
 A launcher prepares its node for its workers, or explains why not. It also copies, once, the small
 files that each worker reads: the tokenizer, small corpora and, of corpora in Megatron's format, the
 index. Larger corpora are read from the shared file system, a document at a time. Workers find the
-copies by `staged_files.local_copy`.
+copies by `worker_files.local_copy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slurmllm.errors import SlurmllmError
 from slurmllm.run.artifact_records import EnvironmentManifest
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import check_private_folder, open_regular, os_error_text
-from slurmllm.run.staged_files import STAGED_INPUTS, copy_name
+from slurmllm.run.worker_files import STAGED_INPUTS, copy_name
 from slurmllm.slurm.error_texts import launch_failure
 from slurmllm.staging.archive import ensure_archive, free_for
 from slurmllm.staging.install import MARKER, Staged, install_environment
@@ -49,9 +49,7 @@ log = logging.getLogger(__name__)
 class BroadcastNodes(Nodes, Protocol):
     """The nodes of an attempt, with a way to copy files to them."""
 
-    def broadcast(
-        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
-    ) -> str | None:
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
         """Copy a file to the same path on every node; returns the reason of a failure."""
 
 

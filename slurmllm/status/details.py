@@ -115,11 +115,7 @@ class Details:
 def read_details(
     run: RunDir, attempts: Sequence[AttemptRecord], state: str, config: RunConfig
 ) -> Details:
-    """Read the details of a run; `attempts` are those of the train stage, oldest first.
-
-    Raises:
-        StorageError: a record is damaged.
-    """
+    """Read the details of a run; `attempts` are those of the train stage, oldest first."""
     recipe = config.recipe
     # Manifest, micro batch and mesh are derived: `resume` makes damaged ones again.
     manifest, uncompiled, measured, mesh = None, tuple[str, ...](), None, None
@@ -144,7 +140,8 @@ def read_details(
             unused_graphs = {name: reason for name, reason in reasons.items() if reason}
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
-    evaluates = recipe.command is not None or recipe.eval.every_steps is not None
+    command = recipe.command
+    evaluates = command is not None or recipe.eval.every_steps is not None
     reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
@@ -163,15 +160,13 @@ def read_details(
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
-        trainer=_trainer_details(run, attempts, recipe.command),
+        trainer=None if command is None else _trainer_details(run, attempts, command),
     )
 
 
 def _trainer_details(
-    run: RunDir, attempts: Sequence[AttemptRecord], command: CommandConfig | None
-) -> TrainerDetails | None:
-    if command is None:
-        return None
+    run: RunDir, attempts: Sequence[AttemptRecord], command: CommandConfig
+) -> TrainerDetails:
     missing = ""
     with suppress(StorageError):
         for last in attempts[-1:]:

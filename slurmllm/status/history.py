@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
-from slurmllm.metrics.merge import FileRows, RowBlock
+from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
 from slurmllm.run.rundir import STAGES, RunDir, Stage, read_all
@@ -26,7 +26,6 @@ from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 _MOST_STEPS = 50_000_000
 _LONGEST_S = 1e10  # longer durations and later Unix times are damage
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld
@@ -165,13 +164,18 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
     warnings += left_out
     none = np.empty(0)
     numbers = np.concatenate([none.astype(np.int64), *(part.steps for part in parts)])
-    seconds, ends = (
-        np.concatenate(
-            [none, *(part.columns.get(name, np.full(len(part.steps), np.nan)) for part in parts)]
-        )
-        for name in ("step_time_s", "time")
-    )
-    if numbers.size and (untimed := _lacks("step_time_s", parts)).any():  # another trainer's
+
+    def column(name: str) -> Floats:
+        unknown = (np.full(len(part.steps), np.nan) for part in parts)
+        columns = zip(parts, unknown, strict=True)
+        return np.concatenate([none, *(part.columns.get(name, nan) for part, nan in columns)])
+
+    seconds, ends = column("step_time_s"), column("time")
+    absent = [
+        part.absent.get("step_time_s", np.full(len(part.steps), "step_time_s" not in part.columns))
+        for part in parts
+    ]
+    if numbers.size and (untimed := np.concatenate(absent)).any():  # another trainer's
         measured = seconds[np.isfinite(seconds)]
         seconds[untimed] = np.median(measured) if measured.size else 0.0
     timed = (seconds >= 0) & (seconds < _LONGEST_S) & (ends >= 0) & (ends < _LONGEST_S)
@@ -181,15 +185,6 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
             f"{path}: ignoring {rows} rows: step_time_s or time is not a number of seconds"
         )
     return Steps(numbers[timed], seconds[timed], ends[timed])
-
-
-def _lacks(name: str, parts: Sequence[RowBlock]) -> Flags:
-    return np.concatenate(
-        [
-            part.absent.get(name, np.full(len(part.steps), name not in part.columns))
-            for part in parts
-        ]
-    )
 
 
 def _each_step(steps: Steps, resumed: int) -> Steps:
@@ -220,8 +215,17 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
     rows: dict[str | None, list[AccountingRow]] = {}
     for row in client.accounting(*dict.fromkeys(job for job, _ in jobs if job is not None)):
         rows.setdefault(row.job_id, []).append(row)
+
+    @cache
+    def count_nodes(nodes: str) -> int:  # scontrol expands a list once
+        if "[" in nodes:
+            with suppress(SlurmError):
+                return len(client.hostnames(nodes))
+            return 0
+        # `None assigned`
+        return nodes.count(",") + 1 if nodes and not nodes.startswith("None") else 0
+
     incarnations = []
-    count_nodes = cache(lambda nodes: _count_nodes(nodes, client))  # scontrol expands a list once
     for job, stage in jobs:
         for row in rows.get(job, ()):  # not those of its steps
             start, end = to_unix(row.start), to_unix(row.end)
@@ -232,11 +236,3 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
             last = max(start, time.time() if end is None else end)
             incarnations.append(Incarnation(row.job_id, stage, nodes, start, last, end is None))
     return sorted(incarnations, key=lambda incarnation: incarnation.start)
-
-
-def _count_nodes(nodes: str, client: SlurmClient) -> int:
-    if "[" in nodes:
-        with suppress(SlurmError):
-            return len(client.hostnames(nodes))
-        return 0
-    return nodes.count(",") + 1 if nodes and not nodes.startswith("None") else 0  # `None assigned`

@@ -17,14 +17,89 @@ from heapq import merge
 from itertools import chain, groupby
 from math import inf
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
+from slurmllm.format import printable
 from slurmllm.log import message_of, parse_line
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir, Stage, write_atomic
-from slurmllm.supervise.log_files import GrowingLog
+from slurmllm.run.safe_files import open_regular
 
 _RANK = re.compile(r"^rank_(\d+)\.log$")
+_BLOCK_BYTES = 64 * 1024
+# A program without newlines must not fill the memory: a longer line is cut into pieces.
+_LONGEST_BYTES = 1024 * 1024
+_LONGEST_TAIL_BYTES = 64 << 20  # without the lines that are looked for
+
+
+@dataclass
+class GrowingLog:
+    """A log file and the position up to which it has been read.
+
+    Only whole lines are returned: a line without its newline may still be written to.
+    """
+
+    path: Path
+    position: int = 0
+    rest: bytes = b""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines appended since the last call; none if the file is unreadable.
+
+        The file is opened for every block: a merge reads the logs of thousands of ranks at a time,
+        more than the limit of open files. Most have one block: the end is not looked for again.
+        """
+        while True:
+            block = b""
+            with suppress(OSError), open_regular(self.path) as stream:
+                if stream.seek(0, 2) < self.position:  # the file was truncated
+                    self.position, self.rest = 0, b""
+                stream.seek(self.position)
+                block = stream.read(_BLOCK_BYTES)
+            self.position += len(block)
+            *whole, self.rest = (self.rest + block).split(b"\n")
+            yield from map(text_of, whole)
+            if len(self.rest) > _LONGEST_BYTES:
+                yield from self.flush()
+            if len(block) < _BLOCK_BYTES:
+                return
+
+    def flush(self) -> Iterator[str]:
+        """Yield the text after the last newline, if any."""
+        rest, self.rest = self.rest, b""
+        if rest:
+            yield text_of(rest)
+
+    def skip_to_last(self, lines: int) -> None:
+        """Continue before the last `lines` lines; at the start if the file is unreadable."""
+        with suppress(OSError), open_regular(self.path) as stream:
+            end, length = stream.seek(0, 2), _BLOCK_BYTES
+            while True:
+                begin = max(0, end - length)
+                stream.seek(begin)
+                block = stream.read(end - begin)
+                newlines = lines + block.endswith(b"\n")
+                before, *rest = block.rsplit(b"\n", newlines)
+                if len(rest) == newlines:
+                    begin += len(before) + 1
+                elif begin > 0 and length < _LONGEST_TAIL_BYTES:
+                    length *= 4
+                    continue
+                self.position = begin
+                return
+
+
+def text_of(line: bytes) -> str:
+    """Return a line made safe for a terminal; of a progress bar only its last state."""
+    text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
+    return printable(text)
+
+
+def node_of(record: AttemptRecord, rank: int) -> str:
+    """Return the node of a worker of an attempt; empty if it has no such worker."""
+    per_node = record.world_size // max(len(record.nodes), 1)
+    return "".join(record.nodes[rank // per_node :][:1]) if per_node else ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +246,12 @@ class MergedLogs:
         return attempt >= self._first[stage]
 
 
+def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> list[str]:
+    """Return the last lines of a worker in an attempt; for rank 0 mixed with the supervisor's."""
+    selection = LogSelection(run, (record.stage,), frozenset({rank}), record.attempt)
+    return [line.text for line in MergedLogs(selection).poll_last(lines, last=True)]
+
+
 def _merge(streams: Sequence[Iterator[tuple[float, RankLine]]]) -> Iterator[RankLine]:
     """Merge lines by time; lines of one time stay in the order of the streams."""
     return (line for _, line in merge(*streams, key=itemgetter(0)))
@@ -201,15 +282,9 @@ def request_logs(
 ) -> AttemptRecord | None:
     """Request the logs of a running attempt that are still on the disks of the nodes.
 
-    Of a running attempt the run directory has the logs of rank 0 and of workers that failed. A file
-    in the attempt's `log_requests` has the launcher of a worker copy that worker's log into the run
-    directory, until the attempt ends.
-
     Returns the record of the attempt, and adds it to those `requested`; None if there is no other
-    than these, it misses no log, or the run is not active (its supervisor was killed).
-
-    Raises:
-        StorageError: This user may not write to the run, or a record is damaged.
+    than these, it misses no log, or the run is not active (its supervisor was killed). Raises a
+    StorageError if this user may not write to the run.
     """
     record = selection.newest_attempt()
     if record is None or (record.stage, record.attempt) in requested:

@@ -247,22 +247,15 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
     state = "cancelled" if cancelled else "stopped"
     if last is not None:
         return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
-    graphs = compiling_run(records.run, records.sent)
-    return state, f"precompile job {job_state}; see {graphs.stage_log('precompile')}"
-
-
-def compiling_run(run: RunDir, sent: Submission | None) -> RunDir:
-    """Return the run that compiles the graphs of `run`: itself, or one of its sweep."""
-    name = None if sent is None else sent.graphs_of
-    return run if name is None else SweepDir(run.path.parent).graph_run(name)
+    run, name = records.run, records.sent.graphs_of if records.sent else None
+    compiling = run if name is None else SweepDir(run.path.parent).graph_run(name)
+    return state, f"precompile job {job_state}; see {compiling.stage_log('precompile')}"
 
 
 def is_process_alive(sent: Submission) -> bool:
     """Return whether the process of a local submission is seen to run on this machine."""
     # Its identity names the boot of a machine: a shared file system shows runs of others, too.
-    if sent.pid is None or sent.pid == os.getpid():
-        return False
-    return is_running(sent.pid, sent.process, b"")
+    return sent.pid not in (None, os.getpid()) and is_running(sent.pid or 0, sent.process, b"")
 
 
 def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
@@ -284,11 +277,11 @@ def last_written(run: RunDir) -> float:
     paths = [run.stage_log(stage) for stage in STAGES]
     for attempt in run.attempts("train")[-1:]:
         paths += attempt.heartbeat("any").parent.glob("*.json")
-    times = [0.0]
+    newest = 0.0
     for path in (run.jobs, *paths):
         with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times)
+            newest = max(newest, path.stat().st_mtime)
+    return newest
 
 
 def sweep_process(run: RunDir) -> str | None:

@@ -147,11 +147,7 @@ class RunStates(tuple[RunState, ...]):
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """Return the runs in a folder and its sweeps, the newest last, unreadable ones included.
-
-    Raises:
-        StorageError: The folder cannot be read.
-    """
+    """Return the runs in a folder and its sweeps, the newest last, unreadable ones included."""
     try:
         entries = [entry for entry in run_folders(root) if not entry.name.startswith(".")]
     except FileNotFoundError:
@@ -172,12 +168,7 @@ def list_runs(root: Path) -> list[RunDir]:
 
 
 def run_state(run: RunDir, client: SlurmClient) -> RunState:
-    """Return the state of a run, with its details.
-
-    Raises:
-        ConfigError: its configuration is no longer valid.
-        StorageError: a record is damaged or cannot be read.
-    """
+    """Return the state of a run, with its details; StorageError if a record is damaged."""
     try:
         config = load(run.config)
         records = read_records(run, summarize(config))
@@ -224,11 +215,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
 
 
 def is_active(run: RunDir, client: SlurmClient) -> bool:
-    """Return whether jobs of a run are pending or running.
-
-    Raises:
-        SlurmError: slurmctld is unreachable, and the run was submitted to it.
-    """
+    """Return whether jobs of a run are pending or running; SlurmError if Slurm does not say."""
     sent = JobsRecord.of(run).last
     if sent is None:
         return False
@@ -313,6 +300,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
             resumed = last.checkpoint_before or 0
         eta_s = pace.seconds(max(total - resumed, 0))
     tokens = finite_number(row, "tokens")
+    checkpoints, newest = _checkpoints(run, records.config.command)
     running = state in ("precompiling", "training")
     hours = node_hours(run, [*records.precompiles, *attempts], running, now)
     usd = records.config.usd_per_node_hour
@@ -333,8 +321,8 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         step_s=pace.step_s if pace else None,
         eta_s=eta_s,
         finish_at=None if eta_s is None else now + eta_s,
-        last_checkpoint=_last_checkpoint(run, records.config.command, now),
-        checkpoints=_checkpoint_steps(run, records.config.command),
+        last_checkpoint=newest and SavedCheckpoint(*newest, max(now - newest[1], 0.0)),
+        checkpoints=checkpoints,
         restarts=max(len(attempts) - 1, 0),
         node_hours=hours,
         usd=None if usd is None else hours * usd,
@@ -368,27 +356,21 @@ def _unreadable(run: RunDir, error: OSError) -> str:
     )
 
 
-def _checkpoint_steps(run: RunDir, command: CommandConfig | None) -> list[int]:
-    if command is None:
-        return run.checkpoint_steps()
-    return [checkpoint.step for checkpoint in list_trainer_checkpoints(run, command)]
-
-
-def _last_checkpoint(
-    run: RunDir, command: CommandConfig | None, now: float
-) -> SavedCheckpoint | None:
+def _checkpoints(
+    run: RunDir, command: CommandConfig | None
+) -> tuple[list[int], tuple[int, float] | None]:
+    """Return the steps of all checkpoints, and step and time of the newest usable one."""
     if command is not None:
-        newest = newest_complete(list_trainer_checkpoints(run, command))
-        if newest is None:
-            return None
-        return SavedCheckpoint(newest.step, newest.changed_at, max(now - newest.changed_at, 0.0))
-    rollbacks = read_rollbacks(run)
-    for step in reversed(run.checkpoint_steps()):
+        entries = list_trainer_checkpoints(run, command)
+        newest = newest_complete(entries)
+        return [e.step for e in entries], newest and (newest.step, newest.changed_at)
+    rollbacks, steps = read_rollbacks(run), run.checkpoint_steps()
+    for step in reversed(steps):
         with suppress(StorageError):  # a save that is running, or was interrupted
             manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
             if invalidation_reason(step, manifest.attempt, rollbacks) is None:
-                return SavedCheckpoint(step, manifest.saved_at, max(now - manifest.saved_at, 0.0))
-    return None
+                return steps, (step, manifest.saved_at)
+    return steps, None
 
 
 def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
@@ -400,19 +382,14 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
     seconds = []
     for attempt in attempts:
         end = attempt.ended_at
-        if end is None:  # it runs, or its supervisor was killed with its node
-            end = now if running and attempt is newest else _last_sign_of_life(run, attempt)
+        if end is None and running and attempt is newest:
+            end = now
+        elif end is None:  # its supervisor was killed with its node
+            end = max((beat.written_at for beat in read_heartbeats(run, attempt)), default=0.0)
+            if attempt.stage == "train":
+                with suppress(OSError):
+                    row = last_row_of(run.metrics(attempt.attempt)) or {}
+                    end = max(end, finite_number(row, "time") or 0.0)
         nodes = len(attempt.nodes) + attempt.spare_nodes
         seconds.append(nodes * max(end - attempt.started_at, 0.0))
     return math.fsum(seconds) / 3600
-
-
-def _last_sign_of_life(run: RunDir, attempt: AttemptRecord) -> float:
-    """Return the Unix time of the last heartbeat or step of an attempt without a recorded end."""
-    signs = [attempt.started_at]
-    signs += [beat.written_at for beat in read_heartbeats(run, attempt)]
-    if attempt.stage == "train":
-        with suppress(OSError):
-            row = last_row_of(run.metrics(attempt.attempt)) or {}
-            signs.append(finite_number(row, "time") or 0.0)
-    return max(signs)

@@ -85,7 +85,6 @@ def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> lis
 
 
 def only_checkpoints(run: RunDir) -> bool:
-    """Return whether a folder holds complete checkpoints only, as after `delete RUN`."""
     with suppress(OSError, ValueError):
         steps = {run.checkpoint(step) for step in run.checkpoint_steps()}
         entries = [*run.path.iterdir()]

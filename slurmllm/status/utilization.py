@@ -44,10 +44,6 @@ class AllocationTime:
     overlap_s: float = 0.0  # seconds by which the measured parts exceeded the allocation; cut off
     spare_nodes: int = 0  # those that the job held in addition; all of their time is idle
 
-    @property
-    def node_seconds(self) -> float:
-        return (self.nodes + self.spare_nodes) * (self.end - self.start)
-
     def node_seconds_of(self, part: TimePart) -> float:
         idle = self.spare_nodes * (self.end - self.start) if part == "idle" else 0.0
         return self.nodes * self.parts_s[part] + idle
@@ -118,23 +114,20 @@ def _incarnations(
     """Return the job start in which each attempt was opened; None if accounting has none."""
     opened_in: list[Incarnation | None] = []
     for attempt in attempts:
-        incarnation = _incarnation(attempt, history)
+        # The closest start by the supervisor's clock, which is a node's: a job that gave up a node
+        # has another one right after it.
+        at, incarnation = attempt.started_at, None
+        starts = (s for s in history.incarnations if s.job_id == attempt.job_id)
+        distances = ((max(s.start - at, at - s.end, 0.0), -s.start, s) for s in starts)
+        nearest = min(distances, key=lambda distance: distance[:2], default=None)
+        if nearest is not None and nearest[0] <= _SLACK_S:
+            incarnation = nearest[2]
         if incarnation in opened_in:
             earlier = attempts[opened_in.index(incarnation)]
             if earlier.restart_count != attempt.restart_count:
                 incarnation = None  # accounting does not have this start yet
         opened_in.append(incarnation)
     return opened_in
-
-
-def _incarnation(attempt: AttemptRecord, history: RunHistory) -> Incarnation | None:
-    def distance_s(start: Incarnation) -> float:  # by the supervisor's clock, which is a node's
-        return max(start.start - attempt.started_at, attempt.started_at - start.end, 0.0)
-
-    # The closest start: a job that gave up a node has another one right after it.
-    starts = [start for start in history.incarnations if start.job_id == attempt.job_id]
-    closest = min(starts, key=lambda start: (distance_s(start), -start.start), default=None)
-    return closest if closest is not None and distance_s(closest) <= _SLACK_S else None
 
 
 def _last_kept_steps(history: RunHistory) -> dict[int, int]:
@@ -298,7 +291,8 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
     wall_s = math.fsum(covered) + queue_s
     training: tuple[TimePart, ...] = ("productive", "recomputation", "saving", "evaluation")
     return Utilization(
-        node_hours=math.fsum(time.node_seconds for time in allocations) / HOUR_S,
+        node_hours=math.fsum((t.nodes + t.spare_nodes) * (t.end - t.start) for t in allocations)
+        / HOUR_S,
         parts=parts,
         wall_hours=wall_s / HOUR_S,
         queue_hours=queue_s / HOUR_S,

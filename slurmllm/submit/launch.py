@@ -142,12 +142,7 @@ def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> Submi
 
 def record_cancellation(run: RunDir) -> None:
     """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
-    _update_last(run, cancelled_at=time.time())
-
-
-def _update_last(run: RunDir, **update: object) -> None:
-    *earlier, last = JobsRecord.of(run).submissions
-    JobsRecord(submissions=(*earlier, last.model_copy(update=update))).save(run.jobs)
+    JobsRecord.change_last(run, cancelled_at=time.time())
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
@@ -327,7 +322,7 @@ def run_locally(
         with contextlib.suppress(SlurmllmError):  # a full disk
             last = JobsRecord.of(run).last
             if last is not None and last.pid == os.getpid():  # not resumed elsewhere, by --force
-                _update_last(run, ended_at=time.time())
+                JobsRecord.change_last(run, ended_at=time.time())
 
 
 @dataclass

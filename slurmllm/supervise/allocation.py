@@ -33,14 +33,7 @@ from slurmllm.control.rendezvous import (
 from slurmllm.errors import SlurmError, UserError
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.slurm.client import (
-    ADOPTION_S,
-    COMMAND_TIMEOUT_S,
-    SRUN_OPTIONS,
-    SlurmClient,
-    retry_unreachable,
-    step_options,
-)
+from slurmllm.slurm.client import SRUN_OPTIONS, AccountingRow, SlurmClient, step_options
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
 from slurmllm.slurm.environment import slurm_environment
 from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
@@ -55,8 +48,6 @@ LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
-# For sbatch to return, or its job to be looked for, and the job to be recorded.
-RECORDED_S = COMMAND_TIMEOUT_S + ADOPTION_S + 10.0
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
 # user's, and its modules would be imported.
 SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
@@ -73,6 +64,7 @@ class Allocation(ABC):
     job_id: str | None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
+    restarted = False  # whether an earlier attempt ran in this start of the job
 
     @property
     def size(self) -> int:
@@ -84,21 +76,24 @@ class Allocation(ABC):
     def master_addr(self) -> str:
         """The name or address by which all nodes reach the first one."""
 
-    @abstractmethod
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         """Start a launcher on every node; the processes end with the launchers."""
+        launcher = [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
+        return self._start(launcher, launchers=True)
 
-    @abstractmethod
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
         """Start a command on every node, with its output in the processes' pipes.
 
         It shares the nodes with what else runs there; a failing node ends no other node's command.
         """
+        return self._start(command, launchers=False)
 
     @abstractmethod
-    def broadcast(
-        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
-    ) -> str | None:
+    def _start(self, command: Sequence[str], *, launchers: bool) -> list[subprocess.Popen[bytes]]:
+        """Start it with the output of this process if it is `launchers`, else with pipes."""
+
+    @abstractmethod
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
         """Copy a file to the same path on every node; returns the reason of a failure.
 
         `stop` is polled; True ends the copying.
@@ -115,7 +110,6 @@ class SlurmAllocation(Allocation):
     job_id: str
     requeues = True
     all_nodes: tuple[str, ...] = ()  # with those that the present attempt does not use
-    restarted = False  # whether an earlier attempt ran in this start of the job
 
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
@@ -163,33 +157,23 @@ class SlurmAllocation(Allocation):
             log.warning("%s", error)
         self.nodes, self.restarted = nodes, True
 
-    def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        options = [*_LAUNCH]
-        # An earlier step ends, for Slurm, when its lost node has ended it.
-        options += ["--overlap"] if self.restarted else []
-        return [self._srun(options, _launcher(run_path, stage, attempt), None)]
-
-    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        return [self._srun(["--kill-on-bad-exit=0", "--overlap"], command, subprocess.PIPE)]
-
-    def _srun(
-        self, options: Sequence[str], command: Sequence[str], output: int | None
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str], *, launchers: bool) -> list[subprocess.Popen[bytes]]:
         srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}", *_ONE_A_NODE]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
-        srun += [*options, *step_options(), *task_command(command)]
-        errors = None if output is None else subprocess.STDOUT
+        srun += _LAUNCH if launchers else ["--kill-on-bad-exit=0"]
+        # An earlier step ends, for Slurm, when its lost node has ended it.
+        srun += ["--overlap"] if self.restarted or not launchers else []
+        srun += [*step_options(), *task_command(command)]
         try:
             # srun hands its environment to the nodes.
             environment = {**slurm_environment(in_job=True), **new_secret()}
-            return subprocess.Popen(srun, env=environment, stdout=output, stderr=errors)
+            output = (None, None) if launchers else (subprocess.PIPE, subprocess.STDOUT)
+            return [subprocess.Popen(srun, env=environment, stdout=output[0], stderr=output[1])]
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
-    def broadcast(
-        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
-    ) -> str | None:
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
         # sbcast sends through a tree; without it every node reads the shared file system once.
         # Without --force it makes the file: an existing one, or a link to another, is refused.
         deadline, fault = time.monotonic() + BROADCAST_S, ""
@@ -219,15 +203,20 @@ class SlurmAllocation(Allocation):
     def state(self) -> str:
         """The state of this start of the job; UNKNOWN if Slurm does not respond."""
         # Accounting first: squeue reports COMPLETING for every kind of ending.
-        rows = [row for row in self.client.accounting(self.job_id) if row.job_id == self.job_id]
-        rows = [row for row in rows if row.state != "RESIZING"]  # before it lost a node
-        if self.restart_count < len(rows):
-            return rows[self.restart_count].state
+        if row := start_of_job(self.client, self.job_id, self.restart_count):
+            return row.state
         try:
             job = self.client.queue([self.job_id]).get(self.job_id)
         except SlurmError:
             return "UNKNOWN"
         return job.state if job is not None else "UNKNOWN"
+
+
+def start_of_job(client: SlurmClient, job_id: str, restart_count: int) -> AccountingRow | None:
+    """Return the accounting of a start of a job, if it is there."""
+    # A job that lost a node and went on has two rows, the first one RESIZING.
+    rows = [r for r in client.accounting(job_id) if r.job_id == job_id and r.state != "RESIZING"]
+    return rows[restart_count] if restart_count < len(rows) else None
 
 
 class HeldAllocation(SlurmAllocation):
@@ -264,36 +253,25 @@ class LocalAllocation(Allocation):
     def master_addr(self) -> str:
         return "127.0.0.1"
 
-    def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        return self._start(_launcher(run_path, stage, attempt), None)
-
-    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        return self._start(command, subprocess.PIPE)
-
-    def _start(self, command: Sequence[str], output: int | None) -> list[subprocess.Popen[bytes]]:
-        errors = None if output is None else subprocess.STDOUT
+    def _start(self, command: Sequence[str], *, launchers: bool) -> list[subprocess.Popen[bytes]]:
         environment = {**os.environ, **new_secret()}
         return [
             subprocess.Popen(
                 in_container(command),
                 env={**environment, NODE_RANK: str(index), NODE_NAME: name},
                 preexec_fn=die_with_parent,
-                stdout=output,
-                stderr=errors,
+                stdout=None if launchers else subprocess.PIPE,
+                stderr=None if launchers else subprocess.STDOUT,
             )
             for index, name in enumerate(self.nodes)
         ]
 
-    def broadcast(
-        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
-    ) -> str | None:
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
         return None  # the launchers read the run directory of this machine
 
     def state(self) -> str:
-        if self._run is None or not self._run.jobs.is_file():
-            return "RUNNING"
-        submission = JobsRecord.load(self._run.jobs).submissions[-1]
-        return "RUNNING" if submission.cancelled_at is None else "CANCELLED"
+        last = None if self._run is None else JobsRecord.of(self._run).last
+        return "RUNNING" if last is None or last.cancelled_at is None else "CANCELLED"
 
 
 def current_allocation(run: RunDir) -> Allocation:
@@ -320,58 +298,6 @@ def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
     if nodes is not None and nodes > count:
         raise UserError(f"job {job_id} holds {count} nodes, fewer than --nodes {nodes}")
     return job_id, nodes or count
-
-
-def was_restarted(allocation: SlurmAllocation) -> bool:
-    """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
-    job = retry_unreachable(lambda: allocation.client.batch_job(allocation.job_id))
-    later = job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
-    return job.state == "RUNNING" and later
-
-
-def lost_start(allocation: Allocation) -> str | None:
-    """Return why slurmctld does not know of this start of its job; None if it does.
-
-    It saves its state with some seconds of delay. Killed right after it has started a job, it shows
-    the job as pending again while the batch script runs, and starts it once more: on another node,
-    or on this one, which refuses a second copy and is drained ("Duplicate jobid").
-    """
-    if not isinstance(allocation, SlurmAllocation) or not allocation.requeues:
-        return None
-    job_id = allocation.job_id
-    try:
-        job = retry_unreachable(lambda: allocation.client.batch_job(job_id))
-    except SlurmError as error:
-        log.warning("the state of job %s is unknown: %s", job_id, error)
-        return None
-    if job.restarts > allocation.restart_count:  # known, and requeued since
-        return None
-    if job.state == "PENDING":
-        return f"slurmctld shows job {job_id} as pending: it has lost this start of the job"
-    if job.state == "RUNNING" and job.host != allocation.nodes[0]:
-        return f"slurmctld has lost this start of job {job_id} and started it on {job.host}"
-    return None
-
-
-def not_recorded(run: RunDir, allocation: Allocation) -> str | None:
-    """Return why this job is not in its run's last submission; None if it is.
-
-    `submit` or `resume` was killed after sbatch and before it recorded the job. No command knows
-    such a job: it could not be cancelled, and would supersede the job of a later `resume`.
-    """
-    deadline = time.monotonic() + RECORDED_S
-    while allocation.job_id is not None:
-        last = JobsRecord.of(run).last
-        if last is None or allocation.job_id in (*last.own_jobs, last.allocation):
-            break
-        if time.monotonic() > deadline:
-            return (
-                f"job {allocation.job_id} is not of the last submission in {run.jobs}: a later "
-                "command submitted another, or its own was killed before it recorded it; "
-                f"`slurmllm resume {run.name}` submits one"
-            )
-        time.sleep(0.5)
-    return None
 
 
 def node_command(cluster: Cluster, module: str = "slurmllm") -> list[str]:
@@ -405,10 +331,6 @@ def export_site(config: RunConfig, folders: Sequence[Path], terminal: bool = Fal
         os.environ[CONTAINER_PYTHON] = cluster.container.python
         os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = prefix
-
-
-def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
-    return [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
 
 
 def launch_line(nodes: str, stage: Stage, options: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import logging
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -16,7 +16,7 @@ import psutil
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import AttemptRecord, HangRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
 from slurmllm.supervise.classify import failed_workers, is_echo, reported_all
@@ -27,7 +27,7 @@ REPEAT_SIGNAL_S = 5.0
 # From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
 # but one unresponsive one have reported, and otherwise.
 CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
-FAILURES_LOOK_S = 0.5  # interval between looks at the shared file system
+_FAILURES_LOOK_S = 0.5  # interval between looks at the shared file system
 HANG_GRACE_S = 60.0  # for launchers to notice the hang and dump stacks: NFS caches directories
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,7 @@ class Observations:
 
 
 class AttemptMonitor:
-    """Waits for one attempt's launchers, or for the srun that started them.
-
-    `job_limited`: whether Slurm ends the job at its time limit.
-    """
+    """Waits for one attempt's launchers, or for the srun that started them."""
 
     def __init__(
         self,
@@ -75,11 +72,9 @@ class AttemptMonitor:
         config: RunConfig,
         launchers: Sequence[subprocess.Popen[bytes]],
         stop: StopSignals,
-        job_limited: bool,
     ) -> None:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
         self._lead_s = config.recipe.slurm.signal_lead_s
-        self._job_limited = job_limited
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
         command = config.recipe.command
@@ -95,7 +90,6 @@ class AttemptMonitor:
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
         self._grace_s, self._next_failures_look = LAUNCHER_GRACE_S, 0.0
-        self._ended: dict[str, NodeRecord] = {}  # of the nodes whose workers have ended
         self._kill_at: float | None = None
         self.observed = Observations()
         self._started = time.monotonic()
@@ -110,8 +104,8 @@ class AttemptMonitor:
                 self._note_symptom(now - self._stop.at)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
             self._check_failures(now)
-            # The time limit is near, and the workers have not saved and left.
-            limited = self._stop.name is not None and self._job_limited
+            # The time limit of the job is near, and the workers have not saved and left.
+            limited = self._stop.name is not None and self._record.job_id is not None
             overran = limited and now - self._stop.at > leaving_s(self._lead_s)
             if overran and self.observed.overran_s is None:
                 self.observed.overran_s, self._kill_at = now - self._stop.at, now
@@ -128,22 +122,23 @@ class AttemptMonitor:
 
     def _send(self, number: signal.Signals) -> None:
         for launcher in self._launchers:
-            if launcher.poll() is None:
-                below = []
-                # A killed launcher can no longer end what another project's workers started.
-                if number == signal.SIGKILL and self._has_command:
-                    with suppress(psutil.Error):
-                        below = psutil.Process(launcher.pid).children(recursive=True)
-                launcher.send_signal(number)
-                for process in below:
-                    with suppress(psutil.Error):
-                        process.kill()
+            if launcher.poll() is not None:
+                continue
+            below = []
+            # A killed launcher can no longer end what another project's workers started.
+            if number == signal.SIGKILL and self._has_command:
+                with suppress(psutil.Error):
+                    below = psutil.Process(launcher.pid).children(recursive=True)
+            launcher.send_signal(number)
+            for process in below:
+                with suppress(psutil.Error):
+                    process.kill()
 
     def _check_failures(self, now: float) -> None:
         """After the first failure, give the other launchers a grace period."""
         look = now >= self._next_failures_look
         if look:
-            self._next_failures_look = now + FAILURES_LOOK_S
+            self._next_failures_look = now + _FAILURES_LOOK_S
         if self._failed_at is None:
             # The folder appears with the first failure record: one look at the shared file system
             # for any number of nodes. The peers of a worker that was killed record failures too.
@@ -165,11 +160,15 @@ class AttemptMonitor:
         if self._record.stage == "precompile":
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
-            nodes = self._node_records()
+            nodes = attempts.node_records(self._run, self._record)
             failures = attempts.failure_records(self._run, self._record)
         except SlurmllmError:
             return LAUNCHER_GRACE_S
-        all_reported = self._all_reported(nodes, failures)
+        # A node with a failure record is alive: its launcher waits for its other workers.
+        alive = {failure.node for failure in failures}
+        alive |= {name for name, node in nodes.items() if node.exit_codes}
+        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
+        all_reported = not pending or (len(pending) == 1 and pending[0] not in alive)
         if self.observed.hang is not None:  # the cause is known, but stacks take time
             return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
         codes = [code for node in nodes.values() for code in node.exit_codes.values()]
@@ -180,27 +179,6 @@ class AttemptMonitor:
             return CLEAR_GRACE_S
         return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
 
-    def _node_records(self) -> dict[str, NodeRecord]:
-        # The record of a node whose workers have all ended changes no more.
-        rest = [name for name in self._record.nodes if name not in self._ended]
-        nodes = self._ended | attempts.node_records(self._run, self._record, rest)
-        self._ended = {
-            name: node
-            for name, node in nodes.items()
-            if node.pids and node.exit_codes.keys() >= node.pids.keys()
-        }
-        return nodes
-
-    def _all_reported(
-        self, nodes: Mapping[str, NodeRecord], failures: Sequence[FailureRecord]
-    ) -> bool:
-        """Whether all nodes have reported their workers' ends, or all but one that is dead."""
-        # A node with a failure record is alive: its launcher waits for its other workers.
-        alive = {failure.node for failure in failures}
-        alive |= {name for name, node in nodes.items() if node.exit_codes}
-        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
-        return not pending or (len(pending) == 1 and pending[0] not in alive)
-
     def _look_for_newer(self, now: float) -> None:
         newer = attempts.newer_attempt(self._run, self._record.stage, self._record.attempt)
         if newer is not None and self.observed.superseded_by is None:
@@ -209,7 +187,6 @@ class AttemptMonitor:
             self._kill_at = now
 
     def _look(self, now: float) -> None:
-        """Look for a newer attempt and for a hang."""
         # One call instead of a listing: attempts are numbered without gaps.
         if self._run.attempt(self._record.stage, self._record.attempt + 1).path.is_dir():
             self._look_for_newer(now)

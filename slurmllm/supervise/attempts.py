@@ -11,12 +11,12 @@ hang when the last worker stopped advancing.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -28,14 +28,14 @@ from slurmllm.checkpoint.foreign import (
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_ports
-from slurmllm.errors import RunError, SlurmError, StorageError
+from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics.row_reader import Row, last_row_of, read_events, read_rows
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import (
     WAITS,
     AttemptRecord,
+    Event,
     FailureRecord,
-    Heartbeat,
     JobsRecord,
     NodeRecord,
     Restart,
@@ -44,14 +44,12 @@ from slurmllm.run.records import (
 )
 from slurmllm.run.rundir import RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, to_unix
-from slurmllm.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation, start_of_job
 from slurmllm.supervise.classify import Ending, reported_all
 from slurmllm.supervise.policy import decide
-from slurmllm.supervise.watchdog import HEARTBEAT_S
 
 # All that the process logs about attempts has one component, whatever module it comes from.
 _log = logging.getLogger("slurmllm.supervise.supervisor")
-_LAG_S = 2.0  # until a shared file system shows what another node has written
 
 
 def process_identity(pid: int) -> str | None:
@@ -79,70 +77,11 @@ def is_running(pid: int, identity: str | None, text: bytes) -> bool:
     return text in command and identity is not None and identity == process_identity(pid)
 
 
-def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> str | None:
-    """Return why the supervisor of an unfinished attempt may still run; None if it does not.
-
-    Slurm can requeue a job while its previous incarnation still runs on a node that lost contact
-    with slurmctld. If that incarnation ran on this node, its process is looked up; on another node,
-    its heartbeats are watched. For another job Slurm is queried; while it does not respond, the
-    attempt counts as running.
-    """
-    here = record.host == socket.gethostname()
-    pid = record.pid if here and record.pid != os.getpid() else None
-    if pid is not None and is_running(pid, record.process, b"supervise"):
-        return f"process {pid} on {record.host} is its supervisor"
-    if record.job_id is None:
+def incarnation(record: AttemptRecord, allocation: Allocation) -> AccountingRow | None:
+    """Return the accounting of the start of its job in which an attempt ran."""
+    if record.job_id is None or not isinstance(allocation, SlurmAllocation):
         return None
-    if not isinstance(allocation, SlurmAllocation):
-        return f"it belongs to job {record.job_id}, and there is no Slurm here"
-    if record.job_id == allocation.job_id:
-        beats = not here and _has_heartbeat(run, record)
-        return f"{record.nodes[0]} still writes heartbeats" if beats else None
-    try:
-        job = allocation.client.queue([record.job_id]).get(record.job_id)
-    except SlurmError as error:
-        return f"the state of job {record.job_id} is unknown: {error}"
-    if job is not None and job.has_nodes:
-        return f"job {record.job_id} is {job.state}"
-    return None
-
-
-def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str | None:
-    """Return which process of this node supervises this start of the job already; None if none.
-
-    A second one must leave: if it superseded the first, Slurm would end the job with the first.
-    """
-    this_start = allocation.job_id, allocation.restart_count, socket.gethostname()
-    for record in load_attempts(run, stage):
-        same = (record.job_id, record.restart_count, record.host) == this_start
-        if record.ended_at is None and record.job_id is not None and same:
-            pid = record.pid
-            if pid not in (None, os.getpid()) and is_running(pid, record.process, b"supervise"):
-                return f"attempt {record.attempt} of job {record.job_id} is supervised by {pid}"
-    return None
-
-
-def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
-    """Whether the supervisor's node writes heartbeats, which is waited for if one is due."""
-    path = run.attempt(record.stage, record.attempt).heartbeat(record.nodes[0])
-    with suppress(StorageError):
-        first = latest = Heartbeat.find(path)
-        if first is None:
-            return False
-        age_s = max(time.time() - first.written_at, 0.0)
-        deadline = time.monotonic() + HEARTBEAT_S + _LAG_S - age_s
-        while latest == first and time.monotonic() < deadline:
-            time.sleep(0.5)
-            with suppress(StorageError):  # being written
-                latest = Heartbeat.find(path)
-        return latest != first
-    return False
-
-
-def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
-    # A job that lost a node and went on has two rows, the first one RESIZING.
-    of_job = [r for r in rows if r.job_id == record.job_id and r.state != "RESIZING"]
-    return of_job[record.restart_count] if record.restart_count < len(of_job) else None
+    return start_of_job(allocation.client, record.job_id, record.restart_count)
 
 
 def ending_of_orphaned(
@@ -172,7 +111,7 @@ def ending_of_orphaned(
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
-    records = read_all(AttemptRecord.find, [attempt.record for attempt in run.attempts(stage)])
+    records = read_all(AttemptRecord.find, (attempt.record for attempt in run.attempts(stage)))
     return [record for record in records if record is not None]
 
 
@@ -245,34 +184,34 @@ def close_attempt(
     and `in_allocation` are as in `policy.decide`. Raises a StorageError if the run directory cannot
     be read or written.
     """
-    config, end, times = load(run.config), ended_at or time.time(), Timeline()
-    record = record.model_copy(update={"ended_at": end, "ending": ending.ending})
-    if record.stage == "train":
-        times = timeline(run, record, end, first_symptom_at, config)
-    earlier = load_attempts(run, record.stage)
-    phases = _phases(run, record, phases_s or {}, times, queue_s(record, earlier, row))
-    nodes = node_records(run, record).values()
+    config, earlier = load(run.config), load_attempts(run, record.stage)
+    waited_s = queue_s(record, earlier, row)
+    phases = {} if waited_s is None else {"queue": waited_s}
+    phases |= {**record.phases_s, **(phases_s or {})}
+    if worker := WorkerRecord.find(run.attempt(record.stage, record.attempt).worker(0)):
+        phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
     closed = record.model_copy(
         update={
+            "ended_at": ended_at or time.time(),
+            "ending": ending.ending,
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
             "launch_failure": ending.launch,
-            "first_step": times.first_step,
-            "last_step": times.last_step,
-            "checkpoint_after": max(
-                saved_steps(run, config, record), default=record.checkpoint_before
-            ),
-            "steps_gained": times.steps_gained,
-            "steps_lost": times.steps_lost,
-            "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
-            "new_graphs": tuple(sorted({name for node in nodes for name in node.new_graphs})),
+            "phases_s": phases,
         }
     )
+    if closed.stage == "train":
+        closed = timeline(run, closed, first_symptom_at, config)
+    nodes = node_records(run, closed).values()
+    saved = max(saved_steps(run, config, closed), default=closed.checkpoint_before)
+    graphs = tuple(sorted({name for node in nodes for name in node.new_graphs}))
+    phases = {name: round(seconds, 3) for name, seconds in closed.phases_s.items()}
+    fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
     begin, skips = first_attempt(run), SkipsRecord()
-    if closed.ending == "divergence" and run.skips.is_file():
-        skips = SkipsRecord.load(run.skips)
+    if closed.ending == "divergence":
+        skips = SkipsRecord.find(run.skips) or skips
     closed = decide(
-        closed,
+        closed.model_copy(update=fields),
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
         config.recipe,
         rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
@@ -285,55 +224,27 @@ def close_attempt(
     return closed
 
 
-def _phases(
-    run: RunDir,
-    record: AttemptRecord,
-    measured_s: Mapping[str, float],
-    times: Timeline,
-    waited_s: float | None,
-) -> dict[str, float]:
-    """Return the phases of an attempt in their order, s."""
-    phases = {} if waited_s is None else {"queue": waited_s}
-    phases |= {**record.phases_s, **measured_s}
-    path = run.attempt(record.stage, record.attempt).worker(0)
-    if path.is_file():
-        worker = WorkerRecord.load(path)
-        phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
-    return phases | times.phases_s
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A train attempt by its metrics, events and checkpoints."""
-
-    # start_up, first_step, training, saving, stopping, s; empty without a step.
-    phases_s: dict[str, float] = field(default_factory=dict)
-    first_step: int | None = None
-    last_step: int | None = None
-    steps_gained: int | None = None  # steps after its start that a checkpoint of this attempt holds
-    steps_lost: int | None = None  # steps that no checkpoint holds
-
-
 def timeline(
     run: RunDir,
     record: AttemptRecord,
-    ended_at: float,
     first_symptom_at: float | None,
     config: RunConfig | None = None,
-) -> Timeline:
-    """Reconstruct the timeline of a train attempt.
+) -> AttemptRecord:
+    """Return the record of an ended train attempt with the steps and phases that its files show.
 
-    `record` has the phases before the launchers' start; `ended_at` and `first_symptom_at`, when the
-    supervisor saw the first sign of the end, are Unix times.
+    It has the phases before the launchers' start; `first_symptom_at`, Unix time, s: when the
+    supervisor saw the first sign of the end.
     """
-    steps = saved_by(run, record, config, ended_at)
+    assert record.ended_at is not None
+    ended_at, steps = record.ended_at, saved_by(run, record, config)
     rows, last = list[Row](), None
     with suppress(RunError, OSError):
         path = run.metrics(record.attempt)
         rows, last = [row for _, row in islice(read_rows(path), 2)], last_row_of(path)
     begun = record.checkpoint_before or 0
     if last is None or not all("time" in row for row in (*rows, last)):
-        return Timeline(steps_gained=max(max(steps, default=begun) - begun, 0), steps_lost=0)
+        gained = max(max(steps, default=begun) - begun, 0)
+        return record.model_copy(update={"steps_gained": gained, "steps_lost": 0})
     first, second = rows[0], rows[-1]
     logged, last_step = int(first["step"]), int(last["step"])
     # Other trainers log every tenth step, say, and the first row may have no time of its steps.
@@ -342,23 +253,20 @@ def timeline(
     saved = max(steps, default=before)
     first_step_s = (first.get("step_time_s") or second.get("step_time_s", 0.0)) * (logged - before)
     first_began = first["time"] - first_step_s
-    # Unix time of the end of each save, and the seconds for which training waited.
-    saves: list[tuple[float, float]] = []
-    evaluated_s, waited_at = 0.0, 0.0
+    waits = list[Event]()
     with suppress(RunError):
-        waits = [e for e in read_events(run, record.attempt) if e.kind in WAITS]
-        saves = [(event.time, event.waited_s or 0.0) for event in waits if event.kind == "save"]
-        evaluated_s = sum(e.waited_s or 0.0 for e in waits if e.kind == "evaluation")
-        waited_at = max((event.time for event in waits), default=0.0)
-    worked_until = max(last["time"], waited_at)
+        waits = [event for event in read_events(run, record.attempt) if event.kind in WAITS]
+    # Unix time of the end of each save, and the seconds for which training waited.
+    saves = [(event.time, event.waited_s or 0.0) for event in waits if event.kind == "save"]
+    evaluated_s = sum(event.waited_s or 0.0 for event in waits if event.kind == "evaluation")
     # A step in progress at the first sign counts as training.
-    work_end = min(max(worked_until, first_symptom_at or 0.0), ended_at)
-    launched = record.started_at + sum(
-        record.phases_s.get(name, 0.0) for name in ("preflight", "cache")
-    )
+    worked_until = max([last["time"], first_symptom_at or 0.0, *(event.time for event in waits)])
+    work_end = min(worked_until, ended_at)
+    before_s = (record.phases_s.get(name, 0.0) for name in ("preflight", "cache"))
+    launched = record.started_at + sum(before_s)
     saving = sum(waited for _, waited in saves)
     late = sum(waited for time, waited in saves if time > work_end)
-    phases = {
+    seconds = {
         "start_up": first_began - launched,
         "first_step": first_step_s,
         "training": work_end - first["time"] - (saving - late) - evaluated_s,
@@ -366,20 +274,19 @@ def timeline(
         "stopping": ended_at - work_end - late,
     }
     if evaluated_s:
-        phases["evaluation"] = evaluated_s
-    return Timeline(
-        phases_s={name: max(seconds, 0.0) for name, seconds in phases.items()},
-        first_step=before + 1,
-        last_step=last_step,
-        steps_gained=max(saved - before, 0),
-        steps_lost=max(last_step - max(saved, before), 0),
-    )
+        seconds["evaluation"] = evaluated_s
+    fields = {
+        "phases_s": record.phases_s | {name: max(s, 0.0) for name, s in seconds.items()},
+        "first_step": before + 1,
+        "last_step": last_step,
+        "steps_gained": max(saved - before, 0),
+        "steps_lost": max(last_step - max(saved, before), 0),
+    }
+    return record.model_copy(update=fields)
 
 
-def saved_by(
-    run: RunDir, record: AttemptRecord, config: RunConfig | None, ended_at: float | None = None
-) -> list[int]:
-    """Return the steps of the existing checkpoints that an attempt wrote.
+def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig | None) -> list[int]:
+    """Return the steps of the existing checkpoints that an ended attempt wrote.
 
     Of a trainer whose checkpoints are not watched, all steps count as saved that come after those
     of the attempts before it.
@@ -389,13 +296,12 @@ def saved_by(
         with suppress(RunError, OSError):
             earlier = (a.last_step or 0 for a in load_attempts(run, "train") if a.attempt < attempt)
             last = last_row_of(run.metrics(attempt))
-            new = last is not None and int(last["step"]) > max(earlier, default=0)
-            return [int(last["step"])] if last is not None and new else []
+            step = 0 if last is None else int(last["step"])
+            return [step] if step > max(earlier, default=0) else []
     if command is not None:
-        end = ended_at or record.ended_at or time.time()
+        begin, end = record.started_at, record.ended_at or math.inf
         entries = list_trainer_checkpoints(run, command, closing=record)
-        inside = (e for e in entries if e.complete and record.started_at <= e.changed_at <= end)
-        return [entry.step for entry in inside]
+        return [e.step for e in entries if e.complete and begin <= e.changed_at <= end]
     steps = []
     for step in run.checkpoint_steps():
         with suppress(StorageError):
@@ -424,7 +330,8 @@ def queue_s(
 
 def first_attempt(run: RunDir) -> int:
     """Return the first train attempt of the last submission: budgets count from there."""
-    return JobsRecord.load(run.jobs).submissions[-1].first_attempt if run.jobs.is_file() else 0
+    last = JobsRecord.of(run).last
+    return 0 if last is None else last.first_attempt
 
 
 def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
@@ -440,21 +347,14 @@ def node_records(
     run: RunDir, record: AttemptRecord, names: Iterable[str] | None = None
 ) -> dict[str, NodeRecord]:
     """Return the records of an attempt's nodes, or of those in `names`, as far as they exist."""
-    paths = run.attempt(record.stage, record.attempt)
-
-    def read(name: str) -> NodeRecord | None:
-        path = paths.node(name)
-        return NodeRecord.load(path) if path.is_file() else None
-
-    names = list(record.nodes if names is None else names)
-    records = zip(names, read_all(read, names), strict=True)
+    paths, names = run.attempt(record.stage, record.attempt), list(names or record.nodes)
+    records = zip(names, read_all(NodeRecord.find, map(paths.node, names)), strict=True)
     return {name: node for name, node in records if node is not None}
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
     folder = run.attempt(record.stage, record.attempt).failure(0).parent
-    paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
-    return read_all(FailureRecord.load, paths)
+    return read_all(FailureRecord.load, sorted(folder.glob("rank_*.json")))
 
 
 def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:

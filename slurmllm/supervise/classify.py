@@ -188,7 +188,6 @@ def reported_all(node: NodeRecord | None) -> bool:
 
 
 def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
-    """Return the workers that failed by themselves, by node and rank."""
     return [
         FailedWorker(rank, code, name)
         for name, node in nodes.items()
@@ -269,7 +268,6 @@ def _text(failure: FailureRecord) -> str:
 
 
 def is_echo(failure: FailureRecord) -> bool:
-    """Whether the worker only lost a peer."""
     return meaning_of(_text(failure)) == "lost_peer"
 
 
@@ -396,7 +394,6 @@ def _unreported(evidence: Evidence) -> Ending | None:
 
 
 def _echoes(evidence: Evidence) -> Ending | None:
-    """Workers that only lost their peers."""
     if not evidence.failures:
         return None
     first = min(evidence.failures, key=lambda failure: failure.time)
@@ -405,7 +402,6 @@ def _echoes(evidence: Evidence) -> Ending | None:
 
 
 def _no_record(evidence: Evidence) -> Ending:
-    """Workers that left no cause, or only in their logs."""
     failed = workers_without_failure_record(evidence.nodes, evidence.failures)
     if (ending := _by_workers(evidence, failed)) is not None:
         return ending

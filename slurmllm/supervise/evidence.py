@@ -18,7 +18,7 @@ from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
 from slurmllm.run.safe_files import open_regular, write_error
 from slurmllm.slurm.error_texts import launch_failure
-from slurmllm.supervise import attempts, first_failure
+from slurmllm.supervise import attempts, stacks
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
 from slurmllm.supervise.classify import (
@@ -28,8 +28,7 @@ from slurmllm.supervise.classify import (
 )
 from slurmllm.supervise.exclusion import has_failed
 
-ACCOUNTING_LAG_S = 3.0
-POLL_S = 0.2
+_ACCOUNTING_LAG_S = 3.0
 _TAIL_BYTES = 32 * 1024
 
 
@@ -42,18 +41,15 @@ def gather_evidence(
     launchers: Sequence[subprocess.Popen[bytes]] = (),
     command: CommandConfig | None = None,
 ) -> Evidence:
-    """Collect what an ending is classified by; StorageError if a record cannot be read.
-
-    `command`: of a trainer of another project.
-    """
+    """Collect what an ending is classified by; StorageError if a record cannot be read."""
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)
     # The state first: accounting, from which the next lines read, lags behind SIGTERM.
-    deadline = time.monotonic() + (ACCOUNTING_LAG_S if stop_signal == "SIGTERM" else 0.0)
-    slurm_state = allocation.state()
-    while slurm_state in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        slurm_state = allocation.state()
+    deadline = time.monotonic() + (_ACCOUNTING_LAG_S if stop_signal == "SIGTERM" else 0.0)
+    while (slurm_state := allocation.state()) in ("RUNNING", "COMPLETING"):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
     out_of_memory, down_nodes = False, list[str]()
     if isinstance(allocation, SlurmAllocation):
         rows = allocation.client.accounting(allocation.job_id)
@@ -64,9 +60,7 @@ def gather_evidence(
     hang, lines = observed.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)
-    unwritable = observed.unwritable
-    if unwritable is None:
-        unwritable = write_error(run.attempt(record.stage, record.attempt).path)
+    folder = run.attempt(record.stage, record.attempt).path
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     of_trainer = {} if command is None else _of_trainer(run, record, command)
@@ -85,7 +79,7 @@ def gather_evidence(
         stacks=lines,
         log_tails=dict(zip(ranks, tails, strict=True)),
         superseded_by=observed.superseded_by,
-        unwritable=unwritable,
+        unwritable=observed.unwritable or write_error(folder),
         # srun's own lines are in the stage's log, which rank 0 shares.
         launch=launch_failure(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
@@ -125,22 +119,22 @@ def _with_stacks(
     run: RunDir, record: AttemptRecord, hang: HangRecord, nodes: Mapping[str, NodeRecord]
 ) -> tuple[HangRecord, tuple[str, ...]]:
     """Add what the stacks show: without suspects by phase, those of the outliers are suspect."""
-    locations = first_failure.read_locations(run.attempt(record.stage, record.attempt))
+    locations = stacks.read_locations(run.attempt(record.stage, record.attempt))
     # A launcher that could not even end its workers was frozen itself.
     frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
     if not hang.unresponsive_nodes and 0 < len(frozen) < len(record.nodes):
         hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
     if not hang.suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
-        suspects = (node_of[r] for r in first_failure.outliers(locations) if r in node_of)
+        suspects = (node_of[r] for r in stacks.outliers(locations) if r in node_of)
         hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(suspects))})
-    return hang, first_failure.stack_lines(locations)
+    return hang, stacks.stack_lines(locations)
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
     """Return the end of a worker's log; rank 0 shares the stage's log with earlier attempts."""
     try:
-        with open_regular(first_failure.log_of(run, record, rank)) as stream:
+        with open_regular(run.worker_log(record.stage, record.attempt, rank)) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
             lines = stream.read().decode("utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,6 @@
 """Excluded nodes: recorded with evidence and an end, kept out of requeued and new jobs.
 
-A node is excluded only with evidence that is about it: its hardware's own text, Slurm's state of
-it, a failed check, no answer to srun while the supervisor's node answers, or the second failure in
-a row there. The first exclusion takes an hour, each further one four times as long.
+A node is excluded only with evidence that is about it (`records.NodeEvidence`).
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ from slurmllm.supervise.policy import (
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
-# A node that is drained, rebooted or powered down (`powering_down`) has not failed.
-_FAILED = re.compile(r"down|fail|error|unknown|.*\*$")
 _PROBES = 16  # nodes that are asked at the same time
 
 log = logging.getLogger(__name__)
@@ -56,14 +52,10 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
 def failing(
     run: RunDir, record: AttemptRecord, ending: Ending, allocation: Allocation
 ) -> dict[str, NodeFault]:
-    """Return the faults of the nodes to exclude after an attempt; empty if local.
-
-    Raises a StorageError if the run directory cannot be read.
-    """
+    """Return the faults of the nodes to exclude after an attempt; empty if local."""
     if not ending.blamed_nodes or not isinstance(allocation, SlurmAllocation):
         return {}
-    fields = {"blamed_nodes": ending.blamed_nodes, "evidence": ending.evidence}
-    closed = record.model_copy(update={**fields, "ending": ending.ending})
+    closed = record.model_copy(update=vars(ending))  # with its evidence and the nodes it blames
     attempts = (attempt for stage in STAGES for attempt in load_attempts(run, stage))
     earlier = [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)]
     return failing_nodes(closed, earlier, _proven(run, closed, allocation))
@@ -108,10 +100,7 @@ def _proven(
 
 
 def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[ExcludedNode]:
-    """Record the nodes that an attempt lost; returns them.
-
-    Raises a StorageError if the run directory cannot be read or written.
-    """
+    """Record the nodes that an attempt lost; returns them."""
     if not failing:
         return []
     longest, now = load(run.config).recipe.slurm.exclude_hours, time.time()
@@ -129,7 +118,6 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
 
 
 def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
-    """Drain nodes whose hardware is broken; a refusal by Slurm is only logged."""
     for node in (node for node in nodes if node.evidence == "hardware"):
         try:
             client.drain(node.node, f"slurmllm: {node.reason}"[:200])
@@ -190,7 +178,8 @@ def usable(state: str) -> bool:
 
 def has_failed(state: str) -> bool:
     """Whether a node's state, in sinfo's long form, is evidence against it."""
-    return _FAILED.match(state) is not None
+    # A node that is drained, rebooted or powered down (`powering_down`) has not failed.
+    return re.match(r"down|fail|error|unknown|.*\*$", state) is not None
 
 
 def nodes_to_avoid(

@@ -72,7 +72,12 @@ class Launcher(Workers):
         self.watch_signals()
         try:
             self._prepare()
-            failed = self._precompile() if self.stage == "precompile" else self._train()
+            if self.stage == "precompile":
+                failed = self._precompile()
+            else:
+                # Workers import while the graphs are installed, and wait before they compile.
+                with graph_cache.installing(self.cache, self.node) as installed:
+                    failed = self.run_to_end(lambda: self._install_graphs(installed))
         except SlurmllmError as error:
             self.end_with_error(error)
             failed = True
@@ -80,7 +85,6 @@ class Launcher(Workers):
         return 1 if failed else 0
 
     def _prepare(self) -> None:
-        """Record the node's versions, and prepare its environment and its cache."""
         recipe = self.config.recipe
         plugins = versions(recipe.plugin_refs, recipe.plugins)
         if self.config.cluster.setup or self.config.cluster.container:
@@ -101,11 +105,6 @@ class Launcher(Workers):
         os.environ.update({n: v.value for n, v in variables if n not in configured})
         os.environ["SLURMLLM_CACHE"] = str(self.cache)
         collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
-
-    def _train(self) -> bool:
-        # Workers import while the graphs are installed, and wait before they compile.
-        with graph_cache.installing(self.cache, self.node) as installed:
-            return self.run_to_end(lambda: self._install_graphs(installed))
 
     def _submit_new_graphs(self) -> None:
         """Submit what was compiled in training; after a failure too, as it is needed again."""
@@ -146,20 +145,19 @@ class Launcher(Workers):
         if self.run.graphs_manifest.is_file() or requires_graphs(self.config):
             fields = self._unpack_graphs()
         remove_leftovers(self.planned_cache)  # of a staged environment too
-        # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
-        num_graphs = 0 if self.manifest is None else self.manifest.graphs
-        reused = num_graphs > 0 and not fields["cache_reason"]
-        suspect = reused and self.processor
+        reused = self.manifest is not None and self.manifest.graphs and not fields["cache_reason"]
         self.compiles = self.backend.expects_graphs(self.config) and not reused
+        # Graphs of a backend that serve any node are not suspect: Neuron's may take hours to
+        # compile.
+        content = REUSED if reused and self.processor else ""
         with node_disk(f"write {installed}"):
             partial = installed.with_name(f"{installed.name}.new")
-            partial.write_text(REUSED if suspect else "", encoding="ascii")
+            partial.write_text(content, encoding="ascii")
             partial.replace(installed)
         if fields:
             self.save(**fields)
 
     def _unpack_graphs(self) -> dict[str, object]:
-        """Fill the node's cache; returns the fields of its record."""
         started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
         if reason := self.manifest.unusable(self.versions):
@@ -229,7 +227,7 @@ class Launcher(Workers):
 
         def stop() -> bool:
             if self.node_rank == 0 and self.backend.expects_graphs(self.config):
-                self.compile_log.update()
+                self.log_compiling()
             return self.stop_requested
 
         try:

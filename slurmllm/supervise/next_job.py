@@ -15,18 +15,19 @@ from slurmllm.config.load import load
 from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
-from slurmllm.run.records import Action, AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
+from slurmllm.run.records import AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
 from slurmllm.run.rundir import STAGES, RunDir, Stage
-from slurmllm.run.safe_files import open_trusted, os_error_text, write_error
+from slurmllm.run.safe_files import os_error_text, read_limited, write_error
 from slurmllm.slurm.client import retry_unreachable
 from slurmllm.supervise import attempts
-from slurmllm.supervise.allocation import Allocation, SlurmAllocation, was_restarted
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempts import log_attempt
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
 from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.run_lock import locked
-from slurmllm.supervise.successor import cancel_successor, ensure_successor, restart_of
+from slurmllm.supervise.starts import was_restarted
+from slurmllm.supervise.successor import ensure_successor, restart_of
 
 Close = Callable[[], AttemptRecord]
 CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
@@ -42,11 +43,6 @@ class NextJob:
     ) -> None:
         self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
         self._excluded = config.recipe.slurm.exclude
-
-    def cancel(self) -> None:
-        """Cancel the successor of this job, if it has one."""
-        if self.chained:
-            cancel_successor(self.run, self.allocation)
 
     def submit_ahead(self) -> None:
         """Submit the successor of this job if the site refuses requeues."""
@@ -78,11 +74,8 @@ class NextJob:
         stages = STAGES[STAGES.index(self.stage) :]
         try:
             with locked(self.run, "supervise"):
-                *before, last = JobsRecord.load(self.run.jobs).submissions
-                old = {
-                    stage: last.train_job if stage == "train" else last.precompile_job
-                    for stage in stages
-                }
+                last = JobsRecord.load(self.run.jobs).submissions[-1]
+                old: dict[str, str | None] = {s: getattr(last, f"{s}_job") for s in stages}
                 if old[self.stage] != this_job:
                     return  # resumed since
                 if lost and client.batch_job(this_job).state != "PENDING":
@@ -98,12 +91,10 @@ class NextJob:
                     job = client.submit(
                         script, after_ok=job, exclude=exclude, requeue=requeue, name=name
                     )
-                    last = last.model_copy(update={f"{stage}_job": job})
-                    JobsRecord(submissions=(*before, last)).save(self.run.jobs)
+                    JobsRecord.change_last(self.run, **{f"{stage}_job": job})
                     log.warning("submitted job %s in place of job %s", job, replaced)
+                JobsRecord.change_last(self.run, successor_job=None)
                 jobs = (last.successor_job, *reversed(old.values()))
-                last = last.model_copy(update={"successor_job": None})
-                JobsRecord(submissions=(*before, last)).save(self.run.jobs)
                 client.cancel([job for job in jobs if job is not None])
         except SlurmllmError as error:
             name = self.run.name
@@ -147,7 +138,7 @@ class NextJob:
                 if slurm.restart != "auto" or client.batch_job(job).state != "RUNNING":
                     raise
                 log.warning("%s: another job continues the run", error)
-                closed = self._changed(closed, "chain")
+                closed = self._changed(closed, action="chain")
                 return self._chain(allocation, closed, self._with_recipes(avoid))
         except SlurmllmError as error:
             # The record has the action, but the job may end here.
@@ -167,7 +158,7 @@ class NextJob:
         except SlurmllmError as error:
             text = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
             log_attempt(closed, text)
-            return self._changed(closed, "stop", (*closed.evidence, text))
+            return self._changed(closed, action="stop", evidence=(*closed.evidence, text))
         try:
             if job is not None and exclude:
                 retry_unreachable(lambda: client.exclude(job, exclude))
@@ -178,11 +169,8 @@ class NextJob:
             log.warning("job %s starts without excluded nodes or a wait: %s", job, error)
         return closed
 
-    def _changed(
-        self, closed: AttemptRecord, action: Action, evidence: tuple[str, ...] | None = None
-    ) -> AttemptRecord:
-        evidence = closed.evidence if evidence is None else evidence
-        closed = closed.model_copy(update={"action": action, "evidence": evidence})
+    def _changed(self, closed: AttemptRecord, **changes: object) -> AttemptRecord:
+        closed = closed.model_copy(update=changes)
         closed.save(self.run.attempt(self.stage, closed.attempt).record)
         return closed
 
@@ -191,8 +179,7 @@ def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
     """Return the text of a stage's batch script; StorageError if others may have written it."""
     path = run.script(stage)
     try:
-        with open_trusted(path, group) as stream:
-            return stream.read().decode()
+        return read_limited(path, trusted=True, group=group).decode()
     except OSError as error:
         raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
 
@@ -200,15 +187,17 @@ def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
 def wait_writable(run: RunDir, patience_s: float) -> bool:
     """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
     deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if write_error(run.logs) is None:
-            return True
+    while (error := write_error(run.logs)) is not None and time.monotonic() < deadline:
         time.sleep(1.0)
-    return False
+    return error is None
 
 
 def close_when_writable(
-    run: RunDir, allocation: Allocation, record: AttemptRecord, ending: Ending, close: Close
+    run: RunDir,
+    allocation: Allocation,
+    record: AttemptRecord,
+    ending: Ending,
+    close: Callable[[], AttemptRecord],
 ) -> AttemptRecord:
     """Close an attempt; while its record cannot be written, the job's comment has its ending.
 
@@ -218,13 +207,14 @@ def close_when_writable(
         return close()
     except StorageError as error:
         log.warning("%s", error)
+        # Slurm takes comments of at most 1,024 characters.
+        evidence = tuple(line[:300] for line in ending.evidence[:2])
         unrecorded = UnrecordedEnding(
             stage=record.stage,
             attempt=record.attempt,
             ended_at=time.time(),
             ending=ending.ending,
-            # Slurm takes comments of at most 1,024 characters.
-            evidence=tuple(line[:300] for line in ending.evidence[:2]),
+            evidence=evidence,
             blamed_nodes=ending.blamed_nodes[:8],
         )
         _set_comment(allocation, unrecorded)

@@ -1,7 +1,11 @@
-"""Notifications of a run: a webhook or a command when an attempt starts and when it ends.
+"""What a supervisor sends to other services: notifications, and metrics to trackers.
 
-Each is sent by a thread, for which nothing waits while the run has work to do. The supervisor's
-last act is to wait a few seconds for what is under way, unless a notification took too long.
+A webhook or a command is called by a thread when an attempt starts and when it ends. Nothing waits
+for it while the run has work to do; the supervisor's last act is to wait a few seconds for what is
+under way, unless a notification took too long.
+
+Metrics are sent by a child process of the lowest priority, which reads the run directory
+(`track.sync`): nothing waits for a tracker, and nothing is lost with it.
 """
 
 from __future__ import annotations
@@ -10,21 +14,30 @@ import json
 import logging
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from slurmllm.config.operation import NotifyEvent
 from slurmllm.config.resolve import RunConfig
+from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.run.records import CONTINUES, AttemptRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.safe_files import open_append
 from slurmllm.run.worker_files import diagnostic
 
 TIMEOUT_S = 10.0  # for a webhook to answer, or a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
+_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
 _LONGEST = 1000  # characters of the text
 NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
+_FIELDS = {
+    *("stage", "attempt", "job_id", "nodes", "started_at", "ended_at", "ending", "action"),
+    *("evidence", "blamed_nodes", "first_step", "last_step", "checkpoint_after"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +52,10 @@ class Notifier:
         self._slow = False  # whether a notification has taken too long
 
     def started(self, record: AttemptRecord) -> None:
-        """Announce the start of an attempt of the train stage."""
         if record.stage == "train":
             self._send("start", record, f"started on {len(record.nodes)} node(s)")
 
     def closed(self, record: AttemptRecord) -> None:
-        """Announce the end of an attempt, and what follows."""
         event = event_of(record)
         if event is not None:
             step = "" if record.last_step is None else f", after step {record.last_step}"
@@ -75,8 +86,11 @@ class Notifier:
             "time": time.time(),
             **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
         }
-        webhook, command = notify.webhook is not None, bool(notify.command)
-        for deliver in [self._post] * webhook + [self._call] * command:
+        ways = [
+            *([self._post] if notify.webhook else []),
+            *([self._call] if notify.command else []),
+        ]
+        for deliver in ways:
             # A daemon: the interpreter does not wait for it at its exit.
             thread = threading.Thread(target=self._try, args=(deliver, message), daemon=True)
             with diagnostic("notifications"):  # no more threads, for one
@@ -138,12 +152,6 @@ class Notifier:
         return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else None
 
 
-_FIELDS = {
-    *("stage", "attempt", "job_id", "nodes", "started_at", "ended_at", "ending", "action"),
-    *("evidence", "blamed_nodes", "first_step", "last_step", "checkpoint_after"),
-}
-
-
 def event_of(record: AttemptRecord) -> NotifyEvent | None:
     """Return the event that a closed attempt is; None if there is nothing to announce."""
     if record.ending == "superseded" or (record.stage, record.action) == ("precompile", "finish"):
@@ -153,3 +161,46 @@ def event_of(record: AttemptRecord) -> NotifyEvent | None:
     if record.action in CONTINUES:
         return "requeue"
     return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"
+
+
+class Tracking:
+    """The child process of one attempt; nothing without `trackers`, or without a network."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._names = run, config.recipe.trackers
+        self._enabled = bool(self._names) and config.cluster.trackers.network
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self, stage: Stage) -> None:
+        if not self._enabled or stage != "train":
+            return
+        if self._child is not None and self._child.poll() is None:
+            return  # of an earlier attempt in this job; it sends those of this one too
+        command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"]
+        command += ["track", "sync", str(self._run.path), "--supervised"]
+        with diagnostic("trackers"):
+            output = open_append(self._run.track_log)
+            with os.fdopen(output, "wb", buffering=0) as stream:
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    preexec_fn=die_with_parent,
+                )
+
+    def stop(self, *, requeued: bool) -> None:
+        """Have it send the last steps and wait for that; if requeued, the next attempt does."""
+        if self._child is None:
+            return
+        if not requeued:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.terminate()
+                if self._child.wait(_LAST_STEPS_S) == 0:
+                    return
+            log.warning(
+                f"trackers: {' and '.join(self._names)} may lack the last steps; see "
+                f"{self._run.track_log}, then `slurmllm track sync {self._run.name}`"
+            )
+        self._child.kill()
+        self._child.wait()

@@ -176,7 +176,6 @@ def exclusion_hours(exclusions: int, longest: float) -> float:
 
 
 def gained(attempt: AttemptRecord) -> bool:
-    """Whether an attempt left a newer checkpoint than the one before it."""
     if attempt.steps_gained is not None:
         return attempt.steps_gained > 0
     before, after = attempt.checkpoint_before, attempt.checkpoint_after

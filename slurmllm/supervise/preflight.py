@@ -1,29 +1,133 @@
-"""Preflight: every node checks itself before an attempt, and a failing one ends the attempt."""
+"""Before an attempt's launchers: every node checks itself, and gets graphs and environment."""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
 
+from slurmllm.backends.environment import (
+    BROADCAST,
+    broadcast_path,
+    make_cache_folder,
+    node_local_cache,
+    requires_graphs,
+)
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.bandwidth import with_bandwidth
 from slurmllm.diagnose.probe import LaunchError, check_nodes
+from slurmllm.errors import StorageError
+from slurmllm.graphs.archive import load_manifest, require_complete
 from slurmllm.run.records import AttemptRecord, NodeHealth
-from slurmllm.run.rundir import RunDir
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.staging.node import broadcast_environment
 from slurmllm.supervise.allocation import SLURMLLM, Allocation
 from slurmllm.supervise.classify import Ending, launch_ending
 
 SHARED = "shared file system"
-WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
+_WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
+
+log = logging.getLogger(__name__)
 
 
-class Preflight(NamedTuple):
-    """The result of the checks: the attempt's ending, None if it can begin, and warnings."""
+class Preparation:
+    """Checks of an allocation's nodes, and what is copied to them once for all attempts there."""
 
-    ending: Ending | None
-    warnings: tuple[str, ...]
+    def __init__(
+        self,
+        run: RunDir,
+        stage: Stage,
+        config: RunConfig,
+        allocation: Allocation,
+        stop: Callable[[], bool],
+    ) -> None:
+        self.run, self.stage, self.config = run, stage, config
+        self.allocation, self.stop = allocation, stop
+        self.failed_nodes: set[str] = set()  # of this job
+        # Archive of graphs that all nodes of the job have got, and whether the environment.
+        self._sent_graphs, self._sent_environment = "", False
+
+    def prepare(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+        """Check the nodes and send graphs and environment to them, at the same time.
+
+        Returns the ending if a node fails its checks, which also ends the copying. The phase
+        `cache` is what the copying takes longer than the checks.
+        """
+        ended = threading.Event()
+
+        def stop() -> bool:
+            return ended.is_set() or self.stop()
+
+        # What the all-reduce reaches must not depend on a broadcast.
+        checks_first = self.config.cluster.health.bandwidth == "always"
+        ending = self._check(record, phases) if checks_first else None
+        if ending is not None:
+            return ending
+        with ThreadPoolExecutor(2, thread_name_prefix="broadcast") as pool:
+            try:
+                graphs = pool.submit(self._broadcast_graphs, stop)
+                environment = pool.submit(self._broadcast_environment, stop)
+                if not checks_first:
+                    ending = self._check(record, phases)
+                started = time.monotonic()
+                if ending is None:
+                    os.environ.update(graphs.result())
+                    os.environ.update(environment.result())
+                    phases["cache"] = time.monotonic() - started
+            finally:
+                ended.set()
+        return ending
+
+    def _check(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+        if not self.config.cluster.health.enabled:
+            return None
+        started = time.monotonic()
+        ending = preflight(self.run, record, self.config, self.allocation, self.stop)
+        phases["preflight"] = time.monotonic() - started
+        return ending
+
+    def _broadcast_graphs(self, stop: Callable[[], bool]) -> dict[str, str]:
+        """Copy the archive to every node's own disk; returns the launchers' variables."""
+        # The launchers of --local share the folder, and start at once.
+        make_cache_folder(self.config, self.run)
+        if self.stage == "precompile":
+            return {}
+        started = time.monotonic()
+        if not self.run.graphs_manifest.is_file():
+            if not requires_graphs(self.config):
+                return {}
+            raise StorageError(
+                f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
+                f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
+            )
+        manifest = load_manifest(self.run, self.config.cluster.trusted_group)
+        require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
+        if manifest.rejected or manifest.archive_sha256 == self._sent_graphs:
+            return {}  # in this job, to the spare nodes too
+        if self.failed_nodes:
+            return {BROADCAST: ""}  # sbcast would wait for them; the nodes read the shared archive
+        target = broadcast_path(Path(node_local_cache(self.config, self.run)))
+        archive = self.run.graphs_archive(manifest.archive)
+        fault = self.allocation.broadcast(archive, target, stop)
+        seconds = time.monotonic() - started
+        if fault is None:
+            self._sent_graphs = manifest.archive_sha256
+            log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
+        elif not stop():
+            log.warning("sbcast: %s; the nodes read %s", fault, archive)
+        return {BROADCAST: str(target)}
+
+    def _broadcast_environment(self, stop: Callable[[], bool]) -> dict[str, str]:
+        if self._sent_environment or self.failed_nodes:
+            return {}
+        variables = broadcast_environment(self.run, self.config, self.allocation, stop)
+        self._sent_environment = not stop()
+        return variables
 
 
 def preflight(
@@ -32,30 +136,28 @@ def preflight(
     config: RunConfig,
     allocation: Allocation,
     stop: Callable[[], bool],
-) -> Preflight:
-    """Check the nodes of an attempt and record the findings.
+) -> Ending | None:
+    """Check the nodes of an attempt and record the findings; returns the ending if one fails.
 
     Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
     """
     try:
         nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
     except LaunchError as error:
-        return Preflight(launch_ending(error.failure, record.nodes), ())
+        return launch_ending(error.failure, record.nodes)
     if nodes is not None and config.cluster.health.bandwidth == "always":
         nodes = with_bandwidth(
             nodes, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop
         )
     if nodes is None or stop():  # interrupted checks are incomplete: ignore them
-        return Preflight(None, ())
+        return None
     paths = run.attempt(record.stage, record.attempt)
-    with ThreadPoolExecutor(WRITERS) as pool:
+    with ThreadPoolExecutor(_WRITERS) as pool:
         list(pool.map(lambda health: health.save(paths.health(health.node)), nodes.values()))
-    return Preflight(preflight_ending(nodes), preflight_warnings(nodes))
-
-
-def preflight_warnings(nodes: Mapping[str, NodeHealth]) -> tuple[str, ...]:
-    """Return `n3: 0.4 GB free in /scratch, …` for each warning."""
-    return tuple(f"{name}: {f.message}" for name, node in nodes.items() for f in node.of("warn"))
+    for name, health in nodes.items():
+        for finding in health.of("warn"):
+            log.warning("preflight: warning: %s: %s", name, finding.message)
+    return preflight_ending(nodes)
 
 
 def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:

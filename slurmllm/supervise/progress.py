@@ -1,9 +1,8 @@
 """Progress of a trainer that is not ours: its steps, as its output or its files show them.
 
-They become the attempt's metrics, in the form that our own trainer writes, with steps from 1 and
-without what the trainer does not log. Validation losses become events. A row's time is that of the
-log if it is Unix time, else that of its arrival; rows that arrive together share the time since
-the row before by their steps.
+They become the attempt's metrics, with steps from 1; validation losses become events. A row's time
+is that of the log if it is Unix time, else that of its arrival; rows that arrive together share the
+time since the row before by their steps.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +28,10 @@ from slurmllm.run.worker_files import EventLog
 log = logging.getLogger(__name__)
 
 _AHEAD_S = 60.0  # that another node's clock may be ahead
-_TIMES = ("time", "step_time_s")  # not what a step's values are
 
 
 def check_progress(text: str) -> None:
-    """Validate `progress` of a recipe: a format, a pattern or a path.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Raise a ValueError if `progress` of a recipe is no format, pattern or path."""
     if "(?P<" in text:
         try:
             check_pattern(text, "progress")
@@ -67,8 +60,6 @@ class TrainerProgress:
         """Begin before the workers do: what a file holds now is of earlier attempts.
 
         Args:
-            run: Gets the metrics and events.
-            attempt: Number of the train attempt.
             progress: As in the recipe, `{run}` and others filled in; None: rank 0's output.
             tags: Metric → name of it in the trainer's log, in preference to the known names.
             devices: By which a rate of one device is multiplied.
@@ -88,18 +79,9 @@ class TrainerProgress:
         self._unwritten = b""
 
     def feed(self, output: bytes) -> None:
-        """Take what rank 0 printed since the last call."""
         self._bytes += len(output)
         if isinstance(self._source, FollowedOutput):
             self._source.feed(output)
-
-    def update(self) -> None:
-        """Append the new rows to the metrics; files are not read more often than needed."""
-        self._advance(last=False)
-
-    def close(self) -> None:
-        """Take what is incomplete too; after the workers' end."""
-        self._advance(last=True)
 
     def missing(self) -> str:
         """Return what is missing, and which `progress` would give it; empty if nothing is."""
@@ -124,7 +106,8 @@ class TrainerProgress:
             "event folder"
         )
 
-    def _advance(self, last: bool) -> None:
+    def update(self, last: bool = False) -> None:
+        """Append the new rows to the metrics; the `last` time take what is incomplete too."""
         rows: list[Numbers] = []
         try:
             rows = self._source.read(last)
@@ -137,17 +120,25 @@ class TrainerProgress:
             rule = self._names.format
             if first and rule is not None and rule.steps_from == 0:
                 log.info("%s counts %s from 0: metrics hold them from 1", rule.name, rule.counts)
-        self._write()
+        while self._unwritten:  # a full disk keeps it for the next time
+            try:
+                with os.fdopen(open_append(self._path), "ab", buffering=0) as stream:
+                    self._unwritten = self._unwritten[stream.write(self._unwritten) :]
+            except OSError:
+                return
 
     def _add(self, rows: Sequence[tuple[int, Numbers]]) -> None:
         """Merge the values of each step, and append the rows that are new or have changed."""
         merged: list[tuple[int, Numbers]] = []
         before = self._last
         for step, values in rows:
-            if VAL_LOSS in values:
-                self._add_evaluation(step, values)
+            loss = values.get(VAL_LOSS)
+            if loss is not None and (step, loss) != self._evaluation:
+                self._evaluation = step, loss
+                at = {"time": values["time"]} if self._is_of_run(values) else {}
+                self._events.add("evaluation", step, values={"validation": loss}, **at)
             values = {name: value for name, value in values.items() if name != VAL_LOSS}
-            if not values.keys() - {*_TIMES}:
+            if not values.keys() - {"time", "step_time_s"}:
                 continue
             if merged and merged[-1][0] == step:
                 merged[-1][1].update(values)
@@ -188,22 +179,3 @@ class TrainerProgress:
     def _is_of_run(self, values: Numbers) -> bool:
         """Return whether the logged time is Unix time, by this attempt's."""
         return self._began <= values.get("time", 0.0) <= time.time() + _AHEAD_S
-
-    def _add_evaluation(self, step: int, values: Numbers) -> None:
-        evaluation = step, values[VAL_LOSS]
-        if evaluation != self._evaluation:
-            self._evaluation = evaluation
-            at = {"time": values["time"]} if self._is_of_run(values) else {}
-            self._events.add("evaluation", step, values={"validation": values[VAL_LOSS]}, **at)
-
-    def _write(self) -> None:
-        """Write what is not yet written; a full disk keeps it for the next time."""
-        while self._unwritten:
-            with suppress(OSError):
-                stream = open_append(self._path)
-                try:
-                    self._unwritten = self._unwritten[os.write(stream, self._unwritten) :]
-                    continue
-                finally:
-                    os.close(stream)
-            return

@@ -1,16 +1,9 @@
 """The logs of a node's workers: on the node's disk, collected into the run directory.
 
 Rank 0 writes to the log of the stage. The others write to files on the disk of their node, so that
-thousands of workers do not keep files open on the shared file system. The launcher collects them:
-
-- of a worker that fails, at once;
-- of workers that `slurmllm logs` asks for (files in the attempt's `log_requests`), every MIRROR_S
-  until the attempt ends;
-- of all, when the attempt ends, before the node's record shows how the workers ended. Files without
-  content are left out.
-
-If a launcher is killed, its files stay, and the next launcher of the run on that node collects
-them. If the node's disk refuses, the workers write into the run directory.
+thousands of workers do not keep files open on the shared file system. The launcher collects them as
+docs/status.md says, the last time before the node's record shows how the workers ended. If the
+node's disk refuses, the workers write into the run directory.
 """
 
 from __future__ import annotations
@@ -62,34 +55,28 @@ class RankLogs:
         self._refused = False
 
     def open(self, rank: int) -> int:
-        """Return a descriptor of a worker's new log.
-
-        Raises an OSError if the node's disk refuses, and the run directory too.
-        """
+        """Return a descriptor of a worker's new log; OSError if the run directory refuses too."""
+        stage, number = self._record.stage, self._record.attempt
         if not self._refused:
             try:
                 if self._files is None:
-                    self._files = self._make_folder()
+                    base = _logs_folder(self._config, self._run)
+                    start = f"{round(self._record.started_at * 1000)}-{self._node}"
+                    folder = base / f"{stage}_{number:03d}-{start}"
+                    with node_disk(f"make a folder in {base}"):
+                        base.mkdir(mode=0o700, exist_ok=True)
+                        check_private_folder(base)
+                        folder.mkdir(mode=0o700, exist_ok=True)
+                        self._files = _LocalFiles(folder, self._run, stage, number)
                 return self._files.open_new(rank)
             except (NodeError, OSError) as error:
                 self._refused = True
                 cause = os_error_text(error) if isinstance(error, OSError) else str(error)
                 target = "are written to the run directory, not to its own disk"
                 log.warning("the logs of %s %s: %s", self._node, target, cause)
-        return open_append(self._run.worker_log(self._record.stage, self._record.attempt, rank))
-
-    def _make_folder(self) -> _LocalFiles:
-        base = _logs_folder(self._config, self._run)
-        stage, number = self._record.stage, self._record.attempt
-        with node_disk(f"make a folder in {base}"):
-            base.mkdir(mode=0o700, exist_ok=True)
-            check_private_folder(base)
-            folder = base / f"{stage}_{number:03d}-{_milliseconds(self._record)}-{self._node}"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            return _LocalFiles(folder, self._run, stage, number)
+        return open_append(self._run.worker_log(stage, number, rank))
 
     def copy(self, ranks: Iterable[int]) -> None:
-        """Copy what is new in the logs of some workers, such as those that failed."""
         if self._files is not None:
             self._files.copy(ranks)
 
@@ -102,16 +89,13 @@ class RankLogs:
             names = {entry.name for entry in attempt.log_requests.iterdir()}
         ranks = set(self._files.copied)
         if attempt.log_request(None).name not in names:
-            ranks &= {int(match[1]) for match in map(_LOG.match, names) if match}
+            ranks &= _ranks(names)
         self._files.copy(ranks, requested=True)
         interval_s = min(MIRROR_S, self._look_s) if ranks else self._look_s
         self._next_look = time.monotonic() + interval_s
 
     def collect(self) -> None:
-        """Copy all logs and remove them from the node's disk; after the workers have ended.
-
-        If the run directory refuses, they stay for the next launcher on this node.
-        """
+        """Copy all logs and remove them, unless the run directory refuses; after the workers."""
         if self._files is not None:
             self._files.collect()
             self._files = None
@@ -138,11 +122,10 @@ class _LocalFiles:
 
     def register(self) -> None:
         """Register the files of a launcher that has ended, which may have copied parts."""
-        for match in (_LOG.match(entry.name) for entry in self._folder.iterdir()):
-            if match is not None:
-                self.copied[int(match[1])] = -1
-                with suppress(OSError):  # not copied yet
-                    self.copied[int(match[1])] = self._target(int(match[1])).stat().st_size
+        for rank in _ranks(entry.name for entry in self._folder.iterdir()):
+            self.copied[rank] = -1
+            with suppress(OSError):  # not copied yet
+                self.copied[rank] = self._target(rank).stat().st_size
 
     def copy(self, ranks: Iterable[int], *, requested: bool = False) -> bool:
         """Append to the copies what they lack; returns whether all of it was copied.
@@ -157,9 +140,9 @@ class _LocalFiles:
             except OSError as error:
                 complete = False
                 if not requested:
-                    path, target = self._path(rank), self._target(rank).parent
                     fate = f"{os_error_text(error)}; it stays there until the next attempt"
-                    log.warning("cannot copy %s to %s: %s", path, target, fate)
+                    target = self._target(rank).parent
+                    log.warning("cannot copy %s to %s: %s", self._path(rank), target, fate)
         return complete
 
     def collect(self) -> bool:
@@ -211,18 +194,17 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
             files, record = _LocalFiles(folder, run, of_stage, number), None
             with suppress(StorageError):
                 record = AttemptRecord.find(run.attempt(of_stage, number).record)
-            if record is not None and str(_milliseconds(record)) == match[3]:
+            if record is not None and round(record.started_at * 1000) == int(match[3]):
                 files.register()
             if files.collect() and files.copied:
                 workers = f"{len(files.copied)} workers of {of_stage} attempt {number}"
                 log.info("collected the logs of %s, whose launcher was killed", workers)
 
 
+def _ranks(names: Iterable[str]) -> set[int]:
+    return {int(match[1]) for match in map(_LOG.match, names) if match}
+
+
 def _logs_folder(config: RunConfig, run: RunDir) -> Path:
-    """Return the folder for the logs of a run's workers on this node, in the private folder."""
     cache = make_cache_folder(config, run)
     return cache.with_name(f"{cache.name}.logs")
-
-
-def _milliseconds(record: AttemptRecord) -> int:
-    return round(record.started_at * 1000)

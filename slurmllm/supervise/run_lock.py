@@ -1,12 +1,9 @@
 """The lock of a run: one command at a time changes it.
 
-`submit`, `resume`, `cancel` and `delete`, and a supervisor that replaces its job, read a run's
-state, submit or cancel jobs and record that. They hold `lock.json` meanwhile, for seconds, and
-never while a run trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed
-by its time of change. A lock that was left behind is removed by the next command:
-
-- of a process of this machine: as soon as that process has ended;
-- of another machine: when it has not been renewed for two minutes.
+Commands hold `lock.json` while they submit or cancel jobs and record that, never while a run
+trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed by its time of
+change. The next command removes a lock that was left behind: of this machine if its process has
+ended, of another one if it has not been renewed for two minutes.
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class _Holder(NamedTuple):
 
 
 def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
-    """Make the lock file; returns its descriptor."""
     now = time.time()
     pid, host = os.getpid(), socket.gethostname()
     record = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)

@@ -64,7 +64,7 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
         return None
     client, this_job = allocation.client, allocation.job_id
     with locked(run, "supervise", LOCK_S):
-        *before, last = JobsRecord.load(run.jobs).submissions
+        last = JobsRecord.load(run.jobs).submissions[-1]
         if last.train_job != predecessor:
             return None  # it is recorded already, or of an earlier submission
         successors = client.successors(predecessor, _name(run, last))
@@ -72,7 +72,8 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
         if reason := _ended(run, last, client):
             return reason
         earlier = (*last.earlier_jobs, predecessor)
-        _save(run, before, last, train_job=this_job, successor_job=None, earlier_jobs=earlier)
+        changes = {"train_job": this_job, "successor_job": None, "earlier_jobs": earlier}
+        JobsRecord.change_last(run, **changes)
     log.info("job %s continues the run after job %s", this_job, predecessor)
     return None
 
@@ -86,24 +87,19 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str | None:
     if record is not None and record.action in ("finish", "stop"):
         return f"the run has ended: {record.ending} → {record.action}"
     # A supervisor may have no time to see that its job was cancelled, and not only preempted.
-    if _state(client, str(last.train_job)) != "CANCELLED":
+    job_id = str(last.train_job)
+    job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
+    # slurmctld forgets an ended job, and accounting may lag behind.
+    rows = [] if job else [row for row in client.accounting(job_id) if row.job_id == job_id]
+    state = job.state if job else rows[-1].state if rows else "UNKNOWN"
+    if state != "CANCELLED":
         return None
-    text = f"Slurm: job {last.train_job} CANCELLED"
+    text = f"Slurm: job {job_id} CANCELLED"
     if record is not None:
         ending = Ending("cancelled", (text, *record.evidence))
         attempts.close_attempt(run, record, ending, ended_at=record.ended_at)
-    *before, _ = JobsRecord.load(run.jobs).submissions
-    _save(run, before, last, cancelled_at=time.time())
+    JobsRecord.change_last(run, cancelled_at=time.time())
     return text
-
-
-def _state(client: SlurmClient, job_id: str) -> str:
-    """Return the state of an ended job: slurmctld forgets it, and accounting may lag behind."""
-    job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
-    if job is not None:
-        return job.state
-    rows = [row for row in client.accounting(job_id) if row.job_id == job_id]
-    return rows[-1].state if rows else "UNKNOWN"
 
 
 def ensure_successor(
@@ -116,7 +112,7 @@ def ensure_successor(
     """
     client, this_job = allocation.client, allocation.job_id
     with locked(run, "supervise", LOCK_S):
-        *before, last = JobsRecord.load(run.jobs).submissions
+        last = JobsRecord.load(run.jobs).submissions[-1]
         if last.train_job != this_job or last.cancelled_at is not None:
             return None
         name = _name(run, last)
@@ -128,7 +124,7 @@ def ensure_successor(
             excluded = ",".join(exclude)
             job = client.submit(script, exclude=excluded, requeue=False, after=this_job, name=name)
             log.info("job %s continues the run when this job ends (its successor)", job)
-        _save(run, before, last, restart="chain", successor_job=job)
+        JobsRecord.change_last(run, restart="chain", successor_job=job)
     return job
 
 
@@ -138,24 +134,17 @@ def cancel_successor(run: RunDir, allocation: Allocation) -> None:
     client, this_job = allocation.client, allocation.job_id
     try:
         with locked(run, "supervise", LOCK_S):
-            *before, last = JobsRecord.load(run.jobs).submissions
+            last = JobsRecord.load(run.jobs).submissions[-1]
             if last.train_job != this_job:
                 return
             recorded = [] if last.successor_job is None else [last.successor_job]
             jobs = client.successors(this_job, _name(run, last))
             client.cancel(list(dict.fromkeys([*recorded, *jobs])))
-            _save(run, before, last, successor_job=None)
+            JobsRecord.change_last(run, successor_job=None)
     except SlurmllmError as error:
         log.warning("cannot cancel the successor job, which exits when it starts: %s", error)
 
 
 def _name(run: RunDir, last: Submission) -> str:
     """Return the name of all successors in a chain: its lane's, else one of no other run."""
-    if last.lane is not None:
-        return last.lane
-    first = (*last.earlier_jobs, last.train_job)[0]
-    return f"{run.name}-train-{first}"
-
-
-def _save(run: RunDir, before: Sequence[Submission], last: Submission, **changes: object) -> None:
-    JobsRecord(submissions=(*before, last.model_copy(update=changes))).save(run.jobs)
+    return last.lane or f"{run.name}-train-{(*last.earlier_jobs, last.train_job)[0]}"

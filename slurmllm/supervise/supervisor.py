@@ -11,21 +11,9 @@ by Slurm's accounting.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from slurmllm import __version__
-from slurmllm.backends.environment import (
-    BROADCAST,
-    broadcast_path,
-    make_cache_folder,
-    node_local_cache,
-    requires_graphs,
-)
 from slurmllm.config.container import paths_of
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
@@ -39,32 +27,19 @@ from slurmllm.errors import (
     StorageError,
 )
 from slurmllm.graphs import reuse
-from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
+from slurmllm.graphs.archive import IncompleteGraphsError
 from slurmllm.graphs.merge import merge_new_graphs, reject_graphs
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, Stage, SweepDir
-from slurmllm.slurm.client import AccountingRow, to_unix
+from slurmllm.slurm.client import to_unix
 from slurmllm.slurm.container import check_container
 from slurmllm.slurm.error_texts import fault_of
 from slurmllm.slurm.setup import check_setup_ran
-from slurmllm.staging.node import broadcast_environment
 from slurmllm.supervise import attempts
-from slurmllm.supervise.allocation import (
-    Allocation,
-    SlurmAllocation,
-    current_allocation,
-    lost_start,
-    not_recorded,
-)
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
-from slurmllm.supervise.attempts import (
-    ending_of_orphaned,
-    incarnation,
-    log_attempt,
-    other_supervisor,
-    still_runs,
-)
+from slurmllm.supervise.attempts import ending_of_orphaned, incarnation, log_attempt
 from slurmllm.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, failing
@@ -74,11 +49,11 @@ from slurmllm.supervise.next_job import (
     requeue_unrecorded,
     unrecorded_ending,
 )
-from slurmllm.supervise.notify import Notifier
+from slurmllm.supervise.notify import Notifier, Tracking
 from slurmllm.supervise.policy import NodeFault
-from slurmllm.supervise.preflight import preflight
-from slurmllm.supervise.successor import register_train_job, restart_of
-from slurmllm.supervise.tracking import Tracking
+from slurmllm.supervise.preflight import Preparation
+from slurmllm.supervise.starts import lost_start, not_recorded, other_supervisor, still_runs
+from slurmllm.supervise.successor import cancel_successor, register_train_job, restart_of
 
 RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 # For what is left of an attempt's processes to end before a restart in the allocation; a step that
@@ -106,11 +81,10 @@ class Supervisor:
             allocation.nodes = allocation.nodes[: self._used_nodes(len(allocation.nodes))]
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
-        self._failed_nodes: set[str] = set()  # of this job
         self._next_nodes: tuple[str, ...] = ()
-        self._restarted = False  # whether an earlier attempt ran in this start of the job
-        # Archive of graphs that all nodes of the job have got, and whether the environment.
-        self._sent_graphs, self._sent_environment = "", False
+        self._preparation = Preparation(
+            run, stage, self.config, allocation, lambda: self.stop.name is not None
+        )
 
     def _used_nodes(self, held: int) -> int:
         """Return how many of the nodes that the job holds the train stage uses."""
@@ -143,19 +117,18 @@ class Supervisor:
     def _leave_early(self) -> int | None:
         """Return the exit code if this job must not run an attempt; None if it may."""
         if reason := register_train_job(self.run, self.allocation):
-            log.error("%s; this job, which would have continued it, leaves", reason)
-            return EXIT_NEGATIVE
-        if reason := lost_start(self.allocation):
+            reason += "; this job, which would have continued it, leaves"
+        elif reason := lost_start(self.allocation):
             log.warning("%s", reason)
             self.next_job.replace()
             return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
-        if reason := not_recorded(self.run, self.allocation):
-            log.error("%s", reason)
-            return EXIT_NEGATIVE
-        if reason := other_supervisor(self.run, self.stage, self.allocation):
-            log.error("%s; this supervisor leaves", reason)
-            return EXIT_NEGATIVE
-        return None
+        else:
+            reason = not_recorded(self.run, self.allocation)
+            reason = reason or other_supervisor(self.run, self.stage, self.allocation)
+        if reason is None:
+            return None
+        log.error("%s", reason)
+        return EXIT_NEGATIVE
 
     def _attempt(self) -> tuple[AttemptRecord, SlurmllmError | None]:
         """Run one attempt; returns its closed record, and the error that ended it, if any."""
@@ -172,7 +145,7 @@ class Supervisor:
             self._link_graphs()
             self._fit_mesh(len(record.nodes))
             self._merge_new_graphs()
-            ending = self._prepare_nodes(record, phases)
+            ending = self._preparation.prepare(record, phases)
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})
                 record.save(self.run.attempt(self.stage, record.attempt).record)
@@ -182,26 +155,19 @@ class Supervisor:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
         if ending is None:
-            started = time.monotonic()
-            job_limited = self.allocation.job_id is not None
-            monitor = AttemptMonitor(
-                self.run, record, self.config, launchers, self.stop, job_limited
-            )
+            monitor = AttemptMonitor(self.run, record, self.config, launchers, self.stop)
             observed = monitor.wait()
-            phases["workers"] = time.monotonic() - started
+            phases["workers"] = observed.launchers_s
             stop_signal = None if observed.failed_first else self.stop.name
-            ending = classify(
-                gather_evidence(
-                    *(self.run, record, self.allocation, observed, stop_signal, launchers),
-                    self.config.recipe.command,
-                )
+            command = self.config.recipe.command
+            evidence = gather_evidence(
+                self.run, record, self.allocation, observed, stop_signal, launchers, command
             )
+            ending = classify(evidence)
         return self._close(record, ending, phases, observed), None
 
     def _restart(self, closed: AttemptRecord) -> None:
-        """Make the allocation ready for new workers."""
         assert isinstance(self.allocation, SlurmAllocation)
-        self._restarted = True
         left_out = [name for name in closed.nodes if name not in self._next_nodes]
         self.allocation.restart(self._next_nodes, STEPS_END_S if not left_out else LOST_STEPS_END_S)
         if left_out:
@@ -214,11 +180,12 @@ class Supervisor:
             return ()
         if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
             return ()
-        self._failed_nodes |= self._failing.keys()
-        chosen = self.allocation.choose(self._failed_nodes, len(record.nodes))
+        failed = self._preparation.failed_nodes
+        failed.update(self._failing)
+        chosen = self.allocation.choose(failed, len(record.nodes))
         try:
             if chosen:
-                self.allocation.give_up(self._failed_nodes)
+                self.allocation.give_up(failed)
         except SlurmError as error:
             log.warning("no restart in the allocation: %s", error)
             return ()
@@ -241,8 +208,8 @@ class Supervisor:
             log_attempt(on_disk, "another supervisor has closed this attempt and continues the run")
             return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
         # The queue time of a requeued attempt follows from the records.
-        first = record.restart_count == 0 and not self._restarted
-        row = incarnation(record, self._accounting(record.job_id)) if first else None
+        first = record.restart_count == 0 and not self.allocation.restarted
+        row = incarnation(record, self.allocation) if first else None
 
         def close() -> AttemptRecord:
             self._failing = failing(self.run, record, ending, self.allocation)
@@ -275,83 +242,6 @@ class Supervisor:
             self._merge_new_graphs()
         return closed
 
-    def _prepare_nodes(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
-        """Check the nodes and send graphs and environment to them, at the same time.
-
-        Returns the ending if a node fails its checks, which also ends the copying. The phase
-        `cache` is what the copying takes longer than the checks.
-        """
-        ended = threading.Event()
-
-        def stop() -> bool:
-            return ended.is_set() or self.stop.name is not None
-
-        # What the all-reduce reaches must not depend on a broadcast.
-        checks_first = self.config.cluster.health.bandwidth == "always"
-        with ThreadPoolExecutor(2, thread_name_prefix="broadcast") as pool:
-            ending = None
-            try:
-                if checks_first:
-                    ending = self._preflight(record, phases)
-                    if ending is not None:
-                        return ending
-                graphs = pool.submit(self._broadcast_graphs, stop)
-                environment = pool.submit(self._broadcast_environment, stop)
-                if not checks_first:
-                    ending = self._preflight(record, phases)
-                started = time.monotonic()
-                if ending is None:
-                    os.environ.update(graphs.result())
-                    os.environ.update(environment.result())
-                    phases["cache"] = time.monotonic() - started
-            finally:
-                ended.set()
-        return ending
-
-    def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
-        """Have every node check itself; returns the ending if a node fails."""
-        if not self.config.cluster.health.enabled:
-            return None
-        started = time.monotonic()
-        result = preflight(
-            self.run, record, self.config, self.allocation, lambda: self.stop.name is not None
-        )
-        phases["preflight"] = time.monotonic() - started
-        for line in result.warnings:
-            log.warning("preflight: warning: %s", line)
-        return result.ending
-
-    def _broadcast_graphs(self, stop: Callable[[], bool]) -> dict[str, str]:
-        """Copy the archive to every node's own disk; returns the launchers' variables."""
-        # The launchers of --local share the folder, and start at once.
-        make_cache_folder(self.config, self.run)
-        if self.stage == "precompile":
-            return {}
-        started = time.monotonic()
-        if not self.run.graphs_manifest.is_file():
-            if not requires_graphs(self.config):
-                return {}
-            raise StorageError(
-                f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
-                f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
-            )
-        manifest = load_manifest(self.run, self.config.cluster.trusted_group)
-        require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
-        if manifest.rejected or manifest.archive_sha256 == self._sent_graphs:
-            return {}  # in this job, to the spare nodes too
-        if self._failed_nodes:
-            return {BROADCAST: ""}  # sbcast would wait for them; the nodes read the shared archive
-        target = broadcast_path(Path(node_local_cache(self.config, self.run)))
-        archive = self.run.graphs_archive(manifest.archive)
-        fault = self.allocation.broadcast(archive, target, stop)
-        seconds = time.monotonic() - started
-        if fault is None:
-            self._sent_graphs = manifest.archive_sha256
-            log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
-        elif not stop():
-            log.warning("sbcast: %s; the nodes read %s", fault, archive)
-        return {BROADCAST: str(target)}
-
     def _link_graphs(self) -> None:
         """Link a run of a sweep to the graphs that another one has compiled for it."""
         last = JobsRecord.of(self.run).last
@@ -365,13 +255,6 @@ class Supervisor:
             )
         measured = reuse.measured_micro_batch(self.run)
         save_mesh(make_mesh(self.config, last.nodes, measured), self.run.plan)
-
-    def _broadcast_environment(self, stop: Callable[[], bool]) -> dict[str, str]:
-        if self._sent_environment or self._failed_nodes:
-            return {}
-        variables = broadcast_environment(self.run, self.config, self.allocation, stop)
-        self._sent_environment = not stop()
-        return variables
 
     def _fit_mesh(self, nodes: int) -> None:
         """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
@@ -394,17 +277,12 @@ class Supervisor:
             shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
             log.info("graph cache: %d new graphs in the archive: %s", len(names), shown)
 
-    def _accounting(self, job_id: str | None) -> list[AccountingRow]:
-        if job_id is None or not isinstance(self.allocation, SlurmAllocation):
-            return []
-        return self.allocation.client.accounting(job_id)
-
     def _act(self, closed: AttemptRecord) -> int:
         """Carry out the action of a closed attempt; returns the exit code."""
         if closed.action not in RETURNS:
-            if closed.ending != "superseded":
-                self.next_job.cancel()
-            return self._exit_code(closed)
+            if closed.ending != "superseded" and self.next_job.chained:
+                cancel_successor(self.run, self.allocation)
+            return exit_code_of(closed)
         newer = attempts.newer_attempt(self.run, self.stage, closed.attempt)
         if newer is not None:
             log_attempt(closed, f"superseded by attempt {newer}: not requeued")
@@ -412,7 +290,7 @@ class Supervisor:
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
             lost = [name for name, fault in self._failing.items() if fault.evidence != "repeated"]
             closed = self.next_job.return_to_queue(self.allocation, closed, lost)
-            return EXIT_REQUEUE if closed.action in RETURNS else self._exit_code(closed)
+            return EXIT_REQUEUE if closed.action in RETURNS else exit_code_of(closed)
         # A requeued job waits in Slurm's queue, a local run here.
         if closed.backoff_s:
             log.info("waiting %.0f s before the next attempt", closed.backoff_s)
@@ -420,11 +298,6 @@ class Supervisor:
         while self.stop.name is None and time.monotonic() < deadline:
             time.sleep(0.2)
         return EXIT_REQUEUE
-
-    def _exit_code(self, closed: AttemptRecord) -> int:
-        if closed.action == "finish":
-            return EXIT_OK
-        return EXIT_FAILED.get(str(closed.ending), 70)
 
     def _exclude_failed(self) -> None:
         """Record the failing nodes; with slurm.drain, drain those with broken hardware."""
@@ -445,7 +318,7 @@ class Supervisor:
             if reason := still_runs(self.run, record, self.allocation):
                 log_attempt(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
-            row = incarnation(record, self._accounting(record.job_id))
+            row = incarnation(record, self.allocation)
             ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
             this_job = record.job_id is not None and record.job_id == self.allocation.job_id
             if this_job and record.restart_count == self.allocation.restart_count:
@@ -468,6 +341,10 @@ class Supervisor:
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
 
 
+def exit_code_of(closed: AttemptRecord) -> int:
+    return EXIT_OK if closed.action == "finish" else EXIT_FAILED.get(str(closed.ending), 70)
+
+
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     if isinstance(error, IncompleteGraphsError):
         return Ending("compile_failure", tuple(line.strip() for line in str(error).splitlines()))
@@ -483,7 +360,6 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
 
 
 def supervise(run: RunDir, stage: Stage) -> int:
-    """Entry of the hidden verb `supervise`."""
     allocation = current_allocation(run)
     try:
         supervisor = Supervisor(run, stage, allocation)

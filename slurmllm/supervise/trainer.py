@@ -35,6 +35,7 @@ from slurmllm.run.safe_files import os_error_text, write_whole
 from slurmllm.run.worker_files import PHASE_FILE, EventLog, PhaseWriter
 from slurmllm.supervise.launcher import Launcher
 from slurmllm.supervise.progress import TrainerProgress
+from slurmllm.supervise.stacks import abort, catches, stacks_of
 from slurmllm.supervise.trainer_command import (
     command_line,
     command_values,
@@ -43,12 +44,10 @@ from slurmllm.supervise.trainer_command import (
     peer_variables,
     slurm_variables,
 )
-from slurmllm.supervise.trainer_stacks import abort, catches, stacks_of
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.supervise.worker_output import WorkerOutput
 from slurmllm.supervise.workers import STACKS_S, WORKER_SIGNAL
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # Interval between looks at the newest checkpoint, and their share of the time
 _CHECKPOINTS_S, _CHECKPOINTS_SHARE = 5.0, 0.05
 _MISSING_S = 60.0  # after which it is said that no steps are known
@@ -79,7 +78,7 @@ class TrainerLauncher(Launcher):
         self._hangs = False  # whether the supervisor has found a hang
         self.observer: TrainerObserver | None = None
         # Processes that outlive their worker become children of this one, which ends them.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(36, 1)  # linux/prctl.h: PR_SET_CHILD_SUBREAPER
 
     def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
         if self.node_rank == 0:
@@ -227,7 +226,7 @@ class TrainerObserver:
 
     def observe(self) -> None:
         now, output = time.monotonic(), self._launcher.output
-        self._follow()
+        self._follow(last=False)
         step = self.progress.step
         # Until there are steps, any output is a sign of life; where none need ever come, no
         # silence is a hang.
@@ -269,14 +268,11 @@ class TrainerObserver:
             for path in remove_old(self._run, self._command, self._keep) if self._keep else ():
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
-    def _follow(self, last: bool = False) -> None:
+    def _follow(self, last: bool) -> None:
         """Read new steps; a reader's fault is no reason to end a trainer that trains."""
         try:
             self.progress.feed(self._launcher.output.take())
-            if last:
-                self.progress.close()
-            else:
-                self.progress.update()
+            self.progress.update(last)
         except Exception as error:
             if not self._fault:
                 log.exception("progress cannot be read")

@@ -16,14 +16,12 @@ from slurmllm.run.records import AttemptRecord, FailureRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.classify import CRASHES
 
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # of bash
+_UNUSABLE = {127: "command not found", 126: "not executable"}  # exit codes of bash
 _OF_OUR_WORKERS = {4, 71, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE}  # errors.py
 _FOREIGN = 256
 _RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
 # Of Python and of argparse, without a traceback
 _REFUSAL = re.compile(r"\bNo module named\b|: can't open file |^\S{1,80}: error: ")
-_BASH = re.compile(r"^bash: line \d+: ")
-_MESSAGE = 400  # characters
 # `[rank3]:`, `[default0]:`, `3: ` of torch, torchrun and srun before a line
 _LABEL = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?|\d+: )+")
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
@@ -61,7 +59,7 @@ def command_values(
 
 
 def command_line(command: CommandConfig, values: dict[str, object]) -> str:
-    """Return the text for bash of an attempt, with the arguments for resuming from its second on.
+    """Return the text for bash, with the arguments for resuming from the second attempt on.
 
     These need a complete checkpoint if they name it.
     """
@@ -81,14 +79,11 @@ def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> 
     nodes, devices = len(record.nodes), config.cluster.devices_per_node
     # torchrun's sign, by which Lightning prefers $RANK to Slurm's variables.
     elastic = {"TORCHELASTIC_RUN_ID": f"{record.master_addr}:{record.master_port}"}
+    sizes = {"NNODES": str(nodes), "NODE_RANK": str(node_rank), "NPROC_PER_NODE": str(devices)}
     return {
         **({} if config.recipe.command and config.recipe.command.one_per_node else elastic),
-        "NNODES": str(nodes),
-        "NODE_RANK": str(node_rank),
-        "NPROC_PER_NODE": str(devices),
-        "PET_NNODES": str(nodes),
-        "PET_NODE_RANK": str(node_rank),
-        "PET_NPROC_PER_NODE": str(devices),
+        **sizes,
+        **{f"PET_{name}": value for name, value in sizes.items()},
         "PET_MASTER_ADDR": record.master_addr,
         "PET_MASTER_PORT": str(record.master_port),
     }
@@ -107,16 +102,15 @@ def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[s
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": str(rank // (size // nodes)),
-        "SLURM_NTASKS": str(size),
-        "SLURM_NPROCS": str(size),
         "SLURM_NTASKS_PER_NODE": per_node,
         "SLURM_TASKS_PER_NODE": per_node if nodes == 1 else f"{per_node}(x{nodes})",
-        "SLURM_NNODES": str(nodes),
-        "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_NODELIST": ",".join(record.nodes),
-        "SLURM_JOB_NODELIST": ",".join(record.nodes),
-        "SLURM_STEP_NODELIST": ",".join(record.nodes),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(size)),
+        **dict.fromkeys(
+            ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES"), str(nodes)
+        ),
+        **dict.fromkeys(
+            ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"), ",".join(record.nodes)
+        ),
     }
 
 
@@ -140,16 +134,16 @@ def failure_of(
     def record(line: OutputLine, error: str, message: str, **fields: object) -> FailureRecord:
         return FailureRecord.model_validate(
             {
-                **{"rank": rank, "node": node, "error": error, "message": message[:_MESSAGE]},
+                **{"rank": rank, "node": node, "error": error, "message": message[:400]},
                 **{"blame": "code", "exit_code": code, "step": step, "time": line.time, **fields},
             }
         )
 
     last = next((line for line in reversed(lines) if re.search(r"\w", line.text)), None)
     last = last or OutputLine(ended_at, "it printed nothing")
-    if code in (_NOT_FOUND, _NOT_EXECUTABLE):
-        name = "command not found" if code == _NOT_FOUND else "not executable"
-        return record(last, name, _BASH.sub("", last.text.strip()), blame="user")
+    if code in _UNUSABLE:
+        text = re.sub(r"^bash: line \d+: ", "", last.text.strip())
+        return record(last, _UNUSABLE[code], text, blame="user")
     exceptions = list(_exceptions(recent))
     causes = [item for item in exceptions if meaning_of(f"{item[1]} {item[2]}") != "lost_peer"]
     if chosen := next(iter(causes or exceptions), None):

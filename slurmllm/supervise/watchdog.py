@@ -4,9 +4,8 @@ All workers advance together: a run hangs if none of them has changed its phase 
 than the phase of the slowest ones may take. The limit of a step is learned from the run.
 
 Workers write into files on the node's own memory disk (`Heartbeats`), so that none of them ever
-waits for the shared file system; the launcher forwards changes a few times a minute, and collects
-the workers' stacks when there is a hang. The supervisor (`Watchdog`) reads the heartbeats of all
-nodes rarely as long as the metrics show steps, and more often when they do not.
+waits for the shared file system; the launcher forwards changes a few times a minute. The supervisor
+(`Watchdog`) reads the heartbeats rarely as long as the metrics show steps.
 """
 
 from __future__ import annotations
@@ -16,15 +15,12 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.yaml_source import LARGEST_YAML
@@ -40,38 +36,20 @@ from slurmllm.run.safe_files import (
     read_limited,
     write_whole,
 )
-from slurmllm.run.worker_files import (
-    PHASE_FILE,
-    RUN_COPY,
-    STACKS_FILE,
-    STACKS_SIGNAL,
-    read_phase,
-)
+from slurmllm.run.worker_files import PHASE_FILE, RUN_COPY, STACKS_FILE, STACKS_SIGNAL, read_phase
+from slurmllm.supervise.stacks import inspect_process
 
 LOOK_S = 5.0  # interval between the supervisor's looks
 HEARTBEAT_S = 15.0  # a launcher writes at least as often, whether or not anything changed
 UNRESPONSIVE_S = 4 * HEARTBEAT_S  # without a heartbeat
 STEPS_LEARNED = 200
-SLOW = 0.95  # quantile of the step times that counts as a slow step
-READ_S = 1.0  # interval between reads of the workers' files
-WRITE_S = 5.0  # minimum interval between writes to the shared file system
-DUMP_S = 3.0  # for workers to dump their stacks
-PY_SPY_S = 10.0
+_READ_S = 1.0  # interval between reads of the workers' files
+_WRITE_S = 5.0  # minimum interval between writes to the shared file system
+_DUMP_S = 3.0  # for workers to dump their stacks
 _FOLDER, _LOCK = "slurmllm-phases-", "lock"
 _TAIL_BYTES = 128 * 1024
-_ORDER: Mapping[Phase, int] = {phase: place for place, phase in enumerate(get_args(Phase))}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AttemptProgress:
-    """The progress of an attempt's workers."""
-
-    phases: Mapping[int, WorkerPhase]  # rank → phase; `starting` before a worker's first report
-    nodes: Mapping[int, str]  # rank → node
-    unchanged_s: float  # seconds since the last change of any of them
-    unresponsive_nodes: tuple[str, ...] = ()  # nodes whose launchers stopped responding
 
 
 def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> float:
@@ -94,41 +72,45 @@ def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
 
 
 def find_hang(
-    progress: AttemptProgress, config: WatchdogConfig, slow_step_s: float | None, now: float
+    phases: Mapping[int, WorkerPhase],
+    nodes: Mapping[int, str],
+    unchanged_s: float,
+    unresponsive: tuple[str, ...],
+    config: WatchdogConfig,
+    slow_step_s: float | None,
 ) -> HangRecord | None:
-    """Return the hang of an attempt, if any, with suspect nodes; `now` is Unix time, s."""
-    last = behind(progress.phases)
+    """Return the hang of an attempt, if any, with suspect nodes.
+
+    `phases` and `nodes` are by rank; nothing has changed for `unchanged_s`; the launchers of
+    `unresponsive` nodes stopped responding.
+    """
+    last = behind(phases)
     if not last:
         return None
-    slowest = progress.phases[last[0]]
+    slowest = phases[last[0]]
     limit = limit_s(slowest.phase, config, slow_step_s)
-    if progress.unchanged_s <= limit:
+    if unchanged_s <= limit:
         return None
-    lagging = () if len(last) == len(progress.phases) else last
+    lagging = () if len(last) == len(phases) else last
     # A frozen launcher is stronger evidence than a late worker; if all launchers stopped
     # responding, the shared file system is at fault.
-    unresponsive = progress.unresponsive_nodes
-    suspects = unresponsive if len(unresponsive) < len(set(progress.nodes.values())) else ()
-    if not suspects:
-        suspects = tuple(dict.fromkeys(progress.nodes[rank] for rank in lagging))
+    suspects = unresponsive if len(unresponsive) < len(set(nodes.values())) else ()
     return HangRecord(
-        found_at=now,
+        found_at=time.time(),
         phase=slowest.phase,
         step=slowest.step,
-        waited_s=progress.unchanged_s,
+        waited_s=unchanged_s,
         limit_s=limit,
         behind=lagging,
         unresponsive_nodes=unresponsive,
-        suspects=suspects,
+        suspects=suspects or tuple(dict.fromkeys(nodes[rank] for rank in lagging)),
     )
 
 
 def slow_step_s(step_times: Sequence[float]) -> float | None:
-    """Return the SLOW quantile of the last steps, s; None without steps."""
-    if not step_times:
-        return None
+    """Return the 95th percentile of the last steps, s; None without steps."""
     ordered = sorted(step_times[-STEPS_LEARNED:])
-    return ordered[min(int(SLOW * len(ordered)), len(ordered) - 1)]
+    return ordered[int(0.95 * len(ordered))] if ordered else None
 
 
 def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
@@ -151,18 +133,13 @@ def recent_step_times(run: RunDir) -> list[float]:
         with suppress(OSError), open_regular(path) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
             for line in stream.read().splitlines():
-                with suppress(
-                    ValueError, AttributeError, TypeError
-                ):  # a line that is being written
+                # A line that is being written.
+                with suppress(ValueError, AttributeError, TypeError):
                     row = json.loads(line)
                     rows.append((int(row.get("step", 0)), float(row.get("step_time_s", 0.0))))
         # The first row is the attempt's first step, or follows a line that the seek has cut.
-        times = [
-            step_s * max(step - before, 1)
-            for (before, _), (step, step_s) in pairwise(rows)
-            if step_s
-        ]
-        durations = times + durations
+        pairs = [(before, step, step_s) for (before, _), (step, step_s) in pairwise(rows) if step_s]
+        durations = [step_s * max(step - before, 1) for before, step, step_s in pairs] + durations
         if len(durations) >= STEPS_LEARNED:
             break
     return durations[-STEPS_LEARNED:]
@@ -170,12 +147,10 @@ def recent_step_times(run: RunDir) -> list[float]:
 
 def _place(worker: WorkerPhase) -> tuple[int, int, int]:
     """Return the order of progress: start-up, steps; after one its evaluation, save, the next."""
-    place = _ORDER[worker.phase]
     if worker.phase in ("starting", "resuming"):
-        return place, 0, 0
+        return ("starting", "resuming").index(worker.phase), 0, 0
     order = {"evaluating": 0, "saving": 1, "first_step": 2, "stepping": 2, "stopping": 3}
-    within = order[worker.phase]
-    return len(_ORDER), worker.step, within
+    return 2, worker.step, order[worker.phase]
 
 
 class Watchdog:
@@ -194,17 +169,10 @@ class Watchdog:
         self._alive_at: dict[str, float] = {}
         self._metrics_bytes = -1
         per_node = record.world_size // len(record.nodes)
-        self._ranks = {
-            name: range(index * per_node, (index + 1) * per_node)
-            for index, name in enumerate(record.nodes)
-        }
-        self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
+        self._nodes = {rank: record.nodes[rank // per_node] for rank in range(record.world_size)}
         self._all_report = reporting is None
-        if reporting is None:
-            reporting = range(per_node * len(record.nodes))
-        self._phases = dict.fromkeys(reporting, self._starting)
-        self._merged: dict[str, Heartbeat] = {}  # node → the heartbeat that these phases are of
-        self._lowest: Phase = "starting"  # phase of the workers furthest behind
+        starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
+        self._phases = dict.fromkeys(self._nodes if reporting is None else reporting, starting)
         self._changed = self._looked = self._read_at = time.monotonic()
         # While rank 0 writes metrics, all workers advance: heartbeats then only show which nodes
         # respond. They are read at every look when nothing has changed for some time.
@@ -222,34 +190,20 @@ class Watchdog:
         self._looked = now
         self._read(now)
         unchanged_s = now - self._changed
-        self._merge_phases()
-        if unchanged_s <= limit_s(self._lowest, self.config, 0.0):
+        slowest = self._phases[behind(self._phases)[0]]
+        if unchanged_s <= limit_s(slowest.phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         unresponsive = tuple(
             name
             for name in self.record.nodes
             if now - self._alive_at.get(name, self._changed) > UNRESPONSIVE_S
         )
-        nodes = {rank: name for name, ranks in self._ranks.items() for rank in ranks}
-        progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
         times = recent_step_times(self.run)
         slow_s = slow_step_s(times)
         if not self._all_report and slow_s is not None:
             # Its evaluations show no phase: twice the longest so far is no hang.
             slow_s = max(slow_s, 2 * max(times) / self.config.step_factor)
-        return find_hang(progress, self.config, slow_s, time.time())
-
-    def _merge_phases(self) -> None:
-        """Take over the phases of new heartbeats: of thousands of workers few have one."""
-        changed = False
-        for name, heartbeat in self._heartbeats.items():
-            if self._merged.get(name) is heartbeat:
-                continue
-            self._merged[name], changed = heartbeat, True
-            for rank in self._phases.keys() & self._ranks[name]:
-                self._phases[rank] = heartbeat.ranks.get(rank, self._starting)
-        if changed:
-            self._lowest = min(self._phases.values(), key=_place).phase
+        return find_hang(self._phases, self._nodes, unchanged_s, unresponsive, self.config, slow_s)
 
     def _read(self, now: float) -> None:
         with suppress(OSError):  # rank 0 appends a row per step
@@ -266,6 +220,7 @@ class Watchdog:
             # Clocks of nodes may differ: a heartbeat is new if it differs from the last one.
             if name in names and heartbeat != before:
                 self._heartbeats[name], self._alive_at[name] = heartbeat, read_at
+                self._phases |= {r: p for r, p in heartbeat.ranks.items() if r in self._phases}
                 if before is None or before.ranks != heartbeat.ranks:
                     self._changed = now
 
@@ -276,8 +231,8 @@ class Heartbeats:
     def __init__(self, attempt: AttemptDir, node: str, config: WatchdogConfig) -> None:
         self._attempt, self._node = attempt, node
         # A heartbeat must be younger than a fraction of the limits, however short these are.
-        self._write_s = min(WRITE_S, max(config.min_step_s / 8, 0.25))
-        self._read_s = min(READ_S, self._write_s)
+        self._write_s = min(_WRITE_S, max(config.min_step_s / 8, 0.25))
+        self._read_s = min(_READ_S, self._write_s)
         self._written_at = self._read_at = -HEARTBEAT_S
         self._written: dict[int, WorkerPhase] = {}
         self.phases: dict[int, WorkerPhase] = {}  # rank → phase, as last read
@@ -367,7 +322,7 @@ class Heartbeats:
         for pid in running.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
-        deadline = time.monotonic() + DUMP_S
+        deadline = time.monotonic() + _DUMP_S
         waiting = dict(running)
         while waiting and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -395,27 +350,4 @@ class Heartbeats:
 
     def _file(self, name: int | str) -> Path:
         assert self.folder is not None
-        return self.folder / f"{name}"
-
-
-def inspect_process(pid: int, by_spy: bool = True) -> str:
-    """Return what /proc and py-spy show of a process: its state, where it waits, its stack."""
-    states = [line for line in _read_proc(pid, "status").splitlines() if "State" in line]
-    # "State:	T (stopped)" → "T (stopped)"
-    state = states[0].partition(":")[2].strip() if states else "?"
-    head = f"state {state}, waits in {_read_proc(pid, 'wchan')}\n"
-    spy = shutil.which("py-spy") if by_spy else None
-    if spy is None:
-        return head
-    command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, timeout=PY_SPY_S, check=False)
-        return head + (done.stdout or done.stderr).decode(errors="replace")
-    return head
-
-
-def _read_proc(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text().strip() or "nothing"
-    except OSError as error:
-        return str(error.strerror)
+        return self.folder / str(name)

@@ -68,7 +68,6 @@ class _Stream:
         return done
 
     def lines(self) -> list[OutputLine]:
-        """Return the last lines; each came when its end did."""
         lines, rest = list[OutputLine](), ""
         for at, data in list(self.tail):
             *whole, rest = re.split(r"[\r\n]+", rest + data.decode(errors="replace"))
@@ -113,7 +112,6 @@ class WorkerOutput:
         self._thread.start()
 
     def lines(self, rank: int) -> list[OutputLine]:
-        """Return the last lines of a worker."""
         return self._streams[rank].lines()
 
     def take(self) -> bytes:

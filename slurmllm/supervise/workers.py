@@ -69,23 +69,6 @@ COMPILE_LOG_S = 30.0  # interval between log lines while the first step compiles
 SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
 
 
-class CompileLog:
-    """The log lines while the first step compiles: at once, then with the time so far."""
-
-    def __init__(self) -> None:
-        self._begun: float | None = None
-        self._next = 0.0
-
-    def update(self) -> None:
-        now = time.monotonic()
-        if self._begun is None:
-            self._begun, self._next = now, now + COMPILE_LOG_S
-            log.info("compiling the first step …")
-        elif now >= self._next:
-            self._next = now + COMPILE_LOG_S
-            log.info("compiling the first step …, %s so far", format_duration(now - self._begun))
-
-
 class Workers:
     """The workers of this node; `node_record` is the node's record as last written."""
 
@@ -99,7 +82,7 @@ class Workers:
         self.node_rank = own_node_rank()
         self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
         self.compiles = False  # whether the first step of the train stage compiles graphs
-        self.compile_log = CompileLog()
+        self._compiles_since, self._next_compile_log = 0.0, 0.0
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.stop_requested = False
         self.node_record = NodeRecord(node=self.node)
@@ -123,9 +106,7 @@ class Workers:
 
     def load_record(self) -> None:
         """Reload the node's record, which the other program of this node may have written."""
-        path = self.attempt.node(self.node)
-        if path.is_file():
-            self.node_record = NodeRecord.load(path)
+        self.node_record = NodeRecord.find(self.attempt.node(self.node)) or self.node_record
 
     def save(self, **update: object) -> None:
         if self.processes:
@@ -177,24 +158,19 @@ class Workers:
         command = [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path)]
         command += ["--stage", self.stage, "--attempt", str(self.attempt.number)]
         # Rank 0 inherits the stage's log; the others have a file each.
-        output = None if rank == 0 else self.logs.open(rank)
-        worker = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-            preexec_fn=prepare_child,
-        )
-        if output is not None:
-            os.close(output)
-        return worker
+        output = os.dup(1) if rank == 0 else self.logs.open(rank)
+        with os.fdopen(output, "wb") as stream:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=None if rank == 0 else subprocess.STDOUT,
+                preexec_fn=prepare_child,
+            )
 
     def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
-        """Start this node's part of the control plane, which a single worker has none of.
-
-        Copy what all workers read, too.
-        """
+        """Copy what all workers read, and start the control plane if there are several."""
         record = self.record
         if self.watched:
             heartbeats.copy_run(self.run)
@@ -242,7 +218,7 @@ class Workers:
     def wait(self) -> bool:
         """Wait for all workers; returns whether one of them failed."""
         signalled_at = -REPEAT_SIGNAL_S
-        while any(worker.poll() is None for worker in self.processes.values()):
+        while self.pids():
             if failed := self._failed_ranks():
                 self._end_peers(failed)
                 break
@@ -267,22 +243,26 @@ class Workers:
             self.heartbeats.update(self.pids())
             first = self.heartbeats.phases.get(0)
             if self.compiles and first is not None and first.phase == "first_step":
-                self.compile_log.update()
+                self.log_compiling()
         self.logs.update()
 
-    def _end_peers(self, failed: Sequence[int]) -> None:
-        """End the peers of failed workers, which wait in a collective for ever.
+    def log_compiling(self) -> None:
+        """Log that the first step compiles: at once, then now and then with the time so far."""
+        now = time.monotonic()
+        if now >= self._next_compile_log:
+            self._compiles_since = self._compiles_since or now
+            self._next_compile_log, seconds = now + COMPILE_LOG_S, now - self._compiles_since
+            so_far = f", {format_duration(seconds)} so far" if seconds else ""
+            log.info("compiling the first step …%s", so_far)
 
-        They fail only when they lose the connection, and get some time to record why.
-        """
+    def _end_peers(self, failed: Sequence[int]) -> None:
+        """End the peers of failed workers; before that they get some time to record why."""
         self.logs.copy(failed)  # at once: `logs --failed` shows them
         self.record_failures()
-        cause_known = False
+        cause_known = any(self.exit_codes()[rank] < 0 for rank in failed)
         for rank in failed:
             with suppress(StorageError):  # it left no failure record
-                cause_known = cause_known or self.exit_codes()[rank] < 0
-                failure = self.attempt.failure(rank)
-                cause_known = cause_known or not is_echo(FailureRecord.load(failure))
+                cause_known |= not is_echo(FailureRecord.load(self.attempt.failure(rank)))
         deadline = time.monotonic() + (CLEAR_GRACE_S if cause_known else PEER_GRACE_S)
         while self.pids() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -317,8 +297,7 @@ class Workers:
 
     def exit_codes(self) -> dict[int, int]:
         """Rank → exit code of the workers that have ended; negative: by that signal."""
-        running = self.processes.items()
-        return {r: w.returncode for r, w in running if w.poll() is not None}
+        return {r: w.returncode for r, w in self.processes.items() if w.poll() is not None}
 
     def pids(self) -> dict[int, int]:
         """Rank → process id of the running workers."""

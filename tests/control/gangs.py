@@ -39,7 +39,7 @@ class Gang:
 
     @property
     def world_size(self) -> int:
-        return self.positions[0].world_size
+        return len(self.positions) * self.positions[0].per_node
 
     def start(self) -> None:
         # The root last: the others try until it listens.
@@ -147,7 +147,8 @@ def _launch(
     workers = []
     for rank in position.workers():
         first = rank == position.workers()[0]
-        arguments = (rank, position.world_size, first, str(path), answers, lock)
+        world_size = len(position.names) * position.per_node
+        arguments = (rank, world_size, first, str(path), answers, lock)
         workers.append(context.Process(target=_beat, args=arguments))
     with lock:
         for worker in workers:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -57,20 +56,8 @@ def namespaces() -> Iterator[tuple[str, str]]:
         try:
             for name in names:
                 ip("netns", "add", name)
-            ip(
-                "-n",
-                names[0],
-                "link",
-                "add",
-                "eth0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                names[1],
-            )
+            link = ["link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns"]
+            ip("-n", names[0], *link, names[1])
         except OSError as error:
             pytest.skip(f"no network namespaces here: {error}")
         for name, address in zip(names, ADDRESSES, strict=True):
@@ -86,43 +73,18 @@ def namespaces() -> Iterator[tuple[str, str]]:
 def drop_packets(names: tuple[str, str]) -> None:
     """Send all packets to a hardware address that nobody has: nothing comes back, not even RST."""
     for name, peer in zip(names, reversed(ADDRESSES), strict=True):
-        ip(
-            "-n",
-            name,
-            "neighbour",
-            "replace",
-            peer,
-            "lladdr",
-            "02:00:00:00:00:99",
-            "dev",
-            "eth0",
-            "nud",
-            "permanent",
-        )
+        nobody = ["lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
+        ip("-n", name, "neighbour", "replace", peer, *nobody)
 
 
 def test_dropped_packets_are_noticed_on_both_sides(namespaces: tuple[str, str]) -> None:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with tempfile.TemporaryDirectory(prefix="control-") as folder:
-        nodes = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    sys.executable,
-                    "-c",
-                    textwrap.dedent(NODE),
-                    str(index),
-                    str(Path(folder) / f"control-{index}"),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index, name in enumerate(namespaces)
-        ]
+        nodes = []
+        for index, name in enumerate(namespaces):
+            command = ["ip", "netns", "exec", name, sys.executable, "-c", textwrap.dedent(NODE)]
+            command += [str(index), f"{folder}/control-{index}"]
+            nodes.append(subprocess.Popen(command, **pipes, text=True))  # type: ignore[call-overload]
         try:
             for node in nodes:
                 assert node.stdout is not None

@@ -67,6 +67,9 @@ def test_the_default_route_with_the_lowest_metric(routes: Path, tmp_path: Path) 
 
 
 def test_gloo_and_neuron_are_told_of_it(routes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interface_variables("127.0.0.1", routes) == {}  # workers on one machine
+    resolving(monkeypatch, "127.0.1.3")
+    assert interface_variables("n3", routes) == {}
     resolving(monkeypatch, "10.0.0.7")
     both = {"GLOO_SOCKET_IFNAME": "ens32", "CCOM_SOCKET_IFNAME": "ens32"}
     assert interface_variables("10.0.0.7", routes) == both
@@ -74,14 +77,6 @@ def test_gloo_and_neuron_are_told_of_it(routes: Path, monkeypatch: pytest.Monkey
     assert interface_variables("10.0.0.7", routes) == {"CCOM_SOCKET_IFNAME": "ens32"}
     routes.write_text(HEADER + "\n")
     assert interface_variables("10.0.0.7", routes) == {}
-
-
-def test_workers_on_one_machine_are_told_nothing(
-    routes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert interface_variables("127.0.0.1", routes) == {}
-    resolving(monkeypatch, "127.0.1.3")
-    assert interface_variables("n3", routes) == {}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +109,6 @@ def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
     assert allocation.master_addr == "n2"
 
 
-def test_a_local_runs_rendezvous_never_leaves_the_machine() -> None:
-    assert LocalAllocation().master_addr == "127.0.0.1"
-
-
 def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,9 +131,6 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     assert len(secrets) == 4
     assert len(set(secrets)) == 3
     assert SECRET not in os.environ
-
-
-def test_several_workers_need_a_secret() -> None:
     with pytest.raises(ConfigError, match="SLURMLLM_SECRET is not set"):
         own_secret()
 

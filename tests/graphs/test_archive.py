@@ -189,5 +189,5 @@ def test_only_a_run_with_graphs_needs_an_archive_to_train(run: RunDir, tmp_path:
         run.config.write_text(resolve("tiny_neox", overrides=overrides).to_yaml())
         supervisors.append(Supervisor(run, "train", LocalAllocation()))
     with pytest.raises(StorageError, match=r"the precompile stage did not finish.*resume r"):
-        supervisors[0]._broadcast_graphs(lambda: False)
-    assert supervisors[1]._broadcast_graphs(lambda: False) == {}
+        supervisors[0]._preparation._broadcast_graphs(lambda: False)
+    assert supervisors[1]._preparation._broadcast_graphs(lambda: False) == {}

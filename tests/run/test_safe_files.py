@@ -13,7 +13,6 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -259,10 +258,9 @@ def _with_or_without_filters(
 
 
 @pytest.mark.usefixtures("_with_or_without_filters")
-@pytest.mark.parametrize("mode", ["r", "r|"])
-def test_unpacking(tmp_path: Path, mode: Literal["r", "r|"]) -> None:
+def test_unpacking(tmp_path: Path) -> None:
     good = _tar(("a", "DIRTYPE", ""), ("a/x", "file", "text"), ("l", "SYMTYPE", "a/x"))
-    with tarfile.open(fileobj=good, mode=mode) as archive:
+    with tarfile.open(fileobj=good, mode="r|") as archive:
         unpack_tar(archive, tmp_path)
     assert (tmp_path / "l").read_text() == "text"
     info = (tmp_path / "a" / "x").stat()

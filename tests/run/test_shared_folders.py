@@ -47,15 +47,12 @@ def test_doctor_imports_nothing_from_the_working_directory(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("module", ["compare.plot", "report.pictures", "plan.plot", "spikes.plot"])
-def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path, module: str) -> None:
+def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "matplotlibrc")
-    subprocess.run(
-        [sys.executable, "-P", "-c", f"import slurmllm.{module}"],
-        cwd=tmp_path,
-        check=True,
-        timeout=60,
-    )
+    modules = ("compare.plot", "report.pictures", "plan.plot", "spikes.plot")
+    code = "import " + ", ".join(f"slurmllm.{module}" for module in modules)
+    command = [sys.executable, "-P", "-c", code]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
 
 
 def test_measuring_workers_compile_in_a_folder_of_their_own(
@@ -72,18 +69,10 @@ def test_measuring_workers_compile_in_a_folder_of_their_own(
     )
     monkeypatch.setattr(calibrating, "_WORKER", "measuring_worker")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    task = calibrating.Task(
-        nodes=1,
-        workers=1,
-        sharing=1,
-        cpus=1,
-        device="cpu",
-        address="127.0.0.1",
-        port=1,
-        precision="fp32",
-        compiled=True,
-        variables={},
-    )
+    sizes = dict.fromkeys(("nodes", "workers", "sharing", "cpus", "port"), 1)
+    names = {"device": "cpu", "address": "127.0.0.1", "precision": "fp32"}
+    fields = {**sizes, **names, "compiled": True, "variables": {}}
+    task = calibrating.Task.model_validate(fields)
     assert calibrating.main(task.model_dump_json()) == 0
     folders, modes = json.loads((tmp_path / "found").read_text())
     assert modes == [0o700, 0o700]
@@ -150,16 +139,9 @@ def test_a_run_of_another_user_cancels_nothing_of_ours(tmp_path: Path) -> None:
     run.config.write_text(resolve("tiny_neox").to_yaml())
     command = [sys.executable, "-c", "import time; time.sleep(60)", "slurmllm"]
     with subprocess.Popen(command) as ours:
-        sent = Submission(
-            submitted_at=1.0,
-            nodes=1,
-            local=True,
-            first_attempt=0,
-            pid=ours.pid,
-            process=process_identity(ours.pid),
-            host=socket.gethostname(),
-        )
-        JobsRecord(submissions=(sent,)).save(run.jobs)
+        sent = Submission(submitted_at=1.0, nodes=1, local=True, first_attempt=0, pid=ours.pid)
+        place = {"process": process_identity(ours.pid), "host": socket.gethostname()}
+        JobsRecord(submissions=(sent.model_copy(update=place),)).save(run.jobs)
         give_away(run.jobs, 0o644)
         result = CliRunner().invoke(cli, ["cancel", "theirs", "--runs-dir", str(tmp_path)])
         alive = ours.poll() is None

@@ -12,7 +12,7 @@ from data.corpora import write_megatron
 from slurmllm.config.resolve import resolve
 from slurmllm.data.sources import open_source
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.run.staged_files import STAGED_INPUTS, local_copy, once_a_node
+from slurmllm.run.worker_files import STAGED_INPUTS, local_copy, once_a_node
 from slurmllm.staging import node as staging
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5]], [[6, 7, 8, 9]]]

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 from forked_verbs import run_verb
+from made_records import save_attempt, save_manifest
 from training_rows import make_rows, write_rows
 
 from slurmllm.config.load import save
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.run.records import (
-    AttemptRecord,
     FailureRecord,
     Heartbeat,
     JobsRecord,
@@ -35,12 +34,9 @@ STEPS = 5
 
 def write_run(folder: Path, attempts: int) -> RunDir:
     """A run whose attempts all failed: rank 0 with an error, the others stopped."""
-    settings = (
-        "train.global_batch=32",
-        "train.micro_batch=1",
-        f"cluster.devices_per_node={PER_NODE}",
-    )
-    config = resolve("tiny_neox", overrides=list(settings))
+    settings = ["train.global_batch=32", "train.micro_batch=1"]
+    settings.append(f"cluster.devices_per_node={PER_NODE}")
+    config = resolve("tiny_neox", overrides=settings)
     run = RunDir(folder / "runs" / "large")
     run.path.mkdir(parents=True)
     save(config, run)
@@ -51,71 +47,31 @@ def write_run(folder: Path, attempts: int) -> RunDir:
         first, last = number * STEPS + 1, (number + 1) * STEPS
         began = 1.7e9 + 600.0 * number
         attempt = run.attempt("train", number)
-        AttemptRecord(
-            attempt=number,
-            stage="train",
-            job_id=None,
-            nodes=names,
-            world_size=world,
-            master_addr="n0",
-            master_port=1,
-            started_at=began,
-            ended_at=began + 300.0,
-            ending="code_error",
-            action="stop",
-            evidence=("ValueError: bad",),
-            first_step=first,
-            last_step=last,
-            steps_gained=STEPS,
-            steps_lost=0,
-        ).save(attempt.record)
+        ending = {"ending": "code_error", "action": "stop", "evidence": ["ValueError: bad"]}
+        steps = {"first_step": first, "last_step": last, "steps_gained": STEPS, "steps_lost": 0}
+        times = {"started_at": began, "ended_at": began + 300.0}
+        save_attempt(run, number, nodes=names, **ending, **steps, **times, world_size=world)
         for index, name in enumerate(names):
             ranks = range(index * PER_NODE, (index + 1) * PER_NODE)
-            node = NodeRecord(
-                node=name, exit_codes=dict.fromkeys(ranks, 70), versions={"torch": "2.9"}
-            )
-            node.save(attempt.node(name))
+            codes, versions = dict.fromkeys(ranks, 70), {"torch": "2.9"}
+            NodeRecord(node=name, exit_codes=codes, versions=versions).save(attempt.node(name))
             phase = WorkerPhase(phase="stepping", step=last, since=began + 290.0)
-            Heartbeat(node=name, written_at=began + 295.0, ranks=dict.fromkeys(ranks, phase)).save(
-                attempt.heartbeat(name)
-            )
-            worker = WorkerRecord(
-                rank=ranks[0], node=name, start_up_s=5, first_step_s=2, cache_hits=0, cache_misses=0
-            )
+            beat = Heartbeat(node=name, written_at=began, ranks=dict.fromkeys(ranks, phase))
+            beat.save(attempt.heartbeat(name))
+            fields = {"rank": ranks[0], "node": name, "start_up_s": 5, "first_step_s": 2}
+            worker = WorkerRecord.model_validate({**fields, "cache_hits": 0, "cache_misses": 0})
             worker.save(attempt.worker(ranks[0]))
-        FailureRecord(
-            rank=0,
-            node="n0",
-            error="ValueError",
-            message="bad",
-            exit_code=70,
-            blame="code",
-            time=began + 299.0,
-            step=last,
-            traceback="ValueError: bad",
-        ).save(attempt.failure(0))
-        manifest = CheckpointManifest(
-            step=last,
-            tokens=0,
-            world_size=world,
-            attempt=number,
-            recipe="tiny_neox",
-            saved_at=began + 298.0,
-            save_s=1.0,
-            fingerprint="",
-            files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
-        )
-        run.checkpoint(last).mkdir(parents=True)
-        manifest.save(run.checkpoint(last) / "manifest.json")
-        write_rows(run.metrics(number), make_rows(first, last, number))
-        for rank in range(0, world, PER_NODE):
-            log = run.worker_log("train", number, rank)
+            log = run.worker_log("train", number, ranks[0] or 1)
             log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text(f"rank {rank} begins\n")
+            log.write_text(f"rank {ranks[0]} begins\n")
+        fields = {"rank": 0, "node": "n0", "error": "ValueError", "message": "bad", "blame": "code"}
+        failure = {**fields, "exit_code": 70, "time": began + 299.0, "step": last}
+        FailureRecord.model_validate(failure).save(attempt.failure(0))
+        save_manifest(run, last, attempt=number, world_size=world, saved_at=began + 298.0)
+        write_rows(run.metrics(number), make_rows(first, last, number))
     run.stage_log("train").write_text("train attempt 0 begins\n")
-    JobsRecord(
-        submissions=(Submission(submitted_at=1.7e9, first_attempt=0, nodes=NODES, local=True),)
-    ).save(run.jobs)
+    sent = Submission(submitted_at=1.7e9, first_attempt=0, nodes=NODES, local=True)
+    JobsRecord(submissions=(sent,)).save(run.jobs)
     return run
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_records import save_attempt
+from made_records import make_attempt, save_attempt
 
 from slurmllm.log import message_of
 from slurmllm.run.records import FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.status.logs import LogSelection, MergedLogs
-from slurmllm.supervise.first_failure import culprit, failed_attempts, last_lines
-from slurmllm.supervise.log_files import GrowingLog, start_of_last, text_of
+from slurmllm.status.first_failure import culprit, failed_attempts
+from slurmllm.status.logs import GrowingLog, LogSelection, MergedLogs, last_lines, text_of
 
 
 @pytest.fixture
@@ -82,6 +81,7 @@ def test_the_last_lines_of_every_log(run: RunDir) -> None:
     write(run.stage_log("train"), b"train attempt 1: 2 node(s): a b\ny\n")
     write(run.worker_log("train", 1, 1), b"1\n2\n3\n")
     attempt(run, 1)
+    assert last_lines(run, make_attempt(), 0, 1) == ["x"]  # not of the attempt after it
     merged = MergedLogs(LogSelection(run, ("train",), newest=True))
     assert [line[1:] for line in merged.poll_last(2)] == [
         (1, 0, "train attempt 1: 2 node(s): a b"),
@@ -131,7 +131,8 @@ def test_reading_from_the_end_equals_reading_from_the_start(data: bytes, lines: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         path.write_bytes(data)
-        whole, end = GrowingLog(path), GrowingLog(path, start_of_last(path, lines))
+        whole, end = GrowingLog(path), GrowingLog(path)
+        end.skip_to_last(lines)
         expected = [*whole.lines(), *whole.flush()]
         assert expected == [text_of(line) for line in data.split(b"\n")][: len(expected)]
         assert [*end.lines(), *end.flush()] == expected[-lines:]

@@ -68,19 +68,11 @@ def attempt(run: RunDir, number: int, began: float, ended: float | None, **more:
 
 def steps(run: RunDir, number: int, first: int, last: int, step_s: float = 2.0) -> None:
     run.metrics(number).parent.mkdir(exist_ok=True)
-    rows = [
-        {
-            "step": step,
-            "attempt": number,
-            "loss": 5.0,
-            "tokens": 10 * step,
-            "seq_per_s": 8 / step_s,
-            "tokens_per_s": 80 / step_s,
-            "time": 1000.0 + step,
-            "step_time_s": 60.0 if step == first else step_s,
-        }
-        for step in range(first, last + 1)
-    ]
+    rates = {"loss": 5.0, "seq_per_s": 8 / step_s, "tokens_per_s": 80 / step_s}
+    rows = []
+    for step in range(first, last + 1):
+        times = {"time": 1000.0 + step, "step_time_s": 60.0 if step == first else step_s}
+        rows.append({"step": step, "attempt": number, "tokens": 10 * step, **rates, **times})
     run.metrics(number).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
 
 
@@ -163,13 +155,8 @@ def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: P
     names = ("finish", "stop", "runs", "damaged", "gone")
     runs, slurm = [RunDir(tmp_path / name) for name in names], CountingSlurm()
     states = {state.name: state for state in run_states(runs, slurm)}
-    assert [s.state for s in states.values()] == [
-        "done",
-        "stopped",
-        "training",
-        "damaged",
-        "damaged",
-    ]
+    shown = [state.state for state in states.values()]
+    assert shown == ["done", "stopped", "training", "damaged", "damaged"]
     assert (slurm.queues, slurm.accounts) == (1, 0)
     assert states["stop"].reason == "code_error: why"
     assert "jobs.json is damaged" in states["damaged"].reason
@@ -207,17 +194,17 @@ def test_the_summary_equals_the_whole_configuration(
     assert (summary.recipe, summary.steps, summary.usd_per_node_hour) == ("tiny_neox", 100, usd)
 
 
-@pytest.mark.parametrize("damage", ["cut", "folder", "not JSON"])
+@pytest.mark.parametrize("folder", [False, True])
 def test_a_damaged_manifest_of_graphs_is_one_line_of_the_status(
-    tmp_path: Path, damage: str
+    tmp_path: Path, folder: bool
 ) -> None:
     run = make(tmp_path)
     run.graphs.mkdir()
     run.micro_batch.write_text("{")
-    if damage == "folder":
+    if folder:
         run.graphs_manifest.mkdir()
     else:
-        run.graphs_manifest.write_text('{"complete": true,' if damage == "cut" else "\0")
+        run.graphs_manifest.write_text('{"complete": true,')
     details = run_state(run, CountingSlurm()).details
     assert details is not None
     assert (details.graphs, details.micro_batch) == (None, None)

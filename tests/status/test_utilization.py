@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_slurm
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -18,9 +19,7 @@ from made_records import make_attempt
 from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
-from slurmllm.report.pictures import draw_utilization
 from slurmllm.run.records import TIME_PARTS, AttemptRecord, Submission
-from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.status.history import Incarnation, RunHistory, Steps, read_history, read_incarnations
 from slurmllm.status.recoveries import find_recoveries, sum_by_ending
@@ -45,19 +44,12 @@ def steps(first: int, seconds: list[float], begin: float, gap_s: float = 0.0) ->
 def lost_and_resumed() -> RunHistory:
     """Steps 1 to 5, a checkpoint after 3, a failure, and steps 4 to 6 in the next attempt."""
     phases = {"preflight": 5.0, "cache": 1.0, "stopping": 2.0}
+    done = {"ending": "done", "checkpoint_after": 6, "phases_s": {"preflight": 6.0, "cache": 0.0}}
     return RunHistory(
         name="r",
         attempts=[
             attempt(0, 100.0, 170.0, job_id="7", checkpoint_after=3, phases_s=phases),
-            attempt(
-                1,
-                200.0,
-                270.0,
-                job_id="7",
-                ending="done",
-                checkpoint_after=6,
-                phases_s={"preflight": 6.0, "cache": 0.0},
-            ),
+            attempt(1, 200.0, 270.0, job_id="7", **done),
         ],
         steps={0: steps(1, [7.0, 4.0, 4.0, 4.0, 4.0], 120.0), 1: steps(4, [9.0, 4.0, 4.0], 230.0)},
         waited_s={0: 3.0, 1: 1.0},
@@ -90,6 +82,11 @@ def test_each_second_has_its_part() -> None:
     assert used.goodput == pytest.approx(24 / (156 + 25))
     assert used.uptime == pytest.approx((24 + 8 + 4) / (156 + 25))
     assert (used.steps, used.steps_lost, used.attempts) == (6, 2, 2)
+    history = lost_and_resumed()
+    compiled = attempt(0, 10.0, 20.0, stage="precompile", ending="done")
+    both = account_node_hours(replace(history, attempts=[compiled, *history.attempts]))
+    assert (both.steps, both.steps_lost, both.attempts) == (6, 2, 2)
+    assert both.parts["precompile"] * HOUR_S == pytest.approx(4 * 10)
     twice = sum_utilization([used, used])
     assert twice.node_hours == 2 * used.node_hours
     assert twice.goodput == pytest.approx(used.goodput)
@@ -123,16 +120,9 @@ def test_an_excess_is_taken_from_the_waits_for_saves_first() -> None:
 def test_a_recovery_has_its_phases() -> None:
     (lost,) = find_recoveries(lost_and_resumed())
     assert lost.seconds == pytest.approx(239 - 143)
-    assert {phase: s for phase, s in lost.phases_s.items() if s} == pytest.approx(
-        {
-            "noticing": 25,
-            "stopping": 2,
-            "requeue": 30,
-            "preflight": 6,
-            "start_up": 24,
-            "first_step": 9,
-        }
-    )
+    phases = {"noticing": 25, "stopping": 2, "requeue": 30}
+    phases |= {"preflight": 6, "start_up": 24, "first_step": 9}
+    assert {phase: s for phase, s in lost.phases_s.items() if s} == pytest.approx(phases)
     assert lost.beyond_requeue_s == pytest.approx(66)
     assert (lost.last_step, lost.steps_lost, lost.ending) == (5, 2, "node_failure")
     (loss,) = sum_by_ending([lost])
@@ -246,6 +236,12 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     assert account_node_hours(history).steps == 3
 
 
+def test_a_trainer_that_logs_its_first_step_and_every_tenth(make_run: MakeRun) -> None:
+    rows = [make_row(step, step_time_s=2.0, time=1.7e9 + 2 * step) for step in (1, 11, 21)]
+    (steps,) = read_history(make_run("r", rows)).steps.values()
+    assert steps.numbers.tolist() == list(range(1, 22))
+
+
 def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
     run = make_run("r", make_rows(1, 5))
     path = run.attempt("train", 0).record
@@ -263,17 +259,13 @@ def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
 
 def test_slurms_own_node_hours() -> None:
     slurm = FakeSlurm(["n1", "n2", "n3"])
-    slurm.jobs["7"] = job = slurm_job()
+    slurm.jobs["7"] = job = fake_slurm._Job("7", "#SBATCH --nodes=3\n", None)
     for state, nodes, start, end in (
         ("NODE_FAIL", "n[1-3]", "2026-01-01T10:00:00", "2026-01-01T11:00:00"),
         ("CANCELLED", "None assigned", "None", "2026-01-01T11:30:00"),
         ("RUNNING", "n2,n3", "2026-01-01T12:00:00", "Unknown"),
     ):
-        job.incarnations.append(
-            AccountingRow(
-                job_id="7", state=state, exit_code="0:0", nodes=nodes, start=start, end=end
-            )
-        )
+        job.incarnations.append(AccountingRow("7", state, "0:0", nodes, start, end))
     job.state = "COMPLETED"
     sent = Submission(submitted_at=0.0, nodes=3, local=False, first_attempt=0, train_job="7")
     first, second = read_incarnations([sent], slurm)
@@ -305,16 +297,13 @@ def test_attempts_of_one_job_start_share_its_time_and_spare_nodes_are_idle() -> 
     assert (first.end, second.start, second.nodes) == (180.0, 200.0, 4)
 
 
-def slurm_job() -> Any:
-    import fake_slurm
-
-    return fake_slurm._Job("7", "#SBATCH --nodes=3\n", None)
-
-
 def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
+    begin = 1.7e9
     for name in ("a", "b"):
         run = make_run(name, make_rows(1, 5), make_rows(4, 6, attempt=1))
-        write_attempts(run)
+        attempt(0, begin - 9, begin + 3, checkpoint_after=3).save(run.attempt("train", 0).record)
+        write_rows(run.metrics(1), [make_row(s, 1, time=begin + 20 + 0.5 * s) for s in (4, 5, 6)])
+        attempt(1, begin + 10, begin + 30, ending="done").save(run.attempt("train", 1).record)
     common = ["report", "a", "b", "--runs-dir", str(tmp_path / "runs"), "--price", "21.5"]
     picture = tmp_path / "p.png"
     shown = CliRunner().invoke(cli, [*common, "--plot", str(picture)])
@@ -330,22 +319,3 @@ def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
     assert document["total"]["usd"] == pytest.approx(43 * used["node_hours"])
     assert document["runs"][0]["recoveries"][0]["class"] == "node_failure"
     assert CliRunner().invoke(cli, [*common, "--plot", "p.pdf"]).exit_code != 0
-
-
-def write_attempts(run: RunDir) -> None:
-    begin = 1.7e9
-    attempt(0, begin - 9, begin + 3, checkpoint_after=3).save(run.attempt("train", 0).record)
-    write_rows(run.metrics(1), [make_row(s, 1, time=begin + 20 + 0.5 * s) for s in (4, 5, 6)])
-    attempt(1, begin + 10, begin + 30, ending="done").save(run.attempt("train", 1).record)
-
-
-def test_a_run_without_anything_has_nothing(make_run: MakeRun, tmp_path: Path) -> None:
-    make_run("empty")
-    shown = CliRunner().invoke(cli, ["report", "empty", "--runs-dir", str(tmp_path / "runs")])
-    assert shown.exit_code == 0, shown.output
-    assert "0.0000" in shown.output
-
-
-def test_the_picture_of_a_run_with_a_long_name(tmp_path: Path) -> None:
-    draw_utilization({"x" * 200: account_node_hours(RunHistory("x", ()), None)}, tmp_path / "u.png")
-    assert (tmp_path / "u.png").stat().st_size > 0

@@ -9,6 +9,7 @@ import pytest
 from fake_slurm import FakeSlurm
 from supervise.starts import attempt_record, start_of
 
+from slurmllm.config.command import CommandConfig
 from slurmllm.run.records import HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import evidence as evidences
@@ -32,13 +33,15 @@ def ended(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
 
 
 def gather(
-    ended: tuple[RunDir, FakeSlurm], stop_signal: str | None = None, hang: HangRecord | None = None
+    ended: tuple[RunDir, FakeSlurm],
+    stop_signal: str | None = None,
+    hang: HangRecord | None = None,
+    command: CommandConfig | None = None,
 ) -> Evidence:
     run, cluster = ended
-    allocation = start_of(cluster, "1", ("n1", "n2"))
-    return gather_evidence(
-        run, attempt_record(job_id="1"), allocation, Observations(hang=hang), stop_signal
-    )
+    allocation, observed = start_of(cluster, "1", ("n1", "n2")), Observations(hang=hang)
+    record = attempt_record(job_id="1")
+    return gather_evidence(run, record, allocation, observed, stop_signal, command=command)
 
 
 def test_what_slurm_and_the_nodes_report(ended: tuple[RunDir, FakeSlurm]) -> None:
@@ -67,3 +70,41 @@ def test_a_launcher_that_could_not_end_its_workers_hung(ended: tuple[RunDir, Fak
     hang = gather(ended, hang=HANG).hang
     assert hang is not None
     assert hang.suspects == hang.unresponsive_nodes == ("n2",)
+
+
+def test_without_suspects_the_node_whose_stack_differs_is_one(
+    ended: tuple[RunDir, FakeSlurm],
+) -> None:
+    paths = ended[0].attempt("train", 0)
+    NodeRecord(node="n2", pids={1: 6}, exit_codes={1: -9}).save(paths.node("n2"))
+    paths.stacks(0).parent.mkdir()
+    frame = 'Current thread 0x2 (most recent call first):\n  File "/x/{}.py", line 7 in f\n'
+    paths.stacks(0).write_text(frame.format("torch/distributed"))
+    paths.stacks(1).write_text(frame.format("slurmllm/data/stream"))
+    evidence = gather(ended, hang=HANG)
+    assert evidence.stacks == ("rank 1: f (data/stream.py:7)",)
+    assert evidence.hang is not None
+    assert (evidence.hang.suspects, evidence.hang.unresponsive_nodes) == (("n2",), ())
+
+
+def test_what_a_trainer_of_another_project_has_left(ended: tuple[RunDir, FakeSlurm]) -> None:
+    command = CommandConfig(run="x", steps=20)
+    without = gather(ended, command=command)
+    assert without.leaving == (
+        "ended without saving, as command.save_signal is none; no complete checkpoint is known"
+    )
+    assert without.unfinished == ""
+    metrics = ended[0].metrics(0)
+    metrics.parent.mkdir()
+    for step, unfinished in ((7, True), (20, False)):
+        metrics.write_text(f'{{"step": {step}, "loss": 1.0}}\n')
+        text = f"the last step that was read is {step} of 20 (command.steps)"
+        assert gather(ended, command=command).unfinished == (text if unfinished else "")
+    path = ended[0].path / "out/step-5/done"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    fields = {"checkpoints": "{run}/out/step-{step}", "completion_file": "done"}
+    saving = CommandConfig(run="x", save_signal="USR1", **fields)
+    assert gather(ended, command=saving).leaving == (
+        "asked to save, and left; newest checkpoint: step 5"
+    )

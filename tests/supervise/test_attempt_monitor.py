@@ -68,11 +68,10 @@ class Launchers:
         FailureRecord.model_validate(fields).save(paths.failure(1))
 
     def monitor(self, job_limited: bool = True, hang: HangRecord | None = None) -> Observations:
-        record = attempt_record(stage="train")
+        record = attempt_record(job_id="7" if job_limited else None)
         record.save(self.run.attempt("train", 0).record)
-        monitor = AttemptMonitor(
-            self.run, record, resolve("tiny_neox"), [cast(Any, self)], self.stop, job_limited
-        )
+        config = resolve("tiny_neox")
+        monitor = AttemptMonitor(self.run, record, config, [cast(Any, self)], self.stop)
         monitor._watchdog = cast(Any, SimpleNamespace(look=lambda: hang))
         return monitor.wait()
 

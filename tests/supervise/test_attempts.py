@@ -23,8 +23,6 @@ from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import (
     Allocation,
     LocalAllocation,
-    lost_start,
-    was_restarted,
 )
 from slurmllm.supervise.attempts import (
     close_attempt,
@@ -34,13 +32,13 @@ from slurmllm.supervise.attempts import (
     open_attempt,
     process_identity,
     queue_s,
-    still_runs,
     timeline,
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import has_failed, nodes_to_avoid, requeue, usable
 from slurmllm.supervise.next_job import wait_writable
+from slurmllm.supervise.starts import lost_start, still_runs, was_restarted
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 
@@ -95,37 +93,12 @@ def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
     assert "local0 stopped responding" in endings[-1].evidence
 
 
-def test_a_new_checkpoint_starts_the_count_again(run: RunDir) -> None:
-    endings = [attempt(run, LOST, step) for step in (None, None, 20, None, None)]
-    assert all(a.action == "requeue" for a in endings[:4])
-
-
-def test_time_limits_without_progress_count_too(run: RunDir) -> None:
-    left = Ending("advance_signal", ("SIGUSR1: saved and left",))
-    assert [attempt(run, left).action for _ in range(3)][-1] == "stop"
-
-
-def test_time_limits_with_progress_cost_nothing(run: RunDir) -> None:
-    left = Ending("advance_signal", ("SIGUSR1: saved and left",))
-    assert {attempt(run, left, step).action for step in range(1, 12)} == {"requeue"}
-
-
-def test_the_failure_budget_ends_a_run_that_goes_on_failing(run: RunDir) -> None:
-    endings = [attempt(run, LOST, step) for step in range(1, 6)]
-    assert [a.action for a in endings] == ["requeue"] * 4 + ["stop"]
-    assert "slurm.failure_budget is 4" in endings[-1].evidence[-1]
-
-
 def test_a_resume_counts_from_its_own_first_attempt(run: RunDir) -> None:
     for _ in range(3):
         attempt(run, LOST)
     sent = Submission(submitted_at=0.0, nodes=1, local=True, first_attempt=3)
     JobsRecord(submissions=(sent,)).save(run.jobs)
     assert attempt(run, LOST).action == "requeue"
-
-
-def test_a_code_error_stops_at_once(run: RunDir) -> None:
-    assert attempt(run, Ending("code_error", ("KeyError",))).action == "stop"
 
 
 def test_new_graphs_of_the_nodes_are_in_the_record(run: RunDir) -> None:
@@ -145,13 +118,9 @@ def test_unequal_versions_are_named_with_their_nodes() -> None:
 
 
 def rows(*states: str) -> list[AccountingRow]:
-    found = []
-    for state in states:
-        found += [
-            AccountingRow("7", state, "0:0", "n[1-2]", "", ""),
-            AccountingRow("7.batch", "CANCELLED", "0:15", "n1", "", ""),
-        ]
-    return found
+    batch = AccountingRow("7.batch", "CANCELLED", "0:15", "n1", "", "")
+    of_job = [AccountingRow("7", state, "0:0", "n[1-2]", "", "") for state in states]
+    return [row for start in of_job for row in (start, batch)]
 
 
 @pytest.mark.parametrize(
@@ -167,10 +136,13 @@ def rows(*states: str) -> list[AccountingRow]:
     ],
 )
 def test_an_orphaned_attempt_ends_by_accounting(
-    states: tuple[str, ...], restart_count: int, ending: str
+    states: tuple[str, ...], restart_count: int, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = attempt_record(restart_count=restart_count)
-    found = ending_of_orphaned(record, {}, incarnation(record, rows(*states)))
+    cluster = FakeSlurm()
+    monkeypatch.setattr(cluster, "accounting", lambda _: rows(*states))
+    row = incarnation(record, start_of(cluster, "8", ("n1",)))
+    found = ending_of_orphaned(record, {}, row)
     assert found.ending == ending
 
 
@@ -221,19 +193,16 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(
     assert cluster.jobs[job_id].nodes == ("n1", "n3")
 
 
-def test_without_a_spare_node_slurm_is_waited_for(job: tuple[FakeSlurm, str]) -> None:
-    cluster, _ = job
-    cluster.states.update(n2="down*", n3="drained", n4="down")
-    assert nodes_to_avoid(cluster, TWO, ["n2"], []) == []
-
-
-def test_a_node_that_answers_is_not_waited_for(
+def test_without_a_spare_node_slurm_is_waited_for(
     job: tuple[FakeSlurm, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, job_id = job
     cluster.states.update(n3="drained", n4="down")
-    monkeypatch.setattr("slurmllm.supervise.exclusion.POLL_S", -1.0)  # time.sleep refuses it
-    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id) == []
+    with monkeypatch.context() as patched:  # time.sleep refuses it: the node answers at once
+        patched.setattr("slurmllm.supervise.exclusion.POLL_S", -1.0)
+        assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id) == []
+    cluster.states["n2"] = "down*"
+    assert nodes_to_avoid(cluster, TWO, ["n2"], []) == []
 
 
 def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
@@ -270,76 +239,58 @@ def test_two_supervisors_never_share_a_number(run: RunDir) -> None:
 
 def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     """By hand: launched at 110, first step 120 to 130, steps to 160, a save of 5 s, killed."""
-    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation()).model_copy(
-        update={"started_at": 100.0, "phases_s": {"preflight": 8.0, "cache": 2.0}}
-    )
-    rows = [(7, 130.0, 10.0), (8, 140.0, 10.0), (9, 155.0, 10.0), (10, 165.0, 10.0)]
+    phases = {"preflight": 8.0, "cache": 2.0}
+    record = attempt_record(started_at=100.0, ended_at=171.0, phases_s=phases)
+    rows = [
+        f'{{"step": {step}, "attempt": 0, "time": {at}, "step_time_s": 10.0}}\n'
+        for step, at in ((7, 130.0), (8, 140.0), (9, 155.0), (10, 165.0))
+    ]
     run.metrics(0).parent.mkdir()
-    run.metrics(0).write_text(
-        "".join(
-            f'{{"step": {step}, "attempt": 0, "time": {at}, "step_time_s": {took}}}\n'
-            for step, at, took in rows
-        )
-    )
+    run.metrics(0).write_text("".join(rows))
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
-    found = timeline(run, record, 171.0, first_symptom_at=168.0)
+    found = timeline(run, record, first_symptom_at=168.0)
     assert found.phases_s == {
-        "start_up": 10.0,
-        "first_step": 10.0,
-        "training": 33.0,
-        "saving": 5.0,
-        "stopping": 3.0,
+        **record.phases_s,
+        **{"start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0},
     }
     assert (found.first_step, found.last_step) == (7, 10)
     assert (found.steps_gained, found.steps_lost) == (0, 4)
-    assert timeline(run, record, 171.0, None).phases_s["stopping"] == 6.0
+    assert timeline(run, record, None).phases_s["stopping"] == 6.0
     run.events(0).write_text(run.events(0).read_text() + "\n")  # ends the cut line
     EventLog(run.events(0), 0).add("evaluation", 9, waited_s=4.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":1[0-9.]{9,}', '"time":160.0', text))
-    phases = timeline(run, record, 171.0, first_symptom_at=168.0).phases_s
+    phases = timeline(run, record, first_symptom_at=168.0).phases_s
     assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
 
-def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
-    first = attempt_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
-    again = attempt_record(restart_count=1).model_copy(update={"attempt": 1, "started_at": 2120.0})
-    row = AccountingRow(
-        "7",
-        "RUNNING",
-        "0:0",
-        "n[1-2]",
-        "2026-11-21T05:14:09",
-        "Unknown",
-        "2026-11-21T05:00:00",
-        "2026-11-21T05:10:09",
-    )
+def test_what_an_attempt_waited_for_slurm() -> None:
+    first = attempt_record(started_at=1000.0, ended_at=2000.0)
+    again = attempt_record(restart_count=1, attempt=1, started_at=2120.0)
+    times = ("05:14:09", "05:00:00", "05:10:09")
+    start, submit, eligible = (f"2026-11-21T{time}" for time in times)
+    row = AccountingRow("7", "RUNNING", "0:0", "n[1-2]", start, "Unknown", submit, eligible)
     assert queue_s(again, [first], row) == 120.0
     assert queue_s(first, [], row) == 240.0
     assert queue_s(first, [], None) is None
 
 
-def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir) -> None:
-    cluster = FakeSlurm()
+def test_only_an_attempt_without_a_supervisor_is_closed_for_it(
+    run: RunDir, job: tuple[FakeSlurm, str]
+) -> None:
+    cluster, job_id = job
     allocation = start_of(cluster, "8", ("n1", "n2"))
     assert still_runs(run, attempt_record(), allocation) is None  # job 7 is unknown to Slurm
-    allocation.job_id = "7"
-    assert still_runs(run, attempt_record(), allocation) is None  # an earlier start of this job
-    local = attempt_record().model_copy(
-        update={"job_id": None, "host": gethostname(), "pid": 2**22}
-    )
-    assert still_runs(run, local, LocalAllocation()) is None
-
-
-def test_another_job_that_runs_keeps_its_attempt(run: RunDir, job: tuple[FakeSlurm, str]) -> None:
-    cluster, job_id = job
-    allocation = start_of(cluster, "99", ("n1", "n2"))
-    of_it = attempt_record().model_copy(update={"job_id": job_id})
+    of_it = attempt_record(job_id=job_id)
     assert still_runs(run, of_it, allocation) == f"job {job_id} is RUNNING"
     cluster.finish(job_id, "FAILED")
     assert still_runs(run, of_it, allocation) is None
+    allocation.job_id = "7"
+    assert still_runs(run, attempt_record(), allocation) is None  # an earlier start of this job
+    local = attempt_record(job_id=None, host=gethostname(), pid=2**22)
+    assert still_runs(run, local, LocalAllocation()) is None
 
 
 def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:

@@ -10,6 +10,7 @@ from made_records import save_attempt
 
 from slurmllm.backends.environment import make_cache_folder
 from slurmllm.config.resolve import resolve
+from slurmllm.errors import NodeError
 from slurmllm.run import host_memory
 from slurmllm.run.records import NodeRecord
 from slurmllm.run.rundir import RunDir
@@ -17,7 +18,6 @@ from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise import launcher as launchers
 from slurmllm.supervise import workers
 from slurmllm.supervise.launcher import STOPPED_GRACE_S, Launcher
-from slurmllm.supervise.workers import CompileLog
 
 NODES = ("n0", "n1")
 
@@ -73,14 +73,28 @@ def test_a_node_that_submits_nothing_more_is_not_waited_for(
         assert second._has_failed("n1") is failed
 
 
+def test_workers_are_ended_before_their_relay(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, order = launcher(run, 0, monkeypatch), list[str]()
+    monkeypatch.setattr(first, "start", lambda: None)
+    monkeypatch.setattr(first, "end", lambda: order.append("workers"))
+    monkeypatch.setattr(first, "relay", SimpleNamespace(close=lambda: order.append("relay")))
+
+    def refuse() -> None:
+        raise NodeError("no space")
+
+    with pytest.raises(NodeError):
+        first.run_to_end(refuse)
+    assert order == ["workers", "relay"]
+
+
 def test_the_time_of_the_first_step_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, lines = [50.0], CompileLog()
+    clock, first = [50.0], launcher(run, 0, monkeypatch)
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     caplog.set_level("INFO")
     for clock[0] in (50.0, 51.0, 80.0, 85.0, 110.0):
-        lines.update()
+        first.log_compiling()
     begin = "compiling the first step …"
     assert caplog.messages == [begin, f"{begin}, 0:00:30 so far", f"{begin}, 0:01:00 so far"]
 

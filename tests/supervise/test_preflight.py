@@ -41,7 +41,7 @@ from slurmllm.supervise.exclusion import (
     include,
     to_avoid,
 )
-from slurmllm.supervise.preflight import preflight_ending, preflight_warnings
+from slurmllm.supervise.preflight import preflight_ending
 from slurmllm.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
@@ -53,37 +53,27 @@ def health(node: str, *findings: object) -> NodeHealth:
     return NodeHealth.model_validate({"node": node, "findings": findings, "checks_s": 0.1})
 
 
-def test_nodes_that_are_fit() -> None:
-    slow = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40 s")
-    nodes = {"n1": health("n1", ok("devices", 32)), "n2": health("n2", slow)}
-    assert preflight_ending(nodes) is None
-    assert preflight_warnings(nodes) == ("n2: a fsynced write to /fsx takes 0.40 s",)
+SLOW = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40 s")
 
 
-def test_a_node_that_fails_is_named_and_blamed() -> None:
-    ending = preflight_ending(
-        {"n1": health("n1"), "n2": health("n2"), "n3": health("n3", CHIP, DISK)}
-    )
-    assert ending == Ending(
-        "node_failure",
-        (f"preflight: n3: {CHIP.message}", f"preflight: n3: {DISK.message}"),
-        ("n3",),
-        started=False,
-    )
-
-
-def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
-    both = {"n1": health("n1", DISK), "n2": health("n2", DISK, CHIP)}
-    ending = preflight_ending(both)
-    assert ending is not None
-    assert ending.blamed_nodes == ("n2",)
-    assert ending.evidence == (
-        f"preflight: all nodes: {DISK.message}",
-        f"preflight: n2: {CHIP.message}",
-    )
-    alone = preflight_ending({"n1": health("n1", DISK)})
-    assert alone is not None
-    assert alone.blamed_nodes == ("n1",)
+@pytest.mark.parametrize(
+    ("findings", "evidence", "blamed"),
+    [
+        ([(ok("devices", 32),), (SLOW,)], None, ()),
+        ([(), (), (CHIP, DISK)], [f"n3: {CHIP.message}", f"n3: {DISK.message}"], ("n3",)),
+        # What all nodes fail is no node's fault.
+        ([(DISK,), (DISK, CHIP)], [f"all nodes: {DISK.message}", f"n2: {CHIP.message}"], ("n2",)),
+        ([(DISK,)], [f"n1: {DISK.message}"], ("n1",)),
+    ],
+)
+def test_a_node_that_fails_is_named_and_blamed(
+    findings: list[tuple[object, ...]], evidence: list[str] | None, blamed: tuple[str, ...]
+) -> None:
+    names = (f"n{number + 1}" for number in range(len(findings)))
+    nodes = {name: health(name, *of_node) for name, of_node in zip(names, findings, strict=True)}
+    lines = tuple(f"preflight: {line}" for line in evidence or ())
+    expected = None if evidence is None else Ending("node_failure", lines, blamed, started=False)
+    assert preflight_ending(nodes) == expected
 
 
 @pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2")])
@@ -152,29 +142,7 @@ def allocation(
 def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
-    asked = allocation(run, slurm, monkeypatch)
-    assert asked.nodes == ("n1", "n2")
-    assert Supervisor(run, "train", asked).main() == 75
-    record = AttemptRecord.load(run.attempt("train", 0).record)
-    assert (record.ending, record.action, record.blamed_nodes) == (
-        "node_failure",
-        "requeue",
-        ("n2",),
-    )
-    assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
-    assert list(record.phases_s) == ["preflight"]
-    assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
-    assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")
-    (node,) = excluded(run)
-    assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
-    assert slurm.jobs[asked.job_id].excluded == ("n2",)
-    assert "drained" not in caplog.text  # a full disk is no broken hardware
-
-
-def test_records_that_are_unreadable_for_a_while_cost_no_exclusion(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    # Records that are unreadable for a while cost no exclusion.
     refusals = [StorageError("cannot read attempt.json: Stale file handle")]
 
     def failing(*arguments: Any) -> Any:
@@ -183,11 +151,21 @@ def test_records_that_are_unreadable_for_a_while_cost_no_exclusion(
         return exclusion.failing(*arguments)
 
     monkeypatch.setattr("slurmllm.supervise.supervisor.failing", failing)
-    asked = allocation(run, FakeSlurm(("n1", "n2", "n3", "n4")), monkeypatch)
+    slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
+    asked = allocation(run, slurm, monkeypatch)
+    assert asked.nodes == ("n1", "n2")
     assert Supervisor(run, "train", asked).main() == 75
     record = AttemptRecord.load(run.attempt("train", 0).record)
-    assert (record.ending, record.blamed_nodes) == ("node_failure", ("n2",))
-    assert [node.node for node in excluded(run)] == ["n2"]
+    verdict = record.ending, record.action, record.blamed_nodes
+    assert verdict == ("node_failure", "requeue", ("n2",))
+    assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
+    assert list(record.phases_s) == ["preflight"]
+    assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
+    assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")
+    (node,) = excluded(run)
+    assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
+    assert slurm.jobs[asked.job_id].excluded == ("n2",)
+    assert "drained" not in caplog.text  # a full disk is no broken hardware
     assert "Stale file handle" in caplog.text
 
 
@@ -198,14 +176,8 @@ def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
     slurm.may_drain = True
     asked = allocation(run, slurm, monkeypatch, "precompile")
     train = slurm.submit(run.script("train").read_text(), after_ok=asked.job_id)
-    sent = Submission(
-        submitted_at=0,
-        nodes=2,
-        local=False,
-        first_attempt=0,
-        precompile_job=asked.job_id,
-        train_job=train,
-    )
+    sent = Submission(submitted_at=0, nodes=2, local=False, first_attempt=0, train_job=train)
+    sent = sent.model_copy(update={"precompile_job": asked.job_id})
     JobsRecord(submissions=(sent,)).save(run.jobs)
     assert Supervisor(run, "precompile", asked).main() == 75
     assert slurm.jobs[asked.job_id].state == slurm.jobs[train].state == "PENDING"

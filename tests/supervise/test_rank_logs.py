@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -187,6 +188,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     bench: Bench, inputs: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """It is followed by `status --watch` and `logs -f` through both failures to its end."""
     (tmp_path / "disk").mkdir()
     process = bench.start(
         "submit",
@@ -203,6 +205,7 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
         "--name=r",
         "--set=checkpoint.every_steps=5",
         "--set=watchdog.min_step_s=20",
+        "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}",
         # Many: on a busy machine the commands below take as long as dozens of steps.
         "--set=train.steps=100",
     )
@@ -215,6 +218,9 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     assert "asking the nodes of train attempt 0" in shown
     assert "rank 3" in shown.partition("asking")[2]
     assert content(run, 2) is None
+    watching = bench.start("status", "--watch", "0.5", "r", "--json")
+    following = bench.start("logs", "r", "-f", "--all-ranks", "--stage=train")
+    failures = bench.start("logs", "r", "-f", "--failed")
     launcher = next(
         pid
         for pid in processes_with(str(run.path))
@@ -236,6 +242,20 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     for attempt in (0, 1, 2):
         assert all(content(run, rank, attempt) for rank in (1, 2, 3))
     assert not any((tmp_path / "disk").rglob("rank_*.log"))
+    looks = [json.loads(line) for line in watching.communicate(timeout=400)[0].splitlines()]
+    first, last = looks[0], looks[-1]
+    assert (first["state"], last["state"], last["restarts"]) == ("training", "done", 2)
+    assert last["step"] == last["last_checkpoint"]["step"] == 100
+    taken_s = sum(a["ended_at"] - a["started_at"] for a in last["attempts"])
+    assert last["usd"] == pytest.approx(2 * taken_s, rel=0.2)  # two nodes, a dollar a second
+    lines = following.communicate(timeout=400)[0].splitlines()
+    headings = [lines.index(f"── train attempt {number}") for number in (0, 1, 2)]
+    assert headings == sorted(headings)
+    assert any(line.startswith("[rank 0 local0] ") and "step 100/100" in line for line in lines)
+    output, _ = failures.communicate(timeout=400)
+    assert "first failing worker: rank 3 on local1\n  ended by SIGKILL\n" in output
+    codes = [process.returncode for process in (watching, following, failures)]
+    assert codes == [0, 0, 0]
 
 
 def test_a_worker_survives_a_full_disk(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The workers' backend is the rehearsal one: everything but the arithmetic.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.attempts import open_attempt
 from slurmllm.supervise.next_job import requeue_unrecorded
 
-HANGING = Path(__file__).with_name("hanging")
 STEPS = 40
 # A fault after step 23 comes before the save of step 30, on a busy machine too.
 SLOW_STEPS = "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.3"
@@ -84,57 +84,6 @@ def test_a_stopped_worker_is_found_and_the_run_goes_on(
     assert "has no stacks" in bench.call("logs", unbroken, "--stacks", code=2)
 
 
-def launcher(bench: Bench, name: str, node: str) -> int:
-    """The process id of a node's launcher, which has the relay of the control plane."""
-    (worker,) = bench.node(name, 0, node)["pids"].values()
-    status = Path(f"/proc/{worker}/status").read_text()
-    return int(status.partition("PPid:")[2].split()[0])
-
-
-def test_a_launcher_that_is_killed_is_blamed_and_nothing_is_lost(
-    bench: Bench, submit: tuple[str, ...], unbroken: str
-) -> None:
-    """The first node's, to which all others are connected; test_rank_logs.py kills another's."""
-    process = bench.start(*submit, SLOW_STEPS, "--name=killed")
-    bench.wait_for_step("killed", 23)
-    os.kill(launcher(bench, "killed", "local0"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
-    assert bench.endings("killed") == [("node_failure", "requeue"), ("done", "finish")]
-    killed = bench.attempt("killed", 0)
-    assert killed["blamed_nodes"] == ["local0"]
-    assert killed["checkpoint_after"] == 20
-    assert bench.compare_exactly(unbroken, "killed")["overlaps"]["b"]["identical"]
-
-
-def test_a_node_that_freezes_is_found_and_the_run_goes_on(
-    bench: Bench, submit: tuple[str, ...], unbroken: str
-) -> None:
-    process = bench.start(*submit, SLOW_STEPS, "--name=frozen")
-    bench.wait_for_step("frozen", 23)
-    frozen = launcher(bench, "frozen", "local1")
-    for pid in (frozen, *bench.node("frozen", 0, "local1")["pids"].values()):
-        os.kill(pid, signal.SIGSTOP)  # its connections stay open, and nobody answers
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
-    assert bench.endings("frozen") == [("hang", "requeue"), ("done", "finish")]
-    assert bench.attempt("frozen", 0)["blamed_nodes"] == ["local1"]
-    assert bench.compare_exactly(unbroken, "frozen")["overlaps"]["b"]["identical"]
-
-
-def test_a_read_that_never_ends_is_blamed_by_its_stack(
-    bench: Bench, submit: tuple[str, ...], unbroken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HANGING))
-    process = bench.start(*submit, "--name=reading")
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
-    hung = bench.attempt("reading", 0)
-    assert (hung["class"], hung["blamed_nodes"]) == ("hang", ["local1"])
-    assert "next_batch (hanging/sitecustomize.py" in hung["evidence"][-1]
-    bench.compare_exactly(unbroken, "reading")
-
-
 def test_of_two_supervisors_the_newer_one_has_the_run(
     bench: Bench, submit: tuple[str, ...], unbroken: str
 ) -> None:
@@ -161,6 +110,23 @@ def test_of_two_supervisors_the_newer_one_has_the_run(
     assert not any(Path(f"/proc/{pid}").exists() for pid in old_pids)
     bench.compare_exactly(unbroken, "split")
     assert not processes_with(str(run))
+
+
+def test_a_local_run_is_cancelled_and_resumed(bench: Bench, submit: tuple[str, ...]) -> None:
+    # Slow steps: the run must not end before `cancel` has started on a busy machine.
+    process = bench.start(*submit, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.6", "--name=r")
+    bench.wait_for_step("r", 3)
+    assert "to save and exit" in bench.call("cancel", "r")
+    assert re.search("to save and exit before|nothing to cancel", bench.call("cancel", "r"))
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 130, output
+    found = bench.status("r")
+    assert (found["state"], found["reason"]) == ("cancelled", "`slurmllm resume r` continues")
+    assert bench.endings("r") == [("cancelled", "stop")]
+    assert found["last_checkpoint"]["step"] == found["step"] >= 3
+    assert "nothing to cancel" in bench.call("cancel", "r")
+    bench.call("resume", "r")
+    assert bench.status("r")["state"] == "done"
 
 
 def test_a_directory_that_cannot_be_written_costs_a_start_and_not_the_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from slurmllm.graphs.archive import pack_archive
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
 from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.run.rundir import RunDir
-from slurmllm.supervise import attempts
+from slurmllm.supervise import attempts, preflight
 from slurmllm.supervise.attempt_monitor import Observations
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.supervisor import Supervisor
@@ -113,7 +113,7 @@ def test_a_crash_keeps_its_node_and_a_second_one_does_not(tmp_path: Path) -> Non
     assert own.allocation.nodes == NODES[:4]
     # Blamed twice, and nothing was gained: other nodes, by the queue.
     assert close(own, 1, "n2", text="rank 1 on {} was ended by SIGKILL").action == "requeue"
-    assert own._failed_nodes == {"n2"}
+    assert own._preparation.failed_nodes == {"n2"}
 
 
 @pytest.mark.parametrize("how", ["off", "stopped"])
@@ -144,11 +144,15 @@ def test_graphs_are_sent_once_and_not_after_a_loss(
         path.parent.mkdir(parents=True)
         path.write_text(graph)
         pack_archive(tmp_path / "cache", own.run, "native", 1.0, versions={})
-        return own._broadcast_graphs(lambda: False)
+        return own._preparation._broadcast_graphs(lambda: False)
 
+    sent = iter([{"STAGED": "x"}])
+    monkeypatch.setattr(preflight, "broadcast_environment", lambda *_: next(sent))
+    assert own._preparation._broadcast_environment(lambda: False) == {"STAGED": "x"}
+    assert own._preparation._broadcast_environment(lambda: False) == {}
     monkeypatch.setattr(own.allocation, "broadcast", broadcast)
     assert Path(send("a")[BROADCAST]).is_relative_to(tmp_path / "disk")
-    assert own._broadcast_graphs(lambda: False) == {}  # all nodes have them
+    assert own._preparation._broadcast_graphs(lambda: False) == {}  # all nodes have them
     assert close(own, 0, "n2").action == "restart"
     assert send("b") == {BROADCAST: ""}  # sbcast would wait for n2
     assert len(archives) == 1

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import LEAN
 
 from slurmllm.errors import RunError
 from slurmllm.run.records import JobsRecord, LockRecord
@@ -100,27 +99,6 @@ def test_two_resumes_at_once_make_one_submission(box: Path, tmp_path: Path) -> N
     assert not run.lock.exists()
 
 
-def test_of_two_local_resumes_at_once_one_trains(tmp_path: Path) -> None:
-    run = submit(tmp_path, "--local", "--set=train.steps=20", *LEAN)
-    command = ("resume", "r", f"--runs-dir={run.path.parent}", "--set=train.steps=22", "--local")
-    done = at_once(2, *command)
-    assert sorted(code for code, _ in done) == [0, 2], done
-    assert len(JobsRecord.load(run.jobs).submissions) == 2
-    assert [json.loads(a.record.read_text())["class"] for a in run.attempts("train")] == [
-        "done"
-    ] * 2
-    # Not held while the run trains: the refusals name the run's own process.
-    refused = [output for code, output in done if code == 2]
-    assert all("pending or running" in output or " is done" in output for output in refused), done
-
-
-def test_of_two_submits_of_one_name_one_is_made(box: Path, tmp_path: Path) -> None:
-    name = ("submit", "tiny_neox", "--name=r", f"--runs-dir={tmp_path}/runs")
-    done = at_once(2, *name, "--set=backend=rehearsal")
-    assert sorted(code for code, _ in done) == [0, 2], done
-    assert len(JobsRecord.load(RunDir(tmp_path / "runs" / "r").jobs).submissions) == 1
-
-
 def test_the_second_command_is_refused_with_the_first(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,17 +107,13 @@ def test_the_second_command_is_refused_with_the_first(
         with pytest.raises(RunError) as refusal, locked(run, "cancel"):
             pass
         text = str(refusal.value)
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    for part in (
-        f"`slurmllm resume` of {user}",
-        f"process {os.getpid()} on {socket.gethostname()}",
-        " s; repeat `slurmllm cancel r`",
-    ):
-        assert part in text
+    assert f"`slurmllm resume` of {pwd.getpwuid(os.geteuid()).pw_name}" in text
+    assert f"process {os.getpid()} on {socket.gethostname()}" in text
+    assert " s; repeat `slurmllm cancel r`" in text
     assert not run.lock.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_command_that_is_ended_blocks_nobody(run: RunDir, number: signal.Signals) -> None:
     command = [sys.executable, "-c", HOLD, str(run.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as holder:

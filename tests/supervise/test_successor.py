@@ -17,7 +17,7 @@ from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.environment import PREDECESSOR
 from slurmllm.status.run_state import JobState, derive_state, read_records
 from slurmllm.status.runs import is_active
-from slurmllm.supervise import allocation as allocations
+from slurmllm.supervise import starts
 from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.successor import (
     cancel_successor,
@@ -125,28 +125,18 @@ def test_the_successor_takes_over_and_has_one_itself(
         job = ensure_successor(run, own, SCRIPT, [])
         assert job is not None
         attempt(run, number, own.job_id, ended_at=2.0, action="chain", **{"class": "hang"})
+        # A supervisor was killed before it could record the first successor.
+        name, after = cluster.jobs[job].name, own.job_id
+        duplicate = cluster.submit(SCRIPT, name=name, after=after, requeue=False)
         cluster.finish(own.job_id, "FAILED")
         following = begin(cluster, job, monkeypatch)
         assert register_train_job(run, following) is None
+        assert cluster.jobs[duplicate].state == "CANCELLED"
         assert (sent(run).train_job, sent(run).successor_job) == (job, None)
         assert register_train_job(run, following) is None  # again, as after a requeue
         assert pending(cluster) == []
-    assert sent(run).earlier_jobs == ("1", "2", "3")
+    assert sent(run).earlier_jobs == ("1", "2", "4")  # 3 and 5 were duplicates
     assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
-
-
-def test_a_successor_cancels_its_duplicates(
-    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, cluster = chained
-    job = ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
-    assert job is not None
-    # Its supervisor was killed before it could record the first one.
-    duplicate = cluster.submit(SCRIPT, name=cluster.jobs[job].name, after="1", requeue=False)
-    cluster.finish("1", "FAILED")
-    assert register_train_job(run, begin(cluster, job, monkeypatch)) is None
-    assert cluster.jobs[duplicate].state == "CANCELLED"
-    assert sent(run).train_job == job
 
 
 def test_a_cancelled_run_has_no_successor(
@@ -194,21 +184,13 @@ def test_the_successor_of_a_cancelled_job_records_that(
     assert AttemptRecord.load(run.attempt("train", 0).record).ending == "cancelled"
 
 
-def test_the_end_of_the_run_cancels_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
-    run, cluster = chained
-    own = start_of(cluster, "1", NODES)
-    ensure_successor(run, own, SCRIPT, [])
-    cancel_successor(run, own)
-    assert (pending(cluster), sent(run).successor_job) == ([], None)
-
-
 def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
     chained: tuple[RunDir, FakeSlurm],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, cluster = chained
-    monkeypatch.setattr(allocations, "RECORDED_S", 0.0)
+    monkeypatch.setattr(starts, "RECORDED_S", 0.0)
     late = cluster.submit(SCRIPT, after="1", requeue=False)
     cluster.finish("1", "FAILED")
     again = sent(run).model_copy(update={"train_job": "77"})
@@ -265,7 +247,8 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
 
 def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
     run, cluster = chained
-    ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
+    own = start_of(cluster, "1", NODES)
+    ensure_successor(run, own, SCRIPT, [])
     assert sent(run).own_jobs == ["2", "1"]
     attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "hang"})
     cluster.finish("1", "FAILED")
@@ -273,3 +256,5 @@ def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm])
     records = read_records(run, read_summary(run.config))
     jobs = {"train": JobState("1", "FAILED"), "successor": JobState("2", "PENDING", "Resources")}
     assert derive_state(records, jobs) == ("requeued", "waiting for Resources")
+    cancel_successor(run, own)  # at the end of the run
+    assert (pending(cluster), sent(run).successor_job) == ([], None)

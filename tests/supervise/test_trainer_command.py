@@ -26,22 +26,28 @@ from slurmllm.supervise.trainer_command import (
     slurm_variables,
 )
 
-PLAIN = ("trainers/plain", "local")
+PLAIN, NEMO = ("trainers/plain", "local"), "trainers/nemo"
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "text", "name"),
     [
-        (["python", "a b.py", "--out={run}/o"], "python 'a b.py' --out={run}/o"),
+        (["python", "a b.py", "--out={run}/o"], "python 'a b.py' --out={run}/o", "a-b"),
+        (["torchrun $N && date"], "torchrun $N && date", "torchrun-N-date"),
+        (["echo", "$X", "{other}", ""], "echo '$X' '{other}' ''", "echo"),
+        (["python", "-m", "titan.train", "--x"], "python -m titan.train --x", "titan.train"),
         (
-            ["torchrun --nnodes $NNODES train.py && date"],
-            "torchrun --nnodes $NNODES train.py && date",
+            ["torchrun", "--nproc-per-node", "8", "/a/g.py"],
+            "torchrun --nproc-per-node 8 /a/g.py",
+            "g",
         ),
-        (["echo", "$X", "{other}", ""], "echo '$X' '{other}' ''"),
+        (["$X"], "$X", "X"),
     ],
 )
-def test_words_are_kept_as_they_are(words: list[str], text: str) -> None:
-    assert join_words(words) == text
+def test_words_are_kept_and_a_run_is_named_after_its_program(
+    words: list[str], text: str, name: str
+) -> None:
+    assert (join_words(words), name_of_command(words)) == (text, name)
 
 
 def test_only_known_placeholders_are_filled() -> None:
@@ -52,41 +58,22 @@ def test_only_known_placeholders_are_filled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("recipes", "after", "expected"),
     [
-        (["python", "-m", "torchtitan.train", "--x"], "torchtitan.train"),
-        (["torchrun", "--nproc-per-node", "8", "/a/pretrain_gpt.py"], "pretrain_gpt"),
-        (["/usr/bin/train"], "train"),
-        (["$X"], "X"),
-    ],
-)
-def test_a_run_is_named_after_its_program(words: list[str], name: str) -> None:
-    assert name_of_command(words) == name
-
-
-@pytest.mark.parametrize(
-    ("before", "positional", "after", "expected"),
-    [
-        ([], [], ["python", "x"], ["trainers/plain", '--set=name="python"', "--command=python x"]),
-        (
-            ["tiny_neox"],
-            ["tiny_neox"],
-            ["--partition", "gpu"],
-            ["tiny_neox", "--", "--partition", "gpu"],
-        ),
+        ([], ["python", "x"], ["trainers/plain", '--set=name="python"', "--command=python x"]),
+        (["tiny_neox"], ["--partition", "gpu"], ["tiny_neox", "--", "--partition", "gpu"]),
         (
             ["trainers/nemo"],
-            ["trainers/nemo"],
-            ["--mem=1G", "python", "--x"],
-            ["trainers/nemo", "--command=python --x", "--", "--mem=1G"],
+            ["-p=1", "x", "--y"],
+            ["trainers/nemo", "--command=x --y", "--", "-p=1"],
         ),
-        ([], [], ["--mem=1G"], ["--", "--mem=1G"]),
+        ([], ["--mem=1G"], ["--", "--mem=1G"]),
     ],
 )
 def test_options_of_sbatch_and_commands_are_told_apart(
-    before: list[str], positional: list[str], after: list[str], expected: list[str]
+    recipes: list[str], after: list[str], expected: list[str]
 ) -> None:
-    assert with_command(before, positional, after) == expected
+    assert with_command(recipes, recipes, after) == expected
 
 
 def test_the_arguments_for_resuming() -> None:
@@ -114,14 +101,13 @@ def test_variables_of_torchrun_and_of_slurm() -> None:
     record = attempt_record(world_size=8, master_port=1234)
     config = resolve(*PLAIN, ["command.run=torchrun x", "cluster.devices_per_node=4"])
     variables = peer_variables(config, record, 1)
-    assert variables["PET_NNODES"] == "2"
-    assert variables["PET_NODE_RANK"] == "1"
-    assert variables["PET_NPROC_PER_NODE"] == "4"
-    assert variables["PET_MASTER_PORT"] == "1234"
+    names = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT", "NNODES")
+    assert [variables[name] for name in names] == ["2", "1", "4", "1234", "2"]
     assert config.workers_per_node == 1
     task = slurm_variables(record, 6, 2)
-    assert (task["SLURM_PROCID"], task["SLURM_NODEID"], task["SLURM_LOCALID"]) == ("6", "1", "2")
-    assert task["SLURM_TASKS_PER_NODE"] == "4(x2)"
+    names = ("PROCID", "NODEID", "LOCALID", "TASKS_PER_NODE", "NTASKS", "NNODES", "JOB_NODELIST")
+    values = [task[f"SLURM_{name}"] for name in names]
+    assert values == ["6", "1", "2", "4(x2)", "8", "2", "n1,n2"]
     assert slurm_variables(record.model_copy(update={"job_id": None}), 6, 2) == {}
 
 
@@ -133,6 +119,9 @@ def test_a_shell_s_code_of_a_signal(code: int, expected: int) -> None:
 
 
 _TRACE = ["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "    f()"]
+_LOST = "Connection closed by peer [::1]:9"
+_DURING = [*_TRACE, "KeyError: 1", "", "During handling of the above exception, another", ""]
+_BY_SIGNAL = "a process of the trainer was killed by signal"
 _TORCHRUN = [
     *_TRACE,
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
@@ -147,38 +136,11 @@ _TORCHRUN = [
         (1, [*_TRACE, "ValueError: no"], "ValueError", "no", "code"),
         (1, [*_TRACE, "a.b.MyError: x", *_TORCHRUN], "MyError", "x", "code"),
         (1, [f"[rank3]: {line}" for line in [*_TRACE, "KeyError: 'a'"]], "KeyError", "'a'", "code"),
-        (
-            1,
-            [*_TRACE, "RuntimeError: Connection closed by peer [::1]:9", *_TRACE, "OSError: y"],
-            "OSError",
-            "y",
-            "code",
-        ),
-        (
-            1,
-            [
-                *[*_TRACE, "KeyError: 1", "", "During handling of the above exception, another"],
-                *["", *_TRACE, "ValueError: 2"],
-            ],
-            "ValueError",
-            "2",
-            "code",
-        ),
-        (
-            1,
-            _TORCHRUN,
-            "killed",
-            "a process of the trainer was killed by signal 9",
-            "infrastructure",
-        ),
+        (1, [*_TRACE, f"RuntimeError: {_LOST}", *_TRACE, "OSError: y"], "OSError", "y", "code"),
+        (1, [*_DURING, *_TRACE, "ValueError: 2"], "ValueError", "2", "code"),
+        (1, _TORCHRUN, "killed", f"{_BY_SIGNAL} 9", "infrastructure"),
         (127, ["bash: line 1: nope: command not found"], "command not found", "nope", "user"),
-        (
-            1,
-            [line.replace("9", "11").replace("KILL", "SEGV") for line in _TORCHRUN],
-            "killed",
-            "a process of the trainer was killed by signal 11",
-            "code",
-        ),
+        (1, [line.replace("9", "11") for line in _TORCHRUN], "killed", f"{_BY_SIGNAL} 11", "code"),
         (260, ["hello", ""], "exit code 4", "its last line: hello", "code"),
         (5, ["hello", "====", ""], "exit code 5", "its last line: hello", "code"),
         (1, ["python: No module named x", "see y", "=="], "exit code 1", "python: No mod", "code"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import random
 import re
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from slurmllm.metrics import following
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.row_reader import read_events, read_rows
 from slurmllm.metrics.source import read_curve
-from slurmllm.metrics.tags import log_formats
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.progress import TrainerProgress, check_progress
 from tests.metrics.test_formats import LINES, OTHER_LINES
@@ -57,7 +55,7 @@ def replay(run: RunDir, content: bytes, seed: int = 0, progress: str | None = No
     for piece in pieces(content, seed):
         follower.feed(piece)
         follower.update()
-    follower.close()
+    follower.update(last=True)
     assert follower.missing() == "" or " counts " in follower.missing()
     return read_curve(run.path)
 
@@ -84,7 +82,7 @@ def test_rows_of_a_growing_output_are_those_of_the_log(
 ) -> None:
     rng = random.Random(name)
     text = "loading … 模型 loss of nothing\n"
-    for step in range(first, first + 40):
+    for step in range(first, first + 15):
         # another loss in each
         text += re.sub(r"(?<=\d\.\d)(?=\d)", str(step % 10), line.format(step=step)) + rng.choice(
             ["\n", "\r\n", "\n\n", "\n  50%|█\r 60%|██\n"]
@@ -98,13 +96,8 @@ def test_rows_of_a_growing_output_are_those_of_the_log(
         assert_same(replay(run, text.encode(), attempt, progress), theirs)
 
 
-def test_every_text_format_is_replayed() -> None:
-    text = {name for name, log_format in log_formats().items() if log_format.lines}
-    assert text <= {name for name, *_ in CASES} | {"Hugging Face Trainer", "torchtune"}
-
-
 @pytest.mark.parametrize("name", ["hugging_face.log", "torchtune.txt"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_rows_of_real_logs(name: str, seed: int, run: RunDir) -> None:
     path = LOGS / name
     assert_same(replay(run, path.read_bytes(), seed), read_curve(path))
@@ -113,9 +106,8 @@ def test_rows_of_real_logs(name: str, seed: int, run: RunDir) -> None:
 @pytest.mark.parametrize(
     "name", ["lightning.csv", "litgpt.csv", "trainer_state.json", "history.jsonl", "log.txt"]
 )
-@pytest.mark.parametrize("seed", range(3))
 def test_rows_of_a_growing_file_are_those_of_the_log(
-    name: str, seed: int, run: RunDir, tmp_path: Path
+    name: str, run: RunDir, tmp_path: Path
 ) -> None:
     content = (
         (LOGS / name.replace("log.txt", "torchtune.txt")).read_bytes() if name[0] != "h" else b""
@@ -130,11 +122,11 @@ def test_rows_of_a_growing_file_are_those_of_the_log(
     assert "no new rows in" in follower.missing()
     path.parent.mkdir()
     path.touch()
-    for piece in pieces(content, seed):
+    for piece in pieces(content, len(name)):
         with path.open("ab") as stream:
             stream.write(piece)
         follower.update()
-    follower.close()
+    follower.update(last=True)
     theirs = read_curve(path)
     assert_same(read_curve(run.path), theirs)
     assert follower.step == theirs.steps[-1] + (name == "lightning.csv")
@@ -168,7 +160,7 @@ def test_files_that_begin_anew(run: RunDir, tmp_path: Path) -> None:
     path.unlink()
     follower.update()
     path.write_text(rows(4, 4, 5))
-    follower.close()
+    follower.update(last=True)
     assert [row["step"] for _, row in read_rows(run.metrics(1))] == [2, 3, 4, 3, 4, 5]
     assert read_curve(run.path).columns["loss"].tolist() == [1.5, 0.5, -0.5, -1.5]
 
@@ -183,7 +175,7 @@ def test_a_table_that_gets_another_column_is_not_read_twice(run: RunDir, tmp_pat
     path.write_text("epoch,step,train_loss\n0,1,3.5\n0,2,3.25\n")
     follower.update()
     path.write_text("epoch,step,train_loss,val_loss\n0,1,3.5,\n0,2,3.25,\n0,2,,3.75\n0,3,3.0,\n")
-    follower.close()
+    follower.update(last=True)
     assert [row["loss"] for _, row in read_rows(run.metrics(0))] == [3.5, 3.25, 3.0]
     assert [event.values for event in read_events(run, 0)] == [{"validation": 3.75}]
 
@@ -203,7 +195,7 @@ def test_events_that_grow(run: RunDir, tmp_path: Path) -> None:
         with (folder / "events.out.tfevents.2.a").open("ab") as stream:
             stream.write(piece)
         follower.update()
-    follower.close()
+    follower.update(last=True)
     ours = read_curve(run.path)
     assert_same(ours, read_curve(tmp_path / "all"))
     assert ours.columns["time"].tolist() == [now + step for step in range(1, 20)]
@@ -218,7 +210,7 @@ def test_a_counter_that_restarts_and_steps_that_repeat(run: RunDir) -> None:
         follower.feed(line.encode())
         follower.update()
     assert (follower.step, follower.rows) == (4, 7)
-    follower.close()
+    follower.update(last=True)
     assert follower.step == 5
     curve = read_curve(run.path)
     assert curve.steps.tolist() == [1, 2, 3, 4, 5]
@@ -245,14 +237,6 @@ def test_times_of_rows(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[3] == {"step": 200, "attempt": 0, "loss": None, "time": 1160.0, "step_time_s": 1.0}
 
 
-def test_rates_of_one_device_become_those_of_the_run(run: RunDir) -> None:
-    line, first, values = LINES["MaxText"]
-    follower = TrainerProgress(run, 0, devices=16)
-    follower.feed(line.format(step=first).encode() + b"\n")
-    follower.close()
-    assert read_curve(run.path).columns["tokens_per_s"].tolist() == [16 * values["tokens_per_s"]]
-
-
 def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,16 +248,19 @@ def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     monkeypatch.setattr(following, "_PAUSE_S", -1.0)
     follower.update()
     assert follower.rows == 1
-    bar = "\rEpoch 0:  22%|██▏  | {0}/400 [22:26<77:48, 17.95s/it, loss=2.43, global_step={0}.0]"
-    for step in (2, 3):
-        follower.feed(bar.format(step).encode())
-        follower.update()
+    # Rates of one device become those of the run.
+    line, first, values = LINES["MaxText"]
+    follower = TrainerProgress(run, 1, devices=16)
+    follower.feed(line.format(step=first).encode() + b"\n")
+    follower.update(last=True)
+    (row,) = (row for _, row in read_rows(run.metrics(1)))
+    assert row["tokens_per_s"] == 16 * values["tokens_per_s"]
 
 
 def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> None:
     follower = TrainerProgress(run, 0)
     follower.feed(b"epoch 1 of 3\n" * 10)
-    follower.close()
+    follower.update(last=True)
     assert not run.metrics(0).exists()
     text = follower.missing()
     assert "no line of a known format in 130 bytes of the output of rank 0" in text
@@ -286,9 +273,12 @@ def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> Non
     assert "none of its tags is known; there are perplexity; name it" in follower.missing()
     follower = TrainerProgress(run, 0, str(path), {"loss": "perplexity"})
     with path.open("a") as stream:
-        stream.write('{"step": 2, "perplexity": 3.25}\n')
+        stream.write('{"step": 2, "perplexity": 3.25, "tokens": NaN}\n')
+        stream.write('{"step": 3, "perplexity": 3.0, "tokens": 64}\n')
     follower.update()
-    assert (follower.step, follower.missing()) == (2, "")
+    assert (follower.step, follower.missing()) == (3, "")
+    rows = [row for _, row in read_rows(run.metrics(0))]
+    assert [(row["step"], row["tokens"]) for row in rows] == [(2, None), (3, 64)]
 
 
 def test_rows_without_the_trainers_progress_bar_are_numbered(run: RunDir) -> None:
@@ -296,62 +286,37 @@ def test_rows_without_the_trainers_progress_bar_are_numbered(run: RunDir) -> Non
     bars = "Writing model shards: 100%|█| 1/1 [00:00]\n"
     follower = TrainerProgress(run, 0)
     follower.feed(bars.join(lines).encode())
-    follower.close()
+    follower.update(last=True)
     assert read_curve(run.path).steps.tolist() == [1, 2, 3]
     assert "numbered 1, 2, …: give `progress` the trainer's trainer_state" in follower.missing()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("torchtitan", "Megatron", "megatron_lm", "hugging-face", "OLMo", "nemo", "lightning"),
-        *("x.csv", "{run}/tb", "metrics.jsonl", r"it (?P<step>\d+) (?P<loss>\S+)", "LLM foundry"),
-    ],
-)
-def test_progress_of_a_recipe(text: str) -> None:
-    check_progress(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_progress_of_a_recipe() -> None:
+    for text in ("torchtitan", "megatron_lm", "hugging-face", "OLMo", "x.csv", "{run}/tb"):
+        check_progress(text)
+    check_progress(r"it (?P<step>\d+) (?P<loss>\S+)")
+    for text, message in (
         ("torchtitans", "'torchtitans' is no known format; give one of slurmllm, NeMo or NxD"),
         ("", "'' is no known format"),
         ("NxD's", "is several formats; give one of NxD's examples, NxD's examples with"),
         (r"(?P<step>\d+", "progress '.*' is not a regular expression"),
         (r"(?P<step>\d+)", r"progress '.*' has no group \(\?P<loss>…\)"),
         (r"(?P<step>\d+) (?P<los>\d+)", "no metric 'los'"),
-    ],
-)
-def test_progress_that_is_none(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_progress(text)
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_progress(text)
 
 
-def test_nothing_is_lost_while_the_disk_is_full(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_while_the_disk_is_full(run: RunDir) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     follower = TrainerProgress(run, 0, "torchtitan")
-    write = os.write
-
-    def full(stream: int, content: bytes) -> int:
-        if len(content) < 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(stream, content[:20])
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70, limits[1]))  # within the first row
         for step in (1, 2):
             follower.feed(f"step: {step} loss: 3.5 grad_norm: 1.0\n".encode())
             follower.update()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run.metrics(0).stat().st_size == 70
     follower.update()
     assert [row["step"] for _, row in read_rows(run.metrics(0))] == [1, 2]
-
-
-def test_a_number_of_tokens_that_is_unknown(run: RunDir, tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    follower = TrainerProgress(run, 0, str(log))
-    log.write_text('{"step":1,"loss":2.0,"tokens":NaN}\n{"step":2,"loss":1.5,"tokens":64}\n')
-    follower.close()
-    rows = [row for _, row in read_rows(run.metrics(0))]
-    assert [(row["step"], row["tokens"]) for row in rows] == [(1, None), (2, 64)]

@@ -19,9 +19,9 @@ from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_NEGATIVE
 from slurmllm.run.records import AttemptRecord, Heartbeat, JobsRecord, Submission
 from slurmllm.run.rundir import STAGES, RunDir, Stage
-from slurmllm.supervise import allocation as allocations
-from slurmllm.supervise import attempts, run_lock
-from slurmllm.supervise.attempts import other_supervisor, process_identity, still_runs
+from slurmllm.supervise import run_lock, starts
+from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.starts import not_recorded, other_supervisor, still_runs
 from slurmllm.supervise.supervisor import Supervisor
 
 
@@ -55,9 +55,8 @@ def test_a_second_supervisor_of_one_start_leaves(
         one_node_record(job_id="2", **fields).save(path)
         second = supervisor(run, cluster, "train", "2")
         before = path.read_bytes()
-        assert other_supervisor(run, "train", second.allocation) == (
-            f"attempt 0 of job 2 is supervised by {first.pid}"
-        )
+        reason = f"attempt 0 of job 2 is supervised by {first.pid}; this supervisor leaves"
+        assert other_supervisor(run, "train", second.allocation) == reason
         assert second.main() == EXIT_NEGATIVE
         assert (len(run.attempts("train")), path.read_bytes()) == (1, before)
         # A start that Slurm made after it takes over.
@@ -88,7 +87,7 @@ def beating(path: Path) -> Iterator[None]:
 def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(starts, "HEARTBEAT_S", 1.0)
     run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
     record = one_node_record(host="n1", pid=1, process="boot 1")
     path = run.attempt("train", 0).heartbeat("n1")
@@ -111,14 +110,8 @@ def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
     precompile = cluster.submit(run.script("precompile").read_text(), exclude="n3")
     train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
     cluster.exclude(train, ["n1", "n4"])
-    sent = Submission(
-        submitted_at=1.0,
-        nodes=1,
-        first_attempt=0,
-        local=False,
-        precompile_job=precompile,
-        train_job=train,
-    )
+    jobs = {"precompile_job": precompile, "train_job": train}
+    sent = Submission(submitted_at=1.0, nodes=1, first_attempt=0, local=False, **jobs)
     JobsRecord(submissions=(sent,)).save(run.jobs)
     return run, cluster
 
@@ -185,15 +178,15 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, cluster = lost
-    monkeypatch.setattr(allocations, "RECORDED_S", 0.0)
+    monkeypatch.setattr(starts, "RECORDED_S", 0.0)
     unknown = cluster.submit(run.script("train").read_text(), exclude="n1")
     cluster.start(unknown)
     assert supervisor(run, cluster, "train", unknown).main() == 1
     assert run.attempts("train") == []
     assert f"job {unknown} is not of the last submission in {run.jobs}" in caplog.text
     # It is waited for while `sbatch` returns.
-    monkeypatch.setattr(allocations, "RECORDED_S", 60.0)
+    monkeypatch.setattr(starts, "RECORDED_S", 60.0)
     (sent,) = JobsRecord.load(run.jobs).submissions
     late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
     threading.Timer(0.3, late.save, [run.jobs]).start()
-    assert allocations.not_recorded(run, start_of(cluster, unknown, ("n2",))) is None
+    assert not_recorded(run, start_of(cluster, unknown, ("n2",))) is None

@@ -19,7 +19,7 @@ from slurmllm.errors import ConfigError, InfrastructureError, RunError
 from slurmllm.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
-from slurmllm.supervise.tracking import Tracking
+from slurmllm.supervise.notify import Tracking
 from slurmllm.track import sync as sending
 from slurmllm.track import trackers
 from slurmllm.track.sync import TrackerRecord, state_of, sync

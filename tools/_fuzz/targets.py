@@ -244,8 +244,8 @@ def slurm(path: Path) -> None:
 def lines(path: Path) -> None:
     from slurmllm.log import message_of, parse_line
     from slurmllm.run.error_patterns import cause_line, meaning_of
-    from slurmllm.supervise.first_failure import stack_location
-    from slurmllm.supervise.log_files import GrowingLog
+    from slurmllm.status.logs import GrowingLog
+    from slurmllm.supervise.stacks import stack_location
 
     log = GrowingLog(path)
     read = [*log.lines(), *log.flush()]

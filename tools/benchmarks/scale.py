@@ -228,7 +228,7 @@ def _launch(
 
 
 def _work(rank: int, position: Position, path: Path, figures: Measured, step_s: float) -> None:
-    world, rounds = position.world_size, figures.step.shape[1]
+    world, rounds = len(position.names) * position.per_node, figures.step.shape[1]
     first = rank == position.workers()[0]  # it measures the launcher too
     relay_cpu = _cpu_clock(os.getppid())
     control = ControlPlane(rank, world, str(path), SECRET)

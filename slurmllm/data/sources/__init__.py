@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from slurmllm import plugins
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import open_regular
-from slurmllm.run.staged_files import local_copy
+from slurmllm.run.worker_files import local_copy
 
 if TYPE_CHECKING:
     from slurmllm.data.sources.base import Source

@@ -19,7 +19,7 @@ from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
-from slurmllm.run.staged_files import local_copy
+from slurmllm.run.worker_files import local_copy
 
 FIX = "build it again with `slurmllm data build`"
 _TOKENS = "input_ids"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from slurmllm.errors import StorageError
-from slurmllm.run.staged_files import local_copy, once_a_node
+from slurmllm.run.worker_files import local_copy, once_a_node
 
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]

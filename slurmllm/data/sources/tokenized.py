@@ -23,7 +23,7 @@ from slurmllm.data.sources.base import (
 )
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
-from slurmllm.run.staged_files import local_copy
+from slurmllm.run.worker_files import local_copy
 
 Ids = npt.NDArray[np.integer]
 

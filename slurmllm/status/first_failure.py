@@ -7,19 +7,13 @@ there is nothing else.
 
 from __future__ import annotations
 
-import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
 
-from slurmllm.log import message_of
 from slurmllm.run.error_patterns import cause_line
 from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
-from slurmllm.run.rundir import AttemptDir, RunDir, Stage, read_all
-from slurmllm.run.safe_files import read_limited
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.status.logs import last_lines, node_of
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
 from slurmllm.supervise.classify import (
     FailedWorker,
@@ -30,16 +24,10 @@ from slurmllm.supervise.classify import (
     reported_all,
     workers_without_failure_record,
 )
-from slurmllm.supervise.log_files import GrowingLog, node_of
+from slurmllm.supervise.stacks import outliers, read_locations
 
 _NO_FAILURES = ("done", "advance_signal", "cancelled", "superseded")
 _SEARCHED_LINES = 200  # of a log, for the line that names a cause
-# Frames as faulthandler and py-spy print them.
-_FAULTHANDLER = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
-_PY_SPY = re.compile(r"^\s+(?P<name>\S+) \((?P<path>[^:)]+):(?P<line>\d+)\)$")
-# Frames of a worker that computes or waits for the others.
-_COLLECTIVE = re.compile(r"/torch/|/torch_xla/|/neuronx_distributed/|slurmllm/backends/")
-_MAX_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -105,31 +93,6 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     return Culprit(record, None, "", ())
 
 
-def log_of(run: RunDir, record: AttemptRecord, rank: int) -> Path:
-    if rank == 0:
-        return run.stage_log(record.stage)
-    return run.worker_log(record.stage, record.attempt, rank)
-
-
-def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> list[str]:
-    """Return the last lines of a worker's log; for rank 0 mixed with the supervisor's."""
-    log = GrowingLog(log_of(run, record, rank))
-    if rank != 0:
-        log.skip_to_last(lines)
-        return list(deque(chain(log.lines(), log.flush()), lines))
-    # Rank 0 shares the stage's log with the supervisor and the other attempts.
-    tail: deque[str] = deque(maxlen=lines)
-    begin, following = (f"{record.stage} attempt {n}" for n in (record.attempt, record.attempt + 1))
-    for text in (*log.lines(), *log.flush()):
-        message = message_of(text)
-        if message.startswith((f"{following}:", f"{following} ")):
-            break
-        if message.startswith((f"{begin}:", f"{begin} ")) and "→" not in message:
-            tail.clear()
-        tail.append(text)
-    return list(tail)
-
-
 def _most_likely(
     run: RunDir, record: AttemptRecord, failed: Sequence[FailedWorker]
 ) -> FailedWorker:
@@ -151,70 +114,3 @@ def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
     rank = record.nodes.index(nodes[0]) * per_node
     how = (f"{', '.join(nodes)} stopped responding: its launcher left no report",)
     return Culprit(record, rank, nodes[0], how)
-
-
-class StackLocation(NamedTuple):
-    """Location of a worker's main thread."""
-
-    text: str
-    outside_step: bool  # whether it neither computed nor waited for the others
-
-
-def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
-    """Return the location of each worker of an attempt that hung, by rank."""
-    return {rank: stack_location(dump) for rank, dump in read_stacks(attempt).items()}
-
-
-def read_stacks(attempt: AttemptDir) -> dict[int, str]:
-    """Return the dumps of the workers' stacks that can be read, by rank."""
-    folder = attempt.stacks(0).parent
-
-    def read(path: Path) -> tuple[int, str] | None:
-        try:
-            rank = int(path.stem.removeprefix("rank_"))
-            return rank, read_limited(path).decode(errors="replace")
-        except (OSError, ValueError):
-            return None
-
-    paths = sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []
-    return dict(dump for dump in read_all(read, paths) if dump is not None)
-
-
-def stack_location(dump: str) -> StackLocation:
-    """Return the location of a worker's main thread in a dump of its stacks."""
-    if dump.startswith("no answer"):
-        return StackLocation(dump.splitlines()[0], outside_step=True)
-    # faulthandler prints the thread that took the signal, the main one, under "Current thread",
-    # and the innermost frame first.
-    main = dump.rpartition("Current thread")[2]
-    frames = list(_FAULTHANDLER.finditer(main)) or list(_PY_SPY.finditer(main))
-    if not frames:
-        return StackLocation("no Python frames", outside_step=False)
-    inner = frames[0]
-    text = f"{inner['name']} ({_short(inner['path'])}:{inner['line']})"
-    caller = next((frame for frame in frames if "slurmllm/" in frame["path"]), None)
-    if caller is not None and caller is not inner:
-        text += f" from {caller['name']} ({_short(caller['path'])}:{caller['line']})"
-    # A frame of a library or a backend: it is in the step that all workers take together.
-    return StackLocation(text, not any(_COLLECTIVE.search(frame["path"]) for frame in frames))
-
-
-def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
-    """Return the ranks for which the others wait; empty if all or none are outside the step."""
-    ranks = tuple(sorted(rank for rank, location in locations.items() if location.outside_step))
-    return ranks if len(ranks) < len(locations) else ()
-
-
-def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
-    """Return a line for each outlier; without outliers, one with the most common location."""
-    ranks = outliers(locations)
-    lines = [f"rank {rank}: {locations[rank].text}" for rank in ranks[:_MAX_LINES]]
-    if not ranks and locations:
-        texts = [location.text for location in locations.values()]
-        most = max(set(texts), key=texts.count)
-        lines = [f"{texts.count(most)} of {len(texts)} workers: {most}"]
-    return tuple(lines)
-
-
-def _short(path: str) -> str:
-    return "/".join(path.split("/")[-2:])
