@@ -8,8 +8,7 @@ from dataclasses import asdict
 import month
 import numpy as np
 import pytest
-from _month.failures import RandomFailures
-from _month.scenario import DAY_S, Scenario
+from _month.scenario import DAY_S, RandomFailures, Scenario
 from _month.simulation import simulate
 from amounts import sample
 

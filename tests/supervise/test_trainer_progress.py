@@ -19,11 +19,11 @@ from slurmllm.metrics.row_reader import read_events, read_rows
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.progress import TrainerProgress, check_progress
-from tests.metrics.test_formats import LINES, OTHER_LINES
+from tests.metrics.test_formats import LINES
 from tests.metrics.test_tensorboard_logs import event, scalar, write_events
 
 LOGS = Path(__file__).parents[1] / "metrics" / "formats"
-CASES = [*((name, *case) for name, case in LINES.items()), *OTHER_LINES]
+CASES = [(row["format"], row["text"], row["first"], row["values"]) for row in LINES]
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_times_of_rows(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, first, _ = LINES["OLMo-core"]
+    line, first, _ = next(case for name, *case in CASES if name == "OLMo-core")
     follower = TrainerProgress(run, 0)
     follower.feed(line.format(step=first).encode() + b"\n")
     follower.update()
@@ -249,7 +249,7 @@ def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     follower.update()
     assert follower.rows == 1
     # Rates of one device become those of the run.
-    line, first, values = LINES["MaxText"]
+    line, first, values = next(case for name, *case in CASES if name == "MaxText")
     follower = TrainerProgress(run, 1, devices=16)
     follower.feed(line.format(step=first).encode() + b"\n")
     follower.update(last=True)
