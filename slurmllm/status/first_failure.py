@@ -26,7 +26,6 @@ from slurmllm.supervise.classify import (
 )
 from slurmllm.supervise.stacks import outliers, read_locations
 
-_NO_FAILURES = ("done", "advance_signal", "cancelled", "superseded")
 _SEARCHED_LINES = 200  # of a log, for the line that names a cause
 
 
@@ -51,7 +50,7 @@ def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]
 
 def _has_failed(run: RunDir, record: AttemptRecord) -> bool:
     if record.ending is not None:
-        return record.ending not in _NO_FAILURES
+        return record.ending not in ("done", "advance_signal", "cancelled", "superseded")
     if run.attempt(record.stage, record.attempt).hang.is_file():
         return True
     return bool(failure_records(run, record) or failed_workers(node_records(run, record)))

@@ -21,10 +21,6 @@ from slurmllm.status.history import Incarnation, RunHistory, Steps
 
 HOUR_S = 3600.0
 _SLACK_S = 2.0  # sacct reports whole seconds
-_OVERLAP = 0.01  # share of an allocation that is measured twice, above which to warn
-# Summed over runs.
-_HOURS = ("node_hours", "wall_hours", "queue_hours", "productive_hours", "training_hours")
-_COUNTS = ("attempts", "steps", "steps_lost")
 
 
 @dataclass(frozen=True)
@@ -308,8 +304,10 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
 
 def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
     """Return the sum over several runs: node hours and wall times add up."""
-    amounts: dict[str, Any] = {name: math.fsum(getattr(r, name) for r in runs) for name in _HOURS}
-    amounts |= {name: sum(getattr(run, name) for run in runs) for name in _COUNTS}
+    hours = ("node_hours", "wall_hours", "queue_hours", "productive_hours", "training_hours")
+    amounts: dict[str, Any] = {name: math.fsum(getattr(r, name) for r in runs) for name in hours}
+    for name in ("attempts", "steps", "steps_lost"):
+        amounts[name] = sum(getattr(run, name) for run in runs)
     amounts["parts"] = {part: math.fsum(run.parts[part] for run in runs) for part in TIME_PARTS}
     prices = {run.usd_per_node_hour for run in runs}
     return Utilization(**amounts, usd_per_node_hour=prices.pop() if len(prices) == 1 else None)
@@ -318,7 +316,7 @@ def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
 def _warnings(allocations: Sequence[AllocationTime], history: RunHistory) -> Iterator[str]:
     for time in allocations:
         length_s = time.end - time.start
-        if time.overlap_s > _OVERLAP * length_s:
+        if time.overlap_s > 0.01 * length_s:
             yield (
                 f"{time.stage} attempt {time.attempt}: the measured parts exceed its "
                 f"{length_s:.1f} s by {time.overlap_s:.1f} s; check the nodes' clocks"

@@ -28,7 +28,6 @@ from slurmllm.supervise.classify import (
 )
 from slurmllm.supervise.exclusion import has_failed
 
-_ACCOUNTING_LAG_S = 3.0
 _TAIL_BYTES = 32 * 1024
 
 
@@ -44,8 +43,8 @@ def gather_evidence(
     """Collect what an ending is classified by; StorageError if a record cannot be read."""
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)
-    # The state first: accounting, from which the next lines read, lags behind SIGTERM.
-    deadline = time.monotonic() + (_ACCOUNTING_LAG_S if stop_signal == "SIGTERM" else 0.0)
+    # The state first: accounting, from which the next lines read, lags behind SIGTERM by seconds.
+    deadline = time.monotonic() + (3.0 if stop_signal == "SIGTERM" else 0.0)
     while (slurm_state := allocation.state()) in ("RUNNING", "COMPLETING"):
         if time.monotonic() >= deadline:
             break

@@ -39,7 +39,6 @@ from slurmllm.supervise.policy import (
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
-_PROBES = 16  # nodes that are asked at the same time
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def _proven(
     if silent:
         # srun may fail everywhere: no answer is evidence only if this node gets one.
         asked = [allocation.all_nodes[0], *silent]
-        with ThreadPoolExecutor(_PROBES) as pool:
+        with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda name: client.responds(allocation.job_id, name), asked))
         for name, answer in zip(silent, answers[1:], strict=True):
             if answer:

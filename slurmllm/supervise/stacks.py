@@ -22,8 +22,6 @@ from slurmllm.run.rundir import AttemptDir, read_all
 from slurmllm.run.safe_files import read_limited
 
 _MOST_PROCESSES = 16  # of a worker
-_PY_SPY_S = 10.0
-_MAX_LINES = 4
 # Frames as faulthandler and py-spy print them.
 _FAULTHANDLER = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(r"^\s+(?P<name>\S+) \((?P<path>[^:)]+):(?P<line>\d+)\)$")
@@ -85,7 +83,7 @@ def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
 def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
     """Return a line for each outlier; without outliers, one with the most common location."""
     ranks = outliers(locations)
-    lines = [f"rank {rank}: {locations[rank].text}" for rank in ranks[:_MAX_LINES]]
+    lines = [f"rank {rank}: {locations[rank].text}" for rank in ranks[:4]]
     if not ranks and locations:
         texts = [location.text for location in locations.values()]
         most = max(set(texts), key=texts.count)
@@ -102,7 +100,7 @@ def inspect_process(pid: int, by_spy: bool = True) -> str:
         return head
     command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, timeout=_PY_SPY_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=10.0, check=False)
         return head + (done.stdout or done.stderr).decode(errors="replace")
     return head
 

@@ -78,21 +78,17 @@ class Supervisor:
         self.notifier = Notifier(run, self.config)
         self.tracking = Tracking(run, self.config)
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
-            allocation.nodes = allocation.nodes[: self._used_nodes(len(allocation.nodes))]
+            slurm, used = self.config.recipe.slurm, len(allocation.nodes)
+            used -= slurm.spare_nodes
+            if slurm.min_nodes is not None and slurm.min_nodes < used:
+                used = possible_nodes(self.config, slurm.min_nodes, used)[-1]
+            allocation.nodes = allocation.nodes[:used]
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
         self._next_nodes: tuple[str, ...] = ()
         self._preparation = Preparation(
             run, stage, self.config, allocation, lambda: self.stop.name is not None
         )
-
-    def _used_nodes(self, held: int) -> int:
-        """Return how many of the nodes that the job holds the train stage uses."""
-        slurm = self.config.recipe.slurm
-        available = held - slurm.spare_nodes
-        if slurm.min_nodes is None or slurm.min_nodes >= available:
-            return available
-        return possible_nodes(self.config, slurm.min_nodes, available)[-1]
 
     def main(self) -> int:
         """Run the attempts; returns 0 finished, 75 to be started again, or a code of errors.py.

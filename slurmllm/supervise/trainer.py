@@ -48,13 +48,10 @@ from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.supervise.worker_output import WorkerOutput
 from slurmllm.supervise.workers import STACKS_S, WORKER_SIGNAL
 
-# Interval between looks at the newest checkpoint, and their share of the time
-_CHECKPOINTS_S, _CHECKPOINTS_SHARE = 5.0, 0.05
+_CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
 # Variables by which torchrun, Open MPI and MPICH number the processes that they start
 _RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
-_ABORT_S = 0.5  # for faulthandler to print stacks
-_REAPED_S = 2.0  # for killed processes to be gone
 _OUTPUT_S = 5.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
@@ -185,7 +182,7 @@ class TrainerLauncher(Launcher):
         if self._hangs:  # by now all nodes have looked: who loses a peer no longer hangs
             for rank in ranks:
                 abort(self.processes[rank].pid)
-            time.sleep(_ABORT_S)
+            time.sleep(0.5)  # for faulthandler to print stacks
         for rank in ranks:
             with suppress(OSError):
                 os.killpg(self.processes[rank].pid, signal.SIGKILL)
@@ -242,9 +239,8 @@ class TrainerObserver:
             self._save_missing()
         if now >= self._next_look:
             self._look_at_checkpoints()
-            # Of many files on a slow file system rarely.
-            took_s = time.monotonic() - now
-            self._next_look = now + max(_CHECKPOINTS_S, took_s / _CHECKPOINTS_SHARE)
+            # Of many files on a slow file system rarely: looks take a twentieth of the time.
+            self._next_look = now + max(_CHECKPOINTS_S, 20 * (time.monotonic() - now))
 
     def _save_missing(self) -> None:
         """Record for `status` why no steps are known."""
@@ -340,4 +336,4 @@ def _kill_children(except_for: Iterable[int]) -> None:
         for child in children:
             with suppress(psutil.Error):
                 child.kill()
-        psutil.wait_procs(children, timeout=_REAPED_S)
+        psutil.wait_procs(children, timeout=2.0)

@@ -238,8 +238,12 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
 
 def test_a_trainer_that_logs_its_first_step_and_every_tenth(make_run: MakeRun) -> None:
     rows = [make_row(step, step_time_s=2.0, time=1.7e9 + 2 * step) for step in (1, 11, 21)]
-    (steps,) = read_history(make_run("r", rows)).steps.values()
-    assert steps.numbers.tolist() == list(range(1, 22))
+    run = make_run("r", rows)
+    for resumed in (0, 95):  # it began anew all the same
+        record = attempt(0, 1.7e9, None, checkpoint_before=resumed)
+        record.save(run.attempt("train", 0).record)
+        (steps,) = read_history(run).steps.values()
+        assert steps.numbers.tolist() == list(range(1, 22))
 
 
 def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
