@@ -95,9 +95,9 @@ class WorkerProcess:
             message = pickle.load(self._stdout)  # noqa: S301 (its own child)
         except (EOFError, pickle.UnpicklingError):  # the second: cut off
             self._raise_exited()
-        if isinstance(message, BaseException):
-            raise message
-        return message
+        if isinstance(message, tuple):
+            return message
+        raise message
 
     def close(self) -> None:
         """Kill the process; it has no state to save."""

@@ -198,7 +198,7 @@ def test_a_sum_that_the_hub_states(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_two_fetches_at_once(server: DataServer, tmp_path: Path) -> None:
-    server.faults["a.bin"] = {"slow": 0.002}
+    server.faults["a.bin"] = {"slow": 0.006}
     code = (
         "import sys; from pathlib import Path; from slurmllm.corpus.fetch import Fetch;"
         "from slurmllm.config.data_sources import DataSource;"

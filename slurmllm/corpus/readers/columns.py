@@ -53,8 +53,7 @@ def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> 
     except _NoColumnError as error:
         on_error(f"{name}: {error}", "file")
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-        extent = "rest" if row else "file"
-        on_error(f"{name}: not a readable {kind} file: {error}", extent)
+        on_error(f"{name}: not a readable {kind} file: {error}", "rest" if row else "file")
 
 
 def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.RecordBatch]:
