@@ -24,27 +24,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "neox": {"num_heads": 4, "hidden_size": 40, "ffn_hidden_size": 36},
     "llama": {"num_heads": 8, "hidden_size": 48, "ffn_hidden_size": 128, "num_kv_heads": 2},
     "qwen3": {
-        "num_heads": 8,
-        "hidden_size": 20,
-        "ffn_hidden_size": 128,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "tied_embeddings": True,
+        **{"num_heads": 8, "hidden_size": 20, "ffn_hidden_size": 128, "num_kv_heads": 2},
+        **{"head_dim": 6, "tied_embeddings": True},
     },
     "gpt3": {"num_heads": 4, "hidden_size": 20, "ffn_hidden_size": 44, "seq_len": 12},
 }
 
 
 def model_of(family: str) -> ModelConfig:
-    values = {
-        "family": family,
-        "num_layers": 4,
-        "vocab_size": 45,
-        "vocab_pad_multiple": 4,
-        "seq_len": 10,
-        **MODELS[family],
-    }
-    return ModelConfig.model_validate(values)
+    values = {"num_layers": 4, "vocab_size": 45, "vocab_pad_multiple": 4, "seq_len": 10}
+    return ModelConfig.model_validate({"family": family, **values, **MODELS[family]})
 
 
 @dataclass(frozen=True)
@@ -127,9 +116,11 @@ def stage_names(whole: Whole, pipeline: int) -> list[list[str]]:
     return [sorted(names, key=lambda n: whole.weights[n].dim() < 2) for names in stages]
 
 
-def write_nxd(folder: Path, whole: Whole, layout: Layout) -> None:
+def write_nxd(
+    folder: Path, whole: Whole, layout: Layout, names: list[list[str]] | None = None
+) -> None:
     """The folder, without its manifest."""
-    names = stage_names(whole, layout.pipeline)
+    names = names or stage_names(whole, layout.pipeline)
     for sub in ("model", "optim"):
         (folder / "nxd" / sub).mkdir(parents=True)
     for stage in range(layout.pipeline):
@@ -146,16 +137,7 @@ def write_nxd(folder: Path, whole: Whole, layout: Layout) -> None:
                 )
     for mark in ("checkpoint", "done"):
         (folder / "nxd" / mark).write_text("1")
-    record = {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "data": layout.data,
-        "virtual_pipeline": 1,
-        "zero": layout.zero,
-        "dtype": layout.dtype,
-        "optimizer_dtype": layout.optimizer_dtype,
-        "names": names,
-    }
+    record = {**vars(layout), "virtual_pipeline": 1, "names": names}
     (folder / "nxd_layout.json").write_text(json.dumps(record))
     write_state(folder, whole)
 
@@ -222,17 +204,11 @@ def _optimizer(
 
 def with_manifest(folder: Path) -> Path:
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    CheckpointManifest(
-        step=7,
-        tokens=700,
-        world_size=1,
-        attempt=2,
-        recipe="r",
-        saved_at=0,
-        save_s=0,
-        fingerprint="",
-        files=tuple(describe(folder, name) for name in names),
-    ).save(folder / MANIFEST)
+    files = tuple(describe(folder, name) for name in names)
+    counts: dict[str, Any] = {"step": 7, "tokens": 700, "world_size": 1, "attempt": 2}
+    counts |= {"saved_at": 0, "save_s": 0}
+    manifest = CheckpointManifest(**counts, recipe="r", fingerprint="", files=files)
+    manifest.save(folder / MANIFEST)
     return folder
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from train.gang import make_data, make_run, small_config
 
 from checkpoint import hub
 from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, save, state
-from slurmllm.checkpoint.formats import safetensors_files
 from slurmllm.checkpoint.replicas import open_replica
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.cli.main import cli
+from slurmllm.config.operation import CheckpointConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
@@ -107,12 +107,8 @@ def test_a_run_s_checkpoint_in_transformers(
     done = run("export", "10", "--run", "a", "--out", "hub")
     assert done.exit_code == 0, done.output
     assert "hub: 131K parameters, 524 kB of weights in 1 file, from " in done.stdout
-    assert sorted(p.name for p in Path("hub").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    names = "config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert sorted(p.name for p in Path("hub").iterdir()) == names.split()
     same_logits(Path("hub"), models[10])
     config = json.loads(Path("hub/config.json").read_text())
     assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (500, 0, 0)
@@ -120,19 +116,8 @@ def test_a_run_s_checkpoint_in_transformers(
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.decode(tokenizer("the sing")["input_ids"]) == "the sing"
 
-    fields = answer(
-        run(
-            "export",
-            directory.checkpoint(20),
-            "--out",
-            "b",
-            "--dtype",
-            "bf16",
-            "--shard-size",
-            "100KB",
-            "--json",
-        )
-    )
+    options = ("--out", "b", "--dtype", "bf16", "--shard-size", "100KB", "--json")
+    fields = answer(run("export", directory.checkpoint(20), *options))
     assert fields["tokenizer"] == ["tokenizer.json"]
     assert "model.safetensors.index.json" in fields["files"]
     loaded = hub.transformers.AutoModelForCausalLM.from_pretrained("b", dtype="auto")
@@ -173,10 +158,7 @@ def test_into_our_format_and_back(run: Run) -> None:
         assert torch.equal(tensor, loaded.state_dict()[name])
     repeated = run("export", "new/ours", "--out", "back")
     assert repeated.exit_code == 2
-    assert (
-        "back is not empty (config.json, generation_config.json, model.safetensors)"
-        in repeated.stderr
-    )
+    assert "back is not empty (config.json, generation_config.json, model" in repeated.stderr
     flipped = next(Path("new/ours").glob("*.safetensors"))
     content = bytearray(flipped.read_bytes())
     content[-1] ^= 1
@@ -215,50 +197,42 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("import", "nowhere", "--out", "x"), 2, "config.json: is missing"),
-        (("export", "nowhere", "--out", "x"), 2, "no checkpoint folder 'nowhere'"),
-        (("export", "latest", "--out", "x"), 2, "no checkpoint folder 'latest', and no run"),
-        (("export", ".", "--out", "x"), 2, "is not a checkpoint: it holds neither"),
-        (("export", "7", "--run", "a", "--out", "x"), 2, "no checkpoint of step 7; it has: 10, 20"),
-        (("export", "ten", "--run", "a", "--out", "x"), 2, "no checkpoint of step ten"),
-        (
-            ("export", "a@7", "--out", "x"),
-            2,
-            "no checkpoint of step 7; it has: 10, 20 (or use latest)",
-        ),
-        (("convert", "b@latest", "--to", "native", "--out", "x"), 2, "no run 'b'"),
-        (("verify", "a@ten"), 2, "no checkpoint of step ten"),
-        (("export", "10", "--run", "b", "--out", "x"), 2, "no run 'b'"),
-        (("export", "10", "--run", "a", "--out", "full"), 2, "full is not empty (held)"),
-        (("export", "10", "--run", "a", "--out", "x", "--shard-size", "big"), 2, "such as 5GB"),
-        (("export", "10", "--run", "a", "--out", "x", "--dtype", "int8"), 2, "int8"),
-        (("verify", "nowhere"), 2, "no run 'nowhere'"),
-        (("verify", "full"), 4, "full has no manifest.json"),
-        (("list", "nowhere"), 2, "no run 'nowhere'"),
+        ("export nowhere --out x", 2, "no checkpoint folder 'nowhere', and no run"),
+        ("export . --out x", 2, "is not a checkpoint: it holds neither"),
+        ("export 7 --run a --out x", 2, "no checkpoint of step 7; it has: 10, 20"),
+        ("export a@7 --out x", 2, "no checkpoint of step 7; it has: 10, 20 (or use latest)"),
+        ("convert b@latest --to native --out x", 2, "no run 'b'"),
+        ("verify a@ten", 2, "no checkpoint of step ten"),
+        ("export 10 --run b --out x", 2, "no run 'b'"),
+        ("export 10 --run a --out full", 2, "full is not empty (held)"),
+        ("export 10 --run a --out x --shard-size big", 2, "such as 5GB"),
+        ("verify full", 4, "full has no manifest.json"),
+        ("list nowhere", 2, "no run 'nowhere'"),
     ],
 )
-def test_refusals(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
-    folder = RunDir(Path("runs/a"))
-    folder.path.mkdir(parents=True)
-    folder.config.write_text(CONFIG.to_yaml())
-    for step in (10, 20):
-        PretendGang().all(lambda backend, step=step: save(folder, backend, state(step), attempt=0))
+def test_refusals(run: Run, arguments: str, code: int, message: str) -> None:
+    make_saved(Path("runs/a"), (10, 20))
     Path("full").mkdir()
     Path("full/held").write_text("")
-    result = run(*arguments)
+    result = run(*arguments.split())
     assert result.exit_code == code, result.output
     assert message in result.output
     assert not Path("x").exists()
 
 
-def test_list_shows_replicas(run: Run, tmp_path: Path) -> None:
-    folder = RunDir(Path("runs/a"))
+def make_saved(path: Path, steps: Sequence[int], *overrides: str, attempt: int = 0) -> RunDir:
+    folder = RunDir(path)
     folder.path.mkdir(parents=True)
+    folder.config.write_text(small_config(*overrides).to_yaml() if overrides else CONFIG.to_yaml())
+    for step in steps:
+        PretendGang().all(lambda b, step=step: save(folder, b, state(step), attempt=attempt))
+    return folder
+
+
+def test_list_shows_replicas(run: Run, tmp_path: Path) -> None:
     second = tmp_path / "second"
-    config = small_config(f"checkpoint.replica={second}")
-    folder.config.write_text(config.to_yaml())
-    PretendGang().all(lambda backend: save(folder, backend, state(10), attempt=3))
-    replica = open_replica(config.recipe.checkpoint, "a")
+    folder = make_saved(Path("runs/a"), (10,), f"checkpoint.replica={second}")
+    replica = open_replica(CheckpointConfig(replica=str(second)), "a")
     assert replica is not None
     replica.put(folder.checkpoint(10))
     ours, theirs = answer(run("list", "a", "--json"))["checkpoints"]
@@ -272,9 +246,7 @@ def test_list_shows_replicas(run: Run, tmp_path: Path) -> None:
 
 
 def test_list_and_verify(run: Run) -> None:
-    folder = RunDir(Path("runs/a"))
-    folder.path.mkdir(parents=True)
-    folder.config.write_text(CONFIG.to_yaml())
+    folder = make_saved(Path("runs/a"), ())
     assert "run a has no checkpoint yet" in run("list", "a").stdout
     assert "has no checkpoint yet" in run("verify", "a").stderr
     for step in (10, 20):
@@ -285,14 +257,7 @@ def test_list_and_verify(run: Run) -> None:
     assert listed["checkpoints"][0]["attempt"] == 3
     assert "not checked" in run("list", "a").stdout
     verified = run("list", "a", "--verify").stdout
-    assert verified.splitlines()[0].split() == [
-        "step",
-        "saved",
-        "size",
-        "attempt",
-        "workers",
-        "state",
-    ]
+    assert verified.split()[:6] == ["step", "saved", "size", "attempt", "workers", "state"]
     assert verified.count("verified") == 2
     assert run("verify", "a").exit_code == 0
     (folder.checkpoint(20) / "shard_1").write_bytes(b"")
@@ -314,26 +279,9 @@ def test_list_and_verify(run: Run) -> None:
     assert "none of the checkpoints of run a verifies" in latest.stderr
 
 
-def test_a_full_disk_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = hub.save(hub.small("gpt3"), Path("source"))
-
-    def full(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(safetensors_files, "save_file", full)
-    result = run("import", source, "--out", "ours")
-    assert result.exit_code == 4
-    assert "No space left on device; nothing is left of it: free space" in result.stderr
-    assert [path.name for path in Path().iterdir()] == ["source"]
-
-
 @pytest.mark.usefixtures("run")
 def test_looking_needs_no_torch() -> None:
-    folder = RunDir(Path("runs/a"))
-    folder.path.mkdir(parents=True)
-    folder.config.write_text(CONFIG.to_yaml())
-    PretendGang().all(lambda backend: save(folder, backend, state(10), attempt=0))
+    make_saved(Path("runs/a"), (10,))
     script = (
         "import sys; from slurmllm.cli.main import cli\n"
         "for verb in (['list', 'a'], ['verify', 'a'], ['import', '--help']):\n"

@@ -18,7 +18,7 @@ from checkpoint.nxd_folders import Layout, Whole, model_of, nxd_checkpoint, rand
 from checkpoint.test_converting import convert
 from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState
-from slurmllm.errors import ConfigError, StorageError
+from slurmllm.errors import StorageError
 from slurmllm.run.artifact_records import CheckpointManifest
 
 
@@ -79,12 +79,6 @@ def test_a_native_checkpoint_that_lacks_moments_of_one(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         plan_conversion(native, NxdMesh())
     assert "  exp_avg of layers.4.mlp.down.weight: is missing; [40, 36]" in str(caught.value)
-
-
-def test_the_mesh_is_checked_before_anything_is_written(tmp_path: Path) -> None:
-    first = nxd_checkpoint(tmp_path / "c", random_whole("gpt3"), Layout())
-    with pytest.raises(ConfigError, match=r"parallel.tensor: 8 does not divide 4 attention heads"):
-        plan_conversion(first, NxdMesh(8))
 
 
 _MEASURED = """
@@ -167,11 +161,10 @@ cli(["checkpoint", "convert", *sys.argv[1:]])
 """
 
 
-@pytest.mark.parametrize("backend", ["nxd", "native"])
-def test_a_full_disk(tmp_path: Path, backend: str) -> None:
+def test_a_full_disk(tmp_path: Path) -> None:
     nxd_checkpoint(tmp_path / "c", random_whole("gpt3"), Layout())
     answer = subprocess.run(
-        [sys.executable, "-c", _LIMITED, "c", "--to", backend, "--out", "out"],
+        [sys.executable, "-c", _LIMITED, "c", "--to", "nxd", "--out", "out"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,18 +49,6 @@ def part(*chunks: Chunk, rank: int = 0) -> bytes:
 
 def parts(*starts: int, rows: int = 4) -> list[bytes]:
     return [part(chunk(start, rows), rank=rank) for rank, start in enumerate(starts)]
-
-
-def test_chunks_of_all_workers() -> None:
-    metadata = build_metadata(parts(0, 4, 8))
-    assert metadata.planner_data == {"model.a": ("model", "a")}
-    entry = metadata.state_dict_metadata["model.a"]
-    assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(0, 0), (4, 0), (8, 0)]  # type: ignore[union-attr]
-    assert [place.relative_path for place in metadata.storage_data.values()] == [
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "__2_0.distcp",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +109,8 @@ def test_regions_of_a_tensor(values: torch.Tensor, tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path), values)
     region = (slice(2, 9), slice(1, 3))
     assert torch.equal(read(tmp_path, region), values[region])
+    with zipfile.ZipFile(tmp_path / "__0_0.distcp") as archive:
+        assert {member.CRC for member in archive.infolist()} == {0}, "a fifth of the CPU time"
     # Only chunks that overlap are read.
     (tmp_path / "__0_0.distcp").unlink()
     assert torch.equal(read(tmp_path, (slice(4, 8), slice(0, 3))), values[4:8])

@@ -88,11 +88,6 @@ def damage_events(run: RunDir) -> None:
     run.events(0).mkdir()
 
 
-def damage_both(run: RunDir) -> None:
-    run.events(0).write_bytes(b"\0" * 100)
-    run.attempt("train", 0).record.write_bytes(b"\0" * 100)
-
-
 def remove_the_record_and_damage_the_events(run: RunDir) -> None:
     run.events(0).write_text("")
     run.attempt("train", 0).record.unlink()
@@ -104,7 +99,6 @@ def remove_the_record_and_damage_the_events(run: RunDir) -> None:
         remove_records,
         remove_all_but_the_submission,
         damage_events,
-        damage_both,
         remove_the_record_and_damage_the_events,
     ],
 )

@@ -145,6 +145,7 @@ def test_not_even_a_reader_that_verifies_nothing_does(
     assert not proof.exists()
 
 
+@pytest.mark.parametrize("hostile", ["random state"], indirect=True)
 def test_training_neither_resumes_nor_starts_from_it(
     hostile: tuple[RunDir, Path, Path], tmp_path: Path, data: tuple[str, str]
 ) -> None:

@@ -72,11 +72,6 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         ),
         ("llama", {"model_type": "mistral"}, "model_type: 'mistral' is not known; known are"),
         ("llama", {"model_type": "gpt2"}, "model_type: 'gpt2' is not that of LlamaForCausalLM"),
-        (
-            "llama",
-            {"architectures": ["LlamaForSequenceClassification"]},
-            "LlamaForSequenceClassification is not known",
-        ),
         ("llama", {"architectures": None, "model_type": None}, "must name the model's class"),
         (
             "llama",
@@ -88,42 +83,19 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
             "rope_scaling: factor is missing",
         ),
-        (
-            "llama",
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 0.5,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                }
-            },
-            "model.rope_scaling.factor: 0.5 is less than 1",
-        ),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "model.rotary_pct: 0.5"),
         ("neox", {"head_dim": 16}, "model.head_dim: 16 times 4 heads is not model.hidden_size 32"),
-        ("llama", {"head_dim": 5}, "model.head_dim: 5 is odd"),
         ("llama", {"head_dim": {}}, "head_dim: {}: Input should be a valid integer"),
         ("llama", {"bos_token_id": "<s>"}, "bos_token_id: must be the number of a token"),
         ("llama", {"hidden_act": "relu"}, "hidden_act: 'relu' is not known; known are gelu"),
         ("llama", {"hidden_size": None}, "hidden_size: is missing"),
-        ("llama", {"hidden_size": "wide"}, "hidden_size: 'wide': Input should be a valid integer"),
-        ("llama", {"num_key_value_heads": 3}, "model.num_kv_heads: 3 does not divide"),
         (
             "llama",
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "quantization_config: quantized weights (gptq)",
         ),
-        (
-            "gpt3",
-            {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx: True is not supported; it must be False",
-        ),
         ("gpt3", {"scale_attn_weights": False}, "scale_attn_weights: False is not supported"),
-        ("gpt3", {"add_cross_attention": True}, "add_cross_attention: True is not supported"),
-        ("neox", {"rope_scaling": {"rope_type": "dynamic"}}, "scaled by 'dynamic'"),
         ("neox", {"rope_parameters": 3}, "rope_parameters: must be a mapping, not 3"),
     ],
 )
@@ -183,24 +155,17 @@ def test_missing_extra_and_misshaped_tensors(copy: Callable[[str], Path]) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("family", "prefix", "buffers"),
-    [
-        (
-            "neox",
-            "gpt_neox.",
-            (
-                "layers.0.attention.bias",
-                "layers.1.attention.masked_bias",
-                "layers.1.attention.rotary_emb.inv_freq",
-            ),
-        ),
-        ("llama", "model.", ("layers.0.self_attn.rotary_emb.inv_freq",)),
-        ("gpt3", "transformer.", ("h.0.attn.bias", "h.1.attn.masked_bias")),
-    ],
-)
+NEOX_BUFFERS = ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")
+OLDER = [
+    ("neox", "gpt_neox.", [f"layers.0.{name}" for name in NEOX_BUFFERS]),
+    ("llama", "model.", ["layers.0.self_attn.rotary_emb.inv_freq"]),
+    ("gpt3", "transformer.", ["h.0.attn.bias", "h.1.attn.masked_bias"]),
+]
+
+
+@pytest.mark.parametrize(("family", "prefix", "buffers"), OLDER)
 def test_what_older_files_hold_is_passed_over(
-    copy: Callable[[str], Path], tmp_path: Path, family: str, prefix: str, buffers: tuple[str, ...]
+    copy: Callable[[str], Path], tmp_path: Path, family: str, prefix: str, buffers: list[str]
 ) -> None:
     source = copy(family)
     run_import(plan_import(source), tmp_path / "plain", 10**9)
@@ -260,11 +225,10 @@ def cut(path: Path, size: int) -> None:
         (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F99")), "is damaged"),
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "sharded"])
 def test_damaged_files(
-    copy: Callable[[str], Path], name: str, damage: Callable[[Path], None], expected: str
+    copy: Callable[[str], Path], damage: Callable[[Path], None], expected: str
 ) -> None:
-    source = copy(name)
+    source = copy("sharded")
     file = sorted(source.glob("*.safetensors"))[-1]
     damage(file)
     assert f"{file.name} {expected}" in refused(source, StorageError)
@@ -324,21 +288,16 @@ def test_nothing_is_left_of_an_import_that_fails(
     plan = plan_import(copy("neox"))
     out = tmp_path / "new" / "deeper" / "ours"
 
-    def full(held: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+    errors = [OSError(28, "No space left on device"), KeyboardInterrupt()]
 
-    monkeypatch.setattr(safetensors_files, "save_file", full)
+    def fails(held: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise errors.pop(0)
+
+    monkeypatch.setattr(safetensors_files, "save_file", fails)
     with pytest.raises(StorageError, match=r"cannot write .*ours: No space left on device"):
         run_import(plan, out, 10**9)
     assert not (tmp_path / "new").exists()
-
-    def interrupted(held: object, path: Path, metadata: object) -> None:
-        full_path = path.with_name("weights")
-        full_path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(safetensors_files, "save_file", interrupted)
     out.parent.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         run_import(plan, out, 10**9)
@@ -352,7 +311,7 @@ def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path
     run_import(plan, out, 10**9)  # an empty folder is no loss
     before = sorted(out.iterdir())
     with pytest.raises(
-        RunError, match=r"is not empty \(generation_config.json, manifest.json, model.json"
+        RunError, match=r"\(generation_config.json, manifest.json, model.json and 2 more\)"
     ):
         run_import(plan, out, 10**9)
     assert sorted(out.iterdir()) == before
@@ -363,15 +322,7 @@ def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
-    tensor = {"a": torch.ones(3)}
-    with pytest.raises(OSError, match="No such file or directory"):
-        safetensors_files.write_shards(
-            tmp_path / "absent", {"x": [0]}, [12], lambda _: tensor, lambda _: None
-        )
-
-
-@pytest.mark.parametrize("value", [10**12, 10**18, 100_001])
+@pytest.mark.parametrize("value", [10**18, 100_001])
 def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: int) -> None:
     source = copy("llama")
     settings(source, num_hidden_layers=value)
@@ -387,20 +338,7 @@ def refused_tokenizer(source: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{}",
-        b"\xff\xfe",
-        b'{"version": "1.0"}',
-        b"[" * 100_000,
-        json.dumps(
-            {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
-        ).encode(),
-    ],
-    ids=["empty", "object", "binary", "version", "deep", "no tokens"],
-)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"version": "1.0"}', b"[" * 100_000])
 def test_a_tokenizer_that_is_none(copy: Callable[[str], Path], content: bytes) -> None:
     source = copy("llama")
     (source / "tokenizer.json").write_bytes(content)
@@ -419,7 +357,7 @@ def small_tokenizer() -> str:
     return json.dumps({"version": "1.0", "model": model, "added_tokens": []})
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt"])
 def test_a_link_to_a_file_of_the_user_s(
     copy: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:

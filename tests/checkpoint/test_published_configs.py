@@ -7,13 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.huggingface import read_config, write_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.fit_check import choose_parallel
 from slurmllm.plan.mesh import make_mesh
@@ -39,17 +37,9 @@ def published(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_parameters(name: str) -> None:
-    assert parameters(published(name)) == COUNTS[name]
-    config = transformers.AutoConfig.from_pretrained(FOLDER / name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
-
-
-@pytest.mark.parametrize("name", COUNTS)
 def test_the_recipe_is_of_the_published_model(name: str) -> None:
     model = published(name)
+    assert parameters(model) == COUNTS[name]
     recipe = resolve(name).recipe.model
     assert model.head_width == (64 if name == "llama3.2_1b" else 128)
     assert recipe == model.model_copy(update={"seq_len": recipe.seq_len})
@@ -107,18 +97,3 @@ def test_a_recipe_s_model_is_a_config_json(file: str, tmp_path: Path) -> None:
     by_recipe = resolve(str(tmp_path / "own.yaml"), None, ["model.seq_len=4096"])
     assert by_recipe.recipe.model == expected
     assert by_recipe.origins["model.family"] == str(tmp_path / "theirs")
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        (None, "config.json: is missing"),
-        ("{", "config.json: is not JSON"),
-        ('{"model_type": "mamba"}', "model_type: 'mamba' is not known"),
-    ],
-)
-def test_a_config_json_that_is_no_model(text: str | None, fault: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=fault):
-        resolve("tiny_llama", None, [f"model={tmp_path}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
+from slurmllm.checkpoint.catalogue import invalidation_reason, newest_verified
 from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError, RunError, StorageError
+from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
 
 
@@ -47,12 +48,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_newest(run: RunDir) -> None:
+def test_newest(run: RunDir, tmp_path: Path) -> None:
     assert find(run) == Resumable(state(20), ())
-
-
-def test_no_checkpoints_at_all(tmp_path: Path) -> None:
-    assert find(RunDir(tmp_path / "new")) == Resumable(None, ())
+    run.path.rename(tmp_path.with_name("moved"))
+    assert find(RunDir(tmp_path.with_name("moved")), world=1) == Resumable(state(20), ())
+    assert find(run) == Resumable(None, ())
 
 
 @pytest.mark.parametrize(
@@ -100,21 +100,18 @@ def test_a_field_that_only_one_side_knows(run: RunDir) -> None:
         find(run, fingerprint={**FINGERPRINT, "model.new": 1})
 
 
-def test_moved_checkpoints_still_verify(run: RunDir, tmp_path: Path) -> None:
-    moved = RunDir(tmp_path / "moved")
-    shutil.copytree(run.checkpoints, moved.checkpoints)
-    assert find(moved, world=1) == Resumable(state(20), ())
+def test_only_sizes_are_compared_where_checksums_are_not_wanted(run: RunDir) -> None:
+    flip(run.checkpoint(20) / "shard_0")
+    assert newest_verified(run, checksums=False) == (run.checkpoint(20), [])
+    assert newest_verified(run)[0] == run.checkpoint(10)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("saved_at", "1e300"),
         ("saved_at", "NaN"),
-        ("saved_at", "-1"),
         ("save_s", "Infinity"),
         ("step", str(1 << 63)),
-        ("step", "-1"),
         ("tokens", "1" + "0" * 5000),
         ("files", "[]"),
     ],
@@ -158,3 +155,48 @@ def test_a_pipe_in_place_of_a_file(run: RunDir) -> None:
         f.model_copy(update={"bytes": 0} if f.path == "shard_0" else {}) for f in manifest.files
     ]
     assert file_faults(run.checkpoint(20), files) == ["shard_0 cannot be read: not a regular file"]
+
+
+def skip(onset: int, attempt: int) -> SkippedBatches:
+    return SkippedBatches(
+        first=onset, last=onset + 5, roll_back_to=None, onset=onset, attempt=attempt, reason="nan"
+    )
+
+
+SKIPS = (skip(20, 1), skip(30, 3))
+
+
+@pytest.mark.parametrize(
+    ("step", "attempt", "aside"),
+    [
+        (19, 1, False),  # before the onset
+        (20, 1, True),
+        (25, 0, True),  # of an earlier attempt, and as late
+        (25, 2, False),  # made again
+        (30, 2, True),
+        (30, 4, False),
+    ],
+)
+def test_which(step: int, attempt: int, aside: bool) -> None:
+    assert (invalidation_reason(step, attempt, SKIPS) is not None) == aside
+
+
+def test_resume_goes_behind_the_onset(run: RunDir) -> None:
+    SkipsRecord(skips=(skip(15, 0),)).save(run.skips)
+    message = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
+    assert find(run) == Resumable(state(10), (), (f"step 20: {message}",))
+    assert newest_verified(run) == (run.checkpoint(10), [f"step_00000020: {message}"])
+    PretendGang().all(lambda backend: save(run, backend, state(20), attempt=1))
+    assert find(run) == Resumable(state(20), ()), "made again, it replaced the other"
+
+
+def test_where_none_is_left_training_starts_from_step_0(run: RunDir) -> None:
+    SkipsRecord(skips=(skip(8, 0),)).save(run.skips)
+    assert find(run).state is None
+    assert len(find(run).invalidated) == 2
+
+
+def test_a_damaged_list_of_skips(run: RunDir) -> None:
+    run.skips.write_text("{")
+    with pytest.raises(StorageError, match=r"skips\.json"):
+        find(run, world=1)

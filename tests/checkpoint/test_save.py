@@ -8,19 +8,31 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
 from slurmllm.checkpoint import save as saving
+from slurmllm.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
 from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
+from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
+
+
+@pytest.fixture
+def saved_run(run: RunDir) -> RunDir:
+    """Checkpoints at steps 10 and 20, of attempt 0."""
+    for step in (10, 20):
+        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=0))
+    return run
 
 
 def save_all(gang: PretendGang, run: RunDir, step: int) -> list[float | Exception]:
@@ -43,12 +55,6 @@ def test_files_and_manifest(run: RunDir) -> None:
     assert manifest.fingerprint == fingerprint_digest(FINGERPRINT)
     assert TrainState.load(directory / "train_state.json") == state(20)
     assert folders(run) == ["step_00000020"]
-
-
-def test_the_newest_are_kept(run: RunDir) -> None:
-    for step in (10, 20, 30):
-        save_all(PretendGang(), run, step)
-    assert run.checkpoint_steps() == [20, 30]
 
 
 def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
@@ -96,12 +102,6 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
         assert part in str(errors[0])
     assert folders(run) == ["step_00000010"], "no temporary folder is left"
     assert file_faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []
-
-
-def test_an_unwritable_parent(run: RunDir) -> None:
-    run.checkpoints.write_text("a file where the folder should be")
-    errors = save_all(PretendGang(), run, 20)
-    assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
 
 
 def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
@@ -158,9 +158,76 @@ def test_all_is_on_disk_before_the_manifest_and_that_before_the_name(
     assert "fsync ." in done, "the folder of the checkpoints in the run's"
 
 
+HISTORIES = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1e6), st.booleans()), max_size=12)
+
+
+@given(HISTORIES, st.integers(1, 5), st.floats(0, 100), st.none() | st.integers(1, 60))
+def test_one_that_counts_always_stays(
+    history: list[tuple[int, float, bool]], keep: int, keep_hours: float, keep_every: int | None
+) -> None:
+    by_step = {
+        step: RetainedCheckpoint(step, saved_at, counts) for step, saved_at, counts in history
+    }
+    candidates = [by_step[step] for step in sorted(by_step)]
+    going = expired_steps(candidates, 1e6, keep=keep, keep_hours=keep_hours, keep_every=keep_every)
+    left = [c for c in candidates if c.step not in going]
+    counting = [c for c in candidates if c.usable]
+    assert sum(c.usable for c in left) >= min(keep, len(counting))
+    assert not counting or counting[-1] in left
+    for gone in (by_step[step] for step in going):
+        if gone.usable:
+            assert gone.saved_at + keep_hours * 3600 <= 1e6
+            assert not keep_every or gone.step % keep_every
+
+
+def test_by_count_by_age_and_every_nth() -> None:
+    candidates = [RetainedCheckpoint(step, saved_at=step * 3600.0) for step in range(1, 13)]
+    now = 12 * 3600.0
+    assert expired_steps(candidates, now, keep=2) == list(range(1, 11))
+    assert expired_steps(candidates, now, keep=2, keep_hours=4) == list(range(1, 9))
+    assert expired_steps(candidates, now, keep=2, keep_every=5) == [1, 2, 3, 4, 6, 7, 8, 9]
+
+
+def test_nothing_is_removed_if_the_newest_is_damaged(saved_run: RunDir) -> None:
+    run = saved_run
+    (run.checkpoint(20) / "shard_1").write_bytes(b"cut")
+    remove_expired(run, 20, keep=1)
+    assert run.checkpoint_steps() == [10, 20]
+
+
+def test_one_that_is_read_stays(saved_run: RunDir) -> None:
+    run = saved_run
+    remove_expired(run, 20, keep=1, in_use=[10])
+    assert run.checkpoint_steps() == [10, 20]
+    remove_expired(run, 20, keep=1)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000020"]
+
+
+def test_an_invalidated_one_is_unusable(saved_run: RunDir) -> None:
+    run = saved_run
+    for step in (25, 30):
+        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=1))
+    skip = SkippedBatches(first=15, last=26, roll_back_to=10, onset=15, attempt=0, reason="spike")
+    SkipsRecord(skips=(skip,)).save(run.skips)
+    assert run.checkpoint_steps() == [25, 30]
+    PretendGang().all(lambda backend: save(run, backend, state(22), attempt=0))
+    remove_expired(run, 30, keep=2)
+    assert run.checkpoint_steps() == [25, 30]
+
+
+def test_a_damaged_record_of_roll_backs_keeps_all(
+    saved_run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = saved_run
+    run.skips.write_text("{")
+    remove_expired(run, 20, keep=1)
+    assert run.checkpoint_steps() == [10, 20]
+    assert "no checkpoint is removed" in caplog.text
+
+
 def test_describe_is_sha256(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     file = describe(tmp_path, "f")
-    assert file.bytes == 3
     # FIPS 180-2, appendix B.1
-    assert file.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert (file.bytes, file.sha256) == (3, sha256)

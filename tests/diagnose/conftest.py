@@ -46,20 +46,8 @@ def profile(tmp_path: Path) -> Profile:
 
 def health(runs: Path, *arguments: str, code: int = 0) -> str:
     """What the command prints on its standard output."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "slurmllm",
-            "health",
-            "--cluster=local",
-            "--runs-dir",
-            str(runs),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "slurmllm", "health", "--cluster=local", *arguments]
+    command += ["--runs-dir", str(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout

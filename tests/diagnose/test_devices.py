@@ -1,4 +1,4 @@
-"""Devices, drivers and error counters, by stand-ins for neuron-ls and nvidia-smi."""
+"""Devices, drivers, error counters and EFA interfaces, by stand-ins for the vendors' programs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,15 @@ from pathlib import Path
 import pytest
 
 from diagnose.conftest import Profile, Program
-from slurmllm.diagnose.node import device_findings
+from slurmllm.diagnose import node
+from slurmllm.diagnose.node import device_findings, efa_findings
 from slurmllm.errors import NodeError
 from slurmllm.run.records import Finding
 
 
 def chips(count: int) -> str:
-    """What neuron-ls --json-output prints, in the fields that it prints on a trn1 node."""
-    listed = [
-        {
-            "neuron_device": n,
-            "bdf": f"0000:{n:02x}:1e.0",
-            "cpu_affinity": "0-7",
-            "numa_node": "0",
-            "connected_to": None,
-            "nc_count": 2,
-            "memory_size": 34359738368,
-            "neuron_processes": [],
-        }
-        for n in range(count)
-    ]
+    """What neuron-ls --json-output prints on a trn1 node."""
+    listed = [{"neuron_device": n, "nc_count": 2, "connected_to": None} for n in range(count)]
     return f"cat <<'end'\n{json.dumps(listed)}\nend"
 
 
@@ -93,3 +82,41 @@ def test_gpus(program: Program, profile: Profile) -> None:
     program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows[:7])}\nend")
     found = by_check(device_findings(profile("p4d")))
     assert found["devices"].message == "7 GPUs; profile p4d requires 8"
+
+
+def fabric(count: int) -> str:
+    # After AWS's EFA guide: an entry a domain, some domains with several.
+    entries = "".join(
+        f"provider: efa\n    fabric: efa\n    domain: rdmap{n}s27-rdm\n    version: 201.0\n"
+        f"    type: FI_EP_RDM\n    protocol: FI_PROTO_EFA\n"
+        for n in [0, *range(count)]
+    )
+    return f"cat <<'end'\n{entries}end"
+
+
+def test_interfaces_by_libfabric(program: Program, profile: Profile) -> None:
+    program("fi_info", fabric(8))
+    (found,) = efa_findings(profile("trn1"))
+    assert (found.status, found.value, found.expected) == ("ok", 8, 8)
+    (found,) = efa_findings(profile("trn1n"))
+    assert found.message == "8 EFA interfaces; profile trn1n requires 16"
+    program("fi_info", "echo 'fi_getinfo: -61 (No data available)' >&2; exit 61")
+    with pytest.raises(NodeError, match="No data available"):
+        list(efa_findings(profile("trn1")))
+
+
+def test_interfaces_by_the_kernel(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "find", lambda name: None)
+    for number, driver in enumerate(("efa", "efa", "mlx5_core")):
+        device = tmp_path / f"sys/class/infiniband/rdmap{number}/device"
+        device.mkdir(parents=True)
+        (tmp_path / "sys/bus/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(tmp_path / "sys/bus/drivers" / driver)
+    (found,) = efa_findings(profile("p4d"), tmp_path)
+    assert (found.status, found.value) == ("fail", 2)
+
+
+def test_nothing_is_asked_where_the_profile_asks_for_none(profile: Profile) -> None:
+    assert list(efa_findings(profile("local"))) == []

@@ -73,7 +73,6 @@ def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
         # Refused at once, and step creation that is retried until the time is over.
         ("print('srun: fatal: --a and --b are mutually exclusive'); exit(1)", "exit code 1", ""),
         ("print('srun: Job 5 step creation temporarily disabled'); {wait}", "disabled", ""),
-        ("exit(1)", "without a report", ""),
         ("{wait}", "", "no response within 3 s"),
         ("print('{n1}'); exit(1)", "", ": exit code 1 after "),
     ],
@@ -93,14 +92,6 @@ def test_a_time_is_claimed_only_if_it_has_passed(script: str, raised: str, messa
     assert ("within" in message) == ("within" in found["n2"].of("fail")[0].message)
 
 
-def test_a_stop_breaks_off() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE
-    )
-    assert collect(["n1"], [process], 60, lambda: True) is None
-    assert process.poll() is not None
-
-
 def answer(ahead_s: float, **versions: str) -> NodeReport:
     return NodeReport(NodeHealth(node="n", checks_s=0.1, versions=versions), ahead_s)
 
@@ -111,17 +102,13 @@ def only(found: dict[str, NodeHealth], check: str) -> dict[str, Finding]:
 
 def test_clocks_are_compared_with_the_median() -> None:
     # The clock of whoever asks is wrong itself, by 60 s.
-    reports = {"n1": answer(60.0), "n2": answer(60.1), "n3": answer(67.0), "n4": answer(59.9)}
+    delayed = NodeReport(NodeHealth(node="n", checks_s=0.1))
+    for sent, arrived in ((100.0, 43.0), (101.0, 41.0), (102.0, 44.0)):
+        delayed.add(ProbeLine(node="n1", time=sent), arrived)  # the least delayed line counts
+    reports = {"n1": delayed, "n2": answer(60.1), "n3": answer(67.0), "n4": answer(59.9)}
     found = only(compare_nodes(reports, HealthChecks()), "clock")
     assert [name for name, f in found.items() if f.status == "fail"] == ["n3"]
     assert found["n3"].message.startswith("the clock differs by +6.95 s from the other nodes")
-
-
-def test_the_clock_is_taken_from_the_least_delayed_line() -> None:
-    one = NodeReport(NodeHealth(node="n1"))
-    for sent, arrived in ((100.0, 103.0), (101.0, 101.2), (102.0, 104.0)):
-        one.add(ProbeLine(node="n1", time=sent), arrived)
-    assert one.clock_ahead_s == pytest.approx(-0.2)
 
 
 @pytest.mark.parametrize("status", ["warn", "fail"])
@@ -134,11 +121,7 @@ def test_odd_versions(status: str) -> None:
     assert found["n2"].message == (
         "driver none here, 2.24 on the others, torch 2.8 here, 2.9 on the others"
     )
-
-
-def test_without_a_majority_no_version_fails() -> None:
-    limits = HealthChecks(unequal_versions="fail")
-    reports = {"n1": answer(0, torch="2.9"), "n2": answer(0, torch="2.8")}
+    del reports["n3"]  # without a majority no version fails
     found = only(compare_nodes(reports, limits), "versions")
     assert {f.status for f in found.values()} == {"warn"}
     assert "several on the others" in found["n1"].message

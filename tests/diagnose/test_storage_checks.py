@@ -27,18 +27,10 @@ def look(runs: Path, *overrides: str, with_slurm: bool = True) -> dict[str, Find
     return {f.check: f for f in storage.storage_findings(runs, cluster, with_slurm)}
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/fsx/runs", "lustre"),
-        ("/fsxy", "overlay"),
-        ("/home/ana/runs", "nfs4"),
-        ("/my disk/x", "xfs"),
-        ("/var", "overlay"),
-    ],
-)
-def test_the_file_system_of_a_path(path: str, kind: str) -> None:
-    assert storage.file_system(Path(path), MOUNTS)[0] == kind
+def test_the_file_system_of_a_path() -> None:
+    paths = ("/fsx/runs", "/fsxy", "/home/ana/runs", "/my disk/x")
+    kinds = [storage.file_system(Path(path), MOUNTS)[0] for path in paths]
+    assert kinds == ["lustre", "overlay", "nfs4", "xfs"]
 
 
 def test_a_sound_folder_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -60,17 +52,6 @@ def test_a_file_system_of_one_machine_matters_only_with_slurm(
     found = look(tmp_path, "cluster.node_local=/var/tmp")
     assert found["file system"].status == "ok"
     assert found["node-local disk"].status == "warn"  # the shared one is not the node's own
-
-
-def test_below_a_file_no_run_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert look(tmp_path / "file" / "runs")["runs folder"].status == "fail"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_of_somebody_else_fails(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    assert look(tmp_path)["runs folder"].status == "fail"
 
 
 def test_a_refusing_file_system_fails_and_the_rest_is_skipped() -> None:

@@ -19,7 +19,6 @@ from slurmllm.drill.checks import DrillResult
 from slurmllm.drill.drill import Drill, SlurmRunner
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
-from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
@@ -54,12 +53,6 @@ def test_kinds_are_chosen(text: str, nodes: int, names: tuple[FaultKind, ...]) -
     assert parse_kinds(text, nodes) == names
 
 
-@pytest.mark.parametrize("text", ["", "workers", "node"])
-def test_invalid_kinds(text: str) -> None:
-    with pytest.raises(RunError, match=r"must be all, or some of|takes 2 nodes and the run has 1"):
-        parse_kinds(text, 1)
-
-
 @settings(max_examples=amount(7, of=30), derandomize=True)
 @given(steps=st.integers(3, 120), seed=st.integers(), nodes=st.sampled_from([2, 4]))
 def test_faults_come_between_checkpoints(
@@ -81,25 +74,21 @@ def test_faults_come_between_checkpoints(
     [
         (),
         ("optim.decay_start=110", "optim.decay=1-sqrt"),
-        ("optim.decay_start=40", "optim.decay=linear"),
-        ("optim.warmup_steps=0", "optim.warmup_ratio=0.1"),
         ("optim.warmup_steps=0", "optim.warmup_ratio=0.6", "optim.decay_start=110"),
     ],
 )
 def test_learning_rates_are_the_runs_own(tmp_path: Path, schedule: tuple[str, ...]) -> None:
-    drilled = plan_of(tmp_path, overrides=schedule).config.recipe
+    plan = plan_of(tmp_path, overrides=schedule)
+    drilled = plan.config.recipe
+    assert (drilled.checkpoint.replica, drilled.slurm.drain) == (None, False)
+    assert plan.config_of("hang").recipe.watchdog.min_step_s == 20.0
+    assert plan.config_of("worker") is plan.config_of(None) is plan.config
     own = change(CONFIG, None, schedule).recipe
     assert drilled.train.steps < own.train.steps
     for step in range(1, drilled.train.steps + 1):
         assert learning_rate(drilled.optim, drilled.train.steps, step) == learning_rate(
             own.optim, own.train.steps, step
         )
-
-
-def test_the_runs_own_replica_and_nodes_are_not_used(tmp_path: Path) -> None:
-    recipe = plan_of(tmp_path).config.recipe
-    assert recipe.checkpoint.replica is None
-    assert not recipe.slurm.drain
 
 
 def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
@@ -111,12 +100,6 @@ def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
         metrics.write_text("".join(f'{{"step_time_s":{seconds}}}\n' for seconds in times))
         plan = plan_of(tmp_path)
         assert (plan.every_steps, plan.steps) == (every, 3 * every)
-
-
-@pytest.mark.parametrize("steps", [0, 2, 121])
-def test_invalid_steps(tmp_path: Path, steps: int) -> None:
-    with pytest.raises(RunError, match="must be 3 at least"):
-        plan_of(tmp_path, steps)
 
 
 def test_drills_are_numbered(tmp_path: Path) -> None:
@@ -150,13 +133,6 @@ def test_a_killed_drill_has_the_rows_of_the_copies_that_ended(
     assert [row.split()[0] for row in rows] == ["kind", "worker", "time_limit"]
     assert {row.rindex("  ") for row in rows} == {rows[0].rindex("  ")}  # aligned
     assert "worker: the fault injector never started on the node" in lines
-
-
-def test_a_hang_is_found_soon(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path)
-    assert plan.config_of("hang").recipe.watchdog.min_step_s == 20.0
-    assert plan.config_of("worker") is plan.config_of(None) is plan.config
-    assert FAULTS["hang"].expected == "hang"
 
 
 def test_an_unbroken_run_is_its_own_reference(

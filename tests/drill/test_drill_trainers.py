@@ -110,10 +110,6 @@ def test_the_noise_of_two_unbroken_runs_is_no_difference(
     assert ("would have shown" in resume.confidence_reason) == (verdict == "within_noise")
 
 
-def test_few_steps_show_little(tmp_path: Path) -> None:
-    assert judged(tmp_path, range(37, STEPS + 1), first=range(1, 40)).confidence == "weak"
-
-
 def test_who_begins_at_step_1_does_not_resume(tmp_path: Path) -> None:
     resume = judged(tmp_path, range(1, STEPS + 1))
     assert (resume.verdict, resume.from_step) == ("began_again", 0)
@@ -127,6 +123,8 @@ def test_a_sparse_log_resumes_from_its_checkpoint(tmp_path: Path) -> None:
 
 def test_without_a_later_step(tmp_path: Path) -> None:
     assert judged(tmp_path / "a", ()).text == "did not resume: no step after the fault"
+    assert judged(tmp_path / "d", range(37, STEPS + 1), first=range(1, 40)).confidence == "weak"
+    assert judged(tmp_path / "e", AFTER, ending="storage_failure", action="stop").by_hand
     done = judged(tmp_path / "b", (), ending="done")
     assert (done.verdict, done.from_step) == ("not_resumed", None)
     assert "exited with 0 at step 13" in done.text
@@ -134,18 +132,7 @@ def test_without_a_later_step(tmp_path: Path) -> None:
     assert (resume.verdict, resume.text) == ("exact", "continued without a restart: exact")
 
 
-def test_a_run_that_stopped_was_resumed_by_hand(tmp_path: Path) -> None:
-    assert judged(tmp_path, AFTER, ending="storage_failure", action="stop").by_hand
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "command.run=train /out",
-        "command.checkpoints=/out/step-{step}",
-        "command.progress=out/metrics.jsonl",
-    ],
-)
+@pytest.mark.parametrize("override", ["command.run=train /out", "command.progress=out/a.jsonl"])
 def test_copies_do_not_share_a_folder(tmp_path: Path, override: str) -> None:
     with pytest.raises(RunError, match=r"has no \{run\}.*write the folder of its output as \{run"):
         plan_of(tmp_path, override)
@@ -161,7 +148,7 @@ def test_steps_are_limited_by_the_commands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "first", "last"),
-    [((10, 20, 30), 11, 19), ((30, 40), 31, 39), ((40,), 21, 39), ((), 21, 39)],
+    [((10, 20, 30), 11, 19), ((30, 40), 31, 39), ((), 21, 39)],
 )
 def test_faults_come_after_the_first_checkpoint_of_the_reference(
     tmp_path: Path, saved: tuple[int, ...], first: int, last: int
@@ -303,7 +290,6 @@ LIGHTNING = ("lightning_script.py", "--root={run}/outputs", "--step_s=0.2")
 @pytest.mark.parametrize(
     ("module", "recipe", "script", "verdict"),
     [
-        ("torch", DDP, DDP_SCRIPT, "exact"),
         ("torch", DDP, (*DDP_SCRIPT, "--first-batches"), "differs"),
         ("transformers", ("trainers/hf_trainer",), HF_SCRIPT, "exact"),
         ("transformers", ("trainers/hf_trainer",), (*HF_SCRIPT, "--ignore_data_skip"), "differs"),

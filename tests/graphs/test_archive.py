@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tarfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,59 +36,38 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
     return graph_cache.pack_archive(filled, run, "native", 9.5, versions=VERSIONS)
 
 
-def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphManifest) -> None:
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    (tmp_path / "node").mkdir(mode=0o700)
+    return tmp_path / "node" / "cache"
+
+
+def test_a_node_gets_the_graphs_once(
+    run: RunDir, manifest: GraphManifest, node: Path, tmp_path: Path
+) -> None:
     assert GraphManifest.load(run.graphs_manifest) == manifest
-    assert manifest.complete
-    assert manifest.graphs == 2
+    assert (manifest.complete, manifest.graphs) == (True, 2)
     assert manifest.archive_bytes == run.graphs_archive().stat().st_size
-    assert [file.path for file in manifest.files][-1] == "inductor/k/kernel.so"
-    assert "torch" in manifest.versions
     assert not list(run.graphs.glob(".graphs*"))
-
-
-def test_a_node_gets_the_graphs_once(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
-    node = tmp_path / "node" / "cache"
-    node.parent.mkdir(mode=0o700)
-    assert graph_cache.install_archive(node, run, manifest) == "shared"
-    assert (node / "inductor/k/kernel.so").read_bytes() == b"inductor/k/kernel.so" * 100
-    assert graph_cache.install_archive(node, run, manifest) == "present"
-
-
-def test_the_broadcast_archive_comes_first(
-    run: RunDir, manifest: GraphManifest, tmp_path: Path
-) -> None:
-    node = tmp_path / "node" / "cache"
-    node.parent.mkdir(mode=0o700)
-    sent = run.graphs_archive().rename(tmp_path / "sent.tar")
-    assert graph_cache.install_archive(node, run, manifest, sent) == "broadcast"
-
-
-def test_a_broken_broadcast_falls_back_to_the_shared_archive(
-    run: RunDir, manifest: GraphManifest, tmp_path: Path
-) -> None:
-    node = tmp_path / "node" / "cache"
-    node.parent.mkdir(mode=0o700)
-    sent = tmp_path / "sent.tar"
-    sent.write_bytes(b"half of it")
-    assert graph_cache.install_archive(node, run, manifest, sent) == "shared"
-
-
-def test_a_stale_cache_is_replaced(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
-    node = tmp_path / "node" / "cache"
-    node.parent.mkdir(mode=0o700)
     node.mkdir()
     (node / ".archive").write_text("another archive's checksum")
     (node / "old").write_text("graph")
-    assert graph_cache.install_archive(node, run, manifest) == "shared"
+    sent = tmp_path / "sent.tar"
+    sent.write_bytes(b"half of it")
+    assert graph_cache.install_archive(node, run, manifest, sent) == "shared"
     assert not (node / "old").exists()
+    assert (node / "inductor/k/kernel.so").read_bytes() == b"inductor/k/kernel.so" * 100
+    assert graph_cache.install_archive(node, run, manifest) == "present"
+    graph_cache.empty_cache(node)
+    assert list(node.iterdir()) == []
+    run.graphs_archive().rename(sent)
+    assert graph_cache.install_archive(node, run, manifest, sent) == "broadcast"
 
 
-def test_a_damaged_archive_is_refused(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_refused(run: RunDir, manifest: GraphManifest, node: Path) -> None:
     data = bytearray(run.graphs_archive().read_bytes())
     data[700] ^= 1
     run.graphs_archive().write_bytes(data)
-    node = tmp_path / "node" / "cache"
-    node.parent.mkdir(mode=0o700)
     with pytest.raises(NodeError, match="does not match its manifest"):
         graph_cache.install_archive(node, run, manifest)
     assert not node.exists()
@@ -103,20 +81,11 @@ def test_a_node_without_its_disk_is_named(run: RunDir, manifest: GraphManifest) 
 
 
 def test_launchers_of_one_machine_do_not_collide(
-    run: RunDir, manifest: GraphManifest, tmp_path: Path
+    run: RunDir, manifest: GraphManifest, node: Path
 ) -> None:
-    node = tmp_path / "node" / "cache"
-    node.parent.mkdir(mode=0o700)
-    results: list[str] = []
-
-    def launcher() -> None:
-        results.append(graph_cache.install_archive(node, run, manifest))
-
-    threads = [threading.Thread(target=launcher) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        install = functools.partial(graph_cache.install_archive, node, run)
+        results = list(pool.map(install, [manifest] * 8))
     assert sorted(results) == ["present"] * 7 + ["shared"]
 
 
@@ -126,10 +95,15 @@ def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Pa
             path = tmp_path / node / "inductor" / "fxgraph" / "aa" / name / "x"
             path.parent.mkdir(parents=True)
             path.write_text(node)
-    graph_cache.submit_graphs(tmp_path / "n2", run, "n2")
+    for name in ("k.lock", "fxgraph/aa/other/x"):
+        (tmp_path / "n2/inductor" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "n2/inductor" / name).write_text("")
+    others = {"inductor/fxgraph/aa/other"}  # which a third node submits
+    graph_cache.submit_graphs(tmp_path / "n2", run, "n2", without=others)
     assert graph_cache.collect_graphs(tmp_path / "n1", run, ["n2"], lambda node: False) == []
     manifest = graph_cache.pack_archive(tmp_path / "n1", run, "native", 1.0, versions=VERSIONS)
     assert manifest.graphs == 3
+    assert not (tmp_path / "n1/inductor/k.lock").exists()
     assert (tmp_path / "n1/inductor/fxgraph/aa/both/x").read_text() == "n1"
     assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
 
@@ -160,25 +134,6 @@ def test_a_cache_without_graphs_is_incomplete_where_some_are_expected(
     manifest = pack(versions=VERSIONS, expected=True)
     assert not manifest.complete
     assert "left no compiled graph" in faults(manifest, run)[0]
-
-
-def test_graphs_that_another_node_hands_in_are_left_out(run: RunDir, tmp_path: Path) -> None:
-    for name in ("ab/abc", "cd/cde"):
-        path = tmp_path / "n2/inductor/fxgraph" / name / "x"
-        path.parent.mkdir(parents=True)
-        path.write_text("x")
-    (tmp_path / "n2/inductor/k.lock").write_text("")
-    graph_cache.submit_graphs(tmp_path / "n2", run, "n2", without={"inductor/fxgraph/ab/abc"})
-    with tarfile.open(run.graphs_of_node("n2")) as archive:
-        assert archive.getnames() == ["inductor/fxgraph/cd/cde/x"]
-
-
-def test_a_fresh_cache_is_empty(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / "old").write_text("x")
-    graph_cache.empty_cache(cache)
-    assert list(cache.iterdir()) == []
 
 
 def test_only_a_run_with_graphs_needs_an_archive_to_train(run: RunDir, tmp_path: Path) -> None:

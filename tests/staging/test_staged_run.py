@@ -126,24 +126,3 @@ def test_workers_fall_back_if_the_archive_is_damaged(
         assert node["environment_source"] == "shared"
     assert any("is damaged" in node["environment_reason"] for node in bench.nodes("damaged"))
     assert bench.rows("damaged") == shared
-    repaired = bench.run("repaired", STAGED, "--nodes=1")
-    assert "files packed" in repaired, "the next one packs it again"
-    assert {node["environment_source"] for node in bench.nodes("repaired")} == {"staged"}
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
-def test_workers_fall_back_if_the_nodes_disk_is_full(
-    bench: Bench, shared: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32m,mode=755", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        output = bench.run("full", STAGED, f"--set=cluster.node_local={tmp_path}")
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-    assert "GB free, the environment needs" in output
-    for node in bench.nodes("full"):
-        assert node["environment_source"] == "shared"
-        assert "GB free, the environment needs" in node["environment_reason"]
-    assert bench.rows("full") == shared
