@@ -443,6 +443,9 @@ class Layout(Section):
     """Values of `train` there."""
 
 
+TrackerName = Literal["wandb", "mlflow"]
+
+
 class Recipe(Section):
     """One YAML file per run."""
 
@@ -470,7 +473,7 @@ class Recipe(Section):
     slurm: SlurmConfig = SlurmConfig()
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
     """Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic."""
-    trackers: ListOf[Literal["wandb", "mlflow"]] = ()
+    trackers: ListOf[TrackerName] = ()
     """Trackers that get the run's metrics: wandb, mlflow; project and server in the profile."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this recipe's workers; they replace those of the same name from the

@@ -21,7 +21,8 @@ Shape = tuple[int, ...]
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
     rest = rest_shapes(model)
-    shapes = {name: rest.pop(name) for name in ("embed.weight", "positions.weight") if name in rest}
+    first = [name for name in ("embed.weight", "positions.weight") if name in rest]
+    shapes = {name: rest.pop(name) for name in first}
     for layer in range(model.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(model).items()}
     return shapes | rest
