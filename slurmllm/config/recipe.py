@@ -444,6 +444,9 @@ class Layout(Section):
     """Values of `train` there."""
 
 
+TrackerName = Literal["wandb", "mlflow"]
+
+
 class Recipe(Section):
     """One YAML file per run."""
 

@@ -217,9 +217,9 @@ def resolve(
             _assign(tree, dotted, value, option, origins, faults)
     _assign_user_defaults(tree, origins, faults)
     title = f"{recipe_path.name} with {cluster_path.name}"
-    whole, *others = validate(tree, origins, faults, title)
+    config = RunConfig(*validate(tree, origins, faults, title))
     # The layouts of other clusters are no part of the run.
-    return RunConfig(whole.model_copy(update={"layouts": {}}), *others)
+    return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
 
 
 def _assign_user_defaults(tree: dict[str, Any], origins: dict[str, str], faults: list[str]) -> None:

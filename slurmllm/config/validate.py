@@ -55,9 +55,10 @@ def validate(
     _open_auto_settings(recipe_tree, origins)
     model = recipe_tree.get("model")
     if isinstance(model, Mapping):
-        family, modules = model.get("family"), recipe_tree.get("plugins") if trusted else None
+        family: Any = model.get("family")
+        modules: Any = recipe_tree.get("plugins") if trusted else None
         modules = [modules] if isinstance(modules, str) else modules
-        named = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
+        named = isinstance(modules, list | tuple) and all(isinstance(name, str) for name in modules)
         try:
             if isinstance(family, str):
                 find_family(family, modules if named else ())

@@ -387,8 +387,8 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     }
     for plan, node_plan in node_plans:
         config, layout, rank = plan.config, node_plan.recipe_layout, None
-        key = {"recipe": config.recipe.name, "cluster": config.cluster.name}
-        key |= {"nodes": node_plan.nodes}
+        key: dict[str, object] = {"recipe": config.recipe.name, "cluster": config.cluster.name}
+        key["nodes"] = node_plan.nodes
         if isinstance(layout, LayoutEstimate) and layout.fits:
             rank = node_plan.rank(layout)
         rows["candidates"] += [

@@ -16,12 +16,13 @@ from slurmllm.config.families import FAMILIES, Sharding, sharding_plan
 from slurmllm.config.recipe import ModelConfig
 
 Shape = tuple[int, ...]
+_FIRST = ("embed.weight", "positions.weight")  # of all parameters, in this order
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
     rest = rest_shapes(model)
-    shapes = {name: rest.pop(name) for name in ("embed.weight", "positions.weight") if name in rest}
+    shapes = {name: rest.pop(name) for name in list(rest) if name in _FIRST}
     for layer in range(model.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(model).items()}
     return shapes | rest

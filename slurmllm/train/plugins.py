@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 
 from slurmllm.config.recipe import ADAMW
-from slurmllm.config.resolve import RunConfig, validate
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.validate import validate
 from slurmllm.errors import ConfigError, SlurmllmError
 from slurmllm.plugins import check_settings, find, import_modules
 from slurmllm.train.hooks import Hook
@@ -72,7 +73,7 @@ def main() -> None:
     tree = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # a module may print when it is imported
     try:
-        messages = faults(validate(tree, {}, [], "the run"))
+        messages = faults(RunConfig(*validate(tree, {}, [], "the run")))
     except SlurmllmError as error:
         messages = [str(error)]
     json.dump(messages, output)

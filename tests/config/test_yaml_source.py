@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,9 +27,9 @@ TREES = st.dictionaries(
 DEEP = "[" * 1100  # more than libyaml is given
 
 
-def by_both(path: Path) -> list[object]:
+def by_both(path: Path) -> list[Any]:
     """What is read, or the message; by libyaml, and without it."""
-    result: list[object] = []
+    result: list[Any] = []
     for loader in (yaml_source._FastLoader, yaml_source._Loader):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(yaml_source, "_FastLoader", loader)

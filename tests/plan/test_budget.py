@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from slurmllm.config.resolve import RunConfig, resolve
@@ -67,14 +68,14 @@ def test_what_is_no_limit(text: str) -> None:
 def test_the_front_has_every_plan_that_no_other_beats() -> None:
     result = compared()
     assert len(result.plans) == 6
-    for item in result.plans:
+    figures = [(item.hours, item.usd or 0.0) for item in result.plans]
+    for item, (hours, usd) in zip(result.plans, figures, strict=True):
         beaten = any(
-            other.hours <= item.hours and other.usd <= item.usd and other is not item
-            for other in result.plans
+            other != (hours, usd) and other[0] <= hours and other[1] <= usd for other in figures
         )
         assert (item in result.front) == (not beaten)
     assert result.choices["fastest"] is min(result.plans, key=lambda item: item.hours)
-    assert result.choices["cheapest"] is min(result.plans, key=lambda item: item.usd)
+    assert result.choices["cheapest"] is min(result.plans, key=lambda item: item.usd or 0.0)
 
 
 def test_choices_are_within_the_limits() -> None:
@@ -150,7 +151,7 @@ def test_the_picture_has_a_line_per_profile_and_the_limits() -> None:
     lines = {str(line.get_label()): line for line in axes.get_lines()}
     assert list(lines) == ["Pareto front", "p4d", "p5", "budget, $50", "deadline, 10 h"]
     p4d_plans = [item for item in result.plans if item.point.cluster == "p4d"]
-    assert list(lines["p4d"].get_xdata()) == [item.hours for item in p4d_plans]
-    assert list(lines["p4d"].get_ydata()) == [item.usd for item in p4d_plans]
+    assert list(np.asarray(lines["p4d"].get_xdata())) == [item.hours for item in p4d_plans]
+    assert list(np.asarray(lines["p4d"].get_ydata())) == [item.usd for item in p4d_plans]
     texts = [text.get_text() for text in axes.texts]
     assert texts[:6] == ["1", "2", "4"] * 2

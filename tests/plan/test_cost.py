@@ -83,6 +83,7 @@ def test_waits_are_bought_where_nodes_are_paid_while_waiting() -> None:
     paid = cost(layout, None, RESERVED, 0.9, 0.8, waits_are_paid=True)
     assert (free.waiting_usd, paid.hours) == (0, free.hours)
     assert free.usd is not None
+    assert paid.usd is not None
     assert paid.usd == pytest.approx(paid.hours * 4 * RESERVED)
     assert paid.waiting_usd == pytest.approx(paid.usd - free.usd)
 

@@ -78,8 +78,8 @@ def test_a_layout_s_figures(case: str) -> None:
     config = resolve(recipe, cluster, overrides)
     layout = predict(config, make_mesh(config, int(nodes)))
     step, lost = layout.step, lost_time(config, int(nodes), layout.step.total)
-    times = step.compute + step.optimizer, step.recompute, step.tensor
-    times += step.bubble + step.transfer, step.data + step.overhead
+    times = [step.compute + step.optimizer, step.recompute, step.tensor]
+    times += [step.bubble + step.transfer, step.data + step.overhead]
     shares = layout.mfu, lost.effective, lost.goodput
     predicted = [*times, layout.memory.peak / 2**20, *(100 * x for x in shares)]
     expected = [float(figure) for figure in figures.split()]

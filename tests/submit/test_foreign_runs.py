@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from made_records import save_attempt
 
+from slurmllm.backends.base import Worker
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig, resolve
@@ -24,7 +25,6 @@ from slurmllm.supervise.supervisor import Supervisor
 from slurmllm.supervise.workers import Workers
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import make_job
-from slurmllm.train.worker import Worker
 
 NOBODY = pwd.getpwnam("nobody")
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
