@@ -114,21 +114,27 @@ def test_a_job_takes_the_nodes_that_there_are(stage: Stage) -> None:
     assert json.loads(shown)["verdict"] in ("identical", "match")
 
 
+def reconfigure(stage: Stage, conf: Path, text: str) -> None:
+    conf.write_text(text)
+    scontrol("reconfigure")
+    # Since 23.11 a reconfigured slurmctld starts again.
+    ping = ["scontrol", "show", "config"]
+    stage.until(lambda: subprocess.run(ping, capture_output=True).returncode == 0, "no slurmctld")
+
+
 @scene(order=ALONE)
 def test_a_site_that_refuses_requeues_gets_a_chain(stage: Stage) -> None:
     conf = Path(os.environ["SLURM_CONF"])
     before = conf.read_text()
     assert "JobRequeue=1" in before
-    conf.write_text(before.replace("JobRequeue=1", "JobRequeue=0"))
-    scontrol("reconfigure")
+    reconfigure(stage, conf, before.replace("JobRequeue=1", "JobRequeue=0"))
     try:
         stage.submit("refusing", *LEAN, "--set=slurm.directives.train.hold=true")
         (submission,) = JobsRecord.load(RunDir(stage.runs / "refusing").jobs).submissions
         assert submission.restart == "chain"
         stage.look("cancel", "refusing")
     finally:
-        conf.write_text(before)
-        scontrol("reconfigure")
+        reconfigure(stage, conf, before)
 
 
 @contextmanager
@@ -146,8 +152,7 @@ def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
     prolog.chmod(0o755)
 
     def lose(job: str) -> None:
-        conf.write_text(f"{before}Prolog={prolog}\n")
-        scontrol("reconfigure")
+        reconfigure(stage, conf, f"{before}Prolog={prolog}\n")
         time.sleep(SAVE_S)
         shutil.copytree(state, saved)
         scontrol("release", job)
@@ -162,15 +167,12 @@ def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
         registered.touch()
 
     yield lose
-    conf.write_text(before)
+    reconfigure(stage, conf, before)
     registered.unlink(missing_ok=True)
-    scontrol("reconfigure")
     shutil.rmtree(saved, ignore_errors=True)
     for node, node_state in SlurmClient().node_states().items():
         if "drain" in node_state:
-            resume = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
-            # Since 23.11 a reconfigured slurmctld starts again.
-            stage.until(lambda c=resume: subprocess.run(c).returncode == 0, f"{node} stays drained")
+            scontrol("update", f"NodeName={node}", "State=RESUME")
 
 
 @scene(order=ALONE)
