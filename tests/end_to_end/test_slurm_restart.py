@@ -166,13 +166,15 @@ def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
         stage.until(lambda: set(states().values()) <= {"idle"}, "the nodes never registered")
         registered.touch()
 
-    yield lose
-    reconfigure(stage, conf, before)
-    registered.unlink(missing_ok=True)
-    shutil.rmtree(saved, ignore_errors=True)
-    for node, node_state in SlurmClient().node_states().items():
-        if "drain" in node_state:
-            scontrol("update", f"NodeName={node}", "State=RESUME")
+    try:
+        yield lose
+    finally:
+        reconfigure(stage, conf, before)
+        registered.unlink(missing_ok=True)
+        shutil.rmtree(saved, ignore_errors=True)
+        for node, node_state in SlurmClient().node_states().items():
+            if "drain" in node_state:
+                scontrol("update", f"NodeName={node}", "State=RESUME")
 
 
 @scene(order=ALONE)
