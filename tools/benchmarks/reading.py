@@ -73,7 +73,7 @@ def write_run(run: Path, steps: int, seed: int) -> None:
 def write_events(folder: Path, steps: int) -> None:
     """Write an event file as torch's SummaryWriter does: an event for each value."""
     make_writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    with make_writer(folder) as writer:
+    with make_writer(str(folder)) as writer:
         for step in range(1, steps + 1):
             for tag in TAGS:
                 writer.add_scalar(tag, random.random(), step)
