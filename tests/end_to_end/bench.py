@@ -57,6 +57,8 @@ _IN_PROCESS = threading.Lock()  # CliRunner replaces sys.stdout
 class Bench:
     """The command line in a folder of runs."""
 
+    patience_s = PATIENCE_S
+
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self.started: list[subprocess.Popen[str]] = []
@@ -98,7 +100,7 @@ class Bench:
             returned, output = result.exit_code, result.output
         else:
             process = self.start(*arguments, env=env or {})
-            output, _ = process.communicate(timeout=PATIENCE_S)
+            output, _ = process.communicate(timeout=self.patience_s)
             returned = process.returncode
         assert returned == code, f"{returned}: {output}"
         return output
@@ -153,7 +155,7 @@ class Bench:
         )
 
     def wait_for_step(
-        self, name: str, step: int, attempt: int = 0, timeout_s: float = PATIENCE_S
+        self, name: str, step: int, attempt: int = 0, timeout_s: float | None = None
     ) -> None:
         metrics = self.runs / name / "metrics" / f"attempt_{attempt:03d}.jsonl"
         self.until(
@@ -166,10 +168,10 @@ class Bench:
         self,
         holds: Callable[[], bool],
         failure: str,
-        timeout_s: float = PATIENCE_S,
+        timeout_s: float | None = None,
         every_s: float = 0.05,
     ) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s or self.patience_s)
         while not holds():
             assert time.monotonic() < deadline, failure
             assert not self.is_over.wait(every_s)

@@ -56,6 +56,8 @@ class Stage(Bench):
         inputs: Corpus and tokenizer, as `--set` options.
     """
 
+    patience_s = 1200.0  # a scene may wait for all others
+
     def __init__(self, cluster: Cluster, folder: Path, shared: Path, inputs: tuple[str, ...]):
         super().__init__(folder)
         self.cluster, self.shared, self.inputs = cluster, shared, inputs

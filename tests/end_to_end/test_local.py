@@ -11,8 +11,6 @@ import pytest
 from end_to_end.bench import LEAN, REHEARSED, SMALL, Bench, processes_with
 from rounding import rounding_bound
 
-from slurmllm.config.schema import write_recipe
-
 SUBMIT = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL)
 
 
@@ -197,14 +195,3 @@ def test_validation_while_training_has_the_numbers_of_evaluate(bench: Bench, kil
     loss = next(row for row in rows if row["metric"] == "loss")["scores"]["40"]
     # The sum over the targets of 8 sequences, in other batches.
     assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding_bound(8 * 128))
-
-
-@pytest.mark.long  # tests/cli/test_recipe_of_ones_own.py: it changes nothing; the tests above train
-def test_a_recipe_of_ones_own_trains(bench: Bench, inputs: tuple[str, ...], tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    write_recipe(path, "tiny_llama")
-    path.write_text(path.read_text().replace("steps: 120", "steps: 20"))
-    settings = [option.removeprefix("--set=") for option in (*LEAN, *inputs)]
-    bench.call("submit", str(path), "optim.warmup_steps=2", *settings, "--local", "--name=mine")
-    assert bench.endings("mine") == [("done", "finish")]
-    assert bench.status("mine")["checkpoints"] == [20]

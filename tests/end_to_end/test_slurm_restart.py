@@ -114,26 +114,27 @@ def test_a_job_takes_the_nodes_that_there_are(stage: Stage) -> None:
     assert json.loads(shown)["verdict"] in ("identical", "match")
 
 
-@pytest.mark.long  # test_a_chain_of_jobs has the same signals and losses
-@scene(order=0)
-def test_a_chain_over_three_time_limits_and_a_lost_node(stage: Stage) -> None:
-    # Slurm looks at time limits every 30 s: a job trains for 30 to 60 s before it is signalled.
-    many = ("--set=train.compile=false", AT_ONCE, CHAIN, "--set=train.steps=1500")
-    many = (*many, "--set=checkpoint.every_steps=50")
-    stage.submit("limits", *many, "--time=2", "--set=slurm.signal_lead_s=60")
-    stage.until(lambda: (stage.runs / "limits/metrics/attempt_001.jsonl").is_file(), "no chain")
-    stage.lose_node("limits", stage.attempt("limits", 1)["nodes"][1])
-    endings = stage.endings("limits")
-    assert endings.count(("advance_signal", "chain")) >= 3
-    assert endings.count(("node_failure", "chain")) == 1
-    assert endings[-1] == ("done", "finish")
-    jobs = [stage.attempt("limits", number)["job_id"] for number in range(len(endings))]
-    assert len(set(jobs)) == len(jobs)
-    listed = subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True)
-    assert not set(jobs) & set(listed.stdout.split()), "no job is left"
-    stage.submit("unlimited", *many)
-    stage.wait("unlimited", "done")
-    stage.compare_exactly("unlimited", "limits", 1500)
+def reconfigure(stage: Stage, conf: Path, text: str) -> None:
+    conf.write_text(text)
+    scontrol("reconfigure")
+    # Since 23.11 a reconfigured slurmctld starts again.
+    ping = ["scontrol", "show", "config"]
+    stage.until(lambda: subprocess.run(ping, capture_output=True).returncode == 0, "no slurmctld")
+
+
+@scene(order=ALONE)
+def test_a_site_that_refuses_requeues_gets_a_chain(stage: Stage) -> None:
+    conf = Path(os.environ["SLURM_CONF"])
+    before = conf.read_text()
+    assert "JobRequeue=1" in before
+    reconfigure(stage, conf, before.replace("JobRequeue=1", "JobRequeue=0"))
+    try:
+        stage.submit("refusing", *LEAN, "--set=slurm.directives.train.hold=true")
+        (submission,) = JobsRecord.load(RunDir(stage.runs / "refusing").jobs).submissions
+        assert submission.restart == "chain"
+        stage.look("cancel", "refusing")
+    finally:
+        reconfigure(stage, conf, before)
 
 
 @contextmanager
@@ -151,8 +152,7 @@ def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
     prolog.chmod(0o755)
 
     def lose(job: str) -> None:
-        conf.write_text(f"{before}Prolog={prolog}\n")
-        scontrol("reconfigure")
+        reconfigure(stage, conf, f"{before}Prolog={prolog}\n")
         time.sleep(SAVE_S)
         shutil.copytree(state, saved)
         scontrol("release", job)
@@ -166,16 +166,15 @@ def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
         stage.until(lambda: set(states().values()) <= {"idle"}, "the nodes never registered")
         registered.touch()
 
-    yield lose
-    conf.write_text(before)
-    registered.unlink(missing_ok=True)
-    scontrol("reconfigure")
-    shutil.rmtree(saved, ignore_errors=True)
-    for node, node_state in SlurmClient().node_states().items():
-        if "drain" in node_state:
-            resume = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
-            # Since 23.11 a reconfigured slurmctld starts again.
-            stage.until(lambda c=resume: subprocess.run(c).returncode == 0, f"{node} stays drained")
+    try:
+        yield lose
+    finally:
+        reconfigure(stage, conf, before)
+        registered.unlink(missing_ok=True)
+        shutil.rmtree(saved, ignore_errors=True)
+        for node, node_state in SlurmClient().node_states().items():
+            if "drain" in node_state:
+                scontrol("update", f"NodeName={node}", "State=RESUME")
 
 
 @scene(order=ALONE)

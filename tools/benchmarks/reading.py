@@ -10,6 +10,7 @@ the two runs. Peak memory is that of the process.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import statistics
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from slurmllm.run.records import MetricsRow
 
@@ -70,9 +72,8 @@ def write_run(run: Path, steps: int, seed: int) -> None:
 
 def write_events(folder: Path, steps: int) -> None:
     """Write an event file as torch's SummaryWriter does: an event for each value."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder) as writer:
+    make_writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    with make_writer(str(folder)) as writer:
         for step in range(1, steps + 1):
             for tag in TAGS:
                 writer.add_scalar(tag, random.random(), step)
