@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +103,8 @@ def test_tables(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(frame["loss"]) == curves.to_dict()["metrics"]["loss"]
     states = slurmllm.read_statuses(runs_dir=runs).to_pandas()
     assert list(states["step"]) == [12, 12]
+    none = slurmllm.read_statuses(runs / "none").to_pandas()
+    assert (len(none), {"name", "state", "loss"} - {*none.columns}) == (0, set())
     compared = slurmllm.compare_runs("a", "b", runs_dir=runs).to_pandas()
     assert list(compared.index) == ["loss", "grad_norm"]
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -138,53 +139,27 @@ def test_the_example_of_the_page_submits_jobs(
     assert repr(variables["plan"]) == "<Plan of llama3_8b on p5, nodes 4, 8>"
 
 
-def test_a_folder_without_runs_is_an_empty_table(tmp_path: Path) -> None:
-    table = slurmllm.read_statuses(tmp_path / "none").to_pandas()
-    assert (len(table), {"name", "state", "loss"} - {*table.columns}) == (0, set())
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda _: slurmllm.load_recipe("tiny_neo"), ConfigError, "did you mean 'tiny_neox'"),
-        (
-            lambda _: slurmllm.load_recipe("tiny_neox", settings={"optim.lrr": 1}),
-            ConfigError,
-            "optim.lrr: unknown field",
-        ),
-        (lambda _: slurmllm.plan_run("llama2_70b", 0), UserError, "whole numbers from 1"),
-        (lambda _: slurmllm.plan_run("llama2_70b", 1).best(), ConfigError, "no layout of"),
-        (lambda runs: slurmllm.submit_run("tiny_neox", 0, runs_dir=runs), UserError, "nodes"),
-        (lambda runs: slurmllm.submit_run("tiny_neox", name="a", runs_dir=runs), RunError, "a"),
-        (lambda runs: slurmllm.read_status("c", runs_dir=runs), RunError, "no run 'c'"),
-        (lambda runs: slurmllm.read_curves("c", runs_dir=runs), RunError, "no run 'c'"),
-        (
-            lambda runs: slurmllm.compare_runs("a", "b", tolerance=-1, runs_dir=runs),
-            UserError,
-            "0 or more",
-        ),
-        (
-            lambda runs: slurmllm.compare_runs("a", "b", tolerance=1, exact=True, runs_dir=runs),
-            UserError,
-            "tolerance and exact exclude each other; give one of them",
-        ),
-        (
-            lambda runs: slurmllm.compare_runs("a", "b", exact=True, seeds=["b"], runs_dir=runs),
-            UserError,
-            "exact and seeds exclude each other",
-        ),
-    ],
-)
 def test_errors_are_exceptions_and_nothing_is_printed(
-    call: Callable[[Path], object],
-    kind: type[Exception],
-    text: str,
-    runs: Path,
-    capfd: pytest.CaptureFixture[str],
+    runs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(kind, match=re.escape(text)):
-        call(runs)
+    for call, kind, text in (
+        (lambda: slurmllm.load_recipe("tiny_neo"), ConfigError, "did you mean 'tiny_neox'"),
+        (lambda: slurmllm.plan_run("llama2_70b", 0), UserError, "whole numbers from 1"),
+        (lambda: slurmllm.plan_run("llama2_70b", 1).best(), ConfigError, "no layout of"),
+        (lambda: slurmllm.submit_run("tiny_neox", 0, runs_dir=runs), UserError, "nodes"),
+        (lambda: slurmllm.read_status("c", runs_dir=runs), RunError, "no run 'c'"),
+        (lambda: slurmllm.read_curves("c", runs_dir=runs), RunError, "no run 'c'"),
+        (lambda: compare(tolerance=-1), UserError, "0 or more"),
+        (lambda: compare(tolerance=1, exact=True), UserError, "tolerance and exact exclude each"),
+        (lambda: compare(exact=True, seeds=["b"]), UserError, "exact and seeds exclude each other"),
+    ):
+        with pytest.raises(kind, match=re.escape(text)):
+            call()
     assert capfd.readouterr() == ("", "")
+
+
+def compare(**options: Any) -> object:
+    return slurmllm.compare_runs("a", "b", **options)
 
 
 def test_a_local_run_that_fails_raises_its_reason(
@@ -221,13 +196,8 @@ def test_the_import_is_light_and_no_function_loads_torch(runs: Path) -> None:
         "assert not {'torch', 'matplotlib', 'pandas'} & sys.modules.keys()\n"
     )
     environment = {"SLURMLLM_RUNS": str(runs), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

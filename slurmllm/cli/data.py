@@ -62,10 +62,13 @@ input_options = options.grouped(
     Inputs._fields,
     click.argument("names", metavar="[INPUT]...", nargs=-1),
     click.option(
-        "--files-from", metavar="LIST", help="Also read the files that LIST (- is stdin) names."
+        "--files-from", metavar="LIST", help="Also read the files that LIST names; - is stdin."
     ),
     options.choice(
-        "--format", "auto text jsonl csv parquet arrow", "auto: by the suffixes.", default="auto"
+        "--format",
+        "auto text jsonl csv parquet arrow",
+        "Format of the files; auto: by their suffixes.",
+        default="auto",
     ),
     options.choice(
         "--text-by",

@@ -16,9 +16,9 @@ from slurmllm.report.document import (
     Block,
     Bullets,
     Paragraph,
-    Plot,
     causes_table,
     filled,
+    plots_of,
     settings_table,
 )
 from slurmllm.report.facts import RunFacts
@@ -52,36 +52,34 @@ def write_comparison(
         RunFacts(f"{label}: {curve.name}", curve.path, curve.kind, curve=curve)
         for label, curve in shown
     ]
-    of_runs = [plot for plot in figures(runs) if plot.section in ("loss", "curves")]
+    of_runs = figures(runs)
     names = {name for each in comparisons for name in each.metrics}
     shown_names = [name for name in LABELS if name in names]
     made = [_difference(a, drawn, name) for name in shown_names]
     differences = [plot for plot in made if plot.content["series"]]
-    identical = {
-        plot.title: all(c.metrics[name].bit_identical for c in comparisons if name in c.metrics)
+    texts = [
+        Paragraph(
+            "every difference is 0"
+            if all(c.metrics[name].bit_identical for c in comparisons if name in c.metrics)
+            else "none is a finite number above 0",
+            strong=plot.title,
+        )
         for plot, name in zip(made, shown_names, strict=True)
         if not plot.content["series"]
-    }
-    texts: list[Block] = [
-        Paragraph("every difference is 0" if same else "none is a finite number above 0", strong=t)
-        for t, same in identical.items()
     ]
-
-    def plots(of: Sequence[PlotData], section: str) -> list[Block]:
-        return [Plot(p.name, p.title, p.note) for p in of if p.section == section]
-
     settings = settings_table({f.name: c.settings for f, (_, c) in zip(runs, shown, strict=True)})
     sections = filled(
         {
             "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
-            "loss": ("Loss", plots(of_runs, "loss")),
-            "differences": ("Relative differences", plots(differences, "curves") + texts),
+            "loss": ("Loss", plots_of("loss", of_runs)),
+            "differences": ("Relative differences", [*differences, *texts]),
             "settings": ("Settings that differ", [settings] if settings else []),
-            "curves": ("Curves", plots(of_runs, "curves")),
+            "curves": ("Curves", plots_of("curves", of_runs)),
         }
     )
     title = "Comparison of " + format_names([curve.name for curve in curves], 4)
-    data = page_data(runs, [*of_runs, *differences])
+    of_curves = [plot for plot in of_runs if plot.section in ("loss", "curves")]
+    data = page_data(runs, [*of_curves, *differences])
     write_atomic(page, to_html(title, sections, data, format_utc(time.time())))
 
 

@@ -45,15 +45,6 @@ class Bullets:
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A plot of the HTML page; its data have the same name in `figures.page_data`."""
-
-    name: str
-    title: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Picture:
     """A PNG file, which replaces plots in the Markdown."""
 
@@ -61,7 +52,7 @@ class Picture:
     title: str
 
 
-Block = Paragraph | Bullets | Table | Plot | Picture
+Block = Paragraph | Bullets | Table | PlotData | Picture
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ def sections(
     """
     verdicts = [Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs]
     warnings = [f"{facts.name}: {text}" for facts in runs for text in facts.warnings]
-    curves, loss = _plots(drawn, "curves"), _plots(drawn, "loss")
+    curves, loss = plots_of("curves", drawn), plots_of("loss", drawn)
     picture = [Picture(CURVES, "Curves")] if curves or loss else []
     contents: dict[str, tuple[str, Iterable[Block]]] = {
         "loss": ("Loss", [*loss, *(picture if loss else [])]),
@@ -102,7 +93,7 @@ def sections(
         "setting": ("What ran where", _setting(runs)),
         "curves": ("Curves", [*curves, *([] if loss else picture)]),
         "throughput": ("Throughput and scaling", _throughput(runs, drawn)),
-        "utilization": ("Utilization", _utilization(runs)),
+        "utilization": ("Utilization", _utilization(runs, drawn)),
         "evaluation": ("Evaluation", _evaluation(runs, drawn)),
         "checkpoints": ("Checkpoints", _checkpoints(runs)),
         "spikes": ("Spikes", _spikes(runs)),
@@ -126,7 +117,7 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
 
 
 def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
-    yield from _plots(drawn, "evaluation")
+    yield from plots_of("evaluation", drawn)
     for number, facts in enumerate(runs):
         for table in facts.scores:
             yield Paragraph(f"suite {table.suite}", strong=facts.name)
@@ -148,8 +139,8 @@ def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
                 yield Table(*metric.highest_spikes())
 
 
-def _plots(drawn: Sequence[PlotData], section: str) -> list[Plot]:
-    return [Plot(plot.name, plot.title, plot.note) for plot in drawn if plot.section == section]
+def plots_of(section: str, drawn: Sequence[PlotData]) -> list[PlotData]:
+    return [plot for plot in drawn if plot.section == section]
 
 
 def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
@@ -214,16 +205,16 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
     if rows:
         yield tables.scaling_table(rows)
         yield Paragraph(" ".join(notes))
-    for plot in _plots(drawn, "throughput"):
+    for plot in plots_of("throughput", drawn):
         yield plot
         yield Picture(SCALING, plot.title)
 
 
-def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def _utilization(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
     used = {facts.name: facts.used for facts in runs if facts.used is not None and facts.attempts}
     if not used:
         return
-    yield Plot("utilization", "Where the node hours went")
+    yield from plots_of("utilization", drawn)
     yield Picture(UTILIZATION, "Where the node hours went")
     yield tables.parts_table(used)
     for facts in runs:

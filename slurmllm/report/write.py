@@ -137,6 +137,13 @@ def _safe(text: str) -> str:
 # Of an analysis of spikes: the lists of single ones
 _LISTS = {"spikes": True, "not_finite": True}
 _EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
+# Keys of a run in JSON that are fields or properties of its facts, or of its throughput
+_OF_FACTS = (
+    *("name", "path", "kind", "state", "recipe", "parameters", "nodes", "steps", "planned_steps"),
+    *("tokens", "loss", "val_loss", "tokens_per_usd_bought", "usd", "restarts", "comparison"),
+    *("data", "versions", "warnings"),
+)
+_OF_RATE = ("seq_per_s", "tokens_per_s", "seq_per_s_first_500", "tokens_per_usd", "mfu")
 
 
 def write_report(
@@ -192,40 +199,18 @@ def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more:
 def _run(facts: RunFacts) -> dict[str, Any]:
     rate, mesh, spikes = facts.rate, facts.mesh, facts.spikes
     return {
-        "name": facts.name,
-        "path": facts.path,
-        "kind": facts.kind,
-        "state": facts.state,
-        "recipe": facts.recipe,
-        "parameters": facts.parameters,
-        "nodes": facts.nodes,
+        **{name: getattr(facts, name) for name in _OF_FACTS},
         "mesh": None if mesh is None else mesh.to_json(),
-        "steps": facts.steps,
-        "planned_steps": facts.planned_steps,
-        "tokens": facts.tokens,
-        "loss": facts.loss,
-        "val_loss": facts.val_loss,
-        "seq_per_s": rate and rate.seq_per_s,
-        "tokens_per_s": rate and rate.tokens_per_s,
-        "seq_per_s_first_500": rate and rate.seq_per_s_first_500,
+        **{name: rate and getattr(rate, name) for name in _OF_RATE},
         "step_time_s": rate and rate.step_s,
-        "tokens_per_usd": rate and rate.tokens_per_usd,
-        "tokens_per_usd_bought": facts.tokens_per_usd_bought,
-        "mfu": rate and rate.mfu,
-        "usd": facts.usd,
-        "restarts": facts.restarts,
         "checkpoints": [
             # An invalidated checkpoint is still on disk.
             asdict(checkpoint) | {"kept": checkpoint.state in ("kept", "invalidated")}
             for checkpoint in facts.saved
         ],
         "evaluations": facts.scores,
-        "comparison": facts.comparison,
         "spikes": spikes and spikes.model_dump(exclude=_EXCLUDED),
-        "data": facts.data,
-        "versions": facts.versions,
         "utilization": facts.used,
         "recoveries": facts.lost,
         "endings": sum_by_ending(facts.lost),
-        "warnings": facts.warnings,
     }

@@ -1,12 +1,16 @@
-"""What people type by habit: sbatch's short options, verbs of other programs, a look at help."""
+"""What people type by habit: short options, verbs of other programs, TAB, a look at help."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
@@ -20,16 +24,16 @@ def call(*arguments: str) -> Result:
 
 
 def commands(group: click.Group, prefix: tuple[str, ...] = ()) -> dict[str, click.Command]:
-    found: dict[str, click.Command] = {}
+    verbs: dict[str, click.Command] = {}
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
         if isinstance(command, click.Group):
-            found |= commands(command, (*prefix, name))
+            verbs |= commands(command, (*prefix, name))
         elif not command.hidden:
-            found[" ".join((*prefix, name))] = command
-    return found
+            verbs[" ".join((*prefix, name))] = command
+    return verbs
 
 
 def test_every_verb_has_sbatch_s_short_options() -> None:
@@ -75,22 +79,60 @@ def test_help_begins_with_the_common_options() -> None:
     assert len(re.findall(r"(?m)^  -", shown)) == len(options) + 1  # each once, and --help
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        *(("statu", "status"), ("eval", "evaluate"), ("run", "submit"), ("train", "submit")),
-        *(("rm", "delete"), ("log", "logs"), ("kill", "cancel"), ("stop", "cancel")),
-        *(("ls", "status' or 'recipes"), ("list", "status' or 'recipes")),
-        ("export", "checkpoint export"),
-    ],
-)
-def test_verbs_of_other_programs(typed: str, meant: str) -> None:
-    result = call(typed, "x")
-    assert result.exit_code == 2
-    assert f"No such command {typed!r}. Did you mean '{meant}'?" in result.stderr
-
-
-def test_unknown_words_without_a_suggestion() -> None:
+def test_verbs_of_other_programs() -> None:
+    for typed, meant in (
+        *(("statu", "status"), ("eval", "evaluate"), ("train", "submit"), ("rm", "delete")),
+        *(("ls", "status' or 'recipes"), ("export", "checkpoint export")),
+    ):
+        result = call(typed, "x")
+        assert result.exit_code == 2
+        assert f"No such command {typed!r}. Did you mean '{meant}'?" in result.stderr
     assert "No such command 'qqq'.\n" in call("qqq").stderr
     assert "Did you mean" in call("submit", "tiny_neox", "--node", "2").stderr
     assert "'list'" in call("checkpoint", "lst").stderr
+
+
+def complete(*words: str) -> list[str]:
+    shell = BashComplete(cli, {}, "slurmllm", "_SLURMLLM_COMPLETE")
+    return [f"{item.type},{item.value}" for item in shell.get_completions([*words[:-1]], words[-1])]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("neox-1", "neox-2", "other", "neox-$(touch harm)", "neox-\x1b[31m", "neox;x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("[" * 9)  # its content does not matter
+    (tmp_path / "neox-none").mkdir()
+    os.mkfifo(tmp_path / "neox-pipe")
+    (tmp_path / "neox-loop").symlink_to("neox-loop")
+    monkeypatch.setenv("SLURMLLM_RUNS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", [("logs", "-f"), ("compare", "other"), ("checkpoint", "list")])
+def test_names_of_runs(runs: Path, verb: tuple[str, ...]) -> None:
+    assert complete(*verb, "ne") == ["plain,neox-1", "plain,neox-2"]
+    assert complete(*verb, "./x") == ["file,./x"]
+
+
+def test_names_under_another_root(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("SLURMLLM_RUNS", str(tmp_path_factory.mktemp("empty") / "absent"))
+    assert complete("status", "--runs-dir", str(runs), "o") == ["plain,other"]
+    assert complete("status", "o") == ["file,o"]
+
+
+def test_names_of_recipes_and_profiles() -> None:
+    assert "plain,tiny_neox" in complete("plan", "tiny_neox", "tiny_")
+    assert complete("submit", "trainers/torch") == ["plain,trainers/torchtitan"]
+    assert "plain,trainers/nemo" in complete("recipes", "tr")
+    profiles = complete("submit", "tiny_neox", "--cluster", "trn")
+    assert profiles == ["plain,trn1", "plain,trn1n", "plain,trn2"]
+
+
+def test_the_shell_gets_the_names() -> None:
+    words = {"_SLURMLLM_COMPLETE": "bash_complete", "COMP_WORDS": "slurmllm sub", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "slurmllm"]
+    done = subprocess.run(command, env=os.environ | words, capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["plain,submit"], "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 from cli.planning import answer, call
 from click.testing import CliRunner
 from made_records import save_attempt
+from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import clusters_dir, resolve
@@ -70,65 +69,50 @@ def test_json_is_ranked_and_adds_up() -> None:
 
 
 def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
-    free = answer("neox_20b", "--nodes", "4")["candidates"]
-    assert {item["tensor"] for item in free} > {8}
     overrides = ("parallel.tensor=8", "train.activation_checkpointing=full", "parallel.zero=0")
-    fixed = answer("neox_20b", "--nodes", "4", *(f"--set={item}" for item in overrides))[
-        "candidates"
-    ]
-    settings = {(item["tensor"], item["activation_checkpointing"], item["zero"]) for item in fixed}
-    assert settings == {(8, "full", 0)}
+    names = ("tensor", "activation_checkpointing", "zero")
+    fixed = answer("neox_20b", "--nodes", "4", *overrides)["candidates"]
+    assert {tuple(item[name] for name in names) for item in fixed} == {(8, "full", 0)}
     assert {item["pipeline"] for item in fixed} > {1, 4}
     # `parallel: auto` frees all degrees that are not set beside it, and has no layout of its own.
-    auto = answer(
-        "neox_20b", "--nodes", "4", "--set", "parallel=auto", "--set", "parallel.tensor=8"
-    )
-    assert {item["tensor"] for item in auto["candidates"]} == {8}
-    assert not any(item["recipe_layout"] for item in auto["candidates"])
+    auto = answer("neox_20b", "--nodes", "4", "parallel=auto", "parallel.tensor=8")["candidates"]
+    assert {item["tensor"] for item in auto} == {8}
+    assert not any(item["recipe_layout"] for item in auto)
 
 
 def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> None:
     done = call("neox_20b", "--nodes", "4", "--top", "2")
-    assert done.exit_code == 0
     lines = done.stdout.splitlines()
     rows = [line.split() for line in lines[2 : lines.index("")]]
     ranks = [int(row[0]) for row in rows]
-    assert ranks[0] == 1
     assert ranks == sorted(ranks)
-    marked = [row for row in rows if row[1] == "*"]
-    assert [(row[2], row[3]) for row in marked] == [("8", "4")]
-    assert len(rows) - len(marked) <= 2
+    (marked,) = (row for row in rows if row[1] == "*")
+    assert ((marked[2], marked[3]), ranks[0], len(rows) <= 3) == (("8", "4"), 1, True)
     every = answer("neox_20b", "--nodes", "4")["candidates"]
     second = next(c for c in every if (c["tensor"], c["pipeline"]) != tuple(map(int, rows[0][1:3])))
     assert ranks[1] == every.index(second) + 1
-    assert f"{int(marked[0][0])} of" in done.stdout
-    assert "does not fit: " in done.stdout
+    for text in (f"{int(marked[0])} of", "does not fit: ", "warning: the price of trn1 is of 2023"):
+        assert text in done.stdout
     assert "price          $21.50 per node hour, on demand, 2023-12-12 (" in done.stdout
-    assert "warning: the price of trn1 is of 2023-12-12" in done.stdout
 
 
 def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
-    done = call("neox_20b", "--nodes", "4", "--set", "parallel.zero=0")
+    done = call("neox_20b", "--nodes", "4", "parallel.zero=0")
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("submit "))
-    command = line.split()[2:]
     assert "--set parallel.zero=0" in line
     assert line.endswith(" --fetch")  # the recipe's data are not there
-    sent = CliRunner().invoke(cli, [*command, "--dry-run", "--json", "--runs-dir", str(tmp_path)])
+    dry = (*line.split()[2:], "--dry-run", "--json", "--runs-dir", str(tmp_path))
+    sent = CliRunner().invoke(cli, dry)
     assert sent.exit_code == 0, sent.output
-    mesh = json.loads(sent.stdout)["mesh"]
-    best = answer("neox_20b", "--nodes", "4", "--set", "parallel.zero=0")["candidates"][0]
-    assert {name: mesh[name] for name in ("tensor", "pipeline", "data", "micro_batch")} == {
-        name: best[name] for name in ("tensor", "pipeline", "data", "micro_batch")
-    }
+    mesh, names = json.loads(sent.stdout)["mesh"], ("tensor", "pipeline", "data", "micro_batch")
+    best = answer("neox_20b", "--nodes", "4", "parallel.zero=0")["candidates"][0]
+    assert [mesh[name] for name in names] == [best[name] for name in names]
 
 
 def test_what_is_asked_for_is_submitted_too() -> None:
-    options = ("--set", "train.micro_batch=auto", "--tokens", "20B")
-    done = call("gpt3_125m", "--nodes", "1", *options)
-    assert done.stdout.rstrip().endswith(
-        "--set train.micro_batch=auto --set train.steps=38147 --fetch"
-    )
-    assert "fixed:" not in done.stdout, "what is measured is varied"
+    done = call("gpt3_125m", "--nodes", "1", "train.micro_batch=auto", "--tokens", "20B")
+    end = "--set train.micro_batch=auto --set train.steps=38147 --fetch"
+    assert done.stdout.rstrip().endswith(end)
 
 
 def test_several_node_counts_are_a_scaling_table() -> None:
@@ -158,7 +142,6 @@ def test_ranking_by_the_lower_end_of_the_interval() -> None:
     fit = [item for item in result["candidates"] if item["fits"]]
     lower = [item["seq_per_s_interval"][0] for item in fit]
     assert lower == sorted(lower, reverse=True)
-    assert {item["evidence"] for item in fit} <= {"interpolated", "extrapolated", "beyond"}
     assert all(item["evidence_reasons"] for item in fit if item["evidence"] != "interpolated")
     low, high = fit[0]["seq_per_s_by_network"]
     assert low < fit[0]["seq_per_s"] < high
@@ -166,20 +149,13 @@ def test_ranking_by_the_lower_end_of_the_interval() -> None:
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
     result = answer("gpt3_125m", "gpt3_1.3b", "--nodes", "1,4", "--tokens", "20B", "--top", "1")
-    assert result["recipe"] == ["gpt3_125m", "gpt3_1.3b"]
+    rows = {(row["recipe"], row["nodes"]): row for row in result["scaling"]}
+    assert [*rows] == [(name, nodes) for name in ("gpt3_125m", "gpt3_1.3b") for nodes in (1, 4)]
     assert len(result["candidates"]) == 4
-    rows = result["scaling"]
-    assert [(row["recipe"], row["nodes"]) for row in rows] == [
-        ("gpt3_125m", 1),
-        ("gpt3_125m", 4),
-        ("gpt3_1.3b", 1),
-        ("gpt3_1.3b", 4),
-    ]
-    for row in rows:
+    for row in rows.values():
         assert 20e9 <= row["tokens"] < 20.01e9
         assert row["days"] >= row["tokens"] / row["tokens_per_s"] / 86400
         assert row["usd"] <= row["days"] * 24 * row["usd_per_hour"] * 1.001
-    assert rows[2]["usd"] > rows[0]["usd"]
 
 
 def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
@@ -210,44 +186,30 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("--nodes 4", "no RECIPE"),
         ("neox_20b", "--nodes is missing"),
         ("neox_20b --nodes 0", "--nodes '0': whole numbers from 1"),
-        ("neox_20b --nodes -4", "--nodes '-4': whole numbers from 1"),
-        ("neox_20b --nodes 4,,8", "--nodes '4,,8'"),
-        ("neox_20b --nodes 4.5", "--nodes '4.5'"),
         ("neox_20b --nodes ²", "--nodes '²'"),
-        ("neox_20b --nodes 10000000", "--nodes '10000000': whole numbers from 1 to 65536"),
         ("neox_20c --nodes 4", "did you mean 'neox_20b'"),
-        ("neox_20b --nodes 4 --set parallel.tensor=7", "7 does not divide 64 attention heads"),
-        ("neox_20b --nodes 4 --set parallel.tensro=8", "did you mean 'tensor'"),
         (
             "llama2_70b --nodes 3 --set parallel.tensor=32 --set parallel.pipeline=8",
             "does not divide the 96 workers of 3 nodes × 32; choose 8 nodes, or",
         ),
-        ("llama2_70b --nodes 32 --set parallel.zero=0", "--set parallel.zero=1"),
         ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
-        ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),
         ("gpt3_125m --nodes 1 --price reserved", "--price 3y: unknown for p4d.24xlarge; known: "),
         ("gpt3_125m --nodes 1 --price cheap", "--price cheap: dollars for an hour"),
-        ("gpt3_125m --nodes 1 --price -2", "--price -2: dollars for an hour of one node, above 0"),
         ("gpt3_125m --nodes 1 --price 2 --prices x.yaml", "leave one out"),
         ("gpt3_125m --nodes 1 --prices x.txt", "must end in .yaml"),
-        ("gpt3_125m --nodes 1 --prices x.yaml", "cannot read x.yaml"),
         ("neox_20b --nodes 4 --plot plan.pdf", "use plan.png"),
         ("neox_20b --nodes 4 --plot no/where/plan.png", "`mkdir -p no/where` first"),
         ("neox_20b --nodes 4 --csv no/plan.csv", "--csv no/plan.csv: the folder no does not"),
         ("neox_20b --nodes 4 --csv /tmp", "--csv /tmp: a folder; give the name of a file"),
         ("neox_20b --nodes 4 --markdown=", "--markdown '': no name; give the name of a file"),
         ("neox_20b --nodes 4 --csv - --json", "standard output has room for one"),
-        ("neox_20b --nodes 4 --nodes 0", "--nodes '4,0': whole numbers from 1"),
         ("neox_20b --nodes 4 --cluster all --price us-west-1/1y", "the price us-west-1/1y; name"),
         ("neox_20b gpt3_125m --budget 5", "give one RECIPE"),
         ("neox_20b --budget 5 --explain", "--explain with --budget or --deadline"),
         ("neox_20b --budget -5", "--budget -5: dollars above 0"),
         ("neox_20b --deadline 48", "--deadline 48: a time above 0 with its units"),
         ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),
-        ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
-        ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
-        ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
     ],
 )
 def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
@@ -257,15 +219,11 @@ def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
     assert "Traceback" not in done.output
 
 
-def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None:
+def test_a_profile_without_figures_or_price_or_with_rough_figures(tmp_path: Path) -> None:
     for name, message in (("p4d", "slurmllm calibrate"), ("trn1", "a shipped profile, trn1")):
         path = profile(tmp_path, name, hardware=None)
         done = call("neox_20b", "--nodes", "4", "--cluster", path)
-        assert done.exit_code == 2
-        assert message in done.output
-
-
-def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:
+        assert (done.exit_code, message in done.output) == (2, True)
     path = profile(tmp_path, "trn1", price=None, instance_type=None)
     (best,) = answer("neox_20b", "--nodes", "4", "--cluster", path, "--top", "1")["candidates"]
     assert best["tokens_per_usd"] is best["usd_per_hour"] is best["usd"] is None
@@ -273,28 +231,22 @@ def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     for counts in ("4", "4,8"):
         done = call("neox_20b", "--nodes", counts, "--cluster", path, "--plot", str(picture))
-        assert done.exit_code == 0
-        assert "has no price" in done.stdout
+        assert (done.exit_code, "has no price" in done.stdout) == (0, True)
         assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_that_never_gets_on_has_no_end(tmp_path: Path) -> None:
-    for counts in ("4", "4,8"):
-        done = call("neox_20b", "--nodes", counts, "--set", "slurm.time=16")
-        assert done.exit_code == 0
-        assert "does not finish" in done.stdout
-        assert "choose a longer slurm.time" in done.stdout
-    (best,) = answer("neox_20b", "--nodes", "4", "--set", "slurm.time=16", "--top", "1")[
-        "candidates"
-    ]
-    assert (best["hours"], best["usd"], best["utilization"]) == (None, None, 0)
-
-
-def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
     path = profile(tmp_path, "trn1", hardware={"rough": True})
     warning = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
     assert "slurmllm calibrate" in warning
     assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
+
+
+def test_a_run_that_never_gets_on_has_no_end() -> None:
+    short = ("neox_20b", "slurm.time=16", "--nodes")
+    for counts in ("4", "4,8"):
+        done = call(*short, counts)
+        assert (done.exit_code, "does not finish" in done.stdout) == (0, True)
+        assert "choose a longer slurm.time" in done.stdout
+    (best,) = answer(*short, "4", "--top", "1")["candidates"]
+    assert (best["hours"], best["usd"], best["utilization"]) == (None, None, 0)
 
 
 def test_assumed_constants_are_named() -> None:
@@ -317,28 +269,6 @@ def test_explanation_and_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_thousands_of_nodes_are_answered_without_torch(tmp_path: Path) -> None:
-    script = (
-        "import sys, time\n"
-        "from slurmllm.cli.main import cli\n"
-        "began = time.process_time()\n"
-        "cli(sys.argv[1:], standalone_mode=False)\n"
-        "took = time.process_time() - began\n"
-        "heavy = sorted({'torch', 'matplotlib', 'pandas', 'pyarrow'} & sys.modules.keys())\n"
-        "print(heavy, took, file=sys.stderr)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, "plan", "llama2_70b", "--nodes", "4096"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=True,
-    )
-    heavy, _, took = done.stderr.strip().rpartition(" ")
-    assert heavy == "[]"
-    assert float(took) < 1.5  # 0.5 on a busy machine
-
-
 def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     layout = ["parallel={zero: 1}", "train.micro_batch=32"]
     config = resolve("pythia_160m", None, layout)
@@ -346,21 +276,9 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     run.metrics(0).parent.mkdir(parents=True)
     run.config.write_text(config.to_yaml(), encoding="utf-8")
     save_mesh(make_mesh(config, 1), run.plan)
-    same = {
-        "attempt": 0,
-        "loss": 4.0,
-        "grad_norm": 1.0,
-        "param_norm": 1.0,
-        "lr": 1e-3,
-        "tokens": 1,
-        "seq_per_s": 1.0,
-        "tokens_per_s": 1.0,
-        "step_time_s": 0.5,
-        "data_wait_s": 0.001,
-    }
-    rows = ({"step": step, "time": 1e9 + step / 2, **same} for step in range(1, 30))
-    run.metrics(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    save_attempt(run, world_size=8, started_at=1e9, ended_at=1e9 + 15, ending="done")
+    rows = (make_row(step, step_time_s=0.5, data_wait_s=0.001) for step in range(1, 30))
+    write_rows(run.metrics(0), rows)
+    save_attempt(run, world_size=8, started_at=1.7e9, ended_at=1.7e9 + 15, ending="done")
     command = ["report", "measured", "--prediction", "--runs-dir", str(tmp_path)]
 
     def report(*options: str) -> str:

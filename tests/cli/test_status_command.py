@@ -18,7 +18,6 @@ from rich.console import Console
 from slurmllm.cli.main import cli
 from slurmllm.cli.status_tables import runs_view
 from slurmllm.config.resolve import resolve
-from slurmllm.format import format_age
 from slurmllm.run.records import Heartbeat, WorkerPhase
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.slurm import client
@@ -39,7 +38,7 @@ def call(*arguments: str) -> Result:
 def make(name: str, ended: bool = True) -> RunDir:
     run = RunDir(Path("runs") / name)
     run.path.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run.config.write_text(resolve("tiny_neox", "local").to_yaml())
     ending, action = ("done", "finish") if ended else ("code_error", "stop")
     save_attempt(run, ended_at=1800.0, ending=ending, action=action)
     run.metrics(0).parent.mkdir()
@@ -53,20 +52,13 @@ STATE = RunState(
     recipe="neox_20b",
     state="precompiling",
     reason="waiting for Resources and for whatever else there is to be had",
-    nodes=128,
-    step=123456,
-    steps=500000,
-    loss=2.3456,
-    seq_per_s=1234.5,
-    eta_s=12 * 3600.0,
     last_checkpoint=SavedCheckpoint(123000, 0.0, 400.0),
-    restarts=17,
-    node_hours=123456.7,
-    usd=2654321.09,
+    **{"nodes": 128, "step": 123456, "steps": 500000, "loss": 2.3456, "seq_per_s": 1234.5},
+    **{"eta_s": 12 * 3600.0, "restarts": 17, "node_hours": 123456.7, "usd": 2654321.09},
 )
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 240])
+@pytest.mark.parametrize("width", [60, 80, 160])
 def test_no_number_is_cut_at_any_width(width: int) -> None:
     console = Console(width=width, record=True, file=StringIO())
     for part in runs_view([STATE, STATE], console):
@@ -92,30 +84,23 @@ def test_older_runs_give_way_to_those_that_run() -> None:
 
 def test_json_has_the_figures_and_is_json() -> None:
     make("r")
-    found = json.loads(call("r", "--json").stdout, parse_constant=pytest.fail)
-    assert (found["state"], found["loss"], found["seq_per_s"]) == ("done", None, None)
-    assert (found["node_hours"], found["usd"], found["restarts"]) == (0.5, None, 0)
-    assert (found["last_checkpoint"], found["finish_at"], found["eta_s"]) == (None, None, None)
-    several = json.loads(call("--json").stdout)["runs"]
-    assert several == [{k: v for k, v in found.items() if k in several[0]}]
-
-
-def test_names_that_are_no_utf8() -> None:
-    for name in ("a", "caf\udce9"):
-        make(name)
-    names = [run["name"] for run in json.loads(call("--json").stdout)["runs"]]
-    assert sorted(names) == ["a", "caf\udce9"]
-    assert "/runs/caf\ufffd\n" in call("caf\udce9").stdout
+    state = json.loads(call("r", "--json").stdout, parse_constant=pytest.fail)
+    assert (state["state"], state["loss"], state["seq_per_s"]) == ("done", None, None)
+    assert (state["node_hours"], state["usd"], state["restarts"]) == (0.5, None, 0)
+    assert (state["last_checkpoint"], state["finish_at"], state["eta_s"]) == (None, None, None)
+    (row,) = json.loads(call("--json").stdout)["runs"]
+    assert row == {key: value for key, value in state.items() if key in row}
 
 
 def test_several_are_a_list() -> None:
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "caf\udce9"):
         make(name)
-    one, everything = json.loads(call("a", "--json").stdout), call("--json").stdout
-    assert (one["name"], "runs" in one) == ("a", False)
+    state, everything = json.loads(call("a", "--json").stdout), call("--json").stdout
+    assert (state["name"], "runs" in state) == ("a", False)
     rows = {row["name"]: row for row in json.loads(everything)["runs"]}
-    shown = json.loads(call("c", "a", "c", "--json").stdout)
-    assert shown == {"runs": [rows["c"], rows["a"]]}
+    shown = json.loads(call("caf\udce9", "a", "caf\udce9", "--json").stdout)
+    assert shown == {"runs": [rows["caf\udce9"], rows["a"]]}
+    assert "/runs/caf\ufffd\n" in call("caf\udce9").stdout
     table = call("a", "b").stdout
     assert [line.split()[0] for line in table.splitlines()[1:3]] == ["a", "b"]
     assert "no run 'nosuch'" in call("a", "nosuch").stderr
@@ -151,32 +136,15 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr, len(looks)) == (130, "", 1)
 
 
-def test_ages() -> None:
-    assert [format_age(s) for s in (3, 119, 180, 7200, 200000)] == [
-        "3 s ago",
-        "119 s ago",
-        "3 min ago",
-        "2 h ago",
-        "2 days ago",
-    ]
-
-
-def compiling(stage: Stage) -> RunDir:
-    """A run whose attempt has compiled for a minute."""
-    run = make("r")
-    rmtree(run.attempt("train", 0).path)
-    run.config.write_text(resolve("tiny_neox", "local").to_yaml())
-    save_attempt(run, stage=stage, started_at=time.time() - 60)
-    return run
-
-
 @pytest.mark.parametrize("stage", ["precompile", "train"])
 def test_the_first_step_compiles_with_the_time_so_far(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = compiling(stage)
+    run, begin = make("r"), time.time() - 60
+    rmtree(run.attempt("train", 0).path)
+    save_attempt(run, stage=stage, started_at=begin)
     if stage == "train":
-        beat = WorkerPhase(phase="first_step", step=0, since=time.time() - 60)
+        beat = WorkerPhase(phase="first_step", step=0, since=begin)
         heartbeat = Heartbeat(node="n1", written_at=time.time(), ranks={0: beat})
         heartbeat.save(run.attempt("train", 0).heartbeat("n1"))
     state = "training" if stage == "train" else "precompiling"

@@ -79,13 +79,12 @@ def test_profile_and_default(home: Path, fake: FakeSlurm) -> None:
 
 
 def test_nothing_is_replaced_without_force(home: Path, fake: FakeSlurm) -> None:
-    assert init("--yes").exit_code == 0
+    home.mkdir()
     profile = home / "cluster-main.yaml"
     profile.write_text("extends: p5\n")
     done = init("--yes")
     assert done.exit_code == 2
     assert "exists; --force replaces it, --out FILE.yaml writes another" in done.stderr
-    assert profile.read_text() == "extends: p5\n"
     done = init(text="n\n")  # one partition: no question for it
     assert (done.exit_code, profile.read_text()) == (0, "extends: p5\n")
     assert f"replace {profile}? [y/N]" in done.stderr
@@ -125,26 +124,19 @@ def test_order_of_the_default_cluster(
     assert "$SLURMLLM_CLUSTER=p4d goes before it" in init("--force").stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_faulty_configuration(home: Path) -> None:
+    home.mkdir()
+    configuration = home / "config.yaml"
+    for text, message in (
         ("cluster: 5\n", "cluster: 5 must be a profile's name or a .yaml file"),
         ("cluster: gone.yaml\n", "config.yaml, which names it"),
         ("clusters: p5\n", "unknown field 'clusters'; it may set cluster, data,"),
-    ],
-)
-def test_a_faulty_configuration(home: Path, text: str, message: str) -> None:
-    home.mkdir()
-    (home / "config.yaml").write_text(text)
-    done = call("recipes", "tiny_neox")
-    assert (done.exit_code, message in done.stderr) == (2, True), done.output
-
-
-def test_a_configuration_that_others_may_write_is_refused(home: Path) -> None:
-    home.mkdir()
-    configuration = home / "config.yaml"
+    ):
+        configuration.write_text(text)
+        done = call("recipes", "tiny_neox")
+        assert (done.exit_code, message in done.stderr) == (2, True), done.output
     configuration.write_text("cluster: p5\n")
-    configuration.chmod(configuration.stat().st_mode | stat.S_IWOTH)
+    configuration.chmod(configuration.stat().st_mode | stat.S_IWOTH)  # others may write it
     assert call("recipes", "tiny_neox").exit_code == 2
 
 

@@ -78,13 +78,7 @@ _PROBE = """
 
 @dataclass(frozen=True)
 class Opened:
-    """What a page did.
-
-    Attributes:
-        seen: What the probe saw.
-        console: Lines of the browser's console.
-        text: Of the page, as it was drawn.
-    """
+    """What a page did: what the probe saw, lines of the console, and its text as it was drawn."""
 
     seen: dict[str, Any]
     console: list[str]
@@ -101,35 +95,17 @@ def require_chromium() -> str:
 
 
 def open_report(page: Path, work: Path, width: int = 1400) -> Opened:
-    """Open a copy of a page with a probe in it, and work its controls.
-
-    Args:
-        page: The report.
-        work: Folder for the copy and the browser's own files.
-        width: Of the window; no less than 500.
-    """
+    """Open a copy of a page with a probe in it, and work its controls; a window of 500 or more."""
     chromium = require_chromium()
     copy = work / "probed.html"
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{_PROBE}</body>"))
-    done = subprocess.run(
-        [
-            chromium,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            f"--user-data-dir={work / 'profile'}",
-            f"--window-size={width},1800",
-            "--virtual-time-budget=20000",
-            "--enable-logging=stderr",
-            "--dump-dom",
-            copy.absolute().as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = [
+        *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *(f"--user-data-dir={work / 'profile'}", f"--window-size={width},1800"),
+        *("--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom"),
+        copy.absolute().as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
     assert seen, f"the probe left nothing: {done.stderr[-2000:]}"

@@ -24,12 +24,7 @@ def make_reported_run(
 ) -> RunDir:
     """Two thirds of the steps in one attempt, lost back to half of them, the rest in another.
 
-    Args:
-        run: Where; its folder is made.
-        nodes: Of the shipped profile trn1, 32 workers each.
-        steps: Of the recipe, all made.
-        seq_per_s: Of every step.
-        **changed: Fields of the second attempt's record.
+    It is on trn1, 32 workers a node; `changed` are fields of the second attempt's record.
     """
     changes = ["optim.warmup_steps=2", "data.validation=0.01", "eval.every_steps=20"]
     config = resolve("neox_20b", "trn1", [f"train.steps={steps}", *changes])
@@ -40,56 +35,31 @@ def make_reported_run(
     lost, half = steps * 2 // 3, steps // 2
     resumed_at = BEGIN + taken * (lost - half) + 90
     for number, first, last, begin in ((0, 1, lost, BEGIN), (1, half + 1, steps, resumed_at)):
-        write_rows(
-            run.metrics(number),
-            (
-                make_row(
-                    step,
-                    number,
-                    time=begin + taken * step,
-                    step_time_s=taken,
-                    seq_per_s=seq_per_s,
-                    tokens_per_s=2048 * seq_per_s,
-                    tokens=256 * 2048 * step,
-                    forward_backward_s=0.8 * taken,
-                    optimizer_s=0.1 * taken,
-                )
-                for step in range(first, last + 1)
-            ),
+        rates = {"step_time_s": taken, "seq_per_s": seq_per_s, "tokens_per_s": 2048 * seq_per_s}
+        parts = {"forward_backward_s": 0.8 * taken, "optimizer_s": 0.1 * taken}
+        rows = (
+            make_row(s, number, time=begin + taken * s, tokens=256 * 2048 * s, **rates, **parts)
+            for s in range(first, last + 1)
         )
+        write_rows(run.metrics(number), rows)
     first_record = {
-        "started_at": BEGIN - 30,
-        "ended_at": BEGIN + taken * lost + 5,
-        "class": "node_failure",
-        "action": "requeue",
-        "evidence": ["Slurm: NODE_FAIL <n3>"],
-        "checkpoint_after": half,
-        "first_step": 1,
-        "last_step": lost,
-        "steps_gained": half,
-        "steps_lost": lost - half,
+        **{"started_at": BEGIN - 30, "ended_at": BEGIN + taken * lost + 5},
+        **{"class": "node_failure", "action": "requeue", "evidence": ["Slurm: NODE_FAIL <n3>"]},
+        **{"checkpoint_after": half, "first_step": 1, "last_step": lost},
+        **{"steps_gained": half, "steps_lost": lost - half},
     }
     second = {
-        "started_at": resumed_at + taken * half - 20,
-        "class": "done",
-        "action": "finish",
-        "ended_at": resumed_at + taken * steps + 2,
-        "checkpoint_after": steps,
-        "first_step": half + 1,
-        "last_step": steps,
+        **{"started_at": resumed_at + taken * half - 20, "class": "done", "action": "finish"},
+        **{"ended_at": resumed_at + taken * steps + 2, "checkpoint_after": steps},
+        **{"first_step": half + 1, "last_step": steps},
     }
     names = tuple(f"n{i}" for i in range(nodes))
     for number, fields in enumerate((first_record, second | changed)):
         save_attempt(run, number, nodes=names, **({"world_size": 32 * nodes} | fields))
+    memory = {"peak_bytes": 9e9, "limit_bytes": 16e9, "rank": 3}
     events = [
         Event(kind="save", step=half, attempt=0, time=BEGIN, seconds=2.0, bytes=10**9),
-        Event(
-            kind="memory",
-            step=5,
-            attempt=0,
-            time=BEGIN,
-            values={"peak_bytes": 9e9, "limit_bytes": 16e9, "rank": 3},
-        ),
+        Event(kind="memory", step=5, attempt=0, time=BEGIN, values=memory),
     ]
     run.events(0).parent.mkdir()
     run.events(0).write_text("".join(event.model_dump_json() + "\n" for event in events))
@@ -102,16 +72,10 @@ def add_scores(run: RunDir, *steps: int) -> None:
     (group,) = [group for group in placed.suite.groups if group.name == "world knowledge"]
     for step in steps:
         for row in group.tasks:
-            record = EvaluationRecord(
-                step=step,
-                tokens=step * 256 * 2048,
-                checkpoint=f"{step:064d}",
-                task=row.task,
-                scores={f"{row.metric},none": step / 100},
-                errors={f"{row.metric},none": 0.01},
-                version="lm_eval 1",
-                seconds=1,
-                evaluated_at=BEGIN,
-            )
+            scored = {"scores": {f"{row.metric},none": step / 100}, "evaluated_at": BEGIN}
+            at = {"step": step, "tokens": step * 256 * 2048, "checkpoint": f"{step:064d}"}
+            errors = {f"{row.metric},none": 0.01}
+            how = {"version": "lm_eval 1", "seconds": 1, "errors": errors}
+            record = EvaluationRecord(task=row.task, **at, **scored, **how)
             key = task_key(row, placed.folder, None, "lm_eval 1")
             record.save(run.evaluation(record.checkpoint[::-1], key))

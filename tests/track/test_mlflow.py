@@ -18,7 +18,8 @@ from train.gang import make_data
 from training_rows import make_row, make_rows, write_rows
 
 from slurmllm.config.load import save
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.metrics.source import read_run
 from slurmllm.run.rundir import RunDir
 from slurmllm.track.sync import sync
 
@@ -41,16 +42,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         *("--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"),
         *("--artifacts-destination", str(folder / "artifacts")),
     ]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
     with (folder / "log").open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        where: Any = {"cwd": folder, "stdout": output, "stderr": output, "start_new_session": True}
+        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        process = subprocess.Popen(command, env=environment, **where)
     uri = f"http://127.0.0.1:{port}"
     try:
 
@@ -93,22 +88,13 @@ def test_one_run_with_a_continuous_curve_after_a_requeue(
     bench: Bench, server: str, tmp_path: Path
 ) -> None:
     corpus, tokenizer = make_data(tmp_path)
-    process = bench.start(
-        "submit",
-        "tiny_neox",
-        "--nodes=2",
-        "--local",
-        "--name=r",
-        "--set=backend=rehearsal",
-        *SMALL,
-        "--set=train.compile=false",
-        "--set=model.vocab_size=512",
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.1",
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
-        "--set=trackers=[mlflow]",
-        f"--set=cluster.trackers.tracking_uri={server}",
+    settings = (
+        *("backend=rehearsal", "train.compile=false", "model.vocab_size=512"),
+        *("env.SLURMLLM_REHEARSAL_STEP_S=0.1", f"data.corpus={corpus}", "trackers=[mlflow]"),
+        *(f"data.tokenizer={tokenizer}", f"cluster.trackers.tracking_uri={server}"),
     )
+    submit = ("submit", "tiny_neox", "--nodes=2", "--local", "--name=r")
+    process = bench.start(*submit, *SMALL, *settings)
     bench.wait_for_step("r", 23)
     os.kill(bench.node("r", 0, "local1")["pids"]["1"], signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
@@ -118,32 +104,25 @@ def test_one_run_with_a_continuous_curve_after_a_requeue(
     if "may lack the last steps" in output:  # on a machine with other work
         log += bench.call("track", "sync", "r")
     (tracked,) = runs_of(server, "r")
-    rows = {row["step"]: row["loss"] for row in curve_rows(bench.runs / "r")}
-    assert curve_of(server, tracked.info.run_id) == sorted(rows.items())
-    assert sorted(rows) == list(range(1, 41))
+    merged = read_run(bench.runs / "r")
+    rows = zip(merged.steps.tolist(), merged.columns["loss"].tolist(), strict=True)
+    assert curve_of(server, tracked.info.run_id) == list(rows)
+    assert merged.steps.tolist() == list(range(1, 41))
     assert {value for _, value in curve_of(server, tracked.info.run_id, "run/attempt")} <= {0, 1}
     assert tracked.info.status == "FINISHED", log
     assert tracked.data.params["optim.lr"]
     assert tracked.data.tags["slurmllm.run_dir"] == str(bench.runs / "r")
 
 
-def curve_rows(run: Path) -> list[dict[str, Any]]:
-    """The steps that the run kept."""
-    import json
-
-    rows = {}
-    for path in sorted(run.glob("metrics/attempt_*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            rows[row["step"]] = row
-    return list(rows.values())
+def config_of(uri: str) -> RunConfig:
+    overrides = ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={uri}"]
+    return resolve("tiny_neox", "local", overrides)
 
 
 def made_run(tmp_path: Path, uri: str, name: str) -> RunDir:
     run = RunDir(tmp_path / "runs" / name)
     run.logs.mkdir(parents=True)
-    overrides = ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={uri}"]
-    save(resolve("tiny_neox", "local", overrides), run)
+    save(config_of(uri), run)
     return run
 
 
@@ -151,9 +130,7 @@ def test_a_process_that_was_killed_before_it_recorded_what_it_sent(
     server: str, tmp_path: Path
 ) -> None:
     run = made_run(tmp_path, server, "killed")
-    config = resolve(
-        "tiny_neox", "local", ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={server}"]
-    )
+    config = config_of(server)
     write_rows(run.metrics(0), make_rows(1, 30))
     _, record = sync(run, config, ("mlflow",))["mlflow"]
     record.model_copy(update={"sent": {}}).save(run.tracker("mlflow"))
@@ -176,7 +153,6 @@ def test_without_a_server_the_run_ends_well_and_nothing_is_lost(
     shown = bench.call("track", "sync", "offline", code=3)
     assert "mlflow: MlflowException: API request to http://127.0.0.1:" in shown
     assert "nothing is lost: `slurmllm track sync offline` sends what is missing" in shown
-    overrides = ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={server}"]
-    save(resolve("tiny_neox", "local", overrides), run)
+    save(config_of(server), run)
     assert f"mlflow: 30 steps sent, up to 30; {server}/#/" in bench.call("track", "sync", "offline")
     assert len(runs_of(server, "offline")) == 1

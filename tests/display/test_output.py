@@ -1,6 +1,9 @@
-"""Tables fit any width, and no number of theirs is cut, broken or lost."""
+"""Tables fit any width, and no number of theirs is cut, broken or lost; progress of counts."""
 
 from __future__ import annotations
+
+import io
+import sys
 
 import click
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from slurmllm.display.progress import count_progress
 from slurmllm.display.tables import PROSE, Column, fitted, print_table
 
 NUMBERS = st.floats(1, 1e12).map(lambda value: f"{value:,.2f}")
@@ -64,31 +68,45 @@ def test_a_row_of_one_line_ends_in_an_ellipsis() -> None:
     assert fitted(columns, [("1", "some words")], 11, one_line=True).lines[1] == "1  some wo…"
 
 
-ROWS = [("a", "1", "1,234.5678", "some words that are long"), ("a", "2", "0.25", "few")]
-
-
-def shown(capsys: pytest.CaptureFixture[str], fold: str = "", *more: tuple[str, ...]) -> str:
-    print_table(("run", "nodes", "tokens/s", "what it is"), [*ROWS, *more], fold)
-    return click.unstyle(capsys.readouterr().out)
-
-
 def test_a_table_without_room_is_broken_by_the_terminal_not_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rows = [("a", "1", "1,234.5678", "some words that are long"), ("a", "2", "0.25", "few")]
     wide = (
         "run  nodes  tokens/s    what it is\n"
         "a    1      1,234.5678  some words that are long\n"
         "a    2      0.25        few\n"
     )
+
+    def shown(fold: str = "") -> str:
+        print_table(("run", "nodes", "tokens/s", "what it is"), rows, fold)
+        return click.unstyle(capsys.readouterr().out)
+
     monkeypatch.setenv("COLUMNS", "47")
-    assert shown(capsys, "what it is") == wide  # a pipe
+    assert shown("what it is") == wide  # a pipe
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    for columns in ("48", "47", "20"):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert shown(capsys) == wide
-    more = ("b", "64", "7", "folded: " + "word " * 9)
-    assert shown(capsys, "what it is", more).splitlines()[-3:] == [
+    assert shown() == wide
+    rows.append(("b", "64", "7", "folded: " + "word " * 9))
+    assert shown("what it is").splitlines()[-3:] == [
         "b    64     7           folded: word word word",
         "                        word word word word word",
         "                        word",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
+def test_parts_are_counted_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "__stderr__", stream)
+    with count_progress("planning node counts", 10) as on_done:
+        for _ in range(3):
+            on_done()
+    assert ("planning node counts" in stream.getvalue()) is shown
+    assert ("3/10" in stream.getvalue()) is shown
