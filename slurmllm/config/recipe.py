@@ -321,7 +321,6 @@ class TrainConfig(Section):
 ADAMW = "adamw"  # the optimizer that every backend has
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
-TrackerName = Literal["wandb", "mlflow"]
 
 
 class OptimConfig(Section):

@@ -265,7 +265,7 @@ def _steps_from_tag(
 
 def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
     """Read a W&B offline run file."""
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError
 
     rows, warnings = RowCollector(), list[str]()
     parse = _record_type().FromString
