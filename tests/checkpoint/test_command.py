@@ -184,6 +184,12 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
     done = run("export", "10", "--run", "a", "--out", "x", "--tokenizer", "mine.json")
     assert done.exit_code == 0
     assert Path("x/tokenizer.json").read_bytes() == Path("mine.json").read_bytes()
+    Path("kit").mkdir()  # what is next to a tokenizer.json belongs to it
+    shutil.copy("mine.json", "kit/tokenizer.json")
+    Path("kit/tokenizer_config.json").write_text('{"model_max_length": 7}')
+    options = ("--run", "a", "--out", "z", "--tokenizer", "kit/tokenizer.json")
+    assert run("export", "10", *options).exit_code == 0
+    assert Path("z/tokenizer_config.json").read_text() == '{"model_max_length": 7}'
     values = json.loads(Path("mine.json").read_text())
     end = values["added_tokens"][0]
     more = [{**end, "id": 400 + i, "content": f"<extra_{i}>"} for i in range(400)]

@@ -116,6 +116,8 @@ def test_regions_of_a_tensor(values: torch.Tensor, tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, (slice(4, 8), slice(0, 3))), values[4:8])
     with pytest.raises(StorageError, match=r"cannot read model\.a from"):
         read(tmp_path)
+    with pytest.raises(StorageError, match=r"holds no model\.b; restore it"):
+        DcpFiles(tmp_path).read("b")
 
 
 def test_a_load_opens_a_file_once(
