@@ -86,7 +86,7 @@ def check_evaluation(stage: Stage, name: str) -> None:
         done = subprocess.run(accounting, capture_output=True, text=True, check=True)
         return sorted(done.stdout.split())
 
-    jobs = [f"{array}_{index}|COMPLETED" for index in (0, 1)]
+    jobs = [f"{array}_{index}|COMPLETED" for index in range(3)]
     stage.until(lambda: ended() == jobs, "sacct: the array's jobs not COMPLETED", every_s=1)
     assert json.loads(stage.call(*evaluate, env=offline))["cached"] == 6
 
