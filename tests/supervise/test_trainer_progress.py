@@ -21,11 +21,11 @@ from slurmllm.metrics.source import read_curve
 from slurmllm.metrics.tags import log_formats
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.progress import TrainerProgress, check_progress
-from tests.metrics.test_formats import LINES, OTHER_LINES
+from tests.metrics.test_formats import LINES
 from tests.metrics.test_tensorboard_logs import event, scalar, write_events
 
 LOGS = Path(__file__).parents[1] / "metrics" / "formats"
-CASES = [*((name, *case) for name, case in LINES.items()), *OTHER_LINES]
+CASES = [(case["format"], case["text"], case["first"], case["values"]) for case in LINES]
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_times_of_rows(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_of_one_device_become_those_of_the_run(run: RunDir) -> None:
-    line, first, values = LINES["MaxText"]
+    line, first, values = next(case[1:] for case in CASES if case[0] == "MaxText")
     follower = TrainerProgress(run, 0, devices=16)
     follower.feed(line.format(step=first).encode() + b"\n")
     follower.close()
@@ -256,7 +256,7 @@ def test_rates_of_one_device_become_those_of_the_run(run: RunDir) -> None:
 def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, first, _ = LINES["OLMo-core"]
+    line, first, _ = next(case[1:] for case in CASES if case[0] == "OLMo-core")
     follower = TrainerProgress(run, 0)
     follower.feed(line.format(step=first).encode() + b"\n")
     follower.update()
