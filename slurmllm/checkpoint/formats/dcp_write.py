@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
 
 _CHUNK_BYTES = 8 * 2**20  # hashed right after the write, while it is in the CPU's cache
+_FLUSH_BYTES = 32 * 2**20
 PIECE_BYTES = 64 * 2**20  # offline: rounded to rows of the tensor, at least one
 FILE_BYTES = 4 * 10**9  # offline
 
@@ -217,6 +218,7 @@ class _ChecksumFile(FileIO):
         super().__init__(path, "wb")
         self.error: OSError | None = None
         self.checksum = hashlib.sha256()
+        self._unflushed = 0
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
@@ -228,6 +230,12 @@ class _ChecksumFile(FileIO):
                 written = super().write(chunk)
                 self.checksum.update(chunk[:written])
                 done += written
+                self._unflushed += written
+                if self._unflushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+                    # Starts the write-back: otherwise the kernel waits until the fsync at the end.
+                    start = self.tell() - self._unflushed
+                    os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
+                    self._unflushed = 0
         except OSError as error:
             self.error = self.error or error
             raise
