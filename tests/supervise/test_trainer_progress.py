@@ -23,11 +23,7 @@ from tests.metrics.test_formats import LINES
 from tests.metrics.test_tensorboard_logs import event, scalar, write_events
 
 LOGS = Path(__file__).parents[1] / "metrics" / "formats"
-<<<<<<< HEAD
-CASES = [(row["format"], row["text"], row["first"], row["values"]) for row in LINES]
-=======
 CASES = [(case["format"], case["text"], case["first"], case["values"]) for case in LINES]
->>>>>>> cmp
 
 
 @pytest.fixture
@@ -241,25 +237,10 @@ def test_times_of_rows(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[3] == {"step": 200, "attempt": 0, "loss": None, "time": 1160.0, "step_time_s": 1.0}
 
 
-<<<<<<< HEAD
-def test_a_row_of_several_lines_is_written_when_the_output_pauses(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line, first, _ = next(case for name, *case in CASES if name == "OLMo-core")
-=======
-def test_rates_of_one_device_become_those_of_the_run(run: RunDir) -> None:
-    line, first, values = next(case[1:] for case in CASES if case[0] == "MaxText")
-    follower = TrainerProgress(run, 0, devices=16)
-    follower.feed(line.format(step=first).encode() + b"\n")
-    follower.close()
-    assert read_curve(run.path).columns["tokens_per_s"].tolist() == [16 * values["tokens_per_s"]]
-
-
 def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, first, _ = next(case[1:] for case in CASES if case[0] == "OLMo-core")
->>>>>>> cmp
     follower = TrainerProgress(run, 0)
     follower.feed(line.format(step=first).encode() + b"\n")
     follower.update()
