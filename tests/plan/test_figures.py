@@ -46,6 +46,8 @@ llama3_8b p5 2    | 88.008 13.876 0 0 4.264 91017 28.908 99.622 99.548 123
     p.tensor=1 t.micro_batch=1 data.mask=document t.compile=false recompute=selective p.zero=2
 qwen3_8b p5 4     | 1.2346 0.17497 0 0.4422 0.021958 31400 23.266 99.587 99.513 4144
     p.pipeline=4 t.global_batch=64 t.micro_batch=1 recompute=[core,mlp,norm] t.compile=false
+qwen3_8b p5 2     | 2.1305 0 0.1222 0.28042 0.015927 65659 34.204 99.609 99.536 5626
+    p.pipeline=2 p.tensor=2 t.compile=false t.micro_batch=2 t.global_batch=64 recompute=none
 llama2_70b h100_ib 8 | 76.846 22.245 24.521 7.7201 0.0083658 2.2367e+05 22.414 98.992 98.916 73
     p.tensor=8 p.pipeline=8 p.virtual_pipeline=2 t.micro_batch=1 recompute=full
 gpt3_13b p5 16    | 2.8644 0 0 0 1.5182 32932 31.009 99.201 99.121 1048
