@@ -49,7 +49,7 @@ def whole(tensor: Tensor) -> Tensor:
 class AcceleratorOfCpus(Device):
     """The properties of an accelerator, with the CPUs' tensors."""
 
-    asynchronous = foreach = True
+    asynchronous = True
     row_multiple = Accelerator.row_multiple
     waiting_gradients = Accelerator.waiting_gradients
 

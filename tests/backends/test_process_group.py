@@ -177,7 +177,10 @@ def test_a_torch_that_cannot_sign_trains_with_a_warning(
         monkeypatch.delattr(distributed_c10d, name)
     before = [getattr(distributed_c10d, n, None) for n in ("_pickler", "_unpickler")]
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(process_group, "_connect", lambda *_: dist.HashStore())
+    monkeypatch.setattr(process_group, "TCPStore", lambda *_, **__: dist.HashStore())
+    monkeypatch.setattr(process_group, "listen", lambda *_: socket.socket())
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(process_group, "own_secret", lambda: b"secret")
     for rank, world_size in ((0, 1), (1, 2), (0, 2)):
         process_group.init_process_group("gloo", rank, world_size, timedelta(minutes=1))

@@ -38,7 +38,7 @@ def opened(folder: Path, data: tuple[str, str], *overrides: str) -> Iterator[Job
     try:
         yield job
     finally:
-        job.close_stream()
+        job.stream.close()
 
 
 def test_every_label_counts_and_documents_do_not(tmp_path: Path, data: tuple[str, str]) -> None:
