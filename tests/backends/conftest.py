@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import SupportsFloat
 
 import numpy as np
 import pytest
@@ -39,6 +40,15 @@ def micro_batches(tokens: np.ndarray, size: int) -> list[MicroBatch]:
         MicroBatch(tokens[i : i + size, :-1].copy(), tokens[i : i + size, 1:].copy())
         for i in range(0, len(tokens), size)
     ]
+
+
+def train(backend: Backend, steps: int, *, first: int = 0, size: int = 2) -> list[float]:
+    """Loss, gradient norm and parameter norm of some steps, one after the other."""
+    figures: list[SupportsFloat] = []
+    for step in range(first, first + steps):
+        loss = backend.forward_backward(micro_batches(batch(seed=step), size), LABELS)
+        figures += [loss, backend.optimizer_step(1e-2), backend.param_norm()]
+    return [float(figure) for figure in figures]
 
 
 def whole(tensor: Tensor) -> Tensor:

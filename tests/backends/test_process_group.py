@@ -145,13 +145,6 @@ def test_a_stranger_in_the_place_of_a_worker_runs_no_code(start: Start, tmp_path
     assert REFUSED in errors
 
 
-@pytest.mark.long  # by the store: test_a_value_counts_for_its_key_and_secret_only
-def test_a_worker_with_another_secret_is_refused(start: Start) -> None:
-    for code, _, errors in finish(start(0, new_secret()), start(1, new_secret())):
-        assert code == 1
-        assert REFUSED in errors
-
-
 def test_pickles_that_no_worker_signed_are_not_read(tmp_path: Path) -> None:
     payload = pickle.dumps(Planted(str(tmp_path / "planted")))
     with pytest.MonkeyPatch.context() as patch:

@@ -231,6 +231,7 @@ def test_found_once_and_kept_at_other_node_counts(new_run: NewRun, unbroken: Run
             assert values == pytest.approx(reference[step], rel=tolerance), f"step {step}"
 
 
+@pytest.mark.long
 def test_measured_on_an_interleaved_pipeline(new_run: NewRun) -> None:
     run = new_run(
         "train.micro_batch=auto",
