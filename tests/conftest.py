@@ -23,6 +23,8 @@ DEVCLUSTER = ROOT / "tools" / "devcluster"
 LEFT_OUT = "long: `make test-all` runs it"
 # More threads than that wait for each other on a busy machine; workers and jobs inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No pool of processes, each of which imports torch, for the few graphs that a test compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Each of the suite's processes would look through all installed packages for plugins of pydantic.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 _COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")

@@ -33,8 +33,8 @@ from slurmllm.run.rundir import RunDir
 from slurmllm.submit.inputs import warn_if_changed
 from slurmllm.train.exits import failure_record, format_failure
 from slurmllm.train.hooks import Hook
-from slurmllm.train.hooks.plugin import PluginHook
 from slurmllm.train.plugins import faults
+from slurmllm.train.worker import PluginHook
 
 Install = Callable[..., Path]
 

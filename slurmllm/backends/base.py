@@ -115,9 +115,7 @@ class Backend(ABC):
     def __init__(
         self, config: RunConfig, mesh: Mesh, worker: Worker, control: ControlPlane | None = None
     ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.worker = worker
+        self.config, self.mesh, self.worker = config, mesh, worker
         # Over the host's network: its messages never wait for the device.
         self.control = control or ControlPlane()
         assert self.control.world_size == worker.world_size, "one control plane for all workers"

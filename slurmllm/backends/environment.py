@@ -8,17 +8,18 @@ import glob
 import hashlib
 import importlib
 import os
+import platform
 import secrets
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import mask
 from slurmllm.errors import NodeError
-from slurmllm.plan.mesh import Mesh, measures_micro_batch
+from slurmllm.plan.mesh import Mesh, measures_micro_batch, replica_nodes
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import make_private_folder, replaceable_error
 
@@ -44,8 +45,10 @@ class Graph(NamedTuple):
     log: Path | None = None  # of a failed graph
 
 
-class BackendEnvironment(Protocol):
-    """The functions of a backend's `environment.py`."""
+class BackendEnvironment:
+    """The functions of a backend's `environment.py`; as they are here, those of another project's
+    trainer, which compiles what it likes by itself.
+    """
 
     @staticmethod
     def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
@@ -53,14 +56,20 @@ class BackendEnvironment(Protocol):
 
         `profiles` is the folder for profiles of the device's own runtime (`profile.steps`).
         """
+        return {}
 
     @staticmethod
     def cache_variables(cache: str) -> dict[str, Variable]:
         """Return the variables that place the compiler's cache in the node-local folder `cache`."""
+        return {}
 
     @staticmethod
     def precompile_nodes(config: RunConfig, nodes: int) -> int:
-        """Return the number of nodes of the precompile stage for a run on `nodes`."""
+        """Return the number of nodes of the precompile stage for a run on `nodes`.
+
+        Those of one replica, unless graphs contain collectives between replicas.
+        """
+        return min(nodes, replica_nodes(config))
 
     @staticmethod
     def precompile_commands(
@@ -71,18 +80,22 @@ class BackendEnvironment(Protocol):
         The first runs `workers`, the command that starts the node's workers and waits for them;
         `work` is a temporary folder on the node's own disk.
         """
+        return [list(workers)]
 
     @staticmethod
     def graphs_depend_on_accumulation(config: RunConfig) -> bool:
         """Return whether the precompile stage must run steps of the run's own global batch."""
+        return False
 
     @staticmethod
     def expects_graphs(config: RunConfig) -> bool:
         """Return whether the run compiles graphs."""
+        return False
 
     @staticmethod
     def graphs(cache: Path) -> list[Graph]:
         """Return the graphs in a cache folder, by name."""
+        return []
 
     @staticmethod
     def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
@@ -91,10 +104,12 @@ class BackendEnvironment(Protocol):
         The mesh is that of the train stage, whose micro batch precompile uses; `threads` are the
         CPU threads of a worker, None before the nodes are known.
         """
+        return {}
 
     @staticmethod
     def versions() -> dict[str, str]:
         """Return the versions that a compiled graph depends on."""
+        return {"python": platform.python_version()}
 
     @staticmethod
     def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -102,23 +117,29 @@ class BackendEnvironment(Protocol):
 
         `device` is `cluster.device`, `variables` are the workers'. Empty: graphs serve any node.
         """
+        return {}
 
     @staticmethod
     def node_versions() -> dict[str, str]:
         """Return `versions` and those of driver and runtime, for the attempt's record of a node."""
+        return BackendEnvironment.versions()
 
     @staticmethod
     def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         """Return the arguments of the library's functions, for `submit --dry-run`; JSON types."""
+        return {}
 
     @staticmethod
     def unsupported(config: RunConfig) -> list[str]:
         """Return why this backend cannot train the run, one line for each reason."""
+        return []
 
 
 def load_environment(backend: str) -> BackendEnvironment:
-    module = importlib.import_module(f"slurmllm.backends.{backend}.environment")
-    return cast(BackendEnvironment, module)
+    if backend == "command":
+        return BackendEnvironment()
+    module: Any = importlib.import_module(f"slurmllm.backends.{backend}.environment")
+    return cast(BackendEnvironment, getattr(module, "ENVIRONMENT", module))
 
 
 def needs_precompile(config: RunConfig) -> bool:

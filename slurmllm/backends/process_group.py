@@ -47,12 +47,14 @@ def init_process_group(
     A single worker opens no port and needs no secret. `timeout` is of the rendezvous and of each
     collective. Raises a NodeError if a stranger set a value, an OSError if the port is in use.
     """
-    secret: bytes | None
-    store: Store
-    if world_size == 1:
-        secret, store = None, HashStore()
-    else:
-        secret, store = own_secret(), _connect(rank, world_size, timeout)
+    secret: bytes | None = None
+    store: Store = HashStore()
+    if world_size > 1:
+        secret, address, port = own_secret(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        # torch's own socket would listen on all interfaces; the store closes this one.
+        listener = None if rank else listen(address, int(port)).detach()
+        options: dict[str, Any] = {"timeout": timeout, "master_listen_fd": listener}
+        store = TCPStore(address, int(port), world_size, rank == 0, **options)
         # NCCL's threads use the store at any time, also while Python ends, so that it must not be
         # one of Python's. Its connections are open to those who reach them in any case.
         if backend != "nccl":
@@ -64,15 +66,6 @@ def init_process_group(
     # Its check needs the group: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch asks for its backend.
     if secret is not None and (reason := sign_objects(secret)) and rank == 0:
         log.warning("torch %s: %s", torch.__version__, reason)
-
-
-def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torch's own socket would listen on all interfaces; the store closes this one.
-    listener = None if rank else listen(address, port).detach()
-    return TCPStore(
-        address, port, world_size, rank == 0, timeout=timeout, master_listen_fd=listener
-    )
 
 
 class SignedStore(Store):
@@ -88,7 +81,7 @@ class SignedStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
         # Typed as str, but its C++ code takes bytes.
-        self._store.set(key, _sign(self._secret, key, data))  # type: ignore[arg-type]
+        self._store.set(key, _proof(self._secret, key, data) + data)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         return _verify(self._secret, key, self._store.get(key))
@@ -111,19 +104,15 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
 
-class _SignedPickler:
-    """The one method of pickle.Pickler that torch's object collectives call."""
+class _SignedPickles:
+    """The methods of pickle.Pickler and pickle.Unpickler that torch's object collectives call."""
 
     def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
         self._file, self._secret = file, secret
 
     def dump(self, value: Any) -> None:
-        self._file.write(_sign(self._secret, "pickle", pickle.dumps(value)))
-
-
-class _SignedUnpickler:
-    def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
-        self._file, self._secret = file, secret
+        data = pickle.dumps(value)
+        self._file.write(_proof(self._secret, "pickle", data) + data)
 
     def load(self) -> Any:
         data = _verify(self._secret, "pickle", self._file.read())
@@ -139,8 +128,7 @@ def sign_objects(secret: bytes) -> str | None:
         return reason
     module: Any = distributed_c10d
     torch_s = module._pickler, module._unpickler
-    module._pickler = partial(_SignedPickler, secret=secret)
-    module._unpickler = partial(_SignedUnpickler, secret=secret)
+    module._pickler = module._unpickler = partial(_SignedPickles, secret=secret)
     # Private names: another version may have them and not use them.
     unsigned = torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
     try:
@@ -151,10 +139,6 @@ def sign_objects(secret: bytes) -> str | None:
         pass
     module._pickler, module._unpickler = torch_s
     return f"{SIGNED_OBJECTS.module} pickles otherwise: {SIGNED_OBJECTS.without}"
-
-
-def _sign(secret: bytes, key: str, value: bytes) -> bytes:
-    return _proof(secret, key, value) + value
 
 
 def _verify(secret: bytes, key: str, signed: bytes) -> bytes:

@@ -237,13 +237,10 @@ class Decoder(nn.Module):
                 x = x + self.positions(indices)
         rotary: Tensor = self.rotary
         mask: Mask = None
-        if positions is not None:
-            # Computed once for all layers.
+        if positions is not None:  # computed once for all layers
             rotary = self.rotary[:, positions]
-            if self.document_blocks is not None:
-                mask = self.document_blocks(positions)
-            else:
-                mask = document_mask(positions, x.dtype)
+            blocks = self.document_blocks
+            mask = document_mask(positions, x.dtype) if blocks is None else blocks(positions)
         for block in self.blocks():
             x = block(x, rotary, mask)
         if not self.last:

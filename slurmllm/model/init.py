@@ -30,12 +30,8 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
     The model is a decoder or a pipeline stage on its device, of plain tensors or DTensors.
     """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            region = local_region(parameter)
-            values = initial_values(config, name, parameter.shape, region, seed)
-            local_part(parameter).copy_(values)
-    _reset_buffers(model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    fill(model, lambda name, region: initial_values(config, name, shapes[name], region, seed))
 
 
 def initial_values(
@@ -57,10 +53,6 @@ def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> 
         for name, parameter in model.named_parameters():
             # Only the worker's own region is read.
             local_part(parameter).copy_(read(name, local_region(parameter)))
-    _reset_buffers(model)
-
-
-def _reset_buffers(model: nn.Module) -> None:
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if reset is not None:
@@ -69,11 +61,11 @@ def _reset_buffers(model: nn.Module) -> None:
 
 def standard_deviation(config: ModelConfig, name: str) -> float:
     """Return the standard deviation of a matrix (scaled: Fan et al. 2024, HLAT, section 4)."""
-    if config.scaled_init and name.endswith(_SCALED):
+    if not name.endswith(_SCALED):
+        return config.init_std
+    if config.scaled_init:
         return config.init_std / math.sqrt(2 * config.num_layers)
-    if config.output_init_std is not None and name.endswith(_SCALED):
-        return config.output_init_std
-    return config.init_std
+    return config.init_std if config.output_init_std is None else config.output_init_std
 
 
 def normal(
@@ -113,7 +105,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the region of the whole tensor that is this worker's shard."""
     size, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         size, offset = compute_local_shape_and_global_offset(

@@ -63,8 +63,7 @@ class Output(nn.Module):
         self.one_pass = False
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """x [batch, seq, hidden] → logits [batch, seq, padded vocabulary]; with labels the loss,
-        fp32.
+        """x [batch, seq, hidden] → logits [batch, seq, padded vocabulary], or with labels the loss.
 
         The weight is [padded vocabulary, hidden]; labels are entries of the vocabulary, or IGNORED.
         """
@@ -73,9 +72,7 @@ class Output(nn.Module):
         return self.loss(x, weight, labels, VocabularyShare(0, self.vocab_size, None))
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor, share: VocabularyShare) -> Tensor:
-        """Return the mean cross entropy over all labels, IGNORED ones as 0, nats, equal on all
-        workers.
-        """
+        """Return the mean cross entropy over all labels, IGNORED ones as 0; equal on workers."""
         if not torch.is_grad_enabled():
             weight = weight.detach()  # else the function computes its gradient all the same
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -91,9 +88,7 @@ class Output(nn.Module):
         return weight[:padded]
 
     def chunk(self, count: int, rows: int, limit: float) -> int:
-        """Return how many of `count` tokens are computed at a time: about `limit` logits at most,
-        `rows` of each.
-        """
+        """Return how many of `count` tokens, each of `rows` logits, give about `limit` of them."""
         parts = max(1, math.ceil(count * rows / limit))
         if self.row_multiple > 1:  # chunks of one size, where possible, are one compiled graph
             even = (n for n in range(parts, 2 * parts) if count % (n * self.row_multiple) == 0)
@@ -179,10 +174,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grads[0] / ctx.count
         if grad_x is not None:
             grad_x = _scaled(grad_x, factor, grad_x.shape, ctx.kind)
-        grad_weight = None
         if grad_rows is not None:
-            grad_weight = _scaled(grad_rows, factor, ctx.shape, ctx.kind)
-        return grad_x, grad_weight, None, None, None
+            grad_rows = _scaled(grad_rows, factor, ctx.shape, ctx.kind)
+        return grad_x, grad_rows, None, None, None
 
 
 def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:

@@ -28,7 +28,6 @@ class PrivateNames(NamedTuple):
         return f"no {', '.join(names)} in {self.module}: {self.without}" if names else None
 
     def get(self) -> tuple[Any, ...]:
-        """Return the objects, all of which exist."""
         module = importlib.import_module(self.module)
         return tuple(getattr(module, name) for name in self.names)
 

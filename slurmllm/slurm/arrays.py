@@ -41,12 +41,11 @@ class SlurmOptions:
     by_srun: bool = False  # whether these are options of srun
 
 
-@dataclass(frozen=True)
-class Resources:
-    """Resources of one job of an array."""
+class Resources(NamedTuple):
+    """Resources of one job of an array; None leaves the CPUs to Slurm and requests no GPUs."""
 
-    cpus: int | None = None  # number of CPUs; None leaves it to Slurm
-    gpus: int | None = None  # number of GPUs; None requests none
+    cpus: int | None = None
+    gpus: int | None = None
 
 
 def submit_array(
@@ -61,17 +60,11 @@ def submit_array(
     description: str,
     alternative: str,
 ) -> list[Any]:
-    """Submit one job for each call of a function.
+    """Submit one job for each call of a function that the nodes can import; return submitit's jobs.
 
-    Args:
-        function: A function that the nodes can import.
-        arguments: Arguments of each call, at most `MOST_TASKS`.
-        logs: Shared folder for the array's own folder, with submitit's files and the logs.
-        at_once: Maximum number of jobs that run simultaneously.
-        description: What the jobs do, for the error message, as `alternative` to Slurm.
-
-    Returns:
-        submitit's jobs, in the order of the arguments.
+    `logs` is a shared folder for the array's own, `arguments` are of at most `MOST_TASKS` calls, of
+    which `at_once` run simultaneously. The error message has `description`, what the jobs do, and
+    `alternative`, what to do without Slurm.
     """
     import submitit
 
@@ -121,13 +114,10 @@ class FailedJob(NamedTuple):
 def finished_jobs(
     jobs: Sequence[Any], on_poll: Callable[[], None]
 ) -> Generator[tuple[str, int, Any], None, None]:
-    """Wait for the jobs of an array, which is cancelled if this is closed early.
+    """Yield id, place in `jobs` and result (or `FailedJob`) of the jobs of an array as they end.
 
-    Yields:
-        Id, place in `jobs`, and result (or `FailedJob`) of each, in the order in which they end.
-
-    Raises:
-        StorageError: The folder of the results is not this user's own any more.
+    The array is cancelled if this is closed early. Raises a StorageError if the folder of the
+    results is not this user's own any more.
     """
     import submitit
 
@@ -162,7 +152,6 @@ def finished_jobs(
 
 
 def array_of(jobs: Sequence[Any]) -> str:
-    """Return the id of the array that the jobs belong to."""
     return str(jobs[0].job_id).split("_")[0]
 
 

@@ -53,6 +53,8 @@ _NO_NODES = re.compile(
 )
 # Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
 _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
+_SINFO = ["sinfo", "--noheader", "--Node"]
+_SACCTMGR = ["sacctmgr", "--noheader", "--parsable2", "show"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
@@ -178,11 +180,7 @@ def _is_unreachable(error: SlurmError) -> bool:
 
 
 def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """Retry a call while slurmctld is unreachable.
-
-    Raises:
-        SlurmError: from `call`, at once if slurmctld is reachable, else after `patience_s`.
-    """
+    """Retry a call while slurmctld is unreachable, for `patience_s`; other errors are raised."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -206,10 +204,9 @@ class SlurmClient:
         after: str | None = None,
         name: str | None = None,
     ) -> str:
-        """Submit a batch script; returns the job id.
+        """Submit a batch script, its text, since a file may be replaced; return the job id.
 
         Args:
-            script: Its text: a file may be replaced before sbatch reads it.
             after_ok: A job whose success the new job waits for.
             exclude: Nodes, in place of those of the script.
             requeue: Whether the job may be requeued, if the script has --requeue.
@@ -218,9 +215,8 @@ class SlurmClient:
             name: The job's name, in place of that of the script; the job starts when all of this
                 user's earlier jobs of that name have ended, requeued ones included.
 
-        Raises:
-            SlurmError: sbatch is missing or refused; the message contains its output.
-            UnansweredError: sbatch gave no answer, nor does slurmctld, which may have the job.
+        Raises a SlurmError if sbatch is missing or refuses, an UnansweredError if it gives no
+        answer, nor does slurmctld, which may have the job.
         """
         depends = [f"afterok:{after_ok}"] if after_ok else []
         depends += [f"afterany:{after}"] if after else []
@@ -252,11 +248,8 @@ class SlurmClient:
             while time.monotonic() < deadline:
                 for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
                     if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
-                        log.warning(
-                            "%s; the queue has job %s of this submission, which is used",
-                            unanswered,
-                            job_id,
-                        )
+                        text = "%s; the queue has job %s of this submission, which is used"
+                        log.warning(text, unanswered, job_id)
                         return job_id
                 time.sleep(_RETRY_S)
         except SlurmError as error:
@@ -293,12 +286,11 @@ class SlurmClient:
             return {}
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%n|%k"]
         try:
-            output = _run([*command, f"--jobs={','.join(job_ids)}"])
+            rows = _rows([*command, f"--jobs={','.join(job_ids)}"], 7)
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
             raise
-        rows = (line.split("|", 6) for line in output.splitlines() if line.count("|") > 5)
         return {row[0]: QueuedJob(*(f.removesuffix("(null)") for f in row)) for row in rows}
 
     def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
@@ -311,9 +303,9 @@ class SlurmClient:
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""
         command = ["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E"]
-        rows = (line.split("|", 1) for line in _run([*command, f"--name={name}"]).splitlines())
         waits = re.compile(rf"\bafterany:{job_id}\b")
-        return [row[0].strip() for row in rows if len(row) == 2 and waits.search(row[1])]
+        rows = _rows([*command, f"--name={name}"], 2)
+        return [pending for pending, dependency in rows if waits.search(dependency)]
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
         """Return every incarnation and step of jobs, oldest first; empty without accounting."""
@@ -321,11 +313,7 @@ class SlurmClient:
             return []
         fields = "JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
         command = ["sacct", "--noheader", "--parsable2", "--duplicates", f"--format={fields}"]
-        try:
-            output = _run([*command, f"--jobs={','.join(job_ids)}"])
-        except SlurmError:  # a cluster may run without accounting
-            return []
-        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 7)
+        rows = _rows([*command, f"--jobs={','.join(job_ids)}"], 8, accounting=True)
         # "CANCELLED by 1000" → "CANCELLED"
         return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
 
@@ -351,8 +339,7 @@ class SlurmClient:
     def steps(self, job_id: str, name: str) -> list[str]:
         """Return the ids of a job's steps of a name that have not ended."""
         command = ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j"]
-        rows = (line.split("|", 1) for line in _run(command).splitlines())
-        return [row[0].strip() for row in rows if len(row) == 2 and row[1].strip() == name]
+        return [step for step, step_name in _rows(command, 2) if step_name == name]
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
         """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
@@ -401,15 +388,12 @@ class SlurmClient:
 
     def node_states(self) -> dict[str, str]:
         """Return the state of every node, lower case; `*` at its end: the node does not respond."""
-        output = _run(["sinfo", "--noheader", "--Node", "--format=%N|%T"])
-        return dict(line.split("|", 1) for line in output.split() if "|" in line)
+        return dict(_rows([*_SINFO, "--format=%N|%T"], 2))
 
     def missing_commands(self) -> list[str]:
-        """Return those of Slurm's commands that are not on the PATH."""
         return [command for command in COMMANDS if shutil.which(command) is None]
 
     def settings(self) -> dict[str, str]:
-        """Return slurm.conf and `SLURM_VERSION`; raises SlurmError if slurmctld is unreachable."""
         rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
         return {key.strip(): value.strip() for key, equals, value in rows if equals}
 
@@ -419,9 +403,7 @@ class SlurmClient:
 
     def partition_nodes(self) -> list[PartitionNode]:
         """Return every node of every partition that this user may use."""
-        columns = "%P|%a|%N|%T|%c|%m|%G|%f|%E"
-        output = _run(["sinfo", "--noheader", "--Node", f"--format={columns}"])
-        rows = (line.strip().split("|", 8) for line in output.splitlines() if line.count("|") > 7)
+        rows = _rows([*_SINFO, "--format=%P|%a|%N|%T|%c|%m|%G|%f|%E"], 9)
         return [
             PartitionNode(
                 partition=partition.removesuffix("*"),
@@ -447,26 +429,16 @@ class SlurmClient:
 
     def qos_flags(self) -> dict[str, str]:
         """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
-        try:
-            output = _run(
-                ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,flags"]
-            )
-        except SlurmError:
-            return {}
-        return dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
+        rows = _rows([*_SACCTMGR, "qos", "format=name,flags"], 2, accounting=True)
+        return dict(rows)
 
     def associations(self) -> list[Association]:
         """Return the accounts that this user may charge; empty without accounting."""
-        command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser()]
         fields = "format=defaultaccount,account,partition,qos,defaultqos"
-        try:
-            output = _run([*command, "withassoc", fields])
-        except SlurmError:
-            return []
-        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 4)
+        command = [*_SACCTMGR, "user", getpass.getuser(), "withassoc", fields]
         return [
             Association(account, account == default, partition, tuple(qos.split(",")), default_qos)
-            for default, account, partition, qos, default_qos in rows
+            for default, account, partition, qos, default_qos in _rows(command, 5, accounting=True)
         ]
 
 
@@ -481,8 +453,19 @@ def step_options(options: Sequence[str] | None = None) -> list[str]:
     return options if sized else ["--mem=0", *options]
 
 
-def _ignore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stays ignored across exec
+def _rows(command: list[str], columns: int, *, accounting: bool = False) -> list[list[str]]:
+    """Return the rows that a command prints, with `|` between columns; others are left out.
+
+    `accounting`: no rows if it fails, as a cluster may run without accounting.
+    """
+    try:
+        lines = _run(command).splitlines()
+    except SlurmError:
+        if not accounting:
+            raise
+        return []
+    rows = (line.split("|", columns - 1) for line in lines)
+    return [[field.strip() for field in row] for row in rows if len(row) == columns]
 
 
 def _run(
@@ -491,11 +474,9 @@ def _run(
     timeout_s: float = COMMAND_TIMEOUT_S,
     **options: Any,
 ) -> str:
-    """Run a Slurm command and return its standard output.
+    """Run a Slurm command and return its standard output; `options` are of `subprocess.run`.
 
-    Args:
-        through_sigterm: Whether it survives the end of the job that it is called from.
-        options: Further ones of `subprocess.run`.
+    `through_sigterm`: it survives the end of the job that it is called from.
     """
     if shutil.which(command[0]) is None:
         raise SlurmError(
@@ -505,7 +486,8 @@ def _run(
     options.setdefault("env", slurm_environment())
     if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
         options.setdefault("cwd", "/")
-    options["preexec_fn"] = _ignore_sigterm if through_sigterm else None
+    if through_sigterm:  # stays ignored across exec
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options |= {"capture_output": True, "text": True, "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, **options)

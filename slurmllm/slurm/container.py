@@ -37,12 +37,9 @@ exec "${@:1:count}" "${options[@]}" "${@:count+1}"
 
 
 def behind_prefix(prefix: Sequence[str], python: str, command: Sequence[str]) -> list[str]:
-    """Return the arguments that run a command in a container.
+    """Return the arguments that run a command in a container, by its interpreter `python`.
 
-    Args:
-        prefix: Those that start the container; empty if srun does (pyxis).
-        python: The interpreter in it, in place of this one.
-        command: What runs inside.
+    `prefix` starts the container; empty if srun does (pyxis).
     """
     inside = [python if part == sys.executable else part for part in command]
     if prefix and prefix[0] in _ENGINES:
@@ -79,8 +76,7 @@ def container_faults(cluster: Cluster, local: bool) -> list[str]:
 def check_container(version: str, paths: Sequence[Path]) -> None:
     """Start the job's container once; ConfigError if it does not have slurmllm of `version`.
 
-    Args:
-        paths: The image and the mounts, as far as they are paths.
+    `paths` are the image and the mounts, as far as they are paths.
     """
     prefix, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
     if missing := [str(path) for path in paths if not path.exists()]:

@@ -31,9 +31,8 @@ _SALLOC = rf"{_SITE}|SALLOC_({'|'.join(USER_DEFAULTS).upper()})"
 def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str, str]:
     """Return this process's environment for a command of Slurm.
 
-    Args:
-        in_job: Whether the command is part of the job that this process runs in: srun, sbcast.
-        salloc: Whether it is salloc, which reads the user's account, partition, qos, reservation.
+    `in_job`: a part of the job that this process runs in (srun, sbcast); `salloc` reads the user's
+    account, partition, qos and reservation.
     """
     allowed = re.compile(_OF_THE_JOB if in_job else _SALLOC if salloc else _SITE)
     return {

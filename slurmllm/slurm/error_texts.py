@@ -1,6 +1,7 @@
-"""The messages of srun, sbatch, slurmd and slurmstepd, and whose fault each is.
+"""Messages of srun, sbatch, slurmd and slurmstepd and whose fault each is; why a job is pending.
 
-error_texts.yaml has a pattern, the fault, the source in Slurm and examples.
+error_texts.yaml has a pattern, the fault, the source in Slurm and examples; waiting_reasons.yaml
+Slurm's reason, its meaning and the command to type.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slurmllm.run.error_patterns import read_rows
 from slurmllm.run.records import Fault, LaunchFailure
@@ -39,13 +40,11 @@ class ErrorText(NamedTuple):
 
 @cache
 def table() -> tuple[ErrorText, ...]:
-    """Return the rows of error_texts.yaml."""
     rows = read_rows(Path(__file__).with_suffix(".yaml"))
     return tuple(ErrorText(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
 
 
 def row_of(message: str) -> ErrorText | None:
-    """Return the first row that matches a message; None if none does."""
     return next((row for row in table() if row.pattern.search(message)), None)
 
 
@@ -115,3 +114,19 @@ def _options_in(
     variables = [f"SLURM_{name}" for _, name in words if name]
     is_set += [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
     yield from is_set or (f"--{name}" for name in names)
+
+
+@cache
+def waiting_reasons() -> list[dict[str, Any]]:
+    return read_rows(Path(__file__).with_name("waiting_reasons.yaml"))
+
+
+def explain_waiting(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
+    """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
+    text = reason.replace("_", " ")  # as scontrol writes blanks
+    unknown = {"meaning": "", "remedy": "`scontrol show job {job}` shows more"}
+    row = next(
+        (r for r in waiting_reasons() if re.match(r["reason"], text, re.IGNORECASE)), unknown
+    )
+    time = "--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME"
+    return row["meaning"], row.get("remedy", "").format(job=job_id, run=run, time=time)

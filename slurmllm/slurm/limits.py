@@ -35,7 +35,6 @@ class LimitCheck(NamedTuple):
 
 
 def read_options(script: str) -> dict[str, str]:
-    """Return the options in the #SBATCH lines of a script, by long name."""
     rows = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.M)
     return {name: next(iter(shlex.split(value)), "") for name, value in rows}
 
@@ -98,7 +97,6 @@ def _check(
 def suitable_nodes(
     options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
 ) -> list[PartitionNode]:
-    """Return the nodes that have what the options require of each."""
     suited = [fitting for _, _, fitting in _requirements(options, nodes, client)]
     return [node for node in nodes if all(node in fitting for fitting in suited)]
 

@@ -55,8 +55,9 @@ def setup_script(lines: Sequence[str], *, stop: bool) -> list[str]:
     script = [
         "# cluster.setup: here, and by each task of srun on its node.",
         f"unset {SETUP_ERROR}",
+        f"export {SETUP}={shlex.quote(chr(10).join(lines))}",
+        *_RUN.splitlines(),
     ]
-    script += [f"export {SETUP}={shlex.quote(chr(10).join(lines))}", *_RUN.splitlines()]
     return [*script, f'[ -z "${{{SETUP_ERROR}:-}}" ] || exit 2'] if stop else script
 
 
@@ -88,7 +89,6 @@ def setup_faults(lines: Sequence[str]) -> list[str]:
 
 
 def setup_warnings(lines: Sequence[str]) -> list[str]:
-    """Return the warnings of shellcheck, if it is installed."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     tool = shutil.which("shellcheck", path=folders)
     if tool is None or not lines:

@@ -20,6 +20,7 @@ import numpy as np
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
+from slurmllm.metrics.spike import spike_height
 from slurmllm.spikes.analysis import (
     MOST_GROWTH,
     NAMES,
@@ -95,7 +96,7 @@ def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> Spike
     if len(values) > window:
         # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(values, window)[:-1]
-    heights = np.where(np.isfinite(values), values - means, np.nan)
+    heights = np.where(np.isfinite(values), spike_height(values, means), np.nan)
     spikes = _spikes(curve, metric, means, heights, definition)
     judged = int(np.count_nonzero(np.isfinite(heights)))
     analysis = _analysis(curve, metric, spikes, judged, definition)

@@ -21,7 +21,7 @@ from slurmllm.run.records import (
 )
 from slurmllm.run.rundir import STAGES, RunDir, SweepDir
 from slurmllm.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
-from slurmllm.slurm.waiting import explain
+from slurmllm.slurm.error_texts import explain_waiting
 from slurmllm.supervise.attempts import is_running, load_attempts
 
 # What Slurm's states mean for a run, other than RUNNING and PENDING.
@@ -216,7 +216,7 @@ def explain_waits(records: RunRecords, jobs: _Jobs) -> dict[str, JobState]:
     explained = {}
     for stage, job in jobs.items():
         if job.waits and job.reason:
-            meaning, remedy = explain(job.reason, job.job_id, records.run.name, stage)
+            meaning, remedy = explain_waiting(job.reason, job.job_id, records.run.name, stage)
             job = replace(job, meaning=meaning, remedy=remedy)
         explained[stage] = job
     return explained

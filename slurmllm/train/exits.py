@@ -53,7 +53,6 @@ class StopRequest:
         self._signalled_at: float | None = None
 
     def install(self) -> None:
-        """Install the handlers; before torch is imported, which takes seconds."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
@@ -115,7 +114,6 @@ def failure_record(error: BaseException, worker: Worker, step: int | None) -> Fa
 
 
 def format_failure(record: FailureRecord) -> str:
-    """Format a failure for the log, with the traceback if it is one of code."""
     head = f"rank {record.rank} on {record.node}: "
     expected = ("DivergenceError", "StaleGraphsError", "OutOfMemoryError")
     if record.blame == "code" and record.error not in expected:

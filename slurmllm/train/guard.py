@@ -10,7 +10,7 @@ not return within a window is a divergence, as is a value that is not finite.
    because norms rise and fall with it; a norm that is still high after the warm-up is a spike.
 4. A spike ends after several norms in a row below the limit: a single low one is noise.
 
-Every worker checks every step, and acts only when all have exchanged their findings (`agreement`).
+Every worker checks every step, and acts only when all have exchanged their findings (`job.Flags`).
 For a roll-back, rank 0 writes the batches to skip and the step from which on checkpoints are
 invalid into `skips.json`. All workers then fail, and the next attempt resumes from a checkpoint
 before the divergence: steps keep their numbers and use later batches. The detector's whole state is
@@ -30,6 +30,7 @@ from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollback
 from slurmllm.config.operation import GuardConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
+from slurmllm.metrics.spike import spike_height
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import EventLog
@@ -70,12 +71,7 @@ class SpikeDetector:
         # (step, smoothed norm), both increasing: the first is the lowest of the window, each other
         # one becomes the lowest when those before it leave the window.
         self._lows: deque[tuple[int, float]] = deque()
-        self._spike: OpenSpike | None = None
-
-    @property
-    def spike(self) -> OpenSpike | None:
-        """The spike that has begun and not returned."""
-        return self._spike
+        self.spike: OpenSpike | None = None  # the one that has begun and not returned
 
     def update(self, step: int, batch: int, norm: float) -> SpikeChange | None:
         """Add the norm of a step, a finite one; `batch` is its global batch in the stream."""
@@ -93,36 +89,33 @@ class SpikeDetector:
     def _check(self, step: int, batch: int, norm: float) -> SpikeChange | None:
         if not self._lows:
             return None
-        config, spike, lowest = self._config, self._spike, self._lows[0][1]
-        high = norm > config.factor * lowest
+        config, spike, lowest = self._config, self.spike, self._lows[0][1]
+        high = spike_height(norm, lowest, config.factor) > 0
         if spike is None:
             if not high:
                 return None
-            self._spike = OpenSpike(step, batch, norm, lowest)
-            return SpikeChange("began", self._spike)
+            self.spike = OpenSpike(step, batch, norm, lowest)
+            return SpikeChange("began", self.spike)
         spike.quiet_steps = 0 if high else spike.quiet_steps + 1
         if spike.quiet_steps >= min(_RETURN_STEPS, config.window_steps):
-            self._spike = None
+            self.spike = None
             return SpikeChange("over", spike)
-        if high and step - spike.onset >= config.window_steps:
-            return SpikeChange("stays", spike)
-        return None
+        stays = high and step - spike.onset >= config.window_steps
+        return SpikeChange("stays", spike) if stays else None
 
     def state(self) -> dict[str, Any]:
-        """Return the whole state; JSON types."""
         return {
             "norms": list(self._norms),
             "lows": [list(low) for low in self._lows],
-            "spike": None if self._spike is None else asdict(self._spike),
+            "spike": None if self.spike is None else asdict(self.spike),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state; an empty one resets it."""
         self._norms.clear()
         self._norms.extend(state.get("norms", ()))
         self._lows = deque((step, norm) for step, norm in state.get("lows", ()))
         spike = state.get("spike")
-        self._spike = None if spike is None else OpenSpike(**spike)
+        self.spike = None if spike is None else OpenSpike(**spike)
 
 
 class Divergence(NamedTuple):
@@ -152,6 +145,7 @@ class Guard:
         self._run, self._stage, self._attempt = run, stage, attempt
         self._config, self._backend, self._events = recipe.guard, backend, events
         self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup(recipe.train.steps))
+        self.state, self.load_state = self._detector.state, self._detector.load_state
         self._found: Divergence | None = None
         self._warned = False
         self._first_step: int | None = None  # that this worker checked
@@ -159,11 +153,10 @@ class Guard:
 
     @property
     def diverged(self) -> bool:
-        """Return whether this worker found a divergence; the others may not know of it yet."""
+        """Whether this worker found a divergence; the others may not know of it yet."""
         return self._found is not None
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
-        """Check a metric before it is used."""
         self._first_step = self._first_step or step
         # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
         if math.isfinite(value) or self._stage == "precompile" or self.diverged:
@@ -180,14 +173,13 @@ class Guard:
         )
 
     def check_norm(self, step: int, batch: int, norm: float) -> None:
-        """Check the gradient norm of a step whose metrics are finite."""
         if self._config.spike == "off" or self.diverged:
             return
         change = self._detector.update(step, batch, norm)
         if change is None:
             return
-        if change.kind == "stays":
-            spike, policy = change.spike, self._config.spike
+        (kind, spike), policy = change, self._config.spike
+        if kind == "stays":
             reason = (
                 f"the gradient norm has not returned in the {step - spike.onset} steps since step "
                 f"{spike.onset}: it is {norm:.3g} at step {step}, more than "
@@ -200,19 +192,20 @@ class Guard:
             elif not self._warned:
                 self._warned = True
                 log.warning(reason)
-        elif change.kind == "began":
+            return
+        if kind == "began":
             self._warned = False
             message = (
                 f"spike: the gradient norm of step {step} is {norm:.3g}, more than "
-                f"{self._config.factor:g} times the lowest smoothed norm "
-                f"({change.spike.lowest:.3g})"
+                f"{self._config.factor:g} times the lowest smoothed norm ({spike.lowest:.3g})"
             )
-            log.warning(message)
-            self._add_event("spike", step, norm, change.spike, message)
         else:
-            message = f"the spike of step {change.spike.onset} is over: gradient norm {norm:.3g}"
-            log.info(message)
-            self._add_event("spike_over", step, norm, change.spike, message)
+            message = f"the spike of step {spike.onset} is over: gradient norm {norm:.3g}"
+        log.log(logging.WARNING if kind == "began" else logging.INFO, message)
+        values = {"onset": spike.onset, "grad_norm": norm, "lowest": spike.lowest}
+        values["factor"] = self._config.factor
+        event = "spike" if kind == "began" else "spike_over"
+        self._events.add(event, step, message=message, values=values)
 
     def fail(self) -> NoReturn:
         """Raise a DivergenceError on all workers, as one of them found one (collective).
@@ -243,21 +236,6 @@ class Guard:
         except StorageError:  # retention gets the same error, and then removes nothing
             return ()
         return () if checkpoint_step is None else (checkpoint_step,)
-
-    def state(self) -> dict[str, Any]:
-        return self._detector.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._detector.load_state(state)
-
-    def _add_event(self, kind: str, step: int, norm: float, spike: OpenSpike, message: str) -> None:
-        values = {
-            "onset": spike.onset,
-            "grad_norm": norm,
-            "lowest": spike.lowest,
-            "factor": self._config.factor,
-        }
-        self._events.add(kind, step, message=message, values=values)
 
     def _act(self, divergence: Divergence) -> str:
         """Write a roll-back if the recipe asks for it; returns the action for the error message."""
@@ -297,7 +275,6 @@ class Guard:
         )
 
     def _newest_before(self, step: int) -> int | None:
-        """Return the step of the newest valid checkpoint before a step."""
         invalid = invalidated_checkpoints(self._run)
         steps = self._run.checkpoint_steps()
         return max((s for s in steps if s < step and s not in invalid), default=None)

@@ -20,7 +20,7 @@ from slurmllm.checkpoint.save import Save, remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.control.plane import ControlPlane, open_control
+from slurmllm.control.plane import ControlPlane, Pending, open_control
 from slurmllm.data.spec import State, StreamSpec, merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
@@ -29,7 +29,6 @@ from slurmllm.run.artifact_records import MicroBatchRecord
 from slurmllm.run.records import SkippedBatches
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
-from slurmllm.train.agreement import Agreement, Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.plugins import import_plugins
@@ -44,21 +43,16 @@ if TYPE_CHECKING:
 PRECOMPILE_STEPS = 3
 
 
-@dataclass(frozen=True)
-class StartContext:
-    """What finding a checkpoint needs before there is a backend.
+class Flags(NamedTuple):
+    """One worker's flags after a step, or the maximum over all workers."""
 
-    `imported` is set once torch is imported, or will not be: two threads that import parts of it at
-    a time can see half of a module.
-    """
+    stop_signal: int = 0  # number of a signal, 0 for none
+    diverged: bool = False
+    writing: bool = False  # files of the save in progress are being written
 
-    config: RunConfig
-    worker: Worker
-    control: ControlPlane
-    imported: threading.Event = field(default_factory=threading.Event)
-
-    def wait_for_imports(self) -> None:
-        self.imported.wait()
+    @property
+    def signal_name(self) -> str | None:
+        return signal.Signals(self.stop_signal).name if self.stop_signal else None
 
 
 class GlobalBatch(NamedTuple):
@@ -86,7 +80,10 @@ class Job:
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
-    agreement: Agreement = field(init=False)
+    # Set once torch is imported, or will not be: two threads that import parts of it at a time can
+    # see half of a module.
+    imported: threading.Event = field(default_factory=threading.Event)
+    pending_flags: Pending | None = None  # those being exchanged
     flags: Flags = field(default_factory=Flags)  # those that all workers read last
     save: Save | None = None  # the save in progress
     step: int = 0  # optimizer steps that the weights have had
@@ -101,6 +98,9 @@ class Job:
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)  # written by rank 0 only
 
+    def wait_for_imports(self) -> None:
+        self.imported.wait()
+
     def __post_init__(self) -> None:
         self.phases = PhaseWriter.from_environment()
         self.saves = SaveSchedule(self.config.recipe.checkpoint)
@@ -113,22 +113,28 @@ class Job:
         return self.resumed_from or 0
 
     def evaluates(self, step: int) -> bool:
-        """Return whether the texts of `eval` are evaluated after a step."""
         every = self.config.recipe.eval.every_steps
         return every is not None and (step % every == 0 or step == self.last_step)
 
     def post_flags(self) -> None:
-        """Begin to exchange the flags of this step (collective); does not wait."""
+        """Begin to exchange the flags of this step (collective); does not wait.
+
+        The control plane forms their maximum while the next step runs. After that step all workers
+        read it, and stop, fail or finish the save alike: a worker never acts on its own flags.
+        """
         name, writing = self.stop.signal_name, self.save is not None and not self.save.written()
         number = 0 if name is None else int(signal.Signals[name])
-        self.agreement.post(Flags(number, self.guard.diverged, writing))
+        flags = [number, int(self.guard.diverged), int(writing)]
+        self.pending_flags = self.control.reduce(flags, "max")
 
     def read_flags(self) -> Flags:
-        """Read the flags posted last, the same on all workers (collective).
+        """Read the maximum of the flags posted last, the same on all workers (collective).
 
         Raises a DivergenceError on all workers if one of them found a divergence.
         """
-        self.flags = self.agreement.read()
+        assert self.pending_flags is not None
+        stop_signal, diverged, writing = self.pending_flags.result()
+        self.flags = Flags(stop_signal, bool(diverged), bool(writing))
         if self.flags.diverged:
             self.guard.fail()
         return self.flags
@@ -166,13 +172,10 @@ class Job:
             self.stream.skip_batch()
         batch, size = self.stream.next_batch(), self.mesh.micro_batch
         inputs, labels, positions = batch.inputs, batch.labels(IGNORED), batch.positions
+        parts = [slice(start, start + size) for start in range(0, len(inputs), size)]
         return [
-            MicroBatch(
-                inputs[i : i + size],
-                labels[i : i + size],
-                None if positions is None else positions[i : i + size],
-            )
-            for i in range(0, len(inputs), size)
+            MicroBatch(inputs[p], labels[p], None if positions is None else positions[p])
+            for p in parts
         ]
 
     def train_state(self) -> TrainState:
@@ -191,18 +194,12 @@ class Job:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what must be equal for a checkpoint to be resumed."""
         position = self.stream.state()
         return fingerprint(self.config.recipe, position["corpus"], position["tokenizer"] or "")
 
-    def close_stream(self) -> None:
-        """Stop the processes that read the data, if they were started."""
-        if hasattr(self, "stream"):
-            self.stream.close()
-
     def close(self) -> None:
         """Close what `open_job` opened, after a stage without failure."""
-        self.close_stream()
+        self.stream.close()
         self.backend.stop()
         self.control.close()
 
@@ -270,24 +267,21 @@ def open_job(job: Job) -> None:
     # Data first: its processes start while torch is imported and the model is built.
     job.stream = open_stream(job)
     job.control = open_control(job.worker.rank, job.worker.world_size)
-    job.agreement = Agreement(job.control)
-    resumes = job.stage == "train"
     # Checkpoints are read and verified while torch is imported and the model is built, which both
     # take as long. Until the resume, no operation of the control plane but this thread's is made.
-    context = StartContext(job.config, job.worker, job.control)
     with ThreadPoolExecutor(1, thread_name_prefix="resume") as pool:
-        resumable = pool.submit(_find_resumable, job, context) if resumes else None
+        resumable = pool.submit(_find_resumable, job) if job.stage == "train" else None
         try:
-            _build(job, context)
+            _build(job)
         finally:
-            context.imported.set()
+            job.imported.set()
     if resumable is not None:
         if job.worker.rank == 0:
             check_data(job.run, job.stream.identity)
         _resume(job, resumable)
 
 
-def _build(job: Job, context: StartContext) -> None:
+def _build(job: Job) -> None:
     # Torch's modules are a million objects that stay: searching them for garbage takes a sixth of
     # the time that a worker takes to import and compile.
     gc.disable()
@@ -297,7 +291,7 @@ def _build(job: Job, context: StartContext) -> None:
     finally:
         gc.freeze()  # later collections ignore what exists now
         gc.enable()
-        context.imported.set()
+        job.imported.set()
     job.backend = backend_class(job.config, job.mesh, job.worker, job.control)
     job.guard = make_guard(job)
     job.backend.start()
@@ -317,10 +311,9 @@ def make_guard(job: Job) -> Guard:
 
 
 def change_micro_batch(job: Job, measured: int) -> None:
-    """Continue the precompile stage with the micro batch that was measured (collective)."""
     job.mesh = precompile_mesh(job.config, job.mesh.nodes, measured)
     job.backend.change_batch(job.mesh)
-    job.close_stream()
+    job.stream.close()
     job._ahead = job._position = None
     job.stream = open_stream(job)
 
@@ -334,16 +327,14 @@ def open_stream(job: Job) -> PackedStream:
     return PackedStream(spec, rank, job.mesh.data, recipe.data.num_workers)
 
 
-def _find_resumable(
-    job: Job, context: StartContext
-) -> tuple[Resumable, tuple[SkippedBatches, ...]]:
+def _find_resumable(job: Job) -> tuple[Resumable, tuple[SkippedBatches, ...]]:
     """Find the newest valid checkpoint and the batches that roll-backs skip (collective)."""
     first = job.worker.rank == 0
     if first:
         remove_leftovers(job.run, job.attempt)
-    resumable = find_resumable(job.run, context, job.fingerprint())
+    resumable = find_resumable(job.run, job, job.fingerprint())
     # Read by rank 0 alone: all workers must skip the same batches.
-    return resumable, context.control.broadcast(read_rollbacks(job.run) if first else None)
+    return resumable, job.control.broadcast(read_rollbacks(job.run) if first else None)
 
 
 def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]]]) -> None:
@@ -378,8 +369,7 @@ def _start(job: Job) -> None:
     from slurmllm.checkpoint.formats.weights import weight_reader
 
     source = Path(recipe.train.init_from)
-    fault = first_fault(source, job.backend)
-    if fault is not None:
+    if fault := first_fault(source, job):
         raise StorageError(
             f"train.init_from: {source} does not verify: {fault}; restore it, or import it again"
         )

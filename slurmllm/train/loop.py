@@ -86,7 +86,6 @@ class Step(NamedTuple):
 
 
 def run_step(job: Job) -> Step:
-    """Run one optimizer step (collective)."""
     recipe, backend = job.config.recipe, job.backend
     started, started_at = backend.mark(), time.perf_counter()
     deferred, number = backend.deferred_metrics, job.step + 1

@@ -47,8 +47,24 @@ def choose_micro_batch(job: Job) -> str | None:
     """
     planned = load_mesh(job.run.plan)
     share = planned.global_batch // planned.data
-    nodes = _nodes(job)
+    names = job.control.gather(job.worker.node)
+    nodes = job.control.broadcast(None if names is None else tuple(dict.fromkeys(names)))
     candidates: list[MicroBatchCandidate] = []
+
+    def save_record() -> int:
+        """Record the measurements; return the micro batch that is chosen from them."""
+        chosen = choose(candidates)
+        MicroBatchRecord(
+            micro_batch=chosen,
+            reason=reason,
+            candidates=tuple(candidates),
+            limit_bytes=limit,
+            nodes=nodes,
+            device=job.config.cluster.device,
+            workers=job.worker.world_size,
+        ).save(job.run.micro_batch)
+        return chosen
+
     reason, limit, resting = f"none larger fits a worker's share of {share}", 0, 0
     for size in to_try(micro_batches(share, planned.pipeline, planned.virtual_pipeline)):
         if stop := enough(candidates) or too_large(candidates, size, limit, resting):
@@ -61,9 +77,8 @@ def choose_micro_batch(job: Job) -> str | None:
                 # Peers may wait in a collective for this worker, so this attempt cannot continue;
                 # but the results that all workers share are enough to choose from.
                 reason = f"{size} ran out of memory"
-                chosen = _save_record(job, candidates, limit, nodes, reason)
                 log.error(
-                    f"micro batch {size} ran out of memory; micro batch {chosen} is recorded; "
+                    f"micro batch {reason}; micro batch {save_record()} is recorded; "
                     "`slurmllm resume` continues with it"
                 )
             raise
@@ -77,7 +92,7 @@ def choose_micro_batch(job: Job) -> str | None:
             return signal_name
     chosen = choose(candidates)
     if job.worker.rank == 0:
-        _save_record(job, candidates, limit, nodes, reason)
+        save_record()
         save_mesh(make_mesh(job.config, planned.nodes, chosen), job.run.plan)
     log.info("micro batch %d chosen; %s", chosen, reason)
     job.first_step_s = next(c.first_step_s for c in candidates if c.micro_batch == chosen)
@@ -86,7 +101,6 @@ def choose_micro_batch(job: Job) -> str | None:
 
 
 def to_try(fitting: Sequence[int]) -> list[int]:
-    """Return the micro batches to measure of those that fit, smallest first."""
     sizes = [fitting[0]]
     for size in fitting:
         if size >= 2 * sizes[-1]:
@@ -95,7 +109,6 @@ def to_try(fitting: Sequence[int]) -> list[int]:
 
 
 def choose(candidates: Sequence[MicroBatchCandidate]) -> int:
-    """Return the smallest micro batch within GAIN of the fastest."""
     fastest = min(candidate.seconds_per_sequence for candidate in candidates)
     return min(c.micro_batch for c in candidates if c.seconds_per_sequence <= fastest * (1 + GAIN))
 
@@ -116,9 +129,9 @@ def enough(candidates: Sequence[MicroBatchCandidate]) -> str | None:
 def too_large(
     candidates: Sequence[MicroBatchCandidate], size: int, limit: int, resting: int
 ) -> str | None:
-    """Return why a micro batch does not fit into the memory; None if it is predicted to.
+    """Return why a micro batch does not fit into `limit` bytes; None if it is predicted to.
 
-    A worker may use `limit` bytes and uses `resting` bytes between steps.
+    A worker uses `resting` bytes between steps.
     """
     if not candidates:
         return None  # the first one is always measured
@@ -135,27 +148,6 @@ def too_large(
         f"{size} would need {predicted / 1e9:.2f} GB per worker, more than {MEMORY_SHARE:.0%} of "
         f"{limit / 1e9:.2f}"
     )
-
-
-def _save_record(
-    job: Job,
-    candidates: Sequence[MicroBatchCandidate],
-    limit: int,
-    nodes: tuple[str, ...],
-    reason: str,
-) -> int:
-    """Record the measurements; return the micro batch that is chosen from them."""
-    chosen = choose(candidates)
-    MicroBatchRecord(
-        micro_batch=chosen,
-        reason=reason,
-        candidates=tuple(candidates),
-        limit_bytes=limit,
-        nodes=nodes,
-        device=job.config.cluster.device,
-        workers=job.worker.world_size,
-    ).save(job.run.micro_batch)
-    return chosen
 
 
 def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
@@ -175,7 +167,9 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
     repeats = min(max(REPEATS[0], math.ceil(1 / times[0])), REPEATS[1])
     times += [_step(job, mesh, length) for _ in range(repeats - 1)]
     memory, resting = _fullest(job), _fullest(job)
-    in_step, of_run = length + _idle(mesh), mesh.accumulation + _idle(mesh)
+    # The pipeline bubble in micro batches (Narayanan et al., arXiv 2104.04473, § 2.2).
+    bubble = (mesh.pipeline - 1) / mesh.virtual_pipeline
+    in_step, of_run = length + bubble, mesh.accumulation + bubble
     candidate = MicroBatchCandidate(
         micro_batch=mesh.micro_batch,
         seconds_per_sequence=min(times) * of_run / in_step / (mesh.global_batch // mesh.data),
@@ -183,11 +177,6 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
         first_step_s=first_step_s,
     )
     return candidate, memory.limit_bytes, resting.peak_bytes
-
-
-def _idle(mesh: Mesh) -> float:
-    """Return the pipeline bubble in micro batches (Narayanan et al., arXiv 2104.04473, § 2.2)."""
-    return (mesh.pipeline - 1) / mesh.virtual_pipeline
 
 
 def _step(job: Job, planned: Mesh, length: int) -> float:
@@ -226,9 +215,3 @@ def _fullest(job: Job) -> Memory:
     (peak_bytes,) = control.all_reduce([memory.peak_bytes], "max")
     (limit_bytes,) = control.all_reduce([memory.limit_bytes], "min")
     return Memory(peak_bytes, limit_bytes)
-
-
-def _nodes(job: Job) -> tuple[str, ...]:
-    """Return the names of the nodes (collective)."""
-    names = job.control.gather(job.worker.node)
-    return job.control.broadcast(None if names is None else tuple(dict.fromkeys(names)))

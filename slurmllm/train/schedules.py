@@ -113,21 +113,17 @@ def moved_decay_end(before: Recipe, after: Recipe, trained: int) -> str | None:
 
 
 class SaveSchedule:
-    """The steps after which a checkpoint is saved, the same on all workers.
-
-    Under `auto` they are chosen during training; `next` is then the step of the next save, if
-    known.
-    """
+    """The steps after which a checkpoint is saved, the same on all workers."""
 
     def __init__(self, config: CheckpointConfig) -> None:
-        self._every = None if config.every_steps == "auto" else config.every_steps
-        self.auto = self._every is None
-        self.next: int | None = None
+        self._every = config.every_steps
+        self.auto = config.every_steps == "auto"
+        self.next: int | None = None  # under `auto`, the step of the next save, if known
 
     def due(self, step: int) -> bool:
-        if self._every is not None:
-            return step % self._every == 0
-        return self.next is not None and step >= self.next
+        if self._every == "auto":
+            return self.next is not None and step >= self.next
+        return step % self._every == 0
 
 
 class NextSave(NamedTuple):
@@ -180,7 +176,6 @@ class SaveInterval:
         self._save_s = 0.0
 
     def add_step(self, seconds: float, *, saving: bool) -> None:
-        """Add the time of a step; `saving` if a checkpoint was being written during it."""
         (self._saving_s if saving else self._quiet_s).append(seconds)
 
     def add_save(self, seconds: float, waited_s: float, waited_in_steps_s: float) -> float:
@@ -189,8 +184,7 @@ class SaveInterval:
         Training waited `waited_s` between steps, and `waited_in_steps_s` as a part of their times.
         """
         slower = sum(self._saving_s) - len(self._saving_s) * self._step_s()
-        if not self._quiet_s:
-            slower = 0.0
+        slower = slower if self._quiet_s else 0.0
         cost = waited_s + max(waited_in_steps_s, min(slower, seconds))
         self._costs_s.append(cost)
         self._saving_s.clear()
@@ -198,7 +192,6 @@ class SaveInterval:
         return cost
 
     def choose(self, step: int) -> NextSave:
-        """Choose the next step to save after; `step` was the last one."""
         step_s = self._step_s()
         node_s = self._earlier.node_s + self._nodes * max(0.0, time.time() - self._started)
         mtbf = mtbf_s(self._nodes, self._earlier.failures, node_s, self._node_mtbf_hours)

@@ -11,14 +11,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from slurmllm.backends.base import Worker
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, PluginError, SlurmllmError
 from slurmllm.log import setup_logging
 from slurmllm.plugins import build
 from slurmllm.run.rundir import AttemptDir, RunDir, Stage
 from slurmllm.run.worker_files import diagnostic
-from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
-from slurmllm.train.hooks import Hook, HookContext
-from slurmllm.train.hooks.plugin import PluginHook
+from slurmllm.train.exits import (
+    StopRequest,
+    classify_error,
+    dump_on_signal,
+    failure_record,
+    format_failure,
+)
+from slurmllm.train.hooks import Evaluation, Hook, HookContext, StepEnd
 from slurmllm.train.job import Job, make_job, open_job
 
 if TYPE_CHECKING:
@@ -57,11 +62,9 @@ def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
 
 def worker_from_environment() -> Worker:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} not set: `slurmllm worker` is started by the launcher"
-        )
+    if missing := [name for name in names if name not in os.environ]:
+        text = "not set: `slurmllm worker` is started by the launcher"
+        raise ConfigError(f"{', '.join(missing)} {text}")
     rank, world_size, local_rank = (int(os.environ[name]) for name in names)
     node = os.environ.get("SLURMLLM_NODE", socket.gethostname())
     sharing = int(os.environ.get("SLURMLLM_SHARING") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -99,33 +102,27 @@ def make_hooks(job: Job) -> list[Hook]:
     before it, so that a diverged step is recorded but not saved; the evaluation too, so that a
     saved step has its losses. Memory is read before a save uses some, and after the guard.
     """
+    from slurmllm.train.hooks import monitoring
     from slurmllm.train.hooks.checkpoint import CheckpointHook
     from slurmllm.train.hooks.evaluation import EvaluationHook
-    from slurmllm.train.hooks.monitoring import (
-        GuardHook,
-        MemoryHook,
-        MetricsHook,
-        ProgressHook,
-        StartUpHook,
-    )
 
     hooks: list[Hook] = []
     evaluates = job.config.recipe.eval.every_steps is not None
     tensorboard: TensorBoardHook | None = None
     if job.worker.local_rank == 0:
-        hooks.append(StartUpHook(job))
+        hooks.append(monitoring.StartUpHook(job))
     if job.stage == "precompile":
         return [*hooks, EvaluationHook(job)] if evaluates else hooks
     if job.worker.rank == 0:
-        hooks += [MetricsHook(job), ProgressHook(job)]
+        hooks += [monitoring.MetricsHook(job), monitoring.ProgressHook(job)]
         with diagnostic("TensorBoard"):  # its protobuf may be of a version that it does not take
             from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
             tensorboard = TensorBoardHook(job)
             hooks.append(tensorboard)
-    hooks.append(GuardHook(job))
+    hooks.append(monitoring.GuardHook(job))
     if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
-        hooks.append(MemoryHook(job))
+        hooks.append(monitoring.MemoryHook(job))
     hooks += [make_own_hook(job, name, tensorboard) for name in job.config.recipe.hooks]
     if evaluates:
         hooks.append(EvaluationHook(job, tuple(hooks)))
@@ -137,7 +134,6 @@ def make_hooks(job: Job) -> list[Hook]:
 
 
 def make_own_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> Hook:
-    """Make a hook of another package; ConfigError if it fails."""
     context = HookContext(
         name,
         job.config,
@@ -163,10 +159,64 @@ def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | 
     log.error("%s", format_failure(record))
     if job is not None:
         with suppress(Exception):
-            job.close_stream()
+            job.stream.close()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         with suppress(OSError):  # standard output may be a file on a full disk
             sys.stdout.flush()
         os._exit(record.exit_code)
     return record.exit_code
+
+
+class PluginHook(Hook):
+    """A hook of another package; what that raises is raised as a PluginError.
+
+    Errors of the infrastructure (a lost peer, a full disk) and of slurmllm pass unchanged.
+    """
+
+    def __init__(self, job: Job, name: str, hook: Hook) -> None:
+        self._job, self._name, self._hook = job, name, hook
+
+    def __str__(self) -> str:
+        return type(self._hook).__name__
+
+    def reads_model(self, step: int) -> bool:
+        return bool(self._call("reads_model", step, step))
+
+    def before_training(self) -> None:
+        self._call("before_training", self._job.step)
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        self._call("after_evaluation", evaluation.step, evaluation)
+
+    def before_step(self, step: int) -> None:
+        self._call("before_step", step, step)
+
+    def after_step(self, end: StepEnd) -> None:
+        self._call("after_step", end.row.step, end)
+
+    def close(self) -> None:
+        # What it raises is logged, since it would hide how the training ended.
+        try:
+            self._hook.close()
+        except Exception as error:
+            log.exception("%s", self._text("close", self._job.step, error))
+
+    def _call(self, method: str, step: int, *arguments: object) -> object:
+        try:
+            return getattr(self._hook, method)(*arguments)
+        except SlurmllmError:
+            raise
+        except Exception as error:
+            if classify_error(error).blame == "infrastructure":
+                raise
+            raise PluginError(self._text(method, step, error)) from error
+
+    def _text(self, method: str, step: int, error: Exception) -> str:
+        path = f"hooks.{self._name}"
+        return (
+            f"{path}: {self}.{method} of module {type(self._hook).__module__} raised "
+            f"{type(error).__name__} at step {step}: {error}; a hook must not raise: correct it "
+            "(the traceback is in this worker's log), or train without it: `slurmllm resume "
+            f"{self._job.run.name} --set {path}=null`"
+        )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import SupportsFloat
 
 import numpy as np
 import pytest
@@ -41,6 +42,15 @@ def micro_batches(tokens: np.ndarray, size: int) -> list[MicroBatch]:
     ]
 
 
+def train(backend: Backend, steps: int, *, first: int = 0, size: int = 2) -> list[float]:
+    """Loss, gradient norm and parameter norm of some steps, one after the other."""
+    figures: list[SupportsFloat] = []
+    for step in range(first, first + steps):
+        loss = backend.forward_backward(micro_batches(batch(seed=step), size), LABELS)
+        figures += [loss, backend.optimizer_step(1e-2), backend.param_norm()]
+    return [float(figure) for figure in figures]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a parameter or gradient, which is a DTensor unless one worker has all of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -49,7 +59,7 @@ def whole(tensor: Tensor) -> Tensor:
 class AcceleratorOfCpus(Device):
     """The properties of an accelerator, with the CPUs' tensors."""
 
-    asynchronous = foreach = True
+    asynchronous = True
     row_multiple = Accelerator.row_multiple
     waiting_gradients = Accelerator.waiting_gradients
 

@@ -10,22 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from backends.conftest import LABELS, NewBackend, batch, micro_batches
-from slurmllm.backends.base import Backend
+from backends.conftest import LABELS, NewBackend, batch, micro_batches, train
 from slurmllm.backends.native import dcp
 from slurmllm.backends.native.dcp import DcpSave
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.init import local_part
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
-
-
-def train(backend: Backend, steps: int, first: int = 0) -> list[float]:
-    figures = []
-    for step in range(first, first + steps):
-        loss = backend.forward_backward(micro_batches(batch(seed=step), 2), LABELS)
-        figures += [float(loss), float(backend.optimizer_step(1e-2)), float(backend.param_norm())]
-    return figures
 
 
 @pytest.fixture
@@ -55,7 +46,7 @@ def test_steps_meanwhile_are_not_in_it(
         weights = {
             name: local_part(p).detach().clone() for name, p in backend.model.named_parameters()
         }
-        expected = train(backend, 3, first)
+        expected = train(backend, 3, first=first)
         now = dict(backend.model.named_parameters())
         assert all(not torch.equal(local_part(now[name]), was) for name, was in weights.items())
         assert list(folder.iterdir()) == [], "nothing is written yet"

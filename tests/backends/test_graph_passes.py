@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amounts import sample
 from rounding import rounding_bound
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -111,7 +112,7 @@ def test_other_products_stay() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", sample(1, [True, False]))
 def test_equal_sums_in_bf16_compile(wide: bool) -> None:
     """Inductor alone fails here: two equal sums in bf16."""
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import sample
 from functorch.compile import make_boxed_func
 from mesh_pool import Case, MeshPool, small_run
 from torch import fx
@@ -89,36 +90,34 @@ def trace_graphs() -> None:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
 
 
-@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_sr", "fp32"])
+@pytest.mark.parametrize("precision", sample(2, ["bf16_mixed", "bf16_sr", "fp32"]))
 def test_operations_do_not_grow_with_the_parameters(
     new_backend: NewBackend, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     monkeypatch.setitem(KINDS, "cpu", TracedAccelerator)
     settings = (f"train.precision={precision}", *DEEP, "train.micro_batch=8")
     counts = {}
-    for layers in (2, 24):
+    for layers in (2, 5):
         backend = new_backend(*settings, f"model.num_layers={layers}")
         assert isinstance(backend, NativeBackend)
         counts[layers] = operations(backend)
-    assert counts[2] == counts[24]
-    assert counts[24].total() <= 100, counts[24]
-    assert len([*backend.model.parameters()]) == 292  # as many as gpt3_1.3b
+    assert counts[2] == counts[5]
+    assert counts[5].total() <= 100, counts[5]
 
 
 @pytest.mark.parametrize(
     "precision", [pytest.param("bf16_mixed", marks=pytest.mark.long), "bf16_sr"]
 )
-def test_operations_with_fsdp(precision: str) -> None:
+def test_operations_with_fsdp(pool: MeshPool, precision: str) -> None:
     """FSDP has some for each block, and casts each weight if it stores another format."""
     run = partial(small_run, "gpt3", 1, 1, 2, f"train.precision={precision}", *COMPILED)
     counts = {}
-    with MeshPool(2) as pool:
-        for layers in (4, 8):
-            config = run(f"model.num_layers={layers}")
-            case = Case(config, last=0, prepare=trace_graphs, after=operations)
-            counts[layers] = pool.run(case)[0].after
-    of_block = (counts[8] - counts[4]).total() / 4
-    assert of_block <= {"bf16_mixed": 30, "bf16_sr": 18}[precision], counts[8] - counts[4]
+    for layers in (2, 4):
+        config = run(f"model.num_layers={layers}")
+        case = Case(config, last=0, prepare=trace_graphs, after=operations)
+        counts[layers] = pool.run(case)[0].after
+    of_blocks = counts[4] - counts[2]
+    assert of_blocks.total() / 2 <= {"bf16_mixed": 30, "bf16_sr": 18}[precision], of_blocks
 
 
 # Shapes

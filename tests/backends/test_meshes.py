@@ -14,17 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from amounts import amount, sample
+from amounts import sample
 from mesh_pool import FAMILIES, Case, CaseFailed, MeshPool, counted, deviation, micro_batches
 from mesh_pool import small_run as small
 from rounding import assert_rounded, gradient_terms, training_rounding
-from torch.nn import functional as F
 
 from backends.conftest import LABELS, STEPS, Reference, decayed, whole
 from slurmllm.backends.native.parallel import Pipeline, num_copies
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.config.resolve import RunConfig
-from slurmllm.model import IGNORED
 from slurmllm.model.init import local_part
 from slurmllm.plan.parameters import parameter_shapes
 
@@ -122,11 +120,11 @@ def gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
 
 
 SHARDED, STAGED = (2, 1, 2, FEW, SEQUENCE), (2, 2, 1, FEW, INTERLEAVED)
-GRADIENTS = [*zip(FAMILIES, [SHARDED, STAGED] * 3, strict=False)]
+GRADIENTS = [*zip(reversed(FAMILIES), [STAGED, SHARDED] * 3, strict=False)]
 GRADIENTS += [(family, STAGED if mesh == SHARDED else SHARDED) for family, mesh in GRADIENTS]
 
 
-@pytest.mark.parametrize(("family", "mesh"), sample(3, GRADIENTS, arguments=2))
+@pytest.mark.parametrize(("family", "mesh"), sample(1, GRADIENTS, arguments=2))
 def test_every_gradient(pool: MeshPool, family: str, mesh: tuple[int, int, int]) -> None:
     (reference,) = pool.run(Case(small(family), last=0, after=gradients))
     terms = gradient_terms(small(family).recipe.model, LABELS)
@@ -139,51 +137,6 @@ def test_every_gradient(pool: MeshPool, family: str, mesh: tuple[int, int, int])
             assert_rounded(result, expected, terms, name=name)
 
 
-def plain_gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
-    """Those of cross entropy and z-loss as PaLM defines them, by autograd, of one process."""
-    (model,), config = backend.chunks, backend.config
-    losses = []
-    with backend.whole_weights():
-        for micro_batch in micro_batches(backend, 1):
-            tokens, labels, positions = (
-                None if part is None else torch.from_numpy(part)
-                for part in (micro_batch.tokens, micro_batch.labels, micro_batch.positions)
-            )
-            logits = model(tokens, None, positions)[..., : config.recipe.model.vocab_size]
-            targets = labels != IGNORED
-            log_z = torch.logsumexp(logits, -1)
-            losses.append(F.cross_entropy(logits[targets], labels[targets], reduction="sum"))
-            losses.append(config.recipe.train.z_loss * log_z[targets].square().sum())
-        (sum(losses) / counted(config, 1)).backward()
-    return {n: whole(p.grad).numpy() for n, p in backend.model.named_parameters()}
-
-
-def test_z_loss_gradients_are_autograds(pool: MeshPool) -> None:
-    overrides = ("train.z_loss=0.5", DOCUMENTS)
-    (exact,) = pool.run(Case(small("llama", 1, 1, 1, *overrides), last=0, after=plain_gradients))
-    (plain,) = pool.run(Case(small("llama", 1, 1, 1, DOCUMENTS), last=0, after=gradients))
-    head = "head.weight"
-    assert (
-        np.abs(plain.after[head] - exact.after[head]).max() > 0.01 * np.abs(exact.after[head]).max()
-    )
-    terms = gradient_terms(small("llama").recipe.model, LABELS)
-    meshes = ((1, 1, 1), (2, 1, 2, SEQUENCE), (4, 1, 1, FEW), (2, 2, 1, FEW, INTERLEAVED))
-    for mesh in meshes[: amount(2, of=4)]:
-        outcomes = pool.run(Case(small("llama", *mesh, *overrides), last=0, after=gradients))
-        for name, expected in exact.after.items():
-            holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
-            assert holders, name
-            for result in holders:
-                assert_rounded(result, expected, terms, name=f"{name} on {mesh}")
-
-
-def test_z_loss_is_not_in_the_loss(reference: Reference) -> None:
-    """The first step's loss is the plain one's."""
-    plain, added = reference("neox", DOCUMENTS), reference("neox", DOCUMENTS, "train.z_loss=0.01")
-    assert added[0].rows[0][0] == plain[0].rows[0][0]
-    assert abs(added[0].rows[0][1] / plain[0].rows[0][1] - 1) > 1e-3
-
-
 def shares(backend: NativeBackend) -> dict[str, float]:
     """How many elements of each parameter are this worker's, shared ones in part."""
     workers = backend.mesh.data * backend.mesh.tensor
@@ -191,20 +144,6 @@ def shares(backend: NativeBackend) -> dict[str, float]:
         name: local_part(p).numel() / num_copies(p, workers)
         for name, p in backend.model.named_parameters()
     }
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    sample(2, [("llama", 2, 1, 2), ("gpt3", 1, 2, 2), ("neox", 2, 2, 1), ("gpt3", 4, 1, 1)]),
-    ids=str,
-)
-def test_shares_add_up(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
-    config = small(*mesh, FEW)
-    outcomes = pool.run(Case(config, last=0, after=shares))
-    ends = 2 if mesh[0] == "gpt3" and mesh[2] > 1 else 1  # a tied embedding is on two stages
-    for name, shape in parameter_shapes(config.recipe.model).items():
-        total = sum(outcome.after.get(name, 0.0) for outcome in outcomes)
-        assert total == math.prod(shape) * (ends if name == "embed.weight" else 1), name
 
 
 def test_uneven_shards_with_tensor_parallelism(pool: MeshPool, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from backends.conftest import LABELS, AcceleratorOfCpus, NewBackend, batch, micro_batches, whole
+from backends.conftest import AcceleratorOfCpus, NewBackend, train, whole
 from slurmllm.backends.native.device import KINDS
 from slurmllm.backends.native.mixed_adamw import MixedAdamW
 from slurmllm.backends.native.runtime import NativeBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 SETTINGS = ("train.precision=bf16_mixed", "train.compile=true", "optim.grad_clip=0.5")
-STEPS = 4
 
 
 class EagerAccelerator(AcceleratorOfCpus):
@@ -37,15 +36,6 @@ def make(new_backend: NewBackend, size: int, *overrides: str) -> NativeBackend:
     return backend
 
 
-def steps(backend: NativeBackend, size: int, first: int = 0, last: int = STEPS) -> list[float]:
-    figures = []
-    for number in range(first, last):
-        parts = micro_batches(batch(seed=number), size)
-        loss = backend.forward_backward(parts, LABELS)
-        figures += [float(loss), float(backend.optimizer_step(1e-2)), float(backend.param_norm())]
-    return figures
-
-
 @pytest.mark.parametrize("size", [8, 2])  # gradients in bf16, and sums of four in fp32
 def test_it_is_clipping_and_then_adamw(
     new_backend: NewBackend, monkeypatch: pytest.MonkeyPatch, size: int
@@ -56,9 +46,9 @@ def test_it_is_clipping_and_then_adamw(
             monkeypatch.setattr(NativeBackend, "_has_mixed_adamw", lambda self: False)
         backend = make(new_backend, size)
         assert isinstance(backend.optimizer, kind)
-        curves.append(steps(backend, size, last=1))
+        curves.append(train(backend, 1, size=size))
         weights.append([whole(p).clone() for p in backend.model.parameters()])
-        curves[-1] += steps(backend, size, first=1)
+        curves[-1] += train(backend, 3, first=1, size=size)
     # From equal gradients: the update's operations have another order.
     for parameter, expected in zip(*weights, strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-7)
@@ -70,18 +60,18 @@ def test_it_is_clipping_and_then_adamw(
 def test_the_copies_are_of_the_stored_weights(new_backend: NewBackend, tmp_path: Path) -> None:
     backend = make(new_backend, 8)
     assert backend.weights is not None
-    steps(backend, 8, last=2)
+    train(backend, 2, size=8)
     directory = tmp_path / "shards"
     directory.mkdir()
     saving = backend.save_shards(directory)
     saving.wait()
     saving.finish()
-    whole_run = steps(backend, 8, first=2)
+    whole_run = train(backend, 2, first=2, size=8)
     for stored, copy in backend.weights.copies.items():
         assert torch.equal(stored.to(torch.bfloat16), copy)
     # What is loaded replaces the copies too, of a run with steps behind it as of a new one.
     backend.load_shards(directory)
-    assert steps(backend, 8, first=2) == whole_run
+    assert train(backend, 2, first=2, size=8) == whole_run
     backend = make(new_backend, 8, "train.seed=7")
     backend.load_shards(directory)
-    assert steps(backend, 8, first=2) == whole_run
+    assert train(backend, 2, first=2, size=8) == whole_run

@@ -25,7 +25,6 @@ from slurmllm.backends.native import dcp
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.native.save_plan import MeshPlace, own_tensors
 from slurmllm.checkpoint.formats.dcp_write import Chunk, Place, pack_part
-from slurmllm.checkpoint.formats.pickles import read_metadata
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import make_mesh
 
@@ -77,7 +76,7 @@ def whole(path: Path, out: Path) -> Any:
     return torch.load(out)
 
 
-@pytest.mark.parametrize("config", sample(3, MESHES.values()), ids=MESHES)
+@pytest.mark.parametrize("config", sample(1, MESHES.values()), ids=MESHES)
 def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConfig) -> None:
     nodes = 4 // config.cluster.devices_per_node
     trained = pool.run(Case(config, nodes, last=1, after=partial(save_both_ways, tmp_path)))
@@ -103,31 +102,6 @@ def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConf
     for saves in (outcome.after for outcome in trained):
         # A reduction and the agreement: sent and received, with a header of 17 bytes each.
         assert all(messages == 4 and num_bytes < 128 for messages, num_bytes in saves[1:]), saves
-
-
-@pytest.mark.long
-def test_a_checkpoint_of_dcp_s_own_planning_loads(pool: MeshPool, tmp_path: Path) -> None:
-    """As earlier versions wrote it; with another mesh."""
-    config = small("gpt3", 1, 2, 2, FEW)
-    pool.run(Case(config, last=2, after=partial(save_both_ways, tmp_path)))
-    other = small("gpt3", 2, 1, 2, FEW)
-    runs = [
-        pool.run(Case(other, first=2, last=4, load=tmp_path / name)) for name in ("dcp", "ours_2")
-    ]
-    assert runs[0][0].rows == runs[1][0].rows
-
-
-def test_the_bytes_of_replicated_tensors_are_shared_out(pool: MeshPool, tmp_path: Path) -> None:
-    config = small("neox", 4, 1, 1, FEW)
-    pool.run(Case(config, last=1, after=partial(save_both_ways, tmp_path)))
-    written = dict.fromkeys(range(4), 0)
-    table = read_metadata(tmp_path / "ours_0")
-    for key, stored in table.stored.items():
-        if ".norm" in key or key.endswith(".step"):
-            for file in stored.rows[:, -3].tolist():
-                written[int(table.files[file].split("_")[2])] += 1
-    assert max(written.values()) - min(written.values()) <= 1, written
-    assert min(written.values()) > 5
 
 
 def test_every_tensor_has_one_writer() -> None:

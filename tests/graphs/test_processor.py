@@ -15,7 +15,7 @@ import pytest
 from made_records import save_attempt
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.native.processor import cpu_capability, cpu_fields, output, processor
+from slurmllm.backends.native.environment import cpu_capability, cpu_fields, output, processor
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_OK
 from slurmllm.graphs import archive as graph_cache

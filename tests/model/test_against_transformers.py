@@ -236,7 +236,7 @@ def documents(seq_len: int, how_many: float, generator: torch.Generator) -> Tens
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=amount(25, of=100), derandomize=True)
+@settings(max_examples=amount(8, of=100), derandomize=True)
 @given(data=st.data())
 def test_logits_loss_and_gradients(family: str, data: st.DataObject) -> None:
     c = data.draw(configs(family))

@@ -7,12 +7,12 @@ import torch
 from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mesh_pool import small_run
 from rounding import assert_rounded, forward_terms
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from slurmllm.config.families import FAMILIES
-from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.attention import document_blocks, document_mask
 from slurmllm.model.decoder import CausalCore, build_model
 from slurmllm.model.init import initialize
@@ -20,26 +20,11 @@ from slurmllm.model.init import initialize
 pytestmark = pytest.mark.numerics
 
 
-def model_config(family: str) -> ModelConfig:
-    return ModelConfig.model_validate(
-        {
-            "family": family,
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "ffn_hidden_size": 64,
-            "vocab_size": 61,
-            "seq_len": 108,
-            "init_std": 0.3,
-        }
-    )
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=amount(5, of=20), derandomize=True)
+@settings(max_examples=amount(3, of=20), derandomize=True)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
 def test_packed_documents_equal_single_ones(family: str, lengths: list[int]) -> None:
-    config = model_config(family)
+    config = small_run(family, 1, 1, 1, "model.seq_len=108", "model.init_std=0.3").recipe.model
     decoder, terms = build_model(config), forward_terms(config)
     initialize(decoder, config, seed=1)
     text = torch.randint(0, 61, (sum(lengths),), generator=torch.Generator().manual_seed(2))

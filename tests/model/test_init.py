@@ -9,10 +9,8 @@ import torch
 from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding import assert_rounded, forward_terms, gradient_terms
 from train.gang import small_config
 
-from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import resolve
 from slurmllm.model.decoder import build_model
@@ -72,7 +70,7 @@ def relative_std(config: ModelConfig) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["llama", "neox"])  # with a gate and without
 @pytest.mark.parametrize(
     ("how", "factor"),
     [({}, 1.0), ({"scaled_init": True}, 1 / math.sqrt(4)), ({"output_init_std": 0.005}, 0.25)],
@@ -97,7 +95,7 @@ def test_output_matrices_may_begin_smaller(
         assert measured == pytest.approx(factor if scaled else 1.0, rel=0.03), name
 
 
-@settings(max_examples=amount(15, of=60), derandomize=True)
+@settings(max_examples=amount(8, of=60), derandomize=True)
 @given(st.data())
 def test_any_rectangle_is_a_slice_of_the_whole(data: st.DataObject) -> None:
     """Drawn across the edges of tiles, which are 64 by 1024."""
@@ -165,37 +163,3 @@ def test_vocabulary_is_padded() -> None:
     model = build_model(config)
     assert model.get_parameter("embed.weight").shape[0] == 512
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 512)
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_padding_of_the_vocabulary_changes_nothing(family: str) -> None:
-    shape = {
-        "family": family,
-        "num_layers": 1,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "ffn_hidden_size": 64,
-        "vocab_size": 61,
-        "seq_len": 16,
-    }
-    plain = ModelConfig.model_validate(shape)
-    padded = ModelConfig.model_validate({**shape, "vocab_pad_multiple": 64})
-    ours, wider = build_model(plain), build_model(padded)
-    initialize(ours, plain, seed=5)
-    initialize(wider, padded, seed=5)
-    with torch.no_grad():
-        for name, parameter in wider.named_parameters():
-            values = ours.get_parameter(name)
-            parameter[: len(values)] = values  # the rows beyond stay as they were drawn
-    text = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(5))
-    losses = [model(text[:, :-1], text[:, 1:]) for model in (ours, wider)]
-    # A wider product may be computed in other blocks.
-    assert_rounded(*losses, forward_terms(padded) + 32)
-    for loss in losses:
-        loss.backward()
-    for name, parameter in wider.named_parameters():
-        grad, expected = parameter.grad, ours.get_parameter(name).grad
-        assert grad is not None
-        assert expected is not None
-        assert_rounded(grad[: len(expected)], expected, gradient_terms(padded, 32), name=name)
-        assert grad[len(expected) :].eq(0).all(), name

@@ -9,7 +9,8 @@ import click
 import pytest
 
 from slurmllm.cli.main import cli
-from slurmllm.slurm.waiting import explain, table
+from slurmllm.slurm.error_texts import explain_waiting as explain
+from slurmllm.slurm.error_texts import waiting_reasons as table
 
 LINES = Path(__file__).with_name("waiting_reasons.txt").read_text().splitlines()
 REASONS = [line for line in LINES if not line.startswith("#")]

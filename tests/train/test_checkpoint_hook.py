@@ -20,10 +20,10 @@ from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import EventLog, PhaseWriter
 from slurmllm.supervise import attempt_monitor
 from slurmllm.train import exits as stopping
-from slurmllm.train.agreement import Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
+from slurmllm.train.job import Flags
 from slurmllm.train.schedules import SaveSchedule
 
 from .gang import small_config

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from amounts import sample
 from rounding import training_rounding
 
 from slurmllm.config.load import load
 from slurmllm.log import message_of
+from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import MetricsRow, WorkerRecord
 from slurmllm.run.rundir import RunDir
@@ -19,18 +21,13 @@ STEPS = 60
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", sample(1, [1, 4]))
 def test_world_size_changes_only_rounding(
     tmp_path: Path, data: tuple[str, str], unbroken: RunDir, world: int
 ) -> None:
     # 12 steps of the schedule of 60, so that the learning rates are those of the long run.
-    run = make_run(
-        tmp_path / "run",
-        data,
-        f"cluster.devices_per_node={world}",
-        "train.steps=12",
-        f"optim.decay_steps={STEPS}",
-    )
+    workers = f"cluster.devices_per_node={world}"
+    run = make_run(tmp_path / "run", data, workers, "train.steps=12", f"optim.decay_steps={STEPS}")
     Gang(run, world).finish()
     reference = curve(unbroken)
     tolerance = training_rounding(load(run.config), 12)
@@ -46,6 +43,24 @@ def test_metrics_have_every_step_once(unbroken: RunDir) -> None:
         assert row.tokens_per_s == pytest.approx(row.seq_per_s * 32)
         assert row.seq_per_s == pytest.approx(8 / row.step_time_s)
     assert result[-1].loss < result[0].loss - 1
+
+
+def test_parts_add_up_to_the_step(unbroken: RunDir) -> None:
+    for row in (MetricsRow.model_validate(row) for row in rows(unbroken, 0)):
+        assert row.forward_backward_s is not None
+        assert row.optimizer_s is not None
+        sum_s = row.data_wait_s + row.forward_backward_s + row.optimizer_s
+        assert 0 < sum_s <= row.step_time_s
+        assert min(row.data_wait_s, row.forward_backward_s, row.optimizer_s) > 0
+
+
+def test_memory_of_the_fullest_worker_is_told_twice(unbroken: RunDir) -> None:
+    steps, all_of_it = (e for e in read_events(unbroken, 0) if e.kind == "memory")
+    assert (steps.step, all_of_it.step) == (5, 60)
+    for event in (steps, all_of_it):
+        # A process with torch in it.
+        assert 1e8 < event.values["peak_bytes"] < event.values["limit_bytes"]
+        assert event.values["rank"] in (0, 1)
 
 
 def test_log_tells_start_progress_and_end(unbroken: RunDir) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rounding import training_rounding
 
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.config.load import load
 from slurmllm.errors import EXIT_REQUEUE
 from slurmllm.run.artifact_records import CheckpointManifest
@@ -25,44 +26,70 @@ NewRun = Callable[..., RunDir]
 TWO = ("cluster.devices_per_node=2", *LONG)
 
 
-def test_killed_worker(new_run: NewRun, unbroken: RunDir) -> None:
-    run = new_run(*TWO)
+def test_killed_worker_and_a_lost_folder(new_run: NewRun, unbroken: RunDir, tmp_path: Path) -> None:
+    """Saved asynchronously; the replica is left."""
+    second = tmp_path / "second"
+    asynchronous = ("checkpoint.asynchronous=true", f"checkpoint.replica={second}")
+    run = new_run(*TWO, *asynchronous, "checkpoint.keep=2")
     gang = Gang(run, world=2)
-    gang.signal_at(25, signal.SIGKILL, ranks=[1])
+    gang.signal_at(35, signal.SIGKILL, ranks=[1])
     codes = gang.wait()  # the peer leaves by itself, promptly
     assert codes == [3, -signal.SIGKILL], gang.output()
     failure = FailureRecord.load(run.attempt("train", 0).failure(0))
     assert (failure.blame, failure.exit_code, failure.node) == ("infrastructure", 3, "node-0")
-    broken_off_at = rows(run, 0)[-1]["step"]
-    assert 25 <= broken_off_at < 60
+    assert 35 <= rows(run, 0)[-1]["step"] < 60
+    for step in run.checkpoint_steps():
+        assert file_faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
+    shutil.rmtree(run.checkpoints)
     resumed = Gang(run, world=2, attempt=1)
     resumed.finish()
-    last_saved = broken_off_at // 10 * 10
-    assert f"resumed from step {last_saved}" in resumed.output(0)
-    assert rows(run, 1)[0]["step"] == last_saved + 1
-    assert WorkerRecord.load(run.attempt("train", 1).worker(0)).resumed_from == last_saved
+    output = resumed.output(0)
+    (restored,) = [line for line in output.splitlines() if ": restored step " in line]
+    step = int(restored.partition(": restored step ")[2].split()[0])
+    assert step in (10, 20, 30)
+    assert f"resumed from step {step}" in output
+    assert rows(run, 1)[0]["step"] == step + 1
+    assert WorkerRecord.load(run.attempt("train", 1).worker(0)).resumed_from == step
     assert curve(run, 0, 1) == curve(unbroken), "bit-identical"
     assert curve(run, 0).items() <= curve(unbroken).items()
+    assert run.checkpoint_steps() == [50, 60]
+    copies = sorted(path.name for path in (second / run.name).iterdir())
+    assert copies[-1] == "step_00000060", "the end waits for the copy"
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_stop_signal_at_one_worker(
-    new_run: NewRun, unbroken: RunDir, number: signal.Signals
-) -> None:
+def test_stop_signal_at_one_worker(new_run: NewRun, unbroken: RunDir) -> None:
     run = new_run(*TWO)
     gang = Gang(run, world=2)
-    gang.signal_at(15, number, ranks=[1])
+    gang.signal_at(15, signal.SIGUSR2, ranks=[1])
     assert gang.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], gang.output()
     stopped_at = rows(run, 0)[-1]["step"]
     assert 15 <= stopped_at < 60
-    assert f"stopped by {number.name} after step {stopped_at} of 60" in gang.output(0)
+    assert f"stopped by SIGUSR2 after step {stopped_at} of 60" in gang.output(0)
     assert run.checkpoint_steps()[-1] == stopped_at, "saved where it stopped, on all workers"
     assert not run.attempt("train", 0).failure(0).exists()
-    if number == signal.SIGTERM:  # the same way out; one resume is enough
-        return
     Gang(run, world=2, attempt=1).finish()
     assert rows(run, 1)[0]["step"] == stopped_at + 1, "no step is made twice"
     assert curve(run, 0, 1) == curve(unbroken), "bit-identical"
+
+
+def test_a_full_disk_leaves_older_checkpoints_intact(new_run: NewRun, unbroken: RunDir) -> None:
+    run = new_run(*TWO)
+    shutil.copytree(unbroken.checkpoint(40), run.checkpoint(40))
+    gang = Gang(run, world=2, attempt=1, env={"TEST_FILE_SIZE_LIMIT": "100000"})
+    assert gang.wait() == [4, 4], gang.output()
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step_00000040"]
+    assert file_faults(run.checkpoint(40), read_manifest(run.checkpoint(40)).files) == []
+    failure = FailureRecord.load(run.attempt("train", 1).failure(0))
+    assert (failure.error, failure.blame) == ("CheckpointError", "infrastructure")
+    for part in (
+        "File too large",
+        "step_00000050",
+        "MB are free",
+        "took 2.0 MB",
+        "slurmllm resume",
+    ):
+        assert part in failure.message
+    assert "Traceback" not in gang.output(), "one clear message"
 
 
 def test_truncated_checkpoint_on_another_world_size(

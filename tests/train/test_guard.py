@@ -250,28 +250,39 @@ def test_a_spike_that_ends_in_no_number_rolls_back_behind_the_spike(tmp_path: Pa
     assert (skip.onset, skip.first, skip.last) == (6, 106, 109)
 
 
-def test_too_many_roll_backs(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    before = SkippedBatches(first=1, last=2, roll_back_to=None, onset=1, attempt=0, reason="")
-    SkipsRecord(skips=(before,)).save(run.skips)
-    (message,) = diverge(run, "guard.spike=roll_back", "guard.max_roll_backs=1")
-    assert "the run stops after 1 roll-backs (guard.max_roll_backs 1)" in message
-    assert len(SkipsRecord.load(run.skips).skips) == 1
-
-
-def test_a_roll_back_that_cannot_be_written_stops(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.skips.write_text("{")
-    (message,) = diverge(run, "guard.spike=roll_back")
-    assert "the run stops, because the roll-back could not be written: " in message
-
-
-def test_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("settings", "skips", "message"),
+    [
+        (
+            ("guard.spike=roll_back", "guard.max_roll_backs=1"),
+            '{"skips": [{"first": 1, "last": 2, "roll_back_to": null, "onset": 1, "attempt": 0, '
+            '"reason": ""}]}',
+            "the run stops after 1 roll-backs (guard.max_roll_backs 1)",
+        ),
+        (
+            ("guard.spike=roll_back",),
+            "{",
+            "the run stops, because the roll-back could not be written: ",
+        ),
+        (("guard.spike=stop",), "", "`slurmllm resume run --set guard.spike=roll_back`"),
+        (("guard.spike=off",), "", "None"),
+    ],
+)
+def test_no_roll_back(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    settings: tuple[str, ...],
+    skips: str,
+    message: str,
+) -> None:
     run = RunDir(tmp_path / "run")
-    (message,) = diverge(run, "guard.spike=stop")
-    assert "`slurmllm resume run --set guard.spike=roll_back`" in message
-    assert len(caplog.messages) == 1
-    assert not run.skips.exists()
+    if skips:
+        run.path.mkdir()
+        run.skips.write_text(skips)
+    (answer,) = diverge(run, *settings)
+    assert message in answer
+    assert run.skips.read_text() == skips if skips else not run.skips.exists()
+    assert len(caplog.messages) == (message != "None"), "the spike's begin"
 
 
 def test_warnings_and_their_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,8 +313,3 @@ def test_warnings_and_their_events(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("spike", 6, {"onset": 6, "grad_norm": 8, "lowest": 1, "factor": 3}),
         ("spike_over", 15, {"onset": 6, "grad_norm": 1, "lowest": 1, "factor": 3}),
     ]
-
-
-def test_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert diverge(RunDir(tmp_path), "guard.spike=off") == {"None"}
-    assert not caplog.messages

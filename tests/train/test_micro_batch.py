@@ -20,7 +20,6 @@ from slurmllm.run.host_memory import Memory
 from slurmllm.run.records import WorkerRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.train import micro_batch
-from slurmllm.train.agreement import Agreement
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_guard, make_job
 from slurmllm.train.micro_batch import choose, choose_micro_batch, enough, to_try, too_large
@@ -129,7 +128,6 @@ def bench(
         backend = Bench(step_s, bytes_, limit)
         job.backend = backend  # type: ignore[assignment]
         job.control = ControlPlane()
-        job.agreement = Agreement(job.control)
         job.guard = make_guard(job)
         monkeypatch.setattr(micro_batch, "_step", backend.step)
         monkeypatch.setattr(micro_batch, "change_micro_batch", lambda job, size: None)
@@ -233,6 +231,7 @@ def test_found_once_and_kept_at_other_node_counts(new_run: NewRun, unbroken: Run
             assert values == pytest.approx(reference[step], rel=tolerance), f"step {step}"
 
 
+@pytest.mark.long
 def test_measured_on_an_interleaved_pipeline(new_run: NewRun) -> None:
     run = new_run(
         "train.micro_batch=auto",

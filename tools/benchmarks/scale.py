@@ -43,8 +43,8 @@ from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
 from slurmllm.control.rendezvous import die_with_parent, free_port
 from slurmllm.run.artifact_records import CheckpointFile
-from slurmllm.train.agreement import Agreement, Flags
 
+_FLAGS = [0, 0, 0]  # `slurmllm.train.job.Flags`
 SECRET = b"of this benchmark"
 LIMIT_S = 600  # for one number of workers
 Row = dict[str, float]
@@ -236,11 +236,9 @@ def _work(rank: int, position: Position, path: Path, figures: Measured, step_s: 
     figures.opened[rank] = time.perf_counter()
     control.barrier()
     _agree(control, figures, rank, step_s, position.index if first else None, relay_cpu)
-    agreement = Agreement(control)
 
     def decide() -> None:
-        agreement.post(Flags())
-        agreement.read()
+        control.reduce(_FLAGS, "max").result()
 
     exchanges: Sequence[tuple[Callable[[], None], Table]] = (
         (decide, figures.decide),
@@ -267,23 +265,23 @@ def _agree(
     relay_cpu: Callable[[], float],
 ) -> None:
     """Agreements as steps make them: posted after a step, read after the next one."""
-    agreement, rounds = Agreement(control), figures.step.shape[1]
-    agreement.post(Flags())
+    rounds = figures.step.shape[1]
+    flags = control.reduce(_FLAGS, "max")
     time.sleep(step_s)
-    agreement.read()
-    agreement.post(Flags())
+    flags.result()
+    flags = control.reduce(_FLAGS, "max")
     cpu_s, relay_s = 0.0, relay_cpu()
     for index in range(rounds):
         time.sleep(step_s)  # the step's own work
         begun, cpu = time.perf_counter(), time.thread_time()
-        agreement.read()
-        agreement.post(Flags())
+        flags.result()
+        flags = control.reduce(_FLAGS, "max")
         cpu_s += time.thread_time() - cpu
         figures.step[rank, index] = time.perf_counter() - begun
     figures.step_cpu[rank] = cpu_s / rounds
     if node is not None:
         figures.relay_cpu[node] = (relay_cpu() - relay_s) / rounds
-    agreement.read()
+    flags.result()
     control.barrier()
 
 

@@ -13,19 +13,19 @@ import platform
 import shutil
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from slurmllm.backends.native.device import Device
-from slurmllm.backends.native.processor import CPUINFO, cpu_fields, processor
+from slurmllm.backends.native.environment import CPUINFO, cpu_fields, processor
 from slurmllm.model.decoder import Block
 from slurmllm.model.output import Output
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
     GroupName = str  # exists for type checkers only; torch 2.9 does not have it
 
-Forward = Callable[..., Tensor]
+Forward = Callable[..., Any]
 
 
 def missing_compiler() -> str | None:
@@ -78,7 +78,12 @@ def wrap_blocks(
     keep their names, and hooks stay outside.
     """
     for block in blocks:
-        for part in _parts(block, recompute):
+        parts: dict[str, list[nn.Module]] = {
+            "core": [block.attention.core],
+            "mlp": [block.mlp],
+            "norm": [m for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)],
+        }
+        for part in [part for name in parts if name in recompute for part in parts[name]]:
             # A method, which torch.compile guards by its function: equal blocks share a graph.
             part.forward = types.MethodType(_recomputed, part)
     forward: Forward = type(blocks[0]).forward
@@ -86,8 +91,7 @@ def wrap_blocks(
         # Imports Inductor: 0.7 s.
         from slurmllm.backends.native.graph_passes import GraphPass, Partitioner
 
-        changes: Any = GraphPass(wide=slow_bf16())
-        options: dict[str, Any] = {"post_grad_custom_post_pass": changes}
+        options: dict[str, Any] = {"post_grad_custom_post_pass": GraphPass(wide=slow_bf16())}
         if isinstance(next(blocks[0].parameters()), DTensor) and "core" in recompute:
             options["custom_partitioner_fn"] = Partitioner()
         forward = device.compile(forward, **options)
@@ -98,40 +102,29 @@ def wrap_blocks(
         )
 
 
-def _parts(block: Block, recompute: Collection[str]) -> Iterator[nn.Module]:
-    if "core" in recompute:
-        yield block.attention.core
-    if "mlp" in recompute:
-        yield block.mlp
-    if "norm" in recompute:
-        yield from (m for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm))
-
-
 def wrap_output(output: Output, device: Device, *, shared: bool) -> None:
     """Compile the passes over the logits, and choose how the head's products are computed.
 
     `shared`: the vocabulary is sharded, and workers exchange sums between the passes.
     """
-    output.wide, output.one_pass = slow_bf16(), device.foreach
-    if device.foreach and not shared:
+    output.wide, output.one_pass = slow_bf16(), device.asynchronous
+    if device.asynchronous and not shared:
         output.softmax_gradient_ = device.compile(output.softmax_gradient_)
     else:
         output.statistics = device.compile(output.statistics)
         output.softmax_ = device.compile(output.softmax_)
 
 
-def _recomputed(part: nn.Module, *inputs: Any) -> Tensor:
+def _recomputed(part: nn.Module, *inputs: Any) -> Any:
     return _checkpointed(functools.partial(type(part).forward, part), *inputs)
 
 
-def _checkpointed(forward: Forward, *inputs: Any) -> Tensor:
+def _checkpointed(forward: Forward, *inputs: Any) -> Any:
     # The blocks have no dropout, so there is no random state to restore.
-    out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return out
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def cache_counts() -> tuple[int, int]:
-    """Return the numbers of graphs found in Inductor's cache and of graphs compiled, so far."""
     if "torch._dynamo" not in sys.modules:
         return (0, 0)
     counters: Any = torch._dynamo.utils.counters

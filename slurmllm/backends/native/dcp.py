@@ -123,13 +123,10 @@ class DcpSaver:
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
         """Choose the files of this worker: two keep two cores busy with checksums."""
-        keys = list(tensors)
-        if self._mesh_place is not None:
-            keys = own_tensors(tensors, self._mesh_place)
+        place = self._mesh_place
+        keys = list(tensors) if place is None else own_tensors(tensors, place)
         sizes = {key: local_part(tensors[key]).nbytes for key in keys}
-        if sum(sizes.values()) < _SPLIT_BYTES:
-            return [keys]
-        return share_out(sizes, 2)
+        return share_out(sizes, 2) if sum(sizes.values()) >= _SPLIT_BYTES else [keys]
 
     def wait_for_copy(self) -> None:
         """Wait until the state may be changed; before every optimizer step."""
@@ -137,12 +134,8 @@ class DcpSaver:
             self._save.wait_for_copy()
 
     def _allocate_copies(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Allocate host memory for the tensors that this worker writes, the same at every save."""
         tensors = {key: tensor for part in parts for key, tensor in part.items()}
-        sizes = {
-            key: math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
-            for key, tensor in tensors.items()
-        }
+        sizes = {key: math.ceil(t.nbytes / _ALIGNMENT) * _ALIGNMENT for key, t in tensors.items()}
         memory = mmap.mmap(-1, sum(sizes.values()) or _ALIGNMENT)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a hundredth of the page faults
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -179,13 +172,11 @@ class DcpSave(ShardWrite):
         self.waited_s = 0.0
 
     def write_all(self) -> None:
-        """Write the shards and `.metadata` (collective)."""
         self._copied.set()
         self._write()
         self._names = [*sorted(self._written.written), *self._write_metadata()]
 
     def start(self, copies: Mapping[str, Tensor], device: Device) -> None:
-        """Begin to copy and write in a thread."""
         ready = device.event()
         executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
         executor.submit(self._copy_and_write, copies, device, ready)
@@ -290,16 +281,17 @@ def load(
     table = _read_table(directory, control)
     fault: SlurmllmError | None = None
     try:
-        if table is not None:
-            if _num_workers(table) == control.world_size:
-                prefix = f"{RANDOM}.{_random_key(control.rank)}"
-                now = _random_state(model).items()
-                stored = {kind: v for kind, v in now if f"{prefix}.{kind}" in table.stored}
-                state[RANDOM] = {_random_key(control.rank): stored}
-            _read_shards(state, DcpFiles(directory, table))
-        else:
+        if table is None:
             files = open_training(directory, config or read_origin(directory).model)
             _read_nxd_shards(state, files)
+        else:
+            # Each worker that wrote the checkpoint has a random state.
+            writers = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
+            if len(writers) == control.world_size:
+                mine, now = _random_key(control.rank), _random_state(model)
+                stored = [kind for kind in now if f"{RANDOM}.{mine}.{kind}" in table.stored]
+                state[RANDOM] = {mine: {kind: now[kind] for kind in stored}}
+            _read_shards(state, DcpFiles(directory, table))
     except StorageError as error:
         fault = StorageError(f"{error} (rank {control.rank})")
     except SlurmllmError as error:
@@ -327,11 +319,6 @@ def _read_table(directory: Path, control: ControlPlane) -> ChunkTable | None:
     if isinstance(table, StorageError):
         raise table
     return table
-
-
-def _num_workers(table: ChunkTable) -> int:
-    """Return the number of workers that wrote a checkpoint, each of which has a random state."""
-    return len({key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")})
 
 
 @torch.no_grad()

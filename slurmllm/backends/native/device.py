@@ -35,10 +35,9 @@ class Device:
     process_group = "gloo"
     activity = ProfilerActivity.CPU
     memory_history: Any = None  # torch's module that records allocations
-    # Whether calls return before the work is done, and metrics are read a step later.
+    # Whether calls return before the work is done: metrics are read a step later, and one call for
+    # many tensors, as torch._foreach_*, is faster than one for each.
     asynchronous = False
-    # Whether one call for many tensors, as torch._foreach_*, is faster than one for each.
-    foreach = False
     # The vocabulary and the tokens of the head's matrix products are padded to a multiple of this.
     row_multiple = 1
     # Logits of bf16 that exist at a time. In `plan/memory.py` too.
@@ -101,7 +100,7 @@ class Accelerator(Device):
     It uses the parts of the module that FSDP2 needs as well: streams, events, memory figures.
     """
 
-    asynchronous = foreach = True
+    asynchronous = True
     logits_at_a_time = 2**29  # gradients of the chunks are summed in passes over the whole head's
     row_multiple = 64  # rows of bf16 are aligned to 128 bytes, of fp32 to 256
     update_elements = 2**25
@@ -231,7 +230,6 @@ KINDS: dict[str, type[Device]] = {"cpu": Device, "cuda": Cuda, "neuron": Neuron}
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to the device."""
     # torch keeps the pinned copy until the device has read it.
     pinned = tensor if device.type == "cpu" else tensor.pin_memory()
     return pinned.to(device, non_blocking=True)

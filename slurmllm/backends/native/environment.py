@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from slurmllm.backends.environment import Graph, Variable
-from slurmllm.backends.native.processor import processor as processor
+from slurmllm.backends.environment import BackendEnvironment, Graph, Variable, output_of
 from slurmllm.config.recipe import ADAMW
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
-from slurmllm.plan.mesh import Mesh, replica_nodes
+from slurmllm.plan.mesh import Mesh
 
+CPUINFO = Path("/proc/cpuinfo")
+_UNKNOWN = "unknown"
+# The flags of x86-64 that name instructions which a compiler emits by itself.
+_INSTRUCTIONS = re.compile(r"s?sse|avx|amx|fma|bmi|f16c|gfni|vaes|vpclmul|xop|tbm|abm|popcnt|movbe")
+# `submit --local` asks once for each earlier run.
+output = functools.cache(output_of)
 _FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then the key
 
 
@@ -48,19 +54,12 @@ def cache_variables(cache: str) -> dict[str, Variable]:
     }
 
 
-def precompile_nodes(config: RunConfig, nodes: int) -> int:
-    """Return the nodes of one replica: graphs contain no collectives between replicas."""
-    return min(nodes, replica_nodes(config))
-
-
-def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
-    """Return the workers' command alone: Inductor compiles in the workers."""
-    return [list(workers)]
-
-
-def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-    """Return False: each micro batch is computed by the same graphs."""
-    return False
+# Graphs contain no collectives between replicas, serve any accumulation, and are compiled in the
+# workers.
+precompile_nodes = BackendEnvironment.precompile_nodes
+precompile_commands = BackendEnvironment.precompile_commands
+graphs_depend_on_accumulation = BackendEnvironment.graphs_depend_on_accumulation
+arguments = BackendEnvironment.arguments  # the runtime reads the recipe itself
 
 
 def expects_graphs(config: RunConfig) -> bool:
@@ -68,7 +67,6 @@ def expects_graphs(config: RunConfig) -> bool:
 
 
 def graphs(cache: Path) -> list[Graph]:
-    """Return the FX graphs in Inductor's cache, a folder each, named by the graph's key."""
     compiler = f"inductor {importlib.metadata.version('torch')}"
     entries = sorted((cache / _FX_GRAPHS).glob("*/*"))
     return [
@@ -80,10 +78,7 @@ def graphs(cache: Path) -> list[Graph]:
 
 
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
-    """Return the shapes and formats of a block, and the CPU threads that its code is compiled for.
-
-    Not the number of data-parallel workers: graphs contain no collectives between replicas.
-    """
+    """Return the shapes and formats of a block, and the CPU threads that its code is for."""
     recipe, cluster = config.recipe, config.cluster
     # Before the nodes are known, the partition replaces their number of threads.
     on = threads if threads is not None else (recipe.slurm.partition or cluster.partition)
@@ -119,13 +114,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def node_versions() -> dict[str, str]:
-    """Return `versions`: the driver of a GPU is in torch's own messages."""
-    return versions()
-
-
-def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    return {}  # the runtime reads the recipe itself
+node_versions = versions  # the driver of a GPU is in torch's own messages
 
 
 def unsupported(config: RunConfig) -> list[str]:
@@ -172,3 +161,50 @@ def missing_torch_neuron() -> str | None:
         "describes (trn2, trn3; torch 2.13 or 2.14), or --set backend=nxd, or choose another "
         "--cluster"
     )
+
+
+def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what this node's graphs are made for; `variables` are those of the workers.
+
+    Inductor vectorizes for ATen's CPU capability and compiles with `-march=native`; its cache keys
+    hold neither. A graph of another capability would be compiled for a vector length that its loops
+    were not written for, and compute garbage. The name of a GPU is in the keys.
+    """
+    if device == "cuda":
+        gpus = output("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+        names = {line.replace(",", "") for line in (gpus or _UNKNOWN).splitlines()}
+        return {"gpu": ", ".join(sorted(names))}
+    fields, compiler = cpu_fields(), variables.get("CXX") or "g++"
+    flags = set(fields.get("flags") or fields.get("Features") or [])  # x86-64, Arm
+    x86 = platform.machine() == "x86_64"
+    features = filter(_INSTRUCTIONS.match, flags) if x86 else flags
+    version = output(compiler, "-dumpfullversion", "-dumpversion") or _UNKNOWN
+    return {
+        "cpu_capability": cpu_capability(flags, variables.get("ATEN_CPU_CAPABILITY")),
+        "cpu_features": " ".join(sorted(features)),
+        # Inductor takes a smaller capability if this one cannot compile for the processor's.
+        "compiler": f"{Path(compiler).name} {version}",
+    }
+
+
+def cpu_capability(flags: set[str], requested: str | None) -> str:
+    """Return torch.backends.cpu.get_cpu_capability() of an x86-64 with these flags.
+
+    `requested` is $ATEN_CPU_CAPABILITY. On other architectures return it, or `native`.
+    """
+    if platform.machine() != "x86_64":
+        return requested or "native"
+    if requested in ("default", "avx2", "avx512"):  # others are ignored
+        return requested.upper()
+    # ATen's DispatchStub.cpp
+    if {"avx512vl", "avx512bw", "avx512dq", "fma"} <= flags:
+        return "AVX512"
+    return "AVX2" if {"avx2", "fma"} <= flags else "DEFAULT"
+
+
+def cpu_fields(cpuinfo: Path = CPUINFO) -> dict[str, list[str]]:
+    """Return the fields of /proc/cpuinfo's last processor, split at spaces; none without it."""
+    if not cpuinfo.is_file():
+        return {}
+    lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+    return {key.strip(): value.split() for key, _, value in lines}

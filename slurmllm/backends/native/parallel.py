@@ -183,7 +183,7 @@ class Pipeline:
         numbers = range(group.get_local_rank(), mesh.chunks, mesh.pipeline)
         tokens = torch.empty(mesh.micro_batch, seq_len, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta")
-        stages: list[Any] = []
+        stages = []
         for number, chunk in zip(numbers, chunks, strict=True):
             stage: Any = PipelineStage(
                 chunk,
@@ -214,29 +214,19 @@ class Pipeline:
             self._schedule = Schedule1F1B(stages[0], count, **options)
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, weight: float
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        weight: float,
+        *,
+        backward: bool = True,
     ) -> Tensor | None:
         """Accumulate the gradients of all micro batches, each loss times `weight`.
 
         Tokens, labels and positions: [accumulation · micro_batch, seq]; every stage reads the
         positions. Returns the mean loss; None if this worker does not have the last chunk.
         """
-        return self._run(self._schedule.step, tokens, labels, positions, weight)
-
-    def evaluate(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, weight: float
-    ) -> Tensor | None:
-        """Return the mean loss as `forward_backward`; computes no gradients."""
-        return self._run(self._schedule.eval, tokens, labels, positions, weight)
-
-    def _run(
-        self,
-        run: Callable[..., Any],
-        tokens: Tensor,
-        labels: Tensor,
-        positions: Tensor | None,
-        weight: float,
-    ) -> Tensor | None:
         self._weight = weight
         losses: list[Tensor] = []
         inputs = (tokens,) if self.first else ()
@@ -244,6 +234,7 @@ class Pipeline:
         if self.last:
             more |= {"labels": labels, "target": labels, "losses": losses}
         try:
+            run = self._schedule.step if backward else self._schedule.eval
             run(*inputs, return_outputs=False, **more)
         except RuntimeError as error:
             # Errors of a stage's forward pass are wrapped into one about its arguments; the cause

@@ -18,8 +18,7 @@ of 0.999 would never decrease.
 The random bits are a hash of (seed, step, parameter's name, row, column), with row and column in
 the whole parameter. So all copies of an element, on tensor-parallel workers or at both ends of a
 pipeline, are rounded alike and stay equal; every mesh rounds alike; and a resumed run rounds as an
-uninterrupted one without any saved state. torchao's optimizer (0.18) draws from the global
-generator of each worker instead, so that copies diverge, and is compiled again for each shape.
+uninterrupted one without any saved state.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _PURE = ("bf16_sr", "bf16")
 
 
 def store_weights(model: nn.Module, precision: str) -> None:
-    """Convert the parameters of a model on the meta device to their storage format."""
     if precision not in _PURE:
         return
     # Not model.to(): the rotary table stays fp32, because bf16 cannot separate far positions.
@@ -56,7 +54,6 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def sharding_policy(precision: str) -> MixedPrecisionPolicy:
-    """Return the formats that FSDP casts weights and gradients to."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -91,10 +88,7 @@ def make_optimizer(
 def make_adamw(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, train: TrainConfig
 ) -> torch.optim.Optimizer:
-    """Make AdamW over this worker's shards, under their names in the whole model.
-
-    An optimizer of another package that updates some parameters by AdamW calls it too.
-    """
+    # An optimizer of another package that updates some parameters by AdamW calls it too.
     names, param_groups = adamw_groups(named_parameters, optim)
     options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if train.precision == "bf16_sr":
@@ -107,7 +101,6 @@ def make_adamw(
 def adamw_groups(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig
 ) -> tuple[dict[Tensor, str], list[dict[str, Any]]]:
-    """Return the parameters' names and their groups by weight decay."""
     # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
     # all tensors of a group on one mesh.
     groups: dict[tuple[bool, Any], list[Tensor]] = {}
@@ -260,10 +253,9 @@ def scramble(x: Tensor) -> Tensor:
 
 
 class _RandomKeys:
-    """The keys that the random bits of each element are hashed from.
+    """The keys that the random bits of each element are hashed from; one tensor has all rows.
 
-    A shard is rows and columns of the whole parameter; a vector is one row. One tensor has all
-    rows.
+    A shard is rows and columns of the whole parameter; a vector is one row.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], seed: int) -> None:

@@ -133,13 +133,12 @@ class NativeBackend(Backend):
             make_mask = self.worker_device.compile(document_blocks)
             for chunk in self.chunks:
                 chunk.document_blocks = make_mask
-        self.chunks[-1].output.z_loss = recipe.train.z_loss
-        self.chunks[-1].output.row_multiple = self.worker_device.row_multiple
-        self.chunks[-1].output.logits_at_a_time = self.worker_device.logits_at_a_time
+        output = self.chunks[-1].output
+        output.z_loss = recipe.train.z_loss
+        output.row_multiple = self.worker_device.row_multiple
+        output.logits_at_a_time = self.worker_device.logits_at_a_time
         if recipe.train.compile:
-            compiling.wrap_output(
-                self.chunks[-1].output, self.worker_device, shared=mesh.tensor > 1
-            )
+            compiling.wrap_output(output, self.worker_device, shared=mesh.tensor > 1)
         fsdp: dict[str, Any] = {
             "mesh": self.device_mesh[tuple(mesh.data_axes)],
             "mp_policy": precision.sharding_policy(recipe.train.precision),
@@ -154,12 +153,9 @@ class NativeBackend(Backend):
             chunk.to_empty(device=self.device)
         self.model = combine_chunks(self.chunks)
         if unsharded:
-            dtype = precision.compute_dtype(recipe.train.precision)
+            dtype, device = precision.compute_dtype(recipe.train.precision), self.worker_device
             self.weights = UnshardedWeights(
-                self.model,
-                dtype,
-                self.worker_device.waiting_gradients,
-                lasting=self._has_mixed_adamw(),
+                self.model, dtype, device.waiting_gradients, lasting=self._has_mixed_adamw()
             )
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
@@ -257,7 +253,7 @@ class NativeBackend(Backend):
             if self.pipeline is not None:
                 self.evaluation_pipeline = self.evaluation_pipeline or self._make_pipeline()
                 inputs = self._to_device(micro_batches)
-                mean = self.evaluation_pipeline.evaluate(*inputs, weight)
+                mean = self.evaluation_pipeline.forward_backward(*inputs, weight, backward=False)
             else:
                 for micro_batch in micro_batches:
                     loss = self.chunks[0](*self._to_device([micro_batch]))
@@ -269,7 +265,6 @@ class NativeBackend(Backend):
         return self._global_mean(mean)
 
     def _to_device(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return tokens, labels and, if documents are separated, positions."""
 
         def to_tensor(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
             return send(torch.from_numpy(np.concatenate(arrays)), self.device)
@@ -289,11 +284,9 @@ class NativeBackend(Backend):
         return self.model.get_parameter("embed.weight")
 
     def optimizer_step(self, lr: float) -> DeviceNumber:
-        parameters = [p for p in self.parameters if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(
-            gradients, [self.parameters[p] for p in parameters], foreach=self.worker_device.foreach
-        )
+        copies = [count for p, count in self.parameters.items() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = total_norm(gradients, copies, foreach=self.worker_device.asynchronous)
         factor = clip_factor(norm, self.config.recipe.optim.grad_clip)
         if isinstance(self.optimizer, MixedAdamW):
             self.optimizer.factor = factor
@@ -308,11 +301,8 @@ class NativeBackend(Backend):
         return DeviceNumber(norm)  # here, so that who reads it waits for the whole step
 
     def param_norm(self) -> DeviceNumber:
-        return DeviceNumber(
-            total_norm(
-                [*self.parameters], [*self.parameters.values()], foreach=self.worker_device.foreach
-            )
-        )
+        parameters, foreach = self.parameters, self.worker_device.asynchronous
+        return DeviceNumber(total_norm([*parameters], [*parameters.values()], foreach=foreach))
 
     def save_shards(self, directory: Path) -> ShardWrite:
         return self.shards.begin(

@@ -113,7 +113,6 @@ class UnshardedWeights:
 
     @torch.no_grad()
     def _add(self) -> None:
-        """Add the waiting gradients to the sums."""
         first = [(weight, g) for weight, g in self._waiting if weight.sum is None]
         later = [(weight.sum, g) for weight, g in self._waiting if weight.sum is not None]
         for (weight, _), total in zip(first, _converted([g for _, g in first]), strict=True):
@@ -142,7 +141,6 @@ class UnshardedWeights:
 
 
 def _converted(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return copies of another format, by one call for all tensors."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     if copies:
         torch._foreach_copy_(copies, tensors)

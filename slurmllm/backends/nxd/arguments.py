@@ -27,8 +27,7 @@ _RECOMPUTED_CLASSES = {
 }
 
 
-def dtype(precision: str) -> str:
-    """Return the dtype of weights and activations on the device."""
+def dtype(precision: str) -> str:  # of weights and activations on the device
     return "float32" if precision == "fp32" else "bfloat16"
 
 
@@ -38,15 +37,13 @@ def optimizer_dtype(precision: str) -> str:
 
 
 def model_inputs(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the model's inputs."""
-    documents = config.recipe.data.mask == "document"
-    return ("tokens", "labels", *(("positions",) if documents else ()))
+    documents = ("positions",) if config.recipe.data.mask == "document" else ()
+    return ("tokens", "labels", *documents)
 
 
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Return the arguments of each NxD function, by the function's name."""
     recipe = config.recipe
-    parallel, train = recipe.parallel, recipe.train
+    parallel, train, optim = recipe.parallel, recipe.train, recipe.optim
     recomputed = [name for part in train.recomputed for name in _RECOMPUTED_CLASSES[part]]
     zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
     return {
@@ -67,7 +64,16 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
                 "use_master_weights_in_ckpt": master,
             },
         },
-        "initialize_parallel_optimizer": _optimizer(config),
+        "initialize_parallel_optimizer": {
+            "optimizer_class": "torch.optim.AdamW",
+            "lr": optim.lr,
+            "betas": list(optim.betas),
+            "eps": optim.eps,
+            "weight_decay": optim.weight_decay,
+            # Step and learning rate become inputs of the compiled graph, not constants.
+            "capturable": config.cluster.device == "neuron",
+            **({"optimizer_dtype": optimizer_dtype(train.precision)} if zero else {}),
+        },
         "parallel_layers": {
             "dtype": dtype(train.precision),
             # With NxD's default, fp32, the reduced gradient of a bf16 layer is lost.
@@ -82,21 +88,6 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
             "async_save": True,
             "num_kept_ckpts": None,
         },
-    }
-
-
-def _optimizer(config: RunConfig) -> dict[str, Any]:
-    optim, train = config.recipe.optim, config.recipe.train
-    zero_only = {"optimizer_dtype": optimizer_dtype(train.precision)}
-    return {
-        "optimizer_class": "torch.optim.AdamW",
-        "lr": optim.lr,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        # Step and learning rate become inputs of the compiled graph, not constants.
-        "capturable": config.cluster.device == "neuron",
-        **(zero_only if config.recipe.parallel.zero > 0 else {}),
     }
 
 

@@ -30,31 +30,16 @@ import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.backends.environment import Graph, Variable, output_of
+from slurmllm.backends.environment import BackendEnvironment, Graph, Variable, output_of
 from slurmllm.backends.nxd.arguments import arguments as arguments
-from slurmllm.config.cluster import Cluster
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ADAMW
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-
-
-class _Published(NamedTuple):
-    """Values that the published scripts of a model found by measurement."""
-
-    script: str
-    in_flight: int
-    arenas: int
-
-
-_NEOX = _Published("neox_20b.sh", 5, 128)
-_GPT3 = _Published("train_setup.sh", 5, 128)
-_LLAMA = _Published("HLAT 7B", 3, 64)
-_LLAMA_PIPELINE = _Published("run_llama2_70B_tp_pp.sh", 7, 128)
 
 _PROFILER = "Neuron Explorer: environment variables"
 _CPU_MODE = {
@@ -71,36 +56,37 @@ _EFA = {
 def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
     recipe = config.recipe
     precision, family = recipe.train.precision, recipe.model.family
+    # Executions in flight and malloc's arenas, which the published scripts found by measurement.
     if FAMILIES[family].norm == "rms":
-        published = _LLAMA_PIPELINE if recipe.parallel.pipeline > 1 else _LLAMA
+        script, in_flight, arenas = "HLAT 7B", 3, 64
+        if recipe.parallel.pipeline > 1:
+            script, in_flight, arenas = "run_llama2_70B_tp_pp.sh", 7, 128
     else:
-        published = _NEOX if family == "neox" else _GPT3
+        script = "neox_20b.sh" if family == "neox" else "train_setup.sh"
+        in_flight, arenas = 5, 128
     network = _CPU_MODE
     if config.cluster.device == "neuron":
-        network = _EFA if instance_of(config.cluster).efa_devices else {}
-    rounding = (
-        Variable("1", "train.precision bf16_sr (neox_20b.sh, HLAT 7B)")
-        if precision == "bf16_sr"
-        else Variable("0", f"train.precision {precision} (HLAT 70B, NxDT)")
-    )
+        instance = INSTANCES.get(config.cluster.instance_type or DEFAULT, INSTANCES[DEFAULT])
+        network = _EFA if instance.efa_devices else {}
+    rounding = Variable("0", f"train.precision {precision} (HLAT 70B, NxDT)")
+    if precision == "bf16_sr":
+        rounding = Variable("1", "train.precision bf16_sr (neox_20b.sh, HLAT 7B)")
     return {
         **network,
         # Our launcher replaces torchrun. Only with this variable does torch-xla give each worker
         # the core of its LOCAL_RANK and pass the world size to the runtime.
         "TORCHELASTIC_RUN_ID": Variable("slurmllm", "torch-xla: workers as under torchrun"),
-        "NEURON_CC_FLAGS": Variable(" ".join(compiler_flags(config)), "neox_20b.sh, HLAT, NxDT"),
+        "NEURON_CC_FLAGS": Variable(_compiler_flags(precision), "neox_20b.sh, HLAT, NxDT"),
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
         "NEURON_RT_EXEC_TIMEOUT": Variable("4000", "HLAT, s: outlasts a graph a peer compiles"),
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(
-            str(published.in_flight), published.script
-        ),
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(str(in_flight), script),
         "NEURON_FUSE_SOFTMAX": Variable("1", "train_setup.sh, HLAT"),
         "NEURON_TRANSFER_WITH_STATIC_RING_OPS": Variable("", "neox_20b.sh, HLAT 7B"),
         "XLA_DISABLE_FUNCTIONALIZATION": Variable(
             "0", "run_llama2_70B_tp_pp.sh; Neuron: else splits of 2D tensors go wrong"
         ),
         **_bucket_size(config),
-        "MALLOC_ARENA_MAX": Variable(str(published.arenas), published.script),
+        "MALLOC_ARENA_MAX": Variable(str(arenas), script),
         "XLA_THREAD_POOL_SIZE": Variable("4", "neox_20b.sh"),
         **_profiling(config, profiles),
     }
@@ -116,30 +102,24 @@ def _profiling(config: RunConfig, profiles: Path | None) -> dict[str, Variable]:
     """
     if config.recipe.profile.steps is None or config.cluster.device != "neuron":
         return {}
-    values = {
+    source = f"{_PROFILER}: a folder a worker, named by its process"
+    folder = {"NEURON_RT_INSPECT_OUTPUT_DIR": Variable(str(profiles), source)}
+    return {
         INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
         "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
+        **(folder if profiles is not None else {}),
     }
-    if profiles is not None:
-        folder = Variable(str(profiles), f"{_PROFILER}: a folder a worker, named by its process")
-        values["NEURON_RT_INSPECT_OUTPUT_DIR"] = folder
-    return values
 
 
-def compiler_flags(config: RunConfig) -> dict[str, str]:
-    """Return the flags of neuronx-cc (NEURON_CC_FLAGS) in order, each with its source."""
-    flags = {
-        "--model-type=transformer": "neox_20b.sh, HLAT, run_llama2_70B_tp_pp.sh",
-        "--distribution-strategy=llm-training": "neox_20b.sh, HLAT",
-    }
-    if config.recipe.train.precision != "fp32":
-        # Sums of bf16 values, such as softmax and norms, in fp32.
-        flags["--enable-mixed-precision-accumulation"] = "neox_20b.sh, NxDT"
+def _compiler_flags(precision: str) -> str:
+    # neox_20b.sh, HLAT; the first of run_llama2_70B_tp_pp.sh, too.
+    flags = ["--model-type=transformer", "--distribution-strategy=llm-training"]
+    if precision != "fp32":  # sums of bf16 values, such as softmax and norms, in fp32
+        flags.append("--enable-mixed-precision-accumulation")  # neox_20b.sh, NxDT
     # The compiler casts nothing. AWS sets this for fp32 (train_setup.sh) and autocast (NxDT); its
     # other modes cast the whole model by XLA_USE_BF16, where our model casts by itself. Explicit,
     # because releases differ in the default (matmult, later none).
-    flags["--auto-cast=none"] = "train_setup.sh, NxDT"
-    return flags
+    return " ".join([*flags, "--auto-cast=none"])
 
 
 def _bucket_size(config: RunConfig) -> dict[str, Variable]:
@@ -175,7 +155,6 @@ def graphs_depend_on_accumulation(config: RunConfig) -> bool:
     return True
 
 
-FOLDER = "neuron"  # inside the node-local cache folder
 _TOOL = "neuron_parallel_compile"
 
 # Variables of the network, the host and the device's runtime; any other may change a graph.
@@ -188,7 +167,7 @@ _NOT_IN_GRAPHS = (
 
 def graphs(cache: Path) -> list[Graph]:
     entries = []
-    for entry in sorted((cache / FOLDER).glob("neuronxcc-*/MODULE_*")):
+    for entry in sorted((cache / "neuron").glob("neuronxcc-*/MODULE_*")):
         if not entry.is_dir():
             continue
         neff, log = entry / "model.neff", entry / "model.log"
@@ -276,23 +255,14 @@ INSTANCES = {
 DEFAULT = "trn1.32xlarge"
 
 
-def instance_of(cluster: Cluster) -> Instance:
-    return INSTANCES.get(cluster.instance_type or DEFAULT, INSTANCES[DEFAULT])
-
-
-def unsupported(config: RunConfig) -> list[str]:
-    return [*unsupported_settings(config), *instance_faults(config.cluster)]
-
-
 _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
-def unsupported_settings(config: RunConfig) -> list[str]:
-    """Return the recipe's settings that NxD cannot train: value, rule and fix of each."""
-    recipe = config.recipe
+def unsupported(config: RunConfig) -> list[str]:
+    recipe, cluster = config.recipe, config.cluster
     parallel, train, model = recipe.parallel, recipe.train, recipe.model
     faults = []
-    if config.cluster.device == "cuda":
+    if cluster.device == "cuda":
         faults.append(
             "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "
             "on cuda; --set backend=native, or choose another --cluster"
@@ -324,33 +294,26 @@ def unsupported_settings(config: RunConfig) -> list[str]:
             f"{parallel.tensor}, over which sequence parallelism shards it; "
             "--set parallel.sequence=false, or change the length"
         )
-    if config.cluster.device == "neuron" and parallel.tensor not in _TENSOR_SIZES:
+    if cluster.device == "neuron" and parallel.tensor not in _TENSOR_SIZES:
         faults.append(
             f"parallel.tensor: {parallel.tensor}: the collectives of trn1 work on "
             f"{', '.join(map(str, _TENSOR_SIZES))} cores"
         )
-    return faults
-
-
-def instance_faults(cluster: Cluster) -> list[str]:
-    """Return the settings of a cluster profile that its instance type does not support."""
-    if cluster.device != "neuron" or cluster.instance_type is None:
-        return []
-    if cluster.planning_only is not None:  # no run has it as its cluster
-        return []
     name = cluster.instance_type
+    # No run has a profile for planning as its cluster.
+    if cluster.device != "neuron" or name is None or cluster.planning_only is not None:
+        return faults
     if name not in INSTANCES:
-        return [
+        faults.append(
             f"cluster.instance_type: {name} is not known to backend nxd; choose "
             f"{', '.join(INSTANCES)}, or train with --set backend=native on another cluster"
-        ]
-    cores = INSTANCES[name].cores
-    if cluster.devices_per_node <= cores:
-        return []
-    return [
-        f"cluster.devices_per_node: {cluster.devices_per_node} workers, and {name} has "
-        f"{cores} NeuronCores; set {cores}"
-    ]
+        )
+    elif cluster.devices_per_node > (cores := INSTANCES[name].cores):
+        faults.append(
+            f"cluster.devices_per_node: {cluster.devices_per_node} workers, and {name} has "
+            f"{cores} NeuronCores; set {cores}"
+        )
+    return faults
 
 
 NOT_INSTALLED = "not installed"
@@ -371,9 +334,7 @@ def versions() -> dict[str, str]:
     return by_package
 
 
-def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return nothing: neuronx-cc compiles for its own device, on any host."""
-    return {}
+processor = BackendEnvironment.processor  # neuronx-cc compiles for its own device, on any host
 
 
 def node_versions() -> dict[str, str]:

@@ -48,20 +48,14 @@ class Layers:
             "sequence_dimension": SEQUENCE_DIMENSION if sequence and tensor > 1 else None,
         }
 
-    def column(self, linear: nn.Linear, rows: int | None = None) -> nn.Module:
+    def column(self, linear: nn.Linear, rows: int | None = None) -> Any:
         """Make a layer sharded by output features; `rows` of all workers with replicated heads."""
-        outputs, options = rows or linear.out_features, {"gather_output": False, **self._options}
-        made: nn.Module = ColumnParallelLinear(
-            linear.in_features, outputs, bias=linear.bias is not None, **options
-        )
-        return made
+        sizes, bias = (linear.in_features, rows or linear.out_features), linear.bias is not None
+        return ColumnParallelLinear(*sizes, bias=bias, gather_output=False, **self._options)
 
-    def row(self, linear: nn.Linear) -> nn.Module:
-        sizes, options = (linear.in_features, linear.out_features), self._options
-        made: nn.Module = RowParallelLinear(
-            *sizes, bias=linear.bias is not None, input_is_parallel=True, **options
-        )
-        return made
+    def row(self, linear: nn.Linear) -> Any:
+        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+        return RowParallelLinear(*sizes, bias=bias, input_is_parallel=True, **self._options)
 
     def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
         return kind(
@@ -142,11 +136,10 @@ class CoreAttention(CausalCore):
             k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         length = q.shape[-2]
-        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        unseen = later
+        unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         if positions is not None:
             begin = document_starts(positions)
-            unseen = later | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
+            unseen = unseen | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
         # Not -inf: a compiler may multiply by a mask, and 0 · inf is NaN.
         scores = scores.float().masked_fill(unseen, torch.finfo(torch.float32).min / 2)
         attended = torch.matmul(scores.softmax(-1).to(v.dtype), v)
@@ -251,17 +244,12 @@ class ParallelDecoder(nn.Module):
         self.positions: nn.Module | None = None
         if decoder.positions is not None:
             self.positions = layers.vocabulary(decoder.positions, Positions)
-        self.layers = nn.ModuleDict(
-            {
-                name: ParallelBlock(block, layers, rotary)
-                for name, block in zip(decoder.layers, decoder.blocks(), strict=True)
-            }
-        )
+        pairs = zip(decoder.layers, decoder.blocks(), strict=True)
+        self.layers = nn.ModuleDict({n: ParallelBlock(b, layers, rotary) for n, b in pairs})
         self.final_norm = decoder.final_norm
-        embed = decoder.embed
-        head = decoder.head or nn.Linear(  # a tied head: its weight is replaced
-            embed.embedding_dim, embed.num_embeddings, bias=False, device="meta"
-        )
+        width, entries = decoder.embed.embedding_dim, decoder.embed.num_embeddings
+        # A tied head's weight is replaced.
+        head = decoder.head or nn.Linear(width, entries, bias=False, device="meta")
         self.head = layers.column(head)
         self.tie()
         self.loss = ParallelLoss(config.vocab_size, config.padded_vocab_size)
@@ -270,7 +258,6 @@ class ParallelDecoder(nn.Module):
                 module.to(layers.dtype)
 
     def tie(self) -> None:
-        """Use the embedding's weight for the head if they are tied."""
         if self.config.tied_embeddings:
             self.head.weight = self.embed.weight
 

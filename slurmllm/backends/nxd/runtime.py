@@ -38,9 +38,9 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
-from slurmllm.backends.nxd.environment import INSPECT, unsupported_settings
+from slurmllm.backends.nxd.environment import INSPECT, unsupported
 from slurmllm.backends.nxd.saving import NxdSaving
-from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_
+from slurmllm.backends.nxd.shards import NAME, Norm, ParameterShards, clip_, sum_
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.checkpoint.formats.weights import open_training
@@ -52,9 +52,6 @@ from slurmllm.model.decoder import Decoder
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
 from slurmllm.run.host_memory import Memory, host_memory
-
-# Parts of a profiled step; an instance has the table of these functions of its own.
-_PARTS = {ForwardStepTask: "forward", BackwardStepTask: "backward"}
 
 # A collective of the host that waits longer than this has lost a peer. Long, because peers may
 # compile meanwhile.
@@ -73,8 +70,7 @@ class NxdBackend(Backend):
     _stage_names: tuple[tuple[str, ...], ...] | None = None  # parameters of each stage
 
     def start(self) -> None:
-        faults = unsupported_settings(self.config)
-        if faults:
+        if faults := unsupported(self.config):
             raise ConfigError("the NxD backend cannot run this recipe", faults)
         if self.worker.rank not in self.config.recipe.profile.ranks:
             os.environ.pop(INSPECT, None)  # before the runtime starts, which reads it
@@ -111,8 +107,7 @@ class NxdBackend(Backend):
     def _resolve_names(self) -> dict[str, Any]:
         """Return NxD's configuration with classes and functions in place of their names."""
         options = dict(self._arguments["neuronx_distributed_config"])
-        recomputed = options["activation_checkpoint_config"]
-        if recomputed:
+        if recomputed := options["activation_checkpoint_config"]:
             options["activation_checkpoint_config"] = [
                 next(vars(m)[name] for m in (parallel_model, decoder, nn) if name in vars(m))
                 for name in recomputed
@@ -141,17 +136,18 @@ class NxdBackend(Backend):
                 decoder = model_factory()
             assert isinstance(decoder, Decoder)
             model = parallel_model.ParallelDecoder(decoder, layers)
-            self._shards.store_names(model)
+            for name, module in model.named_modules():
+                setattr(module, NAME, name)
             return model
 
         self.model = nxd.initialize_parallel_model(self._nxd_config, model_fn)
         self._interleave_evaluation()
         if mesh.pipeline > 1:
             pipeline: Any = self.model.module
-            pipeline._INSTRUCTION_MAP = {
-                task: self.annotated(_PARTS[task], function) if task in _PARTS else function
-                for task, function in pipeline._INSTRUCTION_MAP.items()
-            }
+            functions = dict(pipeline._INSTRUCTION_MAP)  # the class's
+            for task, name in ((ForwardStepTask, "forward"), (BackwardStepTask, "backward")):
+                functions[task] = self.annotated(name, functions[task])
+            pipeline._INSTRUCTION_MAP = functions
         else:
             # NxD loses ties when it materializes a model whose outermost module has no parameters
             # of its own (`analyze_shared_parameters`); between stages it keeps them.
@@ -209,15 +205,16 @@ class NxdBackend(Backend):
 
     def _hook_clipping(self) -> None:
         """Clip after the reduction; ZeRO-1 makes a new inner optimizer at every load."""
+
+        def clip(*_: Any) -> None:
+            gradients = [tensor.grad for tensor in self._optimized_tensors()]
+            self._grad_norm = self._norm.of(gradients)
+            present = [gradient for gradient in gradients if gradient is not None]
+            clip_(present, self._grad_norm, self.config.recipe.optim.grad_clip)
+
         if self._hooked is not self._inner_optimizer:
             self._hooked = self._inner_optimizer
-            self._hooked.register_step_pre_hook(lambda *_: self._clip())
-
-    def _clip(self) -> None:
-        gradients = [tensor.grad for tensor in self._optimized_tensors()]
-        self._grad_norm = self._norm.of(gradients)
-        present = [gradient for gradient in gradients if gradient is not None]
-        clip_(present, self._grad_norm, self.config.recipe.optim.grad_clip)
+            self._hooked.register_step_pre_hook(clip)
 
     def fill_weights(self, read: WeightReader) -> None:
         with torch.no_grad():
@@ -265,7 +262,6 @@ class NxdBackend(Backend):
             )
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the micro batches without a pipeline; return this worker's mean loss."""
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in micro_batches:
             inputs = self._inputs([micro_batch]).values()
@@ -297,9 +293,8 @@ class NxdBackend(Backend):
         return mean
 
     def optimizer_step(self, lr: float) -> Tensor:
-        self._set_learning_rate(
-            torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
-        )
+        rate = torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
+        self._set_learning_rate(rate)
         self._sum_over_heads()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -326,9 +321,7 @@ class NxdBackend(Backend):
             if row is None and not of_heads:
                 continue
             # With fp32 accumulation, NxD moves each gradient into `main_grad`.
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = parameter.main_grad  # type: ignore[attr-defined]
+            gradient = parameter.main_grad if parameter.grad is None else parameter.grad  # type: ignore[attr-defined]
             (norms if of_heads else replicated).append(gradient[row:])
         sum_(replicated, parallel_state.get_kv_shared_group)
         sum_(norms, parallel_state.get_tensor_model_parallel_group)
@@ -345,8 +338,8 @@ class NxdBackend(Backend):
         mesh, precision = self.mesh, self.config.recipe.train.precision
         if self._stage_names is None:
             first = self._ranks[1:] == (0, 0)  # one worker of a stage
-            everyone = self.control.gather(tuple(self.parameters) if first else None)
-            names = None if everyone is None else tuple(n for n in everyone if n is not None)
+            stages = self.control.gather(tuple(self.parameters) if first else None)
+            names = None if stages is None else tuple(filter(None, stages))
             self._stage_names = self.control.broadcast(names)
         return NxdLayout(
             tensor=mesh.tensor,
@@ -360,7 +353,6 @@ class NxdBackend(Backend):
         )
 
     def load_shards(self, directory: Path) -> None:
-        """Load a checkpoint of this or another mesh or backend (collective)."""
         if read_layout(directory) == self._layout():
             hyperparameters = [
                 {name: value for name, value in group.items() if name != "params"}
@@ -381,13 +373,12 @@ class NxdBackend(Backend):
             if self._sharded:  # in the optimizer's format, which may be wider
                 weight = self._shards.read(name, files.read)
                 updated.data.copy_(self._shard(weight, updated))
-            moments = {}
+            state = {"step": torch.tensor(float(files.step(name)), dtype=torch.float32)}
             for kind in MOMENTS:
                 whole = self._shards.read(name, partial(files.read_moment, kind))
                 shard = self._shard(whole, updated)
-                moments[kind] = shard.to(updated.device, updated.dtype, copy=True)
-            step = torch.tensor(float(files.step(name)), dtype=torch.float32)
-            self._inner_optimizer.state[updated] = {"step": step, **moments}
+                state[kind] = shard.to(updated.device, updated.dtype, copy=True)
+            self._inner_optimizer.state[updated] = state
         self._use_loaded_state()
 
     def _use_loaded_state(self) -> None:
@@ -406,8 +397,7 @@ class NxdBackend(Backend):
         if not self._sharded:
             return whole
         rows = len(like)
-        first = self._ranks[1] * rows
-        shard = whole[first : first + rows]
+        shard = whole[self._ranks[1] * rows :][:rows]
         return torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
 
     @property
@@ -429,8 +419,8 @@ class NxdBackend(Backend):
         import torch_xla.debug.metrics as metrics
 
         compiled = self._count_graphs() - self._graphs_at_start
-        timings = metrics.metric_data("CompileTime")
-        return max(0, (timings[0] if timings else 0) - compiled), compiled
+        (timed, *_) = metrics.metric_data("CompileTime") or (0,)
+        return max(0, timed - compiled), compiled
 
     def _count_graphs(self) -> int:
         cache = os.environ.get("SLURMLLM_CACHE")

@@ -49,7 +49,6 @@ class NxdSaving(ShardWrite):
         optimizer: Any,
     ) -> None:
         self._directory, self._layout, self._rank = directory, layout, rank
-        self._first = dist.get_rank() == 0
         # In a thread even if training waits, so that a failed write can be reported.
         options = {"async_save": True, "num_kept_ckpts": None}
         nxd.save_checkpoint(str(directory), TAG, model=model, optimizer=optimizer, **options)
@@ -66,16 +65,15 @@ class NxdSaving(ShardWrite):
             for name in names:
                 fsync_file(self._directory / name)
         except RuntimeError as error:  # torch.save wraps the file system's error
-            raise StorageError(
-                f"NxD cannot write shards into {self._directory}: {error}"
-            ) from error
+            message = f"NxD cannot write shards into {self._directory}: {error}"
+            raise StorageError(message) from error
         return names
 
     def finish(self) -> list[str]:
         """Make NxD mark the checkpoint as done, then `forget` it (collective)."""
         nxd.finalize_checkpoint()
         forget()
-        if not self._first:
+        if dist.get_rank() != 0:
             return []
         self._layout.save(self._directory / LAYOUT)
         for folder in (TAG, f"{TAG}/model", f"{TAG}/optim"):

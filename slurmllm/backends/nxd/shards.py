@@ -21,7 +21,7 @@ from slurmllm.model.init import initial_values
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, sharding, share_of
 
-_NAME = "slurmllm_name"
+NAME = "slurmllm_name"  # attribute of a module: NxD partitions the model and renames the parts
 _WRAPPED = "_checkpoint_wrapped_module."
 
 
@@ -41,11 +41,6 @@ class ParameterShards:
         self.shapes: dict[str, Shape] = parameter_shapes(config)
         self.rank = parallel_state.get_tensor_model_parallel_rank()
 
-    def store_names(self, model: nn.Module) -> None:
-        """Store each module's name in it: NxD partitions the model and renames the parts."""
-        for name, module in model.named_modules():
-            setattr(module, _NAME, name)
-
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return this worker's parameters by name; tied parameters appear once."""
         parameters: dict[str, nn.Parameter] = {}
@@ -56,8 +51,7 @@ class ParameterShards:
         return parameters
 
     def name(self, module: nn.Module, leaf: str) -> str:
-        """Return a parameter's name in the whole model."""
-        name = f"{getattr(module, _NAME)}.{leaf}".replace(_WRAPPED, "")
+        name = f"{getattr(module, NAME)}.{leaf}".replace(_WRAPPED, "")
         tied = self.config.tied_embeddings and name == "head.weight"
         return "embed.weight" if tied else name
 
@@ -65,7 +59,6 @@ class ParameterShards:
         return share_of(name, self.shapes[name], self.config, self.tensor, self.rank)
 
     def read(self, name: str, read: WeightReader) -> Tensor:
-        """Read this worker's shard of a parameter, which may be several regions."""
         share, shape = self.share(name), self.shapes[name]
         whole = tuple(slice(0, size) for size in shape)
         if share.dim is None:
@@ -80,10 +73,10 @@ class ParameterShards:
         def initial(name: str, region: Region) -> Tensor:
             return initial_values(self.config, name, self.shapes[name], region, seed)
 
+        @torch.no_grad()
         def initialize(module: nn.Module, device: torch.device) -> None:
-            with torch.no_grad():
-                for leaf, parameter in module.named_parameters(recurse=False):
-                    parameter.copy_(self.read(self.name(module, leaf), initial))
+            for leaf, parameter in module.named_parameters(recurse=False):
+                parameter.copy_(self.read(self.name(module, leaf), initial))
 
         return initialize
 
@@ -117,8 +110,7 @@ class ParameterShards:
         if ".attention.qkv." not in name or kv_copies(self.config, self.tensor) == 1:
             return None
         queries = self.share(name).pieces[0]
-        rows: int = queries.stop - queries.start
-        return rows
+        return int(queries.stop - queries.start)
 
 
 class Norm:
@@ -157,12 +149,8 @@ class Norm:
 
         `tensors` has one for each parameter, with ZeRO-1 this worker's shard; None counts 0.
         """
-        parts = [
-            _squares(tensor.detach(), weight)
-            for tensor, weight in zip(tensors, self._weights, strict=True)
-            if tensor is not None
-        ]
-        total = torch.stack(parts).sum()
+        pairs = zip(tensors, self._weights, strict=True)
+        total = torch.stack([_squares(t.detach(), w) for t, w in pairs if t is not None]).sum()
         if self._mesh.tensor > 1:
             dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
         if self._mesh.pipeline > 1:
@@ -197,6 +185,6 @@ def sum_(parts: Sequence[Tensor], group: Callable[[], dist.ProcessGroup]) -> Non
         return
     message = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(message, group=group())
-    summed = torch.split(message, [part.numel() for part in parts])
-    for part, values in zip(parts, summed, strict=True):
+    sizes = [part.numel() for part in parts]
+    for part, values in zip(parts, torch.split(message, sizes), strict=True):
         part.copy_(values.view_as(part))

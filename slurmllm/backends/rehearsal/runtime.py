@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory
-from slurmllm.backends.rehearsal.environment import unsupported
+from slurmllm.backends.rehearsal.environment import ENVIRONMENT
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.run.host_memory import Memory, host_memory
@@ -40,7 +40,7 @@ class RehearsalBackend(Backend):
     _batch = 0
 
     def start(self) -> None:
-        if faults := unsupported(self.config):
+        if faults := ENVIRONMENT.unsupported(self.config):
             raise ConfigError("the rehearsal backend cannot run this recipe", faults)
         self._step_s = _read_setting(STEP_S, 0.02)
 
@@ -175,12 +175,10 @@ def mix(*values: int) -> int:  # a 64-bit digest
 
 
 def fraction(*values: int) -> float:
-    """Return a number in [0, 1) that depends on all `values`."""
     return mix(*values) / _MODULUS
 
 
 def batch_digest(micro_batches: Sequence[MicroBatch]) -> int:
-    """Return a digest of a worker's batch: of each sequence's content and its order."""
     digest = 0
     for batch in micro_batches:
         factors = np.arange(1, batch.tokens.shape[1] + 1, dtype=np.uint64) * _STRIDE | np.uint64(1)

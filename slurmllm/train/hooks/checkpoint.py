@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 
 from slurmllm.checkpoint.replicas import ReplicaCopier, open_replica
 from slurmllm.checkpoint.save import Save, refuse_if_superseded
@@ -100,12 +101,11 @@ class CheckpointHook(Hook):
     def _enough_time(self) -> bool:
         """Return whether a save at a stop can finish before the time limit (collective)."""
         job = self._job
-        stop_left_s = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
-        control = job.control
-        left_s = math.inf if stop_left_s is None else stop_left_s
+        left_s = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
         # Rank 0's last save counts; infinite: unknown.
-        needed = self._save_s if control.rank == 0 and self._save_s is not None else math.inf
-        least_s, needed_s = control.all_reduce([left_s, needed], "min")
+        needed_s = self._save_s if job.control.rank == 0 else None
+        times_s = [math.inf if seconds is None else seconds for seconds in (left_s, needed_s)]
+        least_s, needed_s = job.control.all_reduce(times_s, "min")
         if math.isinf(needed_s) or needed_s * _MARGIN <= least_s:
             return True
         message = (
@@ -150,7 +150,5 @@ def _make_copier(job: Job) -> ReplicaCopier | None:
         log.warning("%s; retrying at the next save", fault)
         job.events.add("copied", step, message=fault, seconds=seconds)
 
-    def check() -> None:
-        refuse_if_superseded(job.run, job.attempt)
-
+    check = partial(refuse_if_superseded, job.run, job.attempt)
     return ReplicaCopier(replica, job.run, config.replica_keep, check, report)

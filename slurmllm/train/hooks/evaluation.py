@@ -56,7 +56,6 @@ class EvaluationHook(Hook):
             self._evaluate()
 
     def after_step(self, end: StepEnd) -> None:
-        """Evaluate if it is due (collective)."""
         if end.evaluating:
             with self._job.backend.part("evaluation"):
                 self._evaluate()

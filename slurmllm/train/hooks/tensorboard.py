@@ -23,6 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import StorageError
+from slurmllm.format import format_plural
 from slurmllm.metrics.curves import TAGS
 from slurmllm.metrics.row_reader import evaluation_values
 from slurmllm.run.records import AttemptRecord
@@ -30,8 +31,6 @@ from slurmllm.run.safe_files import open_append
 from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
-
-_WHAT = "TensorBoard"
 
 
 class TensorBoardHook(Hook):
@@ -52,22 +51,19 @@ class TensorBoardHook(Hook):
         if self._stream is None and end.saving:
             self._open()
         measured = row.model_dump(include=set(TAGS), exclude_none=True)
-        values = [
-            Summary.Value(tag=TAGS[name], simple_value=value) for name, value in measured.items()
-        ]
-        self._add(row.time, row.step, values)
-        if end.last:
-            self._add(row.time, row.step, [session_end(row.time)])
+        self._add_scalars(row.time, row.step, {TAGS[name]: v for name, v in measured.items()})
+        if end.last:  # marks the session as successful
+            status = api_pb2.Status.STATUS_SUCCESS
+            ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=row.time)
+            data = plugin_data_pb2.HParamsPluginData(session_end_info=ended)
+            value = _hparams(hparams_metadata.SESSION_END_INFO_TAG, data)
+            self._add(row.time, row.step, [value])
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
-        values = evaluation_values(evaluation.losses)
-        summaries = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
-        self._add(evaluation.time, evaluation.step, summaries)
+        self._add_scalars(evaluation.time, evaluation.step, evaluation_values(evaluation.losses))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add points to curves: tag → value."""
-        added = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._add(time.time(), step, added)
+        self._add_scalars(time.time(), step, values)
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
@@ -80,7 +76,7 @@ class TensorBoardHook(Hook):
         self.close()
         self._files += 1
         name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{self._files}"
-        with diagnostic(_WHAT, self.close):
+        with diagnostic("TensorBoard", self.close):
             path = job.run.tensorboard / f"events.out.tfevents.{name}"
             self._stream, now = os.fdopen(open_append(path), "ab"), time.time()
             self._write(now, 0, file_version="brain.Event:2")
@@ -90,11 +86,15 @@ class TensorBoardHook(Hook):
             for step, value in start_values(job):
                 self._write(now, step, summary=Summary(value=[value]))
 
+    def _add_scalars(self, wall_time: float, step: int, values: Mapping[str, float]) -> None:
+        summaries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._add(wall_time, step, summaries)
+
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
-        with diagnostic(_WHAT, self._open):
+        with diagnostic("TensorBoard", self._open):
             if self._stream is not None and os.fstat(self._stream.fileno()).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "the files were removed; new ones begin")
-        with diagnostic(_WHAT, self.close):
+        with diagnostic("TensorBoard", self.close):
             self._write(wall_time, step, summary=Summary(value=values))
 
     def _write(self, wall_time: float, step: int, **content: object) -> None:
@@ -140,17 +140,6 @@ def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
         yield job.step + 1, attempts.value[0]
 
 
-def session_end(wall_time: float) -> Summary.Value:
-    """Return the value that marks the session as successful, written at the last step."""
-    end = plugin_data_pb2.SessionEndInfo(
-        status=api_pb2.Status.STATUS_SUCCESS, end_time_secs=wall_time
-    )
-    return _hparams(
-        hparams_metadata.SESSION_END_INFO_TAG,
-        plugin_data_pb2.HParamsPluginData(session_end_info=end),
-    )
-
-
 def hyperparameters(job: Job) -> dict[str, Setting]:
     """Return the hyperparameters by dotted path; the mesh as resolved, not as in the recipe."""
     config, mesh = job.config, job.mesh
@@ -162,14 +151,12 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
         "nodes": mesh.nodes,
         "world_size": mesh.world_size,
     }
+    values["model.num_kv_heads"] = config.recipe.model.kv_heads
     for path in _FROM_RECIPE:
         value = values[path]
-        if value is None and path == "model.num_kv_heads":
-            value = values["model.num_heads"]
-        if value is None:
-            continue
-        listed = isinstance(value, list | tuple)
-        settings[path] = ", ".join(str(part) for part in value) if listed else value
+        if value is not None:
+            listed = isinstance(value, list | tuple)
+            settings[path] = ", ".join(str(part) for part in value) if listed else value
     settings |= {
         "train.micro_batch": mesh.micro_batch,
         "parallel.tensor": mesh.tensor,
@@ -181,25 +168,23 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
 
 
 def restarts(job: Job) -> str:
-    """Return the newest attempts up to this one, as a table in Markdown."""
     lines = [
         "| attempt | nodes | resumed from | steps | ending | why |",
         "|---|---|---|---|---|---|",
     ]
     for number in range(max(0, job.attempt - _MAX_RESTARTS), job.attempt + 1):
-        is_current = number == job.attempt
-        record = None
+        before: int | None = None
+        nodes, steps, ending, why = "?", "", "?", ""
         with suppress(StorageError):
             record = AttemptRecord.load(job.run.attempt("train", number).record)
-        count = f"{job.mesh.nodes} node{'' if job.mesh.nodes == 1 else 's'}" if is_current else "?"
-        nodes = " ".join(record.nodes) if record else count
-        before = job.resumed_from if is_current else record.checkpoint_before if record else None
-        steps, ending, why = "", "running" if is_current else "?", ""
-        if record is not None and not is_current:
+            nodes, before = " ".join(record.nodes), record.checkpoint_before
             if record.first_step is not None:
                 steps = f"{record.first_step}–{record.last_step}"
             ending = record.ending or "?"
             why = " ".join(record.evidence[:1]).replace("|", "/").replace("\n", " ")
+        if number == job.attempt:
+            before, steps, ending, why = job.resumed_from, "", "running", ""
+            nodes = nodes if nodes != "?" else format_plural(job.mesh.nodes, "node")
         origin = "the start" if before is None else f"step {before}"
         lines.append(f"| {number} | {nodes} | {origin} | {steps} | {ending} | {why} |")
     return "\n".join(lines)
