@@ -144,16 +144,7 @@ def check_recovery(
     attempts = load_attempts(run, "train")
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
     injected = injection is not None and not injection.missed
-    faults: list[str] = []
-    if injection is None:
-        faults.append("the fault injector never started on the node")
-    elif injection.missed:
-        faults.append(f"the fault was not injected: {injection.missed}")
-    if state != "done":
-        faults.append(f"did not finish: {state}")
-    expected = FAULTS[kind].expected
-    if hit is not None and injected and expected and hit.ending != expected:
-        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
+    faults = _ending_faults(kind, injection, hit, state)
     recomputed = 0
     resume: Resumption | None = None
     steps_lost = None if hit is None else hit.steps_lost
@@ -189,6 +180,23 @@ def check_recovery(
         recovery=None if injection is None or not injected else recovery_times(run, injection),
         resume=resume,
     )
+
+
+def _ending_faults(
+    kind: FaultKind, injection: Injection | None, hit: AttemptRecord | None, state: str
+) -> list[str]:
+    faults: list[str] = []
+    if injection is None:
+        faults.append("the fault injector never started on the node")
+    elif injection.missed:
+        faults.append(f"the fault was not injected: {injection.missed}")
+    if state != "done":
+        faults.append(f"did not finish: {state}")
+    expected = FAULTS[kind].expected
+    injected = injection is not None and not injection.missed
+    if hit is not None and injected and expected and hit.ending != expected:
+        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
+    return faults
 
 
 def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
