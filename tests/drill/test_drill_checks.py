@@ -163,7 +163,7 @@ def test_a_refused_start_raises_the_error_of_resume(tmp_path: Path, runner: Runn
         (("nobody",), "no run 'nobody'"),
         (("r", "--kinds", "meteor"), "--kinds 'meteor'"),
         (("r", "--kinds", "node"), "takes 2 nodes and the run has 1"),
-        (("r", "--nodes", "0"), "--nodes 0"),
+        (("r", "--nodes", "0"), "'--nodes': 0 is not in the range"),
         (("r", "--steps", "2"), "--steps 2"),
         (("r", "--tolerance", "-1"), "--tolerance -1"),
         (("r", "--nodes", "3"), "the mesh does not fit"),
