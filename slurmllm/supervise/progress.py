@@ -123,7 +123,8 @@ class TrainerProgress:
         while self._unwritten:  # a full disk keeps it for the next time
             try:
                 with os.fdopen(open_append(self._path), "ab", buffering=0) as stream:
-                    self._unwritten = self._unwritten[stream.write(self._unwritten) :]
+                    written = os.write(stream.fileno(), self._unwritten)  # OSError of a full pipe
+                    self._unwritten = self._unwritten[written:]
             except OSError:
                 return
 
