@@ -223,8 +223,8 @@ class Watchdog:
                 self._heartbeats[name], self._alive_at[name] = heartbeat, read_at
                 # A worker that has ended is in its node's heartbeat no more: the others have the
                 # time of a start, as another project's trainer may have much to do at its end.
-                ended = dict.fromkeys(before.ranks if before else (), self._starting)
-                ranks = {**ended, **heartbeat.ranks}
+                start = dict.fromkeys(before.ranks if before else (), self._starting)
+                ranks = {**start, **heartbeat.ranks}
                 self._phases |= {r: phase for r, phase in ranks.items() if r in self._phases}
                 if before is None or before.ranks != heartbeat.ranks:
                     self._changed = now

@@ -80,12 +80,12 @@ def test_another_users_file_needs_a_group_that_is_trusted(tmp_path: Path) -> Non
 
 
 def test_a_user_whom_this_machine_does_not_know_is_not_trusted(tmp_path: Path) -> None:
-    unknown = os.stat_result((0o100600, 0, 0, 1, 54321, 54321, 0, 0, 0, 0))
-    assert untrusted_error(unknown, "root") == (
+    info = os.stat_result((0o100600, 0, 0, 1, 54321, 54321, 0, 0, 0, 0))
+    assert untrusted_error(info, "root") == (
         "it belongs to uid 54321, not to you or the group root"
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Path, "stat", lambda _: unknown)
+        patched.setattr(Path, "stat", lambda _: info)
         assert replaceable_error(tmp_path) == (
             f"{tmp_path} belongs to uid 54321, who may replace what is in it"
         )

@@ -144,14 +144,14 @@ def test_the_others_get_some_seconds_after_the_first_failure(
 def test_a_node_that_has_reported_is_read_no_more(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, asked = attempts.node_records, list[tuple[str, ...]]()
+    read, requests = attempts.node_records, list[tuple[str, ...]]()
 
     def count(run: RunDir, record: AttemptRecord, names: Sequence[str]) -> dict[str, NodeRecord]:
-        asked.append(tuple(names))
+        requests.append(tuple(names))
         return read(run, record, names)
 
     monkeypatch.setattr(attempts, "node_records", count)
     launchers.at = {30.2: partial(launchers.report, 70, LOST_PEER)}
     launchers.monitor()
-    assert asked[0] == ("n1", "n2")
-    assert set(asked[1:]) == {("n1",)}
+    assert requests[0] == ("n1", "n2")
+    assert set(requests[1:]) == {("n1",)}
