@@ -325,7 +325,6 @@ def test_nothing_is_lost_while_the_disk_is_full(run: RunDir) -> None:
 
 
 def test_a_pipe_in_place_of_the_metrics_delays_nothing(run: RunDir) -> None:
-    run.metrics(0).parent.mkdir()
     os.mkfifo(run.metrics(0))
     follower, reader = TrainerProgress(run, 0, "torchtitan"), os.open(run.metrics(0), os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
