@@ -27,7 +27,7 @@ MAX_PENDING = 256  # connections from other machines; the oldest gives way and c
 _GREETING_S = 5.0  # for another node's relay, which connects again if it was too slow
 _WORKER_GREETING_S = 600.0  # through the Unix socket, which no other user reaches
 _PAUSE_S = 0.1
-_CLAIM = struct.Struct("!BI")  # role, rank (of a worker) or index (of a node)
+_CLAIM = struct.Struct("!BII")  # role, rank (of a worker) or index (of a node), workers of the run
 _CHALLENGE = _PROOF = 32  # bytes
 GREETING_BYTES = _CLAIM.size + _CHALLENGE + _PROOF
 
@@ -48,13 +48,14 @@ class Peer(NamedTuple):
     number: int  # rank of a worker, or index of a node in the attempt
 
 
-def authenticate(peer: socket.socket, claim: Peer, secret: bytes) -> None:
+def authenticate(peer: socket.socket, claim: Peer, world_size: int, secret: bytes) -> None:
     """Prove to a relay that this peer is of its attempt, and have it prove the same.
 
+    And that both know the same number of workers: a node may have read an old configuration.
     Raises an OSError, TimeoutError included, if it does not.
     """
     challenge = _read(peer, _CHALLENGE)
-    greeting = _CLAIM.pack(*claim) + token_bytes(_CHALLENGE)
+    greeting = _CLAIM.pack(*claim, world_size) + token_bytes(_CHALLENGE)
     peer.sendall(greeting + _proof(secret, b"peer", challenge + greeting))
     if not hmac.compare_digest(_read(peer, _PROOF), _proof(secret, b"relay", challenge + greeting)):
         raise ConnectionRefusedError("it does not know the secret of this attempt")
@@ -85,8 +86,8 @@ class _PendingConnection:
 class Authenticator:
     """The pending connections of a relay, whose selector wakes it when one sends its greeting."""
 
-    def __init__(self, selector: selectors.BaseSelector, secret: bytes) -> None:
-        self._selector, self._secret = selector, secret
+    def __init__(self, selector: selectors.BaseSelector, secret: bytes, world_size: int) -> None:
+        self._selector, self._secret, self._world_size = selector, secret, world_size
         self._pending: dict[socket.socket, _PendingConnection] = {}  # the oldest first
         self._warned = False  # once: a port scan must not fill the log
 
@@ -128,13 +129,13 @@ class Authenticator:
             greeting, proof = pending.greeting[:-_PROOF], pending.greeting[-_PROOF:]
             text = pending.challenge + greeting
             if part and hmac.compare_digest(proof, _proof(self._secret, b"peer", text)):
-                role, number = _CLAIM.unpack_from(greeting)
+                role, number, world_size = _CLAIM.unpack_from(greeting)
                 claim = Peer(Role(role), number)
-                if claim in expected:
+                if world_size == self._world_size and claim in expected:
                     peer.send(_proof(self._secret, b"relay", text))
                     del self._pending[peer]
                     return claim
-                refusal = f"{claim.role.name.lower()} {number}: unexpected"
+                refusal = f"{claim.role.name.lower()} {number} of a run of {world_size}: unexpected"
             elif part:
                 refusal = "it does not know the secret of this attempt"
         except BlockingIOError:

@@ -55,7 +55,7 @@ class ControlPlane:
         self._results: dict[int, Frame] = {}
         self._fault: NodeError | CodeError | None = None
         if path is not None:
-            self._connection = Connection(_connect(path, Peer(Role.WORKER, rank), secret))
+            self._connection = Connection(_connect(path, rank, world_size, secret))
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -172,12 +172,12 @@ def open_control(rank: int, world_size: int) -> ControlPlane:
     return ControlPlane(rank, world_size, path, own_secret())
 
 
-def _connect(path: str, worker: Peer, secret: bytes) -> socket.socket:
+def _connect(path: str, rank: int, world_size: int, secret: bytes) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(OPERATION_S + _MARGIN_S)
     try:
         peer.connect(path)
-        authenticate(peer, worker, secret)
+        authenticate(peer, Peer(Role.WORKER, rank), world_size, secret)
     except OSError as error:
         peer.close()
         raise NodeError(

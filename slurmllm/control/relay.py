@@ -50,6 +50,10 @@ class Position:
     per_node: int  # workers on a node
 
     @property
+    def world_size(self) -> int:
+        return len(self.names) * self.per_node
+
+    @property
     def name(self) -> str:
         return self.names[self.index]
 
@@ -101,7 +105,7 @@ class Relay:
         self._first = 0  # number of the oldest of them
         self._fault: Frame | None = None
         self._selector = selectors.DefaultSelector()
-        self._authenticator = Authenticator(self._selector, secret)
+        self._authenticator = Authenticator(self._selector, secret, position.world_size)
         self._wake, self._waker = socket.socketpair()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -182,7 +186,8 @@ class Relay:
             if peer.getsockname() == peer.getpeername():
                 raise ConnectionRefusedError("connected to itself")
             peer.settimeout(_AUTHENTICATE_S)
-            authenticate(peer, Peer(Role.NODE, self.position.index), self._secret)
+            claim = Peer(Role.NODE, self.position.index)
+            authenticate(peer, claim, self.position.world_size, self._secret)
         except BaseException:
             peer.close()
             raise

@@ -248,6 +248,10 @@ class MergedLogs:
 
 def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> list[str]:
     """Return the last lines of a worker in an attempt; for rank 0 mixed with the supervisor's."""
+    if rank != 0:  # without reading the stage's log, which may be long: many workers may be asked
+        log = GrowingLog(run.worker_log(record.stage, record.attempt, rank))
+        log.skip_to_last(lines)
+        return list(deque(chain(log.lines(), log.flush()), lines))
     selection = LogSelection(run, (record.stage,), frozenset({rank}), record.attempt)
     return [line.text for line in MergedLogs(selection).poll_last(lines, last=True)]
 

@@ -16,7 +16,7 @@ import psutil
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.run.records import AttemptRecord, HangRecord
+from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
 from slurmllm.supervise.classify import failed_workers, is_echo, reported_all
@@ -90,6 +90,7 @@ class AttemptMonitor:
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
         self._grace_s, self._next_failures_look = LAUNCHER_GRACE_S, 0.0
+        self._nodes: dict[str, NodeRecord] = {}
         self._kill_at: float | None = None
         self.observed = Observations()
         self._started = time.monotonic()
@@ -160,8 +161,10 @@ class AttemptMonitor:
         if self._record.stage == "precompile":
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
-            nodes = attempts.node_records(self._run, self._record)
-            failures = attempts.failure_records(self._run, self._record)
+            # The record of a node whose workers have all ended changes no more.
+            rest = [n for n in self._record.nodes if not reported_all(self._nodes.get(n))]
+            self._nodes |= attempts.node_records(self._run, self._record, rest)
+            failures, nodes = attempts.failure_records(self._run, self._record), self._nodes
         except SlurmllmError:
             return LAUNCHER_GRACE_S
         # A node with a failure record is alive: its launcher waits for its other workers.

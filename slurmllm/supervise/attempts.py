@@ -347,7 +347,8 @@ def node_records(
     run: RunDir, record: AttemptRecord, names: Iterable[str] | None = None
 ) -> dict[str, NodeRecord]:
     """Return the records of an attempt's nodes, or of those in `names`, as far as they exist."""
-    paths, names = run.attempt(record.stage, record.attempt), list(names or record.nodes)
+    paths = run.attempt(record.stage, record.attempt)
+    names = list(record.nodes if names is None else names)
     records = zip(names, read_all(NodeRecord.find, map(paths.node, names)), strict=True)
     return {name: node for name, node in records if node is not None}
 

@@ -123,7 +123,9 @@ class TrainerProgress:
         while self._unwritten:  # a full disk keeps it for the next time
             try:
                 with os.fdopen(open_append(self._path), "ab", buffering=0) as stream:
-                    self._unwritten = self._unwritten[stream.write(self._unwritten) :]
+                    # Not by the stream: for a full pipe it returns None, forever.
+                    count = os.write(stream.fileno(), self._unwritten)
+                    self._unwritten = self._unwritten[count:]
             except OSError:
                 return
 

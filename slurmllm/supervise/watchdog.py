@@ -171,8 +171,9 @@ class Watchdog:
         per_node = record.world_size // len(record.nodes)
         self._nodes = {rank: record.nodes[rank // per_node] for rank in range(record.world_size)}
         self._all_report = reporting is None
-        starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
-        self._phases = dict.fromkeys(self._nodes if reporting is None else reporting, starting)
+        self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
+        ranks = self._nodes if reporting is None else reporting
+        self._phases = dict.fromkeys(ranks, self._starting)
         self._changed = self._looked = self._read_at = time.monotonic()
         # While rank 0 writes metrics, all workers advance: heartbeats then only show which nodes
         # respond. They are read at every look when nothing has changed for some time.
@@ -220,7 +221,11 @@ class Watchdog:
             # Clocks of nodes may differ: a heartbeat is new if it differs from the last one.
             if name in names and heartbeat != before:
                 self._heartbeats[name], self._alive_at[name] = heartbeat, read_at
-                self._phases |= {r: p for r, p in heartbeat.ranks.items() if r in self._phases}
+                # A worker that has ended is in its node's heartbeat no more: the others have the
+                # time of a start, as another project's trainer may have much to do at its end.
+                start = dict.fromkeys(before.ranks if before else (), self._starting)
+                ranks = {**start, **heartbeat.ranks}
+                self._phases |= {r: phase for r, phase in ranks.items() if r in self._phases}
                 if before is None or before.ranks != heartbeat.ranks:
                     self._changed = now
 

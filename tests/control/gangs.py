@@ -39,7 +39,7 @@ class Gang:
 
     @property
     def world_size(self) -> int:
-        return len(self.positions) * self.positions[0].per_node
+        return self.positions[0].world_size
 
     def start(self) -> None:
         # The root last: the others try until it listens.
@@ -147,8 +147,7 @@ def _launch(
     workers = []
     for rank in position.workers():
         first = rank == position.workers()[0]
-        world_size = len(position.names) * position.per_node
-        arguments = (rank, world_size, first, str(path), answers, lock)
+        arguments = (rank, position.world_size, first, str(path), answers, lock)
         workers.append(context.Process(target=_beat, args=arguments))
     with lock:
         for worker in workers:

@@ -55,22 +55,24 @@ def lost(message: str) -> bool:
 # Processes.
 
 
+@pytest.mark.parametrize("node", [0, 1])  # the root, and a node below it
 def test_a_killed_launcher_takes_its_workers_along_and_is_named(
-    nodes: Callable[..., Nodes],
+    nodes: Callable[..., Nodes], node: int
 ) -> None:
     workers = nodes(2, 2)
-    workers.kill_launcher(1)
-    messages = workers.failures(0)
-    assert set(messages) <= {
-        # Whose end arrives first: the kernel ends launcher and workers together.
-        "Connection closed by peer: the launcher of n1",
-        "Connection closed by peer: rank 2 on n1",
-        "Connection closed by peer: rank 3 on n1",
-    }
+    workers.kill_launcher(node)
+    messages = workers.failures(1 - node)
+    # Whose end arrives first: the kernel ends launcher and workers together.
+    names = (
+        f"the launcher of n{node}",
+        f"rank {2 * node} on n{node}",
+        f"rank {2 * node + 1} on n{node}",
+    )
+    assert set(messages) <= {f"Connection closed by peer: {name}" for name in names}
     assert len(set(messages)) == 1
     assert lost(messages[0])
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/maps").exists() and running(pid) for pid in workers.pids[1]):
+    while any(Path(f"/proc/{pid}/maps").exists() and running(pid) for pid in workers.pids[node]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

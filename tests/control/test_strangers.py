@@ -65,7 +65,7 @@ def test_text_and_pickles_of_strangers_are_not_read(attacked: Gang, tmp_path: Pa
         payload,
         framed,
         # As a node that greets, without a proof: what follows is not read either.
-        struct.pack("!BI", Role.NODE, 1) + bytes(64) + framed,
+        struct.pack("!BII", Role.NODE, 1, 2) + bytes(64) + framed,
     )
     for text in texts:
         with dial(attacked) as stranger, suppress(OSError):  # refused already
@@ -107,7 +107,7 @@ def test_many_strangers_keep_no_node_and_no_worker_out(
         request.addfinalizer(stranger.close)
         stranger.recv(32)
     assert strangers[0].recv(1) == b""  # the oldest gave way
-    authenticate(slow, Peer(Role.WORKER, 0), SECRET)
+    authenticate(slow, Peer(Role.WORKER, 0), 2, SECRET)
     attacked.relays[1].start()
     plane = attacked.connect(1)
     plane.reduce([1], "sum")
@@ -143,6 +143,15 @@ def test_a_second_worker_of_a_rank_is_refused(attacked: Gang) -> None:
     assert [reduction.result() for reduction in pending] == [[1], [1]]
 
 
+def test_a_worker_of_a_run_of_another_size_is_refused(
+    attacked: Gang, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(attacked.relays[0].path)
+    assert "Connection refused" in failure(lambda: ControlPlane(0, 4, path, SECRET))
+    rendezvous(attacked)
+    assert "worker 0 of a run of 4: unexpected" in caplog.text
+
+
 def test_a_recorded_greeting_lets_nobody_in(attacked: Gang) -> None:
     with socket.create_server(("127.0.0.1", 0)) as tap, socket.socket() as node:
         node.settimeout(20)
@@ -152,7 +161,7 @@ def test_a_recorded_greeting_lets_nobody_in(attacked: Gang) -> None:
         thread = threading.Thread(target=pass_on_once, args=(tap, attacked, recorded))
         thread.start()
         with suppress(OSError):
-            authenticate(node, Peer(Role.NODE, 1), SECRET)
+            authenticate(node, Peer(Role.NODE, 1), 2, SECRET)
         thread.join()
     assert len(recorded[0]) == GREETING_BYTES
     with dial(attacked) as stranger:

@@ -40,6 +40,9 @@ def test_a_row_matches_its_example(row: Row) -> None:
 def test_the_table_covers_the_stack() -> None:
     assert len(table()) >= 60
     assert len({row.pattern for row in table()}) == len(table())
+    assert meaning_of("Failed to execute model file.neff with status 1203") == "device"
+    assert meaning_of('nrt_execute status=1200 message="stuck"') == "lost_peer"
+    assert meaning_of("nrt_execute status=1204 message=x") == "code"
 
 
 def test_a_cause_in_a_log_goes_before_an_echo() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import io
 import os
@@ -26,9 +27,12 @@ from slurmllm.run.safe_files import (
     open_append,
     open_lock,
     open_trusted,
+    os_error_text,
     read_limited,
+    replaceable_error,
     unpack_tar,
     untrusted_error,
+    user_name,
 )
 from slurmllm.run.worker_files import EventLog
 from slurmllm.supervise.watchdog import Heartbeats
@@ -73,6 +77,27 @@ def test_another_users_file_needs_a_group_that_is_trusted(tmp_path: Path) -> Non
     assert untrusted_error(path.stat(), group) is None
     assert "not to you or the group sys" in str(untrusted_error(path.stat(), "sys"))
     assert "not to you or the group no-such" in str(untrusted_error(path.stat(), "no-such"))
+
+
+def test_a_user_whom_this_machine_does_not_know_is_not_trusted(tmp_path: Path) -> None:
+    info = os.stat_result((0o100600, 0, 0, 1, 54321, 54321, 0, 0, 0, 0))
+    assert untrusted_error(info, "root") == (
+        "it belongs to uid 54321, not to you or the group root"
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "stat", lambda _: info)
+        assert replaceable_error(tmp_path) == (
+            f"{tmp_path} belongs to uid 54321, who may replace what is in it"
+        )
+
+
+def test_a_refusal_names_the_owner_of_what_is_closed(tmp_path: Path) -> None:
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "a" / "b"))
+    owner = user_name(os.geteuid())
+    assert os_error_text(error) == f"Permission denied; {tmp_path} belongs to {owner}"
+    assert os_error_text(OSError(errno.ENOSPC, "full", str(tmp_path))) == "full"
+    assert os_error_text(PermissionError(errno.EACCES, "no")) == "no"  # of no file
+    assert os_error_text(OSError("odd")) == "odd"
 
 
 @only_root
@@ -228,6 +253,12 @@ def test_a_chain_of_links_ends(tmp_path: Path) -> None:
         (tmp_path / first).symlink_to(other)
     with pytest.raises(OSError, match="too many links"):
         open_append(tmp_path / "a" / "x")
+    (tmp_path / "0").symlink_to(tmp_path)
+    for number in range(1, 41):
+        (tmp_path / str(number)).symlink_to(str(number - 1))
+    os.close(open_append(tmp_path / "39" / "x"))  # forty links
+    with pytest.raises(OSError, match="too many links"):
+        open_append(tmp_path / "40" / "x")
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError):
         open_append(tmp_path / "file" / "x")

@@ -13,6 +13,7 @@ from made_records import make_attempt, save_attempt
 from slurmllm.log import message_of
 from slurmllm.run.records import FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.status import logs as run_logs
 from slurmllm.status.first_failure import culprit, failed_attempts
 from slurmllm.status.logs import GrowingLog, LogSelection, MergedLogs, last_lines, text_of
 
@@ -76,12 +77,15 @@ def test_attempts_ranks_and_new_lines(run: RunDir) -> None:
     assert [line.text for line in only.poll(last=True)][1:] == ["half", "new"]
 
 
-def test_the_last_lines_of_every_log(run: RunDir) -> None:
+def test_the_last_lines_of_every_log(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nx\n")
     write(run.stage_log("train"), b"train attempt 1: 2 node(s): a b\ny\n")
     write(run.worker_log("train", 1, 1), b"1\n2\n3\n")
     attempt(run, 1)
     assert last_lines(run, make_attempt(), 0, 1) == ["x"]  # not of the attempt after it
+    with monkeypatch.context() as patched:  # of many failed workers, none reads the stage's log
+        patched.setattr(run_logs, "MergedLogs", None)
+        assert last_lines(run, make_attempt(1), 1, 2) == ["2", "3"]
     merged = MergedLogs(LogSelection(run, ("train",), newest=True))
     assert [line[1:] for line in merged.poll_last(2)] == [
         (1, 0, "train attempt 1: 2 node(s): a b"),
@@ -128,7 +132,8 @@ def test_ranks_are_merged_by_time(run: RunDir) -> None:
 def test_reading_from_the_end_equals_reading_from_the_start(data: bytes, lines: int) -> None:
     import tempfile
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_logs, "_BLOCK_BYTES", 16)
         path = Path(folder) / "log"
         path.write_bytes(data)
         whole, end = GrowingLog(path), GrowingLog(path)

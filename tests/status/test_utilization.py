@@ -323,3 +323,9 @@ def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
     assert document["total"]["usd"] == pytest.approx(43 * used["node_hours"])
     assert document["runs"][0]["recoveries"][0]["class"] == "node_failure"
     assert CliRunner().invoke(cli, [*common, "--plot", "p.pdf"]).exit_code != 0
+
+
+def test_a_run_without_anything_has_nothing(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("empty")
+    shown = CliRunner().invoke(cli, ["report", "empty", "--runs-dir", str(tmp_path / "runs")])
+    assert (shown.exit_code, "0.0000" in shown.output) == (0, True), shown.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ from supervise.starts import attempt_record
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import StorageError
-from slurmllm.run.records import FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.supervise import attempt_monitor
+from slurmllm.supervise import attempt_monitor, attempts
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 
 HANG = HangRecord(found_at=0.0, phase="stepping", step=7, waited_s=90.0, limit_s=60.0)
@@ -138,3 +139,19 @@ def test_the_others_get_some_seconds_after_the_first_failure(
     assert observed.failed_first
     # A look is due every half second.
     assert 0.0 <= (launchers.killed_at() or 0.0) - 30.2 - grace_s < 0.8
+
+
+def test_a_node_that_has_reported_is_read_no_more(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, requests = attempts.node_records, list[tuple[str, ...]]()
+
+    def count(run: RunDir, record: AttemptRecord, names: Sequence[str]) -> dict[str, NodeRecord]:
+        requests.append(tuple(names))
+        return read(run, record, names)
+
+    monkeypatch.setattr(attempts, "node_records", count)
+    launchers.at = {30.2: partial(launchers.report, 70, LOST_PEER)}
+    launchers.monitor()
+    assert requests[0] == ("n1", "n2")
+    assert set(requests[1:]) == {("n1",)}

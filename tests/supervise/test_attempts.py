@@ -79,6 +79,7 @@ def test_attempts_are_numbered_and_kept(run: RunDir) -> None:
     assert [a.attempt for a in load_attempts(run, "train")] == [0, 1]
     assert (first.action, second.action) == ("requeue", "finish")
     assert (second.checkpoint_before, second.checkpoint_after) == (20, 40)
+    assert first.steps_gained == second.steps_gained == 20
     assert AttemptRecord.load(run.attempt("train", 0).record) == first
     assert (first.pid, first.process) == (os.getpid(), process_identity(os.getpid()))
     text = run.attempt("train", 0).record.read_text()

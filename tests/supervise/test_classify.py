@@ -52,6 +52,8 @@ HANG = HangRecord(
 )
 ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     "finished": (seen(both(0, 0)), "done", "2 workers finished"),
+    "finished just as the signal came": (seen(both(0, 0), stop_signal="SIGUSR1"), "done", "2"),
+    "signal sent to the step alone": (seen(both(75, 75)), "advance_signal", "a stop signal"),
     "saved and left": (seen(both(75, 75), stop_signal="SIGUSR1"), "advance_signal", "SIGUSR1"),
     "ended at the deadline": (
         seen(both(-9, -9), stop_signal="SIGUSR1", overran_s=30.0),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
-from supervise.starts import start_of
+from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
@@ -41,7 +41,7 @@ from slurmllm.supervise.exclusion import (
     include,
     to_avoid,
 )
-from slurmllm.supervise.preflight import preflight_ending
+from slurmllm.supervise.preflight import preflight, preflight_ending
 from slurmllm.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
@@ -74,6 +74,16 @@ def test_a_node_that_fails_is_named_and_blamed(
     lines = tuple(f"preflight: {line}" for line in evidence or ())
     expected = None if evidence is None else Ending("node_failure", lines, blamed, started=False)
     assert preflight_ending(nodes) == expected
+
+
+def test_a_warning_is_logged_with_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes, run = {"n1": health("n1"), "n2": health("n2", SLOW)}, RunDir(tmp_path)
+    monkeypatch.setattr("slurmllm.supervise.preflight.check_nodes", lambda *_: nodes)
+    config, record = resolve("tiny_neox", "local"), attempt_record()
+    assert preflight(run, record, config, LocalAllocation(), lambda: False) is None
+    assert caplog.messages == [f"preflight: warning: n2: {SLOW.message}"]
 
 
 @pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2")])

@@ -76,14 +76,12 @@ def at_once(count: int, *arguments: str) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
 
-def submit(tmp_path: Path, *more: str) -> RunDir:
-    command = [*SLURMLLM, "submit", "tiny_neox", "--name=r", f"--runs-dir={tmp_path}/runs", *more]
-    subprocess.run([*command, "--set=backend=rehearsal"], check=True, capture_output=True)
-    return RunDir(tmp_path / "runs" / "r")
-
-
-def test_two_resumes_at_once_make_one_submission(box: Path, tmp_path: Path) -> None:
-    run = submit(tmp_path)
+def test_two_submits_or_resumes_at_once_make_one_submission(box: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    options = ("--name=r", f"--runs-dir={run.path.parent}", "--set=backend=rehearsal")
+    done = at_once(2, "submit", "tiny_neox", *options)
+    assert sorted(code for code, _ in done) == [0, 2], done
+    assert len(JobsRecord.load(run.jobs).submissions) == 1
     submitted = len((box / "jobs").read_text().splitlines())
     (box / "ended").write_text("\n".join(map(str, range(1, submitted + 1))) + "\n")
     done = at_once(2, "resume", "r", f"--runs-dir={run.path.parent}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
 import re
 import resource
@@ -320,3 +322,14 @@ def test_nothing_is_lost_while_the_disk_is_full(run: RunDir) -> None:
     assert run.metrics(0).stat().st_size == 70
     follower.update()
     assert [row["step"] for _, row in read_rows(run.metrics(0))] == [1, 2]
+
+
+def test_a_pipe_in_place_of_the_metrics_delays_nothing(run: RunDir) -> None:
+    os.mkfifo(run.metrics(0))
+    follower, reader = TrainerProgress(run, 0, "torchtitan"), os.open(run.metrics(0), os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    for step in range(1, 100):
+        follower.feed(f"step: {step} loss: 3.5 grad_norm: 1.0\n".encode())
+        follower.update()
+    os.close(reader)
+    assert follower.step == 99

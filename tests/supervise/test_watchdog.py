@@ -128,6 +128,17 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
 
 
+def test_when_a_worker_has_ended_the_others_have_the_time_of_a_start(tmp_path: Path) -> None:
+    watchdog = Watchdog(RunDir(tmp_path), open_record(("n1",)), CONFIG)
+    path = RunDir(tmp_path).attempt("train", 0).heartbeat("n1")
+    path.parent.mkdir(parents=True)
+    for ranks, phase in ((beats(("stepping", 3)), "stepping"), ({}, "starting")):
+        Heartbeat(node="n1", written_at=0.0, ranks=ranks).save(path)
+        watchdog._next_read = 0.0
+        assert watchdog.look() is None
+        assert watchdog._phases[0].phase == phase
+
+
 def test_a_supervisor_that_was_frozen_starts_all_clocks_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
