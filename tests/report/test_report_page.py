@@ -205,7 +205,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, runs: tuple[RunDir, RunD
     ],
 )
 def test_no_value_is_finite(tmp_path: Path, values: float, steps: range) -> None:
-    rows = [{"step": s, "attempt": 0, "loss": values, "grad_norm": values} for s in steps]
+    no_time = {"step_time_s": 0.0, "data_wait_s": 0.0} if values == 0 else {}
+    rows = [{"step": s, "attempt": 0, "loss": values, "grad_norm": values} | no_time for s in steps]
     log = write_rows(tmp_path / "odd.jsonl", rows)
     shown = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
     assert shown.exit_code == 0, shown.output
