@@ -38,6 +38,7 @@ def loaded(*arguments: str, among: str, cwd: Path) -> str:
     [
         ("recipes", "neox_20b", "--explain"),
         ("submit", "neox_20b", "--nodes", "4", "--dry-run", "--fetch"),
+        ("plan", "llama2_70b", "--nodes", "4096"),
         ("status",),
         ("profile", "--help"),
     ],
