@@ -38,7 +38,6 @@ def loaded(*arguments: str, among: str, cwd: Path) -> str:
     [
         ("recipes", "neox_20b", "--explain"),
         ("submit", "neox_20b", "--nodes", "4", "--dry-run", "--fetch"),
-        ("plan", "llama2_70b", "--nodes", "4096"),
         ("status",),
         ("profile", "--help"),
     ],
@@ -46,6 +45,12 @@ def loaded(*arguments: str, among: str, cwd: Path) -> str:
 def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) -> None:
     among = "torch transformers matplotlib tensorboard numpy pandas"
     assert loaded(*arguments, among=among, cwd=tmp_path) == "loaded nothing code 0"
+
+
+def test_a_plan_of_thousands_of_nodes_loads_no_torch(tmp_path: Path) -> None:
+    among = "torch matplotlib pandas pyarrow"
+    plan = loaded("plan", "llama2_70b", "--nodes", "4096", among=among, cwd=tmp_path)
+    assert plan == "loaded nothing code 0"
 
 
 def test_resume_loads_no_numpy() -> None:

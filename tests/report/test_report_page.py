@@ -146,7 +146,7 @@ def test_warnings_about_spikes_are_shown(tmp_path: Path) -> None:
     rows = [make_row(step, loss=3 + 0.2 * (-1) ** step) for step in range(100)]
     log = write_rows(tmp_path / "noisy.jsonl", rows)
     done = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
-    assert (done.exit_code, "log: 100 steps in a" in done.output) == (0, True)
+    assert (done.exit_code, "noisy: 100 steps in a" in done.output) == (0, True)
     for page in ("p.html", "p.md"):
         text = (tmp_path / page).read_text()
         assert "may be noise" in text
