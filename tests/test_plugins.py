@@ -23,7 +23,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.cli.main import cli
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.load import load
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import change, resolve
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, NodeError, PluginError
@@ -360,5 +360,6 @@ def test_null_removes_a_hook_and_an_evaluation_text() -> None:
     config = small_config(*both, "hooks.one=null", "eval.corpora.code=null")
     assert (config.recipe.hooks, config.recipe.eval.corpora) == ({"two": {}}, {"wiki": "a"})
     assert not any("hooks.one" in path for path in config.origins)
+    assert change(config, None, ["hooks.two=null"]).recipe.hooks == {}  # at `resume`
     with pytest.raises(ConfigError, match=r"hooks.tow=null: there is no tow in hooks \(one, two\)"):
         small_config(*both, "hooks.tow=null")

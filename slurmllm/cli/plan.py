@@ -98,7 +98,7 @@ class _Request:
     type=click.IntRange(min=1),
     help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
 )
-@options.choice("--rank", "speed lower", "By throughput, or its lower end.", default="speed")
+@options.choice("--rank", "speed lower", "Rank by throughput or its lower bound.", default="speed")
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory.")
 @click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")

@@ -18,6 +18,7 @@ from slurmllm.display.pictures import (
     write_picture,
 )
 from slurmllm.evaluate.plot import draw as draw_scores
+from slurmllm.format import format_number
 from slurmllm.report.document import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import PART_COLORS, RUN_COLORS, Json, PlotData, unpacked
@@ -39,7 +40,7 @@ def write_pictures(
     paths = {}
     # Of the step parts, only those of the first run that has them
     curves = [plot for plot in drawn if plot.content["kind"] == "curve"]
-    curves += [plot for plot in drawn if plot.content["kind"] == "stack"][:1]
+    curves += [plot for plot in drawn if plot.content.get("layers")][:1]
     if curves:
         paths[CURVES] = folder / f"{CURVES}.png"
         _write_curves(runs, curves, paths[CURVES])
@@ -132,15 +133,18 @@ def _draw_curves(axes: Axes, content: Json) -> None:
         y = unpacked(line["y"]).astype(np.float64)
         y[np.isinf(y)] = np.nan
         values.append(y[np.isfinite(y)])
-        form = "o" if "points" in line else _FORMS[line.get("dash", "solid")]
+        # With dots: a validation loss may have one point.
+        form = "." * ("name" in line) + _FORMS[line.get("dash", "solid")]
+        form = "o" if "points" in line else form
         (artist,) = axes.plot(unpacked(line["x"]["step"]), y, form, color=color, linewidth=0.9)
         if "name" in line:
             of_texts.setdefault(unescape(line["name"]), artist)
     if of_texts:
         axes.legend([*of_texts.values()], [*of_texts], fontsize=7, loc="upper right")
-    top = content.get("top")
-    if top is not None:
+    finite, top = np.concatenate(values), content.get("top")
+    if top is not None and finite.size:
         axes.set_ylim(0.0, top)
+        axes.set_title(f"{axes.get_title()}; up to {format_number(float(finite.max()))}")
     for mark in content["marks"]:
         color, steps = RUN_COLORS[mark["run"] % len(RUN_COLORS)], unpacked(mark["x"]["step"])
         if mark["kind"] == "far" and top is not None:  # the axis is cut
@@ -148,7 +152,6 @@ def _draw_curves(axes: Axes, content: Json) -> None:
         elif mark["kind"] == "restart":
             for step in steps[-60:]:  # more would cover the curve
                 axes.axvline(step, color=color, linewidth=0.8, linestyle=":", alpha=0.7)
-    finite = np.concatenate(values)
     if finite.size and np.ptp(finite) <= 1e-6 * np.abs(finite).max():  # a constant learning rate
         axes.set_ylim(*sorted((0.0, 2 * float(np.clip(finite[0], -1e300, 1e300)) or 1.0)))
 

@@ -32,7 +32,7 @@ from slurmllm.report.facts import (
 )
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import AttemptRecord, Event, NodeRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.run.rundir import RunDir, read_all
 from slurmllm.run.safe_files import os_error_text
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, analyze
@@ -272,10 +272,14 @@ def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
 
 
 def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
-    numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
-    for number in sorted(numbers | set(history.steps)):
+    def read(number: int) -> tuple[list[Event], list[int]]:
         left_out: list[int] = []
-        yield from read_events(run, number, left_out)
+        return list(read_events(run, number, left_out)), left_out
+
+    attempts = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
+    numbers = sorted(attempts | set(history.steps))
+    for number, (events, left_out) in zip(numbers, read_all(read, numbers), strict=True):
+        yield from events
         if left_out:
             more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             warnings.append(
@@ -293,11 +297,16 @@ def _read_versions(
     run: RunDir, attempts: Sequence[AttemptRecord], warnings: list[str]
 ) -> dict[str, str]:
     """Return the versions on the nodes of the last attempt that recorded them."""
+
+    def read(path: Path) -> tuple[NodeRecord | None, list[str]]:
+        faults: list[str] = []
+        return warn_on_error(partial(NodeRecord.load, path), faults), faults
+
     for attempt in reversed(attempts):
         folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
-        for path in sorted(folder.glob("*.json")):
-            record = warn_on_error(partial(NodeRecord.load, path), warnings)
+        for record, faults in read_all(read, sorted(folder.glob("*.json"))):
+            warnings += faults
             for name, version in ({} if record is None else record.versions).items():
                 versions[name].add(version)
         if versions:

@@ -47,6 +47,12 @@ def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) 
     assert loaded(*arguments, among=among, cwd=tmp_path) == "loaded nothing code 0"
 
 
+def test_a_plan_of_thousands_of_nodes_loads_no_torch(tmp_path: Path) -> None:
+    among = "torch matplotlib pandas pyarrow"
+    plan = loaded("plan", "llama2_70b", "--nodes", "4096", among=among, cwd=tmp_path)
+    assert plan == "loaded nothing code 0"
+
+
 def test_resume_loads_no_numpy() -> None:
     script = "import sys, slurmllm.submit.resume; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -231,6 +231,9 @@ def test_a_key_may_be_in_any_of_wandb_s_places(
     (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {KEY}\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert complete()
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert complete()
 
 
 def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
