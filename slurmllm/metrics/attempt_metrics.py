@@ -176,7 +176,8 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     # pyarrow reads several objects on a line, one on several lines, and a missing key as null.
     counts = [block.count(b"\n") + (not block.endswith(b"\n"))]
     counts += [block.count(b"}\n") + block.endswith(b"}")]
-    counts += [block.count(b'"%s"' % key.encode()) for key in first]
+    with_null = [key for key in first if table[key].null_count]  # the others are in each row
+    counts += [block.count(b'"%s"' % key.encode()) for key in with_null]
     if any(count != table.num_rows for count in counts):
         return None
     columns = {key: _to_numpy(table[key]) for key in first}
