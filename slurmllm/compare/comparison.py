@@ -206,7 +206,7 @@ def curve_letter(position: int) -> str:
 
 
 def refuse_inexact_logs(curves: Sequence[Curve], option: str) -> None:
-    """Raise UserError if `option` requires equal points, but a log lost some, or has no steps."""
+    """Raise an error if `option` requires equal points, but a log lost some, or shows no steps."""
     for curve in curves:
         damages = [text for text in curve.warnings if isinstance(text, DamageWarning)]
         if damages:

@@ -170,16 +170,22 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
             pyarrow.json.ReadOptions(use_threads=False, block_size=_PARSE_BYTES),
             pyarrow.json.ParseOptions(pa.schema(types), unexpected_field_behavior="error"),
         )
-    except pa.ArrowException:  # another key, or a value that is not a number
+    # Another key, or a value that is not a number; or a key that is no Unicode
+    except (pa.ArrowException, UnicodeEncodeError):
         return None
-    # pyarrow reads several objects on a line, and a missing key as null.
-    counts = [block.count(b"}\n") + block.endswith(b"}")]
-    counts += [block.count(b'"%s"' % key.encode()) for key in first]
+    # pyarrow reads several objects on a line, one on several lines, and a missing key as null.
+    counts = [block.count(b"\n") + (not block.endswith(b"\n"))]
+    counts += [block.count(b"}\n") + block.endswith(b"}")]
+    with_null = [key for key in first if table[key].null_count]  # the others are in each row
+    counts += [block.count(b'"%s"' % key.encode()) for key in with_null]
     if any(count != table.num_rows for count in counts):
         return None
-    if any(table[key].null_count for key in _INTEGERS if key in first):
-        return None
     columns = {key: _to_numpy(table[key]) for key in first}
+    for key, values in columns.items():
+        # pyarrow reads names of numbers ("Inf", "-NaN") that JSON, as Python reads it, lacks.
+        nulls = table[key].null_count
+        if np.count_nonzero(~np.isfinite(values)) != nulls or (nulls and key in _INTEGERS):
+            return None
     steps = columns["step"]
     attempts = columns.get("attempt", np.full(len(steps), attempt, dtype=np.int64))
     if min(steps.min(), attempts.min()) < 0 or max(steps.max(), attempts.max()) >= 2**53:

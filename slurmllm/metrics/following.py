@@ -62,8 +62,7 @@ class _RowQueue(RowCollector):
     ) -> None:
         rank = dict(texts).get("rank", "")
         self._rank = rank if self._rank is None else self._rank
-        if rank == self._rank:
-            values = dict(row)
+        if rank == self._rank and (values := dict(row)):  # empty if only texts were read
             self.waiting.append(values)
             self._losses += any("loss" in key.lower() for key in values)
             self._count += 1

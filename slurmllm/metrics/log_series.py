@@ -162,6 +162,9 @@ class RowCollector:
     def __len__(self) -> int:
         return len(self._lines)
 
+    def __bool__(self) -> bool:
+        return bool(self._rows)  # a line of a pattern may hold no number
+
     @property
     def sizes(self) -> tuple[int, int]:
         """The number of values of the most frequent key that names a loss, and of rows."""

@@ -252,8 +252,10 @@ def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
     records["settings"] = _read_settings(run, warnings)
     try:
         attempts = run.attempts("train")
-        read = partial(_read_mapping, warnings=warnings)
+        faults = list[str]()
+        read = partial(_read_mapping, warnings=faults)
         files = read_all(read, [attempt.record for attempt in attempts])
+        warnings += sorted(faults)  # threads read them, in any order
         for attempt, record in zip(attempts, files, strict=True):
             names = record.get("nodes")
             if isinstance(names, list) and all(isinstance(node, str) for node in names):

@@ -93,7 +93,7 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
         reader.finish()
         if best is None or reader.rows.sizes > best.rows.sizes:
             best = reader
-    if best is not None and len(best.rows):
+    if best is not None and best.rows:
         return best.rows.log(path, "text", tags, warnings, best.format, best.invented_steps)
     if pattern is not None:
         raise RunError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -273,6 +274,9 @@ def test_values_that_are_no_finite_number_differ(compared, value: float, exact: 
         "loss is not a finite number in A at step 10 and in B at step 10; "
         "bit-identical up to step 50"
     )
+    nowhere = compared(*[[make_row(1, loss=value)]] * 2)
+    assert nowhere.metrics["loss"].max_rel_diff is None
+    assert json.dumps(nowhere.to_dict(), allow_nan=False)
     early = compared(make_rows(1, 50), scaled(rows, "loss", 0.5, 5))
     assert early.reason == (
         "loss diverges at step 5: 3.33e-1 relative, tolerance 1e-3, "

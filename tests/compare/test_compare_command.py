@@ -201,11 +201,40 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken", "--exact"))
     assert "no step in common" in refusal(run_command("good", "later"))
     assert (
-        "binary.jsonl:1: not a JSON object, and no other line is one; give JSON lines"
-        in refusal(run_command("good", binary))
+        "binary.jsonl:1: not a JSON object, and no other line is one; give JSON lines, or name a "
+        "text log binary.log" in refusal(run_command("good", binary))
     )
     assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
     assert "cannot look up" in refusal(run_command("good", "x" * 5000))
+
+
+def test_what_is_damaged_or_newer_is_read_as_far_as_it_goes(run_command, make_run: MakeRun) -> None:
+    make_run("good", make_rows(1, 9))
+    rows = make_rows(1, 9)
+    rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
+    odd = make_run("odd", rows)
+    lines = odd.metrics(0).read_text().splitlines(keepends=True)
+    odd.metrics(0).write_text("".join([*lines[:6], "garbage\n", *lines[6:], '{"step"']))
+    result = run_command("good", "odd", "--no-plot")
+    assert result.exit_code == 0
+    damage = "attempt_000.jsonl:7: not one whole JSON value; skipped this line"
+    newer = "attempt_000.jsonl:4: param_norm is {'mean'"
+    cut = "attempt_000.jsonl:11: skipped the truncated last line"
+    for text in (damage, newer, "a newer version of slurmllm may have written the file", cut):
+        assert text in result.stdout
+    for verdict in ("identical", "match"):
+        message = refusal(run_command("good", "odd", "--require", verdict))
+        assert message.startswith(f"--require {verdict}: not all of odd can be read: ")
+        assert damage in message
+        assert "skipped the truncated last line" not in message
+
+
+def test_a_run_and_itself_whose_name_looks_like_markup(run_command, make_run: MakeRun) -> None:
+    make_run("[red]a[/]", make_rows(1, 3))
+    result = run_command("runs/[red]a[/]", "runs/[red]a[/]", "--no-plot")
+    assert result.exit_code == 0, result.exception
+    assert "A and B are the same: " in result.stdout
+    assert "[red]a[/]" in result.stdout
 
 
 @pytest.mark.usefixtures("three_runs")

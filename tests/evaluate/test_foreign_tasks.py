@@ -152,6 +152,8 @@ def test_harmless_tasks_need_no_permission(tmp_path: Path, mark: Path) -> None:
     "template",
     [
         ESCAPE,
+        "{{ lipsum.__globals__.os.system(mark) }}",
+        "{{ '{0.__class__.__mro__}'.format(mark) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ (mark|attr('__class__')).__mro__ }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

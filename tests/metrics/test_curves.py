@@ -81,6 +81,14 @@ def test_a_single_file_of_several_attempts(make_file: MakeFile) -> None:
     assert curve.overlap_rows == 2
 
 
+def test_rows_without_an_attempt_belong_to_their_file(make_run: MakeRun) -> None:
+    files = [[make_row(step) for step in span] for span in (range(1, 8), (), range(5, 11))]
+    for row in (*files[0], *files[2]):
+        del row["attempt"]
+    curve = read_curve(make_run("r", *files).path)  # the second ended before its first step
+    assert (curve.attempts[-1], curve.restarts.tolist(), curve.warnings) == (2, [5], ())
+
+
 def test_gaps_are_named(make_file: MakeFile) -> None:
     rows = [make_row(step) for step in (1, 2, 3, 5, 6, 7, 11, 12)]
     curve = read_curve(make_file("m", rows))

@@ -202,8 +202,9 @@ def test_a_pattern_of_the_user(tmp_path: Path) -> None:
     assert curve.columns["loss"].tolist() == [3.5, 2.5]
     assert f"{path}:3: 'x' in column 'step' is not a number" in str(curve.warnings)
     np.testing.assert_array_equal(curve.columns["grad_norm"], [0.5, np.nan])
-    with pytest.raises(RunError, match=r"no line of .*train\.any matches --pattern"):
-        read_curve(path, pattern=r"z(?P<step>\d)(?P<loss>\d)")
+    for pattern in (r"z(?P<step>\d)(?P<loss>\d)", r"(?P<step>t)=\d L (?P<loss>\d)"):
+        with pytest.raises(RunError, match=r"no line of .*train\.any matches --pattern"):
+            read_curve(path, pattern=pattern)
     for wrong, message in (
         ("(?P<step>", "is not a regular expression"),
         (r"(?P<loss>\d)", r"has no group \(\?P<step>"),
@@ -228,6 +229,16 @@ def test_tables_with_decimal_commas_and_byte_order_marks(tmp_path: Path) -> None
     text.write_bytes("iter 1: loss 2.5\n".encode("utf-16"))
     with pytest.raises(RunError, match=r"is UTF-16 text.*iconv -f UTF-16"):
         read_curve(text)
+
+
+def test_a_log_of_two_runs_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    runs = [[f"iter {step}: loss {scale / (step + 1)}" for step in range(50)] for scale in (3, 4)]
+    path.write_text("\n".join(runs[0] + runs[1]))
+    (warning,) = read_curve(path).warnings
+    assert f"{path}:51: 50 steps of 50 occur a second time with other values, as if" in warning
+    path.write_text("\n".join(runs[0] + runs[0]))  # a training that was started again
+    assert read_curve(path).warnings == ()
 
 
 @pytest.mark.parametrize("suffix", [".log", ".csv", ".jsonl", ".json"])

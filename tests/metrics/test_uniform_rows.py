@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,12 @@ def test_rows_of_the_trainer_take_the_fast_way() -> None:
     assert part.columns["tokens"].tolist() == [row.tokens for row in rows]
     np.testing.assert_array_equal(part.columns["loss"], [row.loss for row in rows])
     half = lines.index(b'{"step":25')
-    for odd in (b'{"step":9}\n', b'{"step":8}{"step":9}\n', b'{"step":8.0}\n', b'{"step":-1}\n'):
+    row = lines[: lines.index(b"\n") + 1]
+    odd_rows = [re.sub(rb'"lr":[^,]*', rb'"lr":' + name, row) for name in (b"Inf", b"-NaN")]
+    odd_rows += [row.replace(b",", b",\n", 1), row + b"\0\n", b'{"step":9}\n', b'{"step":8.0}\n']
+    for odd in (*odd_rows, b'{"step":8}{"step":9}\n', b'{"step":-1}\n'):
         assert read_uniform(lines[:half] + odd + lines[half:], 0) is None
+    assert read_uniform(b'{"step":1,"\\ud800":2}\n', 0) is None
     assert read_uniform(b'{"step":1,"loss":2}{"step":2,"loss":2}\n\n', 0) is None
 
 

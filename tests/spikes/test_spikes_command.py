@@ -89,6 +89,16 @@ def test_table(spikes, spiky: RunDir) -> None:
     assert not spiky.reports.exists()
 
 
+def test_metrics(spikes, make_run: MakeRun) -> None:
+    rows = [make_row(step, grad_norm=4.0 if step == 80 else 2.0) for step in range(1, 151)]
+    make_run("r", rows)
+    (both,) = answer(spikes("r", "--json", "--no-plot"))
+    (alone,) = answer(spikes("r", "--metric", "grad_norm", "--json", "--no-plot"))
+    assert alone == both["grad_norm_spikes"]
+    assert (both["count"], alone["metric"], alone["count"]) == (0, "grad_norm", 1)
+    assert "80 1 2 4 1 × 2 -" in " ".join(spikes("r", "--no-plot").stdout.split())
+
+
 def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile) -> None:
     file = make_file("other", rows(1, 100))
     document = answer(spikes(spiky.path, file, "--plot", "both.png", "--json"))
