@@ -69,7 +69,8 @@ class _Rows:
                         continue
                     for column, place in zip(texts, places, strict=True):
                         column.append(cells[place])
-                        size += len(cells[place])
+                    # Of all cells: the text may be a small part of the file.
+                    size += len(cells) + sum(map(len, cells))
                     if size >= CHUNK_BYTES:
                         yield tuple(pa.array(column, pa.large_string()) for column in texts)
                         texts, size = [[] for _ in keys], 0
