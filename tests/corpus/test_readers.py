@@ -357,6 +357,8 @@ def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
             assert message.split("a.csv:")[1].startswith(error)
     with pytest.raises(DataError, match=r"no column 'body' \(columns: id, text\).* skip such"):
         texts(path, text_key="body")
+    path.write_bytes(b"id,text\r" + b"1,one\r" * 400_000)  # together longer than a line may be
+    assert texts(path) == ["one"] * 400_000
     path.write_bytes(b"")
     with pytest.raises(DataError, match="an empty file"):
         texts(path)
