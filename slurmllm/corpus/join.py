@@ -60,9 +60,9 @@ class FinishedShard:
         file, row = ArrowBatches(self.folder / DOCUMENTS), 0
         for index, rows in enumerate(file.rows):
             batch = file[index].select(columns)
-            if self.keep is not None:
-                batch = batch.filter(pa.array(np.asarray(self.keep[row : row + rows])))
-            yield batch
+            keep = None if self.keep is None else np.asarray(self.keep[row : row + rows])
+            # Most batches have no duplicates: without a copy.
+            yield batch if keep is None or keep.all() else batch.filter(pa.array(keep))
             row += rows
             file.release()
 

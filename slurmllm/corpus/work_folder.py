@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Self
 
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.rundir import fsync_dir
-from slurmllm.run.safe_files import check_private_folder, open_lock
+from slurmllm.run.safe_files import open_lock, untrusted_error
 
 _LOCK = "lock"
 
@@ -119,7 +119,9 @@ class WorkFolder:
             # Race: another build may finish now and remove the folder, with a lock that is held.
             with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
                 # Whoever may write to it could have links written through, and shards read.
-                check_private_folder(self.path)
+                if reason := untrusted_error(self.path.lstat()):
+                    text = f"{reason}; remove {self.path} if it is yours"
+                    raise PermissionError(errno.EPERM, text, str(self.path))
                 stream = stack.enter_context(open_lock(path))
                 flock(stream)
                 if os.path.samestat(path.stat(), os.fstat(stream.fileno())):

@@ -17,7 +17,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from slurmllm.data.sandbox import LARGEST, limited_environment, serve
@@ -256,8 +255,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         # The options and functions of transformers; any difference would change the tokens.
-        # jinja2's own `tojson` escapes HTML characters.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = _DATE.strftime
         try:
@@ -265,6 +263,19 @@ class ChatTemplate:
         # SyntaxError: Python's parser nests less deeply than jinja2's.
         except (TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
             raise template_error(self.source, error) from error
+
+
+# With transformers' parameters, also by position. jinja2's own `tojson` escapes HTML characters.
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _first_difference(a: str, b: str) -> int:

@@ -386,7 +386,7 @@ def test_files_that_fail_leave_what_was_there(tmp_path: Path) -> None:
     for path in paths:
         path.write_bytes(b"old")
     work = WorkFolder(tmp_path / "work")
-    work.path.mkdir(0o700)
+    work.path.mkdir()
     with pytest.raises(TypeError), output_files(paths, work) as files:
         files[0].write("no bytes")
     assert [path.read_bytes() for path in paths] == [b"old"] * 3

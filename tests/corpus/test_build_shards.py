@@ -168,11 +168,15 @@ def test_inputs_that_change_are_named(inputs: Path) -> None:
 
 def test_two_builds_to_one_name(inputs: Path) -> None:
     work = WorkFolder.of(inputs.parent / "out.arrow")
-    work.path.mkdir(0o700)
+    work.path.mkdir()
     with (work.path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DataError, match=r"another `data build` is writing out.arrow"):
             build(inputs)
+    work.path.chmod(0o777)
+    with pytest.raises(StorageError, match=r"every user may write to it; remove .*\.build if it"):
+        build(inputs)
+    work.path.chmod(0o755)
     build(inputs)
 
 
@@ -297,7 +301,7 @@ def test_a_worker_that_fails_with_an_error(inputs: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", "/bin/false")
     shards = plan_shards(find_inputs([str(inputs)]), BuildOptions())
     work = WorkFolder(inputs.parent / "work")
-    work.path.mkdir(0o700)
+    work.path.mkdir()
     with pytest.raises(CodeError, match=r"\d\.jsonl\) ended with exit code 1"):
         list(run_locally(shards, work, 2, lambda running: None))
 

@@ -197,6 +197,16 @@ def test_a_sum_that_the_hub_states(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             run.run()
 
 
+def test_a_server_that_is_silent(
+    server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(fetch, "_TRIES", 2)
+    server.faults["a.bin"] = {"slow": 0.6}
+    with pytest.raises(InfrastructureError, match="the connection failed 2 times"):
+        download(server, tmp_path)
+
+
 def test_two_fetches_at_once(server: DataServer, tmp_path: Path) -> None:
     server.faults["a.bin"] = {"slow": 0.006}
     code = (

@@ -114,6 +114,13 @@ def test_a_small_file_of_endless_line_ends_is_an_error(
     assert read(path)[1] == [], "the limit is that of one document"
 
 
+def test_a_short_column_of_a_wide_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurmllm.corpus.decompress._MOST_BLANK_BYTES", 8 << 20)
+    path = tmp_path / "a.csv.zst"
+    path.write_bytes(zstd.compress(b"text,page\n" + (b"a," + b"x" * 10_000 + b"\n") * 2000))
+    assert read(path) == (["a"] * 2000, [])
+
+
 RECORDS = st.lists(
     st.dictionaries(st.sampled_from(["text", "x"]), st.text() | st.none() | st.lists(st.text())),
     max_size=8,

@@ -187,8 +187,10 @@ def test_corrupt_compressed_files(
     assert "cannot be read to its end" in errors[-1]
     assert len(documents) < 2000
     path.write_bytes(b"no such thing" * 100)
-    with pytest.raises(DataError, match=r"cannot be read to its end: it is not \w+, or damaged"):
-        texts(path)
+    for name in ("a.jsonl", "a.arrow"):
+        (tmp_path / f"{name}{ending}").write_bytes(b"no such thing" * 100)
+        with pytest.raises(DataError, match=r"it is not \w+, or damaged: .*near byte 1,300 of"):
+            texts(tmp_path / f"{name}{ending}")
 
 
 def by_lines(data: bytes, text_by: str) -> list[str]:
@@ -347,7 +349,7 @@ def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
             ["524291: a cell of more than 1,048,576 characters, or a quotation mark that is never"],
         ),
     ):
-        path.write_bytes(b"id,text\n" + rows)
+        path.write_bytes(b'\xef\xbb\xbf"id",text\n' + rows)
         documents, messages = read(path, skip=True)
         assert documents == good
         assert len(messages) == len(errors)
@@ -355,6 +357,8 @@ def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
             assert message.split("a.csv:")[1].startswith(error)
     with pytest.raises(DataError, match=r"no column 'body' \(columns: id, text\).* skip such"):
         texts(path, text_key="body")
+    path.write_bytes(b"id,text\r" + b"1,one\r" * 400_000)  # together longer than a line may be
+    assert texts(path) == ["one"] * 400_000
     path.write_bytes(b"")
     with pytest.raises(DataError, match="an empty file"):
         texts(path)

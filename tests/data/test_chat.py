@@ -56,7 +56,7 @@ def folder(path: Path, template: Any = None, **config: Any) -> Path:
         (CHATML, "<|im_end|>"),
         (LLAMA2, {"__type": "AddedToken", "content": "<|endoftext|>"}),
         ([{"name": "tools", "template": "no"}, {"name": "default", "template": CHATML}], "<s>"),
-        ("{{ messages | tojson }}{{ messages[1:] | tojson(indent=1) }}", None),
+        ("{{ messages | tojson(true) }}{{ messages[1:] | tojson(indent=1) }}", None),
     ],
 )
 def test_templates_render_as_in_transformers(tmp_path: Path, template: Any, eos: Any) -> None:

@@ -82,6 +82,9 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
         check(prefix, encoder, 320, 5, 1)
     with pytest.raises(DataError, match=r"m\.bin is 319, .*model.vocab_size is 300"):
         check(prefix, None, 300, 5, 1)
+    text = write_arrow(tmp_path / "c.arrow", pa.table({"text": ["a"]}))
+    with pytest.raises(DataError, match=r"c\.arrow has text, and no tokenizer is set"):
+        check(text, None, 320, 5, 1)
     np.save(tmp_path / "t.npy", np.zeros(50, dtype=np.int32))
     assert check(tmp_path / "t.npy", None, 300, 10, 5) == 50
     assert check(tmp_path / "t.npy", None, 300, 5, 5) is None

@@ -97,3 +97,10 @@ def test_an_index_broken_in_the_middle(tmp_path: Path) -> None:
     source = open_source(prefix, None, None)
     with pytest.raises(DataError, match=r"document 0 of .*m\.idx \(sequences 0 to 1 of 4\) is not"):
         source.read([(0, 0)])
+
+
+def test_modalities_after_the_index_are_passed_over(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "m", DOCUMENTS)
+    index = tmp_path / "m.idx"
+    index.write_bytes(index.read_bytes() + bytes(4))
+    assert whole(open_source(prefix, None, None), 0) == [5, 6, 7]

@@ -74,6 +74,12 @@ def test_signals_to_the_whole_job_do_not_end_the_worker(stream: PackedStream) ->
     assert alive(worker_pid(stream))
 
 
+def test_workers_do_not_load_torch() -> None:
+    script = "import sys, slurmllm.data.prefetch, slurmllm.data.inspection, slurmllm.corpus.builtin"
+    script += "; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_a_dropped_stream_ends_its_worker(corpus: Path, tokenizer: Path) -> None:
     stream = one_rank(corpus, tokenizer)
     pid = worker_pid(stream)

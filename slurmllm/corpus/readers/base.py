@@ -38,7 +38,12 @@ class OnError(Protocol):
 
 
 def line_blocks(
-    stream: OpenedInput, on_error: OnError, *, begin: bytes = b"", longest: int | None = None
+    stream: OpenedInput,
+    on_error: OnError,
+    *,
+    begin: bytes = b"",
+    feed: bytes = b"\n",
+    longest: int | None = None,
 ) -> Iterator[bytes]:
     """Yield blocks that end after a line feed, or with the file; `begin` was read before.
 
@@ -51,12 +56,12 @@ def line_blocks(
     skipping = False
     for data in itertools.chain([begin], stream.blocks(CHUNK_BYTES)):
         if skipping:
-            feed = data.find(b"\n")
-            if feed < 0:
+            at = data.find(feed)
+            if at < 0:
                 continue
-            data, skipping = data[feed:], False
-        end = data.rfind(b"\n") + 1
-        lines += data.count(b"\n")
+            data, skipping = data[at:], False
+        end = data.rfind(feed) + 1
+        lines += data.count(feed)
         if not end and sum(map(len, held)) + len(data) > longest:
             on_error(f"{stream.file.name}:{lines + 1}: {too_large('line', longest)}")
             held, skipping = [], True

@@ -6,6 +6,7 @@ Rows count from 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +84,10 @@ def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.Rec
     else:
         # The file format is the stream format between eight bytes and a footer, so a compressed
         # file can be read as a stream.
-        with OpenedInput(stream.file, options.zstd_long) as opened:
-            is_file = opened.read(len(FILE_BEGIN)) == FILE_BEGIN
-        if is_file:
-            stream.read(len(FILE_BEGIN))
+        # An error of the first bytes is raised by `stream`, which knows its place.
+        with suppress(OSError), OpenedInput(stream.file, options.zstd_long) as opened:
+            if opened.read(len(FILE_BEGIN)) == FILE_BEGIN:
+                stream.read(len(FILE_BEGIN))
         batches = pa.ipc.open_stream(pa.PythonFile(stream, "r"))
     for index, whole in enumerate(batches):
         batch = whole.select(_check_columns(options, whole.schema))

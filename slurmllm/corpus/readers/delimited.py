@@ -69,7 +69,8 @@ class _Rows:
                         continue
                     for column, place in zip(texts, places, strict=True):
                         column.append(cells[place])
-                        size += len(cells[place])
+                    # Of all cells: the text may be a small part of the file.
+                    size += len(cells) + sum(map(len, cells))
                     if size >= CHUNK_BYTES:
                         yield tuple(pa.array(column, pa.large_string()) for column in texts)
                         texts, size = [[] for _ in keys], 0
@@ -117,7 +118,10 @@ class _Rows:
 
     def _lines(self) -> Iterator[str]:
         begin = next(self._stream.blocks(CHUNK_BYTES), b"").removeprefix(BOM)
-        for block in line_blocks(self._stream, self._on_long_line, begin=begin, longest=_LARGEST):
+        feed = b"\r" if b"\r" in begin and b"\n" not in begin else b"\n"  # the first: of old Macs
+        for block in line_blocks(
+            self._stream, self._on_long_line, begin=begin, feed=feed, longest=_LARGEST
+        ):
             for line in block.splitlines(keepends=True):
                 yield line.decode("utf-8", "surrogateescape")
         self._ended = True
