@@ -248,6 +248,13 @@ def test_a_cache_that_another_user_prepared_is_not_used(tmp_path: Path, disk: Pa
     assert (planned / "graph").read_bytes() == POISON
 
 
+def test_a_disk_on_which_others_may_rename_is_refused(tmp_path: Path, disk: Path) -> None:
+    disk.chmod(0o777)
+    with pytest.raises(NodeError, match=r"every user may replace .*no sticky bit \(`chmod"):
+        make_cache_folder(config_on(disk), RunDir(tmp_path / "r"))
+    assert list(disk.iterdir()) == []
+
+
 @only_root
 def test_a_broadcast_archive_of_another_user_is_not_unpacked(tmp_path: Path, disk: Path) -> None:
     run, config = run_with_graphs(tmp_path, "r"), config_on(disk)
