@@ -84,7 +84,7 @@ def test_on_a_full_disk_the_originals_are_read(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(staging.shutil, "copyfileobj", full)
+    monkeypatch.setattr("slurmllm.staging.node.shutil.copyfileobj", full)
     corpus = write_megatron(tmp_path / "tokens", DOCUMENTS)
     assert list(stage(private, monkeypatch, corpus).iterdir()) == []
     assert np.array_equal(open_source(corpus, None, 10).read([(0, 0)]).tokens, [1, 2, 3])
