@@ -54,7 +54,8 @@ def list_trainer_checkpoints(
     """Return the checkpoints of a run in the order of their steps, all or those of the last step.
 
     `closing` is an attempt's record with its end, in place of the one that is written. A pattern
-    without {step} is a file that is written again and again; its step is the last one before.
+    without {step} is a file that is written again and again; its step is the last one that
+    was read before it changed.
     """
     if command.checkpoints is None:
         return []
@@ -177,12 +178,16 @@ def _is_complete(
 def _step_at(run: RunDir, time_s: float) -> int | None:
     """Return the last step that was read before a time."""
     for path in reversed(run.metrics_files()):
+        step: int | None = None
         with suppress(RunError, OSError):
             # From the end, where it mostly is: this is asked every few seconds.
-            rows = last_rows(path, _FEW_ROWS)
-            if rows and rows[0].get("time", time_s + 1) > time_s:
-                rows = [row for _, row in read_rows(path)]
-            for row in reversed(rows):
+            for count in (_FEW_ROWS, 64 * _FEW_ROWS):
+                for row in reversed(last_rows(path, count)):
+                    if row.get("time", time_s + 1) <= time_s:
+                        return int(row["step"])
+            for _, row in read_rows(path):
                 if row.get("time", time_s + 1) <= time_s:
-                    return int(row["step"])
+                    step = int(row["step"])
+        if step is not None:
+            return step
     return None

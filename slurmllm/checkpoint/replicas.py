@@ -95,7 +95,9 @@ class Replica:
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Remove all but the `keep` complete replicas saved last: higher steps may be older."""
+        """Remove incomplete replicas, and all but the `keep` saved last, which need not be the
+        highest steps: after a roll-back those may be older.
+        """
         saved_at = {step: self.manifest(step).saved_at for step in self.steps()}
         newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
         for step in self._folders():

@@ -158,7 +158,7 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     of_all = FAULTS[spec.kind].of_commands
     if not of_all:
         below = [pid, *descendants([pid])] if pid is not None and pid in below else []
-    below = [pid for pid in below if psutil.pid_exists(pid) and not _is_shell(pid)]
+    below = [pid for pid in below if not _is_shell(pid)]
     if not below:
         raise NodeError(
             f"rank {spec.rank} of attempt {spec.attempt} of {run.name} does not run on {spec.node}"

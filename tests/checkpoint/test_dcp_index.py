@@ -118,6 +118,13 @@ def test_regions_of_a_tensor(values: torch.Tensor, tmp_path: Path) -> None:
         read(tmp_path)
     with pytest.raises(StorageError, match=r"holds no model\.b; restore it"):
         DcpFiles(tmp_path).read("b")
+    shard = tmp_path / "__2_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(StorageError, match=rf"{shard.name} is truncated or damaged"):
+        read(tmp_path, (slice(8, 9), slice(0, 3)))
+    (tmp_path / ".metadata").write_bytes(b"\x80")
+    with pytest.raises(StorageError, match=r"\.metadata is damaged"):
+        read(tmp_path)
 
 
 def test_a_load_opens_a_file_once(

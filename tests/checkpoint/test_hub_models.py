@@ -176,3 +176,13 @@ def test_offline_without_the_model(tmp_path: Path, import_model: Callable[..., R
     assert f"{source} is not fully cached, and HF_HUB_OFFLINE is set" in text
     assert "`hf download org/model --revision old --exclude '*.bin'` on a machine" in text
     assert f"{tmp_path}/home" in text
+
+
+def test_a_fine_tuning_recipe_names_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["submit", "llama2_7b_finetune", "--nodes", "4"])
+    assert done.exit_code == 2
+    fix = "`slurmllm checkpoint import hf://meta-llama/Llama-2-7b-hf --out weights`, then add"
+    assert f"get them with {fix}" in " ".join(done.output.split())

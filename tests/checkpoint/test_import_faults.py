@@ -322,6 +322,14 @@ def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
+    part = {"a": torch.ones(3)}
+    with pytest.raises(OSError, match="No such file or directory"):
+        safetensors_files.write_shards(
+            tmp_path / "absent", {"x": [0]}, [12], lambda _: part, lambda _: None
+        )
+
+
 @pytest.mark.parametrize("value", [10**18, 100_001])
 def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: int) -> None:
     source = copy("llama")

@@ -138,6 +138,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=match):
             open_training(tmp_path, whole.model).read(name)
 
+    files = open_training(tmp_path, whole.model)
+    files.read(name)
+    shard.write_bytes(content[:1000])  # by another machine, while a worker reads
+    with pytest.raises(StorageError, match=f"{shard.name} is cut short"):
+        files.read(name)
     shard.write_bytes(content[:-1000])
     fails(f"{shard.name} is damaged")
     shard.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,3 +199,12 @@ def test_a_replica_that_names_files_outside(run: RunDir, replica: Replica, name:
     with pytest.raises(StorageError, match=r"files\.0\.path: .* is no file inside the folder"):
         replica.fetch(20, run)
     assert sorted(run.path.parent.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("location", ["folder"], indirect=True)
+def test_replicas_that_another_user_planted_are_not_restored(run: RunDir, replica: Replica) -> None:
+    shutil.rmtree(run.checkpoint(20))
+    os.chown(replica.folder, 65534, 65534)
+    resumable = find(run).state
+    assert (resumable and resumable.step, run.checkpoint(20).exists()) == (10, False)

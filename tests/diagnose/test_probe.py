@@ -92,6 +92,12 @@ def test_a_time_is_claimed_only_if_it_has_passed(script: str, raised: str, messa
     assert ("within" in message) == ("within" in found["n2"].of("fail")[0].message)
 
 
+def test_a_stop_breaks_off() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAIT], stdout=subprocess.PIPE)
+    assert collect(["n1"], [process], 60, lambda: True) is None
+    assert process.poll() is not None
+
+
 def answer(ahead_s: float, **versions: str) -> NodeReport:
     return NodeReport(NodeHealth(node="n", checks_s=0.1, versions=versions), ahead_s)
 

@@ -81,6 +81,19 @@ def test_new_graphs_of_all_nodes_are_merged(
     assert merge.merge_new_graphs(run) == ()
 
 
+def test_a_graph_that_failed_in_precompile_is_compiled_in_training(
+    run: RunDir, tmp_path: Path, manifest: GraphManifest
+) -> None:
+    (compiled,) = manifest.states
+    changes = {"name": "bbb", "folder": "inductor/fxgraph/bb/bbb", "state": "failed"}
+    failed = compiled.model_copy(update=changes)
+    manifest = manifest.model_copy(update={"states": (compiled, failed), "complete": False})
+    manifest.save(run.graphs_manifest)
+    compile_graph(tmp_path / "n1", "bbb")
+    assert submit(run, tmp_path, "n1", manifest) == merge.merge_new_graphs(run) == ("bbb",)
+    assert GraphManifest.load(run.graphs_manifest).complete
+
+
 @pytest.mark.parametrize("harm", ["no record", "cut archive", "cut record", "temporary"])
 def test_a_node_that_dies_while_handing_in_does_no_harm(
     run: RunDir, tmp_path: Path, manifest: GraphManifest, harm: str

@@ -75,6 +75,8 @@ def test_another_users_file_needs_a_group_that_is_trusted(tmp_path: Path) -> Non
     with pytest.raises(PermissionError, match=r"belongs to nobody .*, not to you:"):
         open_trusted(path)
     assert untrusted_error(path.stat(), group) is None
+    # In a setgid folder everybody's files have the folder's group.
+    os.chown(path, NOBODY.pw_uid, grp.getgrnam("sys").gr_gid)
     assert "not to you or the group sys" in str(untrusted_error(path.stat(), "sys"))
     assert "not to you or the group no-such" in str(untrusted_error(path.stat(), "no-such"))
 

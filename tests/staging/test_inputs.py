@@ -78,6 +78,19 @@ def test_a_changed_original_has_no_copy(
     assert changed.fingerprint != former
 
 
+def test_on_a_full_disk_the_originals_are_read(
+    private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("slurmllm.staging.node.shutil.copyfileobj", full)
+    corpus = write_megatron(tmp_path / "tokens", DOCUMENTS)
+    assert list(stage(private, monkeypatch, corpus).iterdir()) == []
+    assert np.array_equal(open_source(corpus, None, 10).read([(0, 0)]).tokens, [1, 2, 3])
+    assert "No space left on device" in caplog.text
+
+
 def test_one_worker_computes_for_its_node(
     private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slurmllm.checkpoint.formats.pickles import check_torch_file
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
@@ -261,7 +262,7 @@ class NxdFiles:
 
 
 class TorchFile:
-    """One file of torch.save, mapped into memory: values are read when they are used.
+    """One file of torch.save, read tensor by tensor; its `content` has tensors without values.
 
     Raises a StorageError if the file is missing or damaged.
     """
@@ -271,9 +272,13 @@ class TorchFile:
         try:
             with open_regular(path) as stream:
                 check_torch_file(stream)
-            self.content: dict[Any, Any] = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=True
-            )
+                stream.seek(0)
+                # Fake tensors have shapes, types and file offsets, but no memory. In a mapping of
+                # the file, a fault of the file system would end the process with SIGBUS.
+                with FakeTensorMode():
+                    self.content: dict[Any, Any] = torch.load(
+                        stream, map_location="cpu", weights_only=True
+                    )
             self._tensors = dict(_tensors(self.content))
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -284,9 +289,27 @@ class TorchFile:
         return tuple(self._tensors[key].shape) if key in self._tensors else None
 
     def read(self, key: Key, region: Region | None = None) -> Tensor:
-        if key not in self._tensors:
+        stored = self._tensors.get(key)
+        if stored is None or not stored.is_contiguous():
             raise StorageError(f"{self.path} holds no {'.'.join(map(str, key))}; restore it")
-        return self._tensors[key][region or ()]
+        # Whole rows are read, the other dimensions are cut afterwards.
+        shape, first = list(stored.shape), int(stored.storage_offset())
+        if region:
+            first += region[0].start * stored.stride(0)
+            shape[0] = region[0].stop - region[0].start
+        out = torch.empty(shape, dtype=stored.dtype)
+        # numpy has no bf16: the bytes are read into a view of the tensor's memory.
+        target = out.reshape(-1).view(torch.uint8).numpy().data
+        start: int = stored.untyped_storage()._checkpoint_offset or 0
+        try:
+            with open_regular(self.path) as stream:
+                stream.seek(start + first * stored.itemsize)
+                num_bytes = stream.readinto(target)
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if num_bytes != len(target):
+            raise StorageError(f"{self.path} is cut short; restore it")
+        return out[(slice(None), *region[1:])] if region else out
 
 
 def _tensors(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, Tensor]]:
