@@ -142,7 +142,7 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
 
 
 def check_target(path: Path) -> None:
-    """Check, before the measurement, that a new profile can be written to `path`; ConfigError."""
+    """Raise ConfigError, before the measurement, unless a new profile can be written to `path`."""
     option = f"--out {path}"
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{option}: a profile's name ends in .yaml; choose such a name")
@@ -169,6 +169,6 @@ def profile_text(cluster: Cluster, calibration: Calibration) -> str:
 
 
 def write_profile(cluster: Cluster, calibration: Calibration, path: Path) -> None:
-    """Write the calibrated profile atomically, for `--cluster PATH`; as `check_target`."""
+    """Write the calibrated profile atomically, for `--cluster PATH`; raises as `check_target`."""
     check_target(path)
     write_atomic(path, profile_text(cluster, calibration))

@@ -103,7 +103,7 @@ SourceName = Annotated[str, AfterValidator(_is_published)]
 
 
 def read_source(name: str) -> DataSource:
-    """Read a published data set by its name, or a file of that form by its path; ConfigError."""
+    """Read a published data set by name, or a file of that form by path; raises ConfigError."""
     path = find_yaml(name, data_dir(), "data set", "`slurmllm data fetch --list`")
     try:
         return DataSource.model_validate(read_yaml(path, form=_FORM)[0])

@@ -107,7 +107,7 @@ def check_options(values: Any) -> Any:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Return options as on a command line of sbatch: `--name=value`, `-C value`; ValueError."""
+    """Return options as sbatch reads them: `--name=value`, `-C value`; raises ValueError."""
     options: Options = {}
     waiting = ""  # for its value
     for argument in arguments:

@@ -239,7 +239,7 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
 
 
 def replicate_degree(config: RunConfig, nodes: int) -> int:
-    """Return the copies of each shard, one on every `parallel.shard_nodes` nodes; MeshError."""
+    """Return the copies of a shard, one on every `parallel.shard_nodes` nodes; raises MeshError."""
     parallel, per_node = config.recipe.parallel, config.cluster.devices_per_node
     if parallel.shard_nodes is None:
         return 1
@@ -319,8 +319,8 @@ def load_mesh(plan: Path) -> Mesh:
     try:
         held = json.loads(read_limited(plan))
         names = [field.name for field in fields(Mesh) if field.name != "unmeasured"]
-        # null, a micro batch that is not measured yet, reads as 1.
-        values = {name: int(held[name] or 1) for name in names}
+        # null, a micro batch that is not measured yet, reads as 1; older plans lack later fields.
+        values = {name: int(held[name] or 1) for name in names if name in held}
         return Mesh(**values, unmeasured=held["micro_batch"] is None)
     except OSError as error:
         raise StorageError(

@@ -116,7 +116,7 @@ def parse_dollars(text: str) -> float | None:
 
 
 def parse_price(text: str) -> PriceChoice:
-    """Read --price: dollars for a node hour, OPTION, REGION or REGION/OPTION; UserError."""
+    """Read --price: dollars for a node hour, OPTION, REGION or REGION/OPTION; raises UserError."""
     if (usd := parse_dollars(text)) is not None:
         return PriceChoice(usd)
     region, slash, name = text.strip().rpartition("/")
@@ -311,7 +311,7 @@ def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def parse_tokens(text: str) -> int:
-    """Read --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000; UserError."""
+    """Read --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000; raises UserError."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UserError(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from amounts import sample
 
 import slurmllm
@@ -42,6 +43,18 @@ def test_neuron_without_its_package(new_backend: NewBackend) -> None:
         new_backend("cluster.device=neuron")
     (fault,) = caught.value.faults
     assert re.search(r"pip install 'torch-neuronx==\d+\.\d+\.\*'", fault)
+
+
+def test_without_cuda_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    for version, count, remedy in (
+        (None, 0, "is built without CUDA; install a build for CUDA"),
+        ("12.8", 0, "finds no GPU on"),
+        ("12.8", 1, "--set cluster.devices_per_node=1"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert remedy in (KINDS["cuda"].missing(1) or "")
 
 
 def test_no_place_asks_for_cuda() -> None:

@@ -166,6 +166,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("train.activation_checkpointing=[core, core]", "each part once"),
         ("train.activation_checkpointing=[attention]", "'attention' is not a part of a block"),
         ("train.steps.more=1", "is not a section"),
+        ("layouts.cpu.parallel=auto", "--set parallel.tensor"),
     ],
 )
 def test_a_bad_value_is_named_with_its_rule(override: str, message: str) -> None:

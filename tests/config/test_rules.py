@@ -52,6 +52,7 @@ tiny_neox  | parallel.pipeline=3 | parallel.pipeline: 3 does not divide 4 layers
 tiny_neox  | parallel.pipeline=2 parallel.virtual_pipeline=4 | 4 does not divide the 2 layers of eac
 tiny_neox  | parallel.virtual_pipeline=2 | 2 chunks a stage need more stages than one; set
 tiny_neox  | parallel.sequence=true parallel.tensor=2 model.seq_len=127 | 127 is not a multiple of p
+tiny_neox  | parallel.shard_nodes=1 parallel.zero=0 | parallel.zero 0 shards nothing; set parallel.z
 tiny_neox  | train.micro_batch=3 | 3 does not divide train.global_batch 8; choose 1, 2, 4 or 8
 tiny_neox  | profile.steps=[12,10] | the first step 12 is after the last, 10; swap them
 tiny_neox  | profile.steps=[10,5000] | step 5000 is after the last of train.steps 120; choose steps

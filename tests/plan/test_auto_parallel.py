@@ -118,3 +118,8 @@ def test_every_way_out_that_is_named_is_one(asked: tuple[str, int, *tuple[str, .
         assert more or options
         changed = resolve(recipe, overrides=[AUTO, *overrides, *options])
         settled(changed, more[0] if more else nodes)
+
+
+def test_where_nothing_would_do_it_says_so() -> None:
+    error = refused("neox_20b", 4, TIGHT, "parallel.tensor=8", "parallel.zero=0")
+    assert "leave out parallel.tensor, parallel.zero, or choose another" in error.faults[-1]

@@ -89,6 +89,12 @@ def test_groups_of_nodes_that_are_refused(
     assert fault in "\n".join(caught.value.faults)
 
 
+def test_nxd_shards_over_all_workers() -> None:
+    config = resolve("llama2_7b", "trn1", ["parallel.shard_nodes=1", "parallel.zero=1"])
+    faults = load_environment("nxd").unsupported(config)
+    assert any(fault.startswith("parallel.shard_nodes: 1: neuronx-") for fault in faults)
+
+
 def test_bytes_within_a_copy_and_between_copies() -> None:
     hybrid = layout("parallel.shard_nodes=1", "train.global_batch=256", *NO_LATENCY)
     moved, mesh, hardware = traffic(hybrid), hybrid.mesh, hybrid.config.cluster.hardware

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slurmllm.config.resolve import resolve
+from slurmllm.plan.fit_check import check_fit
 from slurmllm.plan.memory import WorkerMemory, dense_mask_warning, worker_memory
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
@@ -72,6 +73,27 @@ def test_a_dense_mask_that_is_large() -> None:
     (warning,) = dense_mask_warning(resolve("llama3_8b", "local", LONG))
     assert "32.00 of 7.50 GiB" in warning
     assert warning.endswith("--set data.mask=none, or a smaller model.seq_len")
+    layout = ("parallel={tensor: 4}", "train.micro_batch=1")
+    layout += ("train.activation_checkpointing=selective", "train.compile=false")
+    config = resolve("llama3_8b", "p5", [*LONG, *layout])
+    for force in (False, True):
+        fit = check_fit(config, 2, lambda _: [], force=force)
+        assert fit is not None
+        assert dense_mask_warning(config)[0] in (fit.warnings if force else fit.refusals)
+
+
+def test_tokens_that_are_held() -> None:
+    """Of a micro batch; in a pipeline of the step; on CPUs, what the data's stream gave besides."""
+    size = 2 * 8 * 2 * 128  # tokens and labels: two sequences
+    for degree, device, micro_batches in (
+        ("tensor", "cuda", 1),
+        ("pipeline", "cuda", 4),
+        ("tensor", "cpu", 5),
+        ("pipeline", "cpu", 8),
+    ):
+        layout = (f"cluster.device={device}", f"parallel.{degree}=2", "train.micro_batch=2")
+        result = memory("tiny_neox", 1, "cluster.devices_per_node=2", *layout)
+        assert result.batch == micro_batches * size
 
 
 def test_earlier_stages_hold_more_in_flight() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,9 @@ def test_an_unmeasured_micro_batch_is_null_in_the_plan(tmp_path: Path) -> None:
     assert mesh.unmeasured
     assert (mesh.to_json()["micro_batch"], mesh.to_json()["accumulation"]) == (None, None)
     save_mesh(mesh, tmp_path / "plan.json")
+    assert load_mesh(tmp_path / "plan.json") == mesh
+    older = {name: value for name, value in mesh.to_json().items() if name != "replicate"}
+    (tmp_path / "plan.json").write_text(json.dumps(older))
     assert load_mesh(tmp_path / "plan.json") == mesh
 
 

@@ -115,6 +115,16 @@ def test_activations_as_korthikanti_without_dropout() -> None:
         assert neuron_memory(config, mesh)["activations"] == 32 * size
 
 
+def test_a_recomputed_feed_forward_layer_is_held_beside_its_gradients() -> None:
+    mesh, tokens = Mesh(1, _CORES, 1, 2, _CORES // 2, 1024, 64), 64 * 256
+
+    def buffers(mode: str) -> int:
+        settings = (f"train.activation_checkpointing={mode}", "parallel.zero=0")
+        return neuron_memory(run("gpt3_6.7b", *settings, "model.seq_len=256"), mesh)["buffers"]
+
+    assert buffers("[mlp]") - buffers("none") == tokens * 2 * 16384 * 2
+
+
 def test_masks() -> None:
     square = 4096**2
 

@@ -10,7 +10,7 @@ import pytest
 from corpus.data_server import DataServer, data_server
 from corpus.published import mirror_configuration, publish_wikipedia
 from fake_slurm import FakeSlurm
-from submit.commands import call, fails
+from submit.commands import call, call_json, fails
 
 from slurmllm.config.data_sources import read_source
 from slurmllm.config.load import load
@@ -108,6 +108,21 @@ def test_what_sbatch_would_misread_is_refused_before_the_download(mirrored: Data
     message = fails(2, *NEOX, "--fetch", "--runs-dir", "a$b")
     assert "a value that sbatch would misread" in message
     assert (len(mirrored.requests), Path("a$b").exists()) == (before, False)
+
+
+def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
+    (data_set,) = call_json("data", "fetch", "neox_20b")["fetched"]
+    assert data_set["name"] == "wikipedia_gpt2"
+    assert "gpt2-merges.txt" in [file["name"] for file in data_set["files"]]
+    line = call("data", "fetch", "wikipedia_gpt2", "--to", "to").stdout.splitlines()[-1].strip()
+    folder = tmp_path / "to" / "wikipedia_gpt2"
+    settings = f"corpus: {folder}/my-gpt2_text_document, tokenizer: {folder}/tokenizer.json"
+    assert line == f"wikipedia_gpt2: {{{settings}}}"
+    assert "names no published data set" in fails(2, "data", "fetch", "tiny_neox")
+    message = fails(2, "data", "fetch", "wikipedia")
+    assert "neither a data set nor a recipe; did you mean 'wikipedia_gpt2'?" in message
+    listed = call_json("data", "fetch", "--list")["data_sets"]
+    assert "neox_20b" in next(d["recipes"] for d in listed if d["name"] == "wikipedia_gpt2")
 
 
 def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:

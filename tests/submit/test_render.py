@@ -95,6 +95,15 @@ def test_a_site_s_scripts_are_the_goldens(name: str, overrides: tuple[str, ...])
     assert made == path.read_text()
 
 
+def test_singularity_is_called_as_apptainer_is() -> None:
+    apptainer, singularity = (
+        text("tiny_neox", "train", 2, *container(runtime, "docker://pytorch/pytorch:2.9.0"))
+        for runtime in ("apptainer", "singularity")
+    )
+    assert "singularity exec --bind" in singularity
+    assert singularity == apptainer.replace("apptainer", "singularity")
+
+
 def test_the_recipe_is_stronger_than_the_profile_and_the_profile_than_the_backend() -> None:
     name = "MALLOC_ARENA_MAX"
     config, run = resolve("tiny_neox"), RunDir(Path("/fsx/runs/r1"))

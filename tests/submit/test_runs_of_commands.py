@@ -174,6 +174,15 @@ def test_delete_keeps_what_the_trainer_has_written(run: RunDir, is_damaged: bool
     assert {path: path.read_bytes() for path in run.path.glob("outputs/*/*")} == outputs
 
 
+def test_delete_with_checkpoints_leaves_what_is_outside(run: RunDir, tmp_path: Path) -> None:
+    outside = tmp_path / "scratch"
+    (run.path / "outputs").rename(outside)
+    (run.path / "outputs").symlink_to(outside)
+    assert call("delete", "r", "--checkpoints", "--yes").exit_code == 0
+    assert not run.path.exists()
+    assert (outside / "step-10/weights").read_bytes() == bytes(1000)
+
+
 def test_a_sweep_of_commands(fake: FakeSlurm) -> None:
     Path("cases.yaml").write_text(
         "slow: {command.run: 'python train.py --lr 1e-4 --out {run}/out'}\n"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,6 +87,13 @@ def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
         claims = [pool.submit(claim_run, runs, None, "tiny_neox", cluster) for _ in range(8)]
         names = sorted(claim.result().name for claim in claims)
     assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
+
+
+@pytest.mark.parametrize(("script", "code"), [("recipes > /dev/full", 4), ("nosuch", 2)])
+def test_only_compare_answers_with_exit_code_1(script: str, code: int) -> None:
+    command = ["bash", "-c", f"{sys.executable} -m slurmllm {script}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
 
 
 def test_dry_run_shows_environment_and_arguments(fake: FakeSlurm) -> None:

@@ -101,6 +101,10 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
     assert forced.exit_code == 0
     assert "warning: " in forced.stderr
     assert len(fake.jobs) == 2
+    call("cancel", "r")
+    assert call("resume", "r", "--set=parallel=auto", "--set", NOT_ENOUGH, "--force").exit_code == 0
+    config = load(RunDir(Path("runs/r")).config)
+    assert config.origins["parallel.tensor"].startswith("planner: the smallest layout; none is")
 
 
 def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: FakeSlurm) -> None:

@@ -12,9 +12,11 @@ from fake_slurm import FakeSlurm
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
+from slurmllm.config.load import load
 from slurmllm.errors import UserError
+from slurmllm.graphs import reuse
 from slurmllm.run.records import JobsRecord
-from slurmllm.run.rundir import SweepDir, find_run
+from slurmllm.run.rundir import RunDir, SweepDir, find_run
 from slurmllm.status.runs import list_runs, run_states
 from slurmllm.submit.sweep import Case, grid, name_cases, read_cases
 
@@ -66,6 +68,24 @@ def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...])
     # Other shapes have other graphs.
     more = submit(inputs, "--name=t", "--sweep=model.num_layers=2,3", "--sweep=train.seed=1,2")
     assert [run["graphs"][-8:] for run in more["runs"]] == ["graphs-1"] * 2 + ["graphs-2"] * 2
+
+
+def test_runs_without_graphs_wait_for_no_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submit(inputs, "--sweep=train.compile=true,false")
+    assert [run["graphs"] for run in sent["runs"]] == ["s-graphs-1", None]
+    assert [fake.jobs[run["train_job"]].after_ok for run in sent["runs"]] == ["1", None]
+
+
+def test_graphs_of_a_sweep_are_reused_by_later_runs(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(inputs, *GRID)
+    compiled, later = (RunDir(Path(f"runs/s/{name}").absolute()) for name in (NAMES[0], NAMES[3]))
+    monkeypatch.setattr(reuse, "has_all_graphs", lambda *needs, **_: needs[-1] == compiled)
+    compiled.graphs.mkdir()
+    compiled.graphs_manifest.write_text("{}")
+    for run in (later, RunDir(Path("runs/s/graphs/s-graphs-1").absolute())):
+        assert list(reuse.find(load(run.config), 2, False, run)) == [compiled]
 
 
 def test_two_at_a_time_whatever_ends_or_is_cancelled(
