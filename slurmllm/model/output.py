@@ -88,7 +88,10 @@ class Output(nn.Module):
         return weight[:padded]
 
     def chunk(self, count: int, rows: int, limit: float) -> int:
-        """Return how many of `count` tokens, each of `rows` logits, give about `limit` of them."""
+        """Return how many of `count` tokens, of `rows` logits each, to compute at a time.
+
+        They have about `limit` logits at most.
+        """
         parts = max(1, math.ceil(count * rows / limit))
         if self.row_multiple > 1:  # chunks of one size, where possible, are one compiled graph
             even = (n for n in range(parts, 2 * parts) if count % (n * self.row_multiple) == 0)

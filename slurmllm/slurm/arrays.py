@@ -62,9 +62,9 @@ def submit_array(
 ) -> list[Any]:
     """Submit one job for each call of a function that the nodes can import; return submitit's jobs.
 
-    `logs` is a shared folder for the array's own, `arguments` are of at most `MOST_TASKS` calls, of
-    which `at_once` run simultaneously. The error message has `description`, what the jobs do, and
-    `alternative`, what to do without Slurm.
+    They are in the order of `arguments`, of at most `MOST_TASKS` calls, of which `at_once` run
+    simultaneously. In the shared folder `logs` the array has one of its own. The error message has
+    `description`, what the jobs do, and `alternative`, what to do without Slurm.
     """
     import submitit
 

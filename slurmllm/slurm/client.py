@@ -204,7 +204,7 @@ class SlurmClient:
         after: str | None = None,
         name: str | None = None,
     ) -> str:
-        """Submit a batch script, its text, since a file may be replaced; return the job id.
+        """Submit the text of a batch script (a file may be replaced meanwhile); return the job id.
 
         Args:
             after_ok: A job whose success the new job waits for.

@@ -52,7 +52,7 @@ class StopRequest:
         self.signal_name: str | None = None
         self._signalled_at: float | None = None
 
-    def install(self) -> None:
+    def install(self) -> None:  # before torch is imported, which takes seconds
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 

@@ -63,7 +63,7 @@ def test_no_place_asks_for_cuda() -> None:
     for room in ("backends/native", "train", "model"):
         places += (package / room).rglob("*.py")
     # Without torch: variables of the environment, and nvidia-smi.
-    described = ("device.py", "environment.py", "processor.py")
+    described = ("device.py", "environment.py")
     asking = re.compile(r"""torch\.cuda|\.is_cuda|["'](cuda|nccl)["']""")
     assert len(places) > 30
     for place in places:

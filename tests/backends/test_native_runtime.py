@@ -142,6 +142,12 @@ def test_bf16_mixed_stays_near_fp32(new_backend: NewBackend) -> None:
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}, "master weights"
 
 
+def test_every_parameter_decays_if_asked(new_backend: NewBackend) -> None:
+    backend = new_backend("optim.decay_norms_and_biases=true")
+    assert isinstance(backend, NativeBackend)
+    assert [group["weight_decay"] for group in backend.optimizer.param_groups] == [0.01]
+
+
 def test_the_norm_is_the_host_s(new_backend: NewBackend) -> None:
     new_backend()  # a process group of one worker
     for seed in range(500):  # torch's square root is wrong in a hundredth of the cases

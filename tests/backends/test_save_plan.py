@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from slurmllm.backends.native import dcp
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.native.save_plan import MeshPlace, own_tensors
+from slurmllm.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.checkpoint.formats.dcp_write import Chunk, Place, pack_part
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import make_mesh
@@ -96,6 +97,10 @@ def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConf
     # torch itself reads it, and the tensors are the same.
     a, b = (whole(tmp_path / name, tmp_path / f"{name}.pt") for name in ("dcp", "ours_0"))
     torch.testing.assert_close(b, a, rtol=0, atol=0)
+    # A load reads both: DCP's own plan is that of earlier versions.
+    ours, earlier = (DcpFiles(tmp_path / name) for name in ("ours_0", "dcp"))
+    for key in metadata.state_dict_metadata:
+        assert torch.equal(ours.read_key(key), earlier.read_key(key)), key
     # Later saves are the same file, and only two small operations.
     contents = [(tmp_path / f"ours_{number}" / ".metadata").read_bytes() for number in range(3)]
     assert contents[0] == contents[1] == contents[2]

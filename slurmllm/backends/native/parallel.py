@@ -225,7 +225,8 @@ class Pipeline:
         """Accumulate the gradients of all micro batches, each loss times `weight`.
 
         Tokens, labels and positions: [accumulation · micro_batch, seq]; every stage reads the
-        positions. Returns the mean loss; None if this worker does not have the last chunk.
+        positions. Returns the mean loss; None if this worker does not have the last chunk. Without
+        `backward`, no gradients are computed.
         """
         self._weight = weight
         losses: list[Tensor] = []

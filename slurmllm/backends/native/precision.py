@@ -41,6 +41,7 @@ _PURE = ("bf16_sr", "bf16")
 
 
 def store_weights(model: nn.Module, precision: str) -> None:
+    """Convert the parameters, on the meta device, to the format in which they are stored."""
     if precision not in _PURE:
         return
     # Not model.to(): the rotary table stays fp32, because bf16 cannot separate far positions.

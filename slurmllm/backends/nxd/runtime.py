@@ -144,7 +144,7 @@ class NxdBackend(Backend):
         self._interleave_evaluation()
         if mesh.pipeline > 1:
             pipeline: Any = self.model.module
-            functions = dict(pipeline._INSTRUCTION_MAP)  # the class's
+            functions = dict(pipeline._INSTRUCTION_MAP)  # a copy: it is the class's
             for task, name in ((ForwardStepTask, "forward"), (BackwardStepTask, "backward")):
                 functions[task] = self.annotated(name, functions[task])
             pipeline._INSTRUCTION_MAP = functions
