@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,22 @@ def read_attempts(
     """
     rows: list[RowBlock] = []
     warnings: list[str] = []
-    try:
-        fast = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
-        with ThreadPoolExecutor(4) as pool:
-            read = partial(_read_file, lenient=lenient, fast=fast)
-            for path, content in zip(files, pool.map(read, files, count()), strict=False):
-                rows += content[0]
-                warnings += content[1]
-                if by_file is not None:
-                    by_file[path] = content
-    except OSError as error:
-        raise read_error(Path(error.filename or files[0]), error) from error
+
+    def read(path: Path, attempt: int) -> tuple[list[RowBlock], list[str]]:
+        try:
+            return _read_file(path, attempt, lenient=lenient, fast=fast)
+        except OSError as error:
+            raise read_error(path, error) from error
+
+    # A file that is not there is reported by its reader.
+    sizes = (path.stat().st_size for path in files if path.is_file())
+    fast = sum(sizes) >= _SMALL_BYTES
+    with ThreadPoolExecutor(4) as pool:
+        for path, content in zip(files, pool.map(read, files, count()), strict=False):
+            rows += content[0]
+            warnings += content[1]
+            if by_file is not None:
+                by_file[path] = content
     return rows, warnings
 
 
