@@ -108,21 +108,21 @@ def with_command(
     Without a RECIPE, or after an adapter (trainers/NAME), only those before the first argument
     without a dash are, each as `--name=value`; the command begins there.
     """
-    from slurmllm.config.command import join_words, name_of_command
+    from slurmllm.config.command import join_arguments, name_of_command
     from slurmllm.config.profiles import TRAINERS
 
-    options = list(takewhile(lambda word: word.startswith("-"), after))
+    options = list(takewhile(lambda text: text.startswith("-"), after))
     is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
     if (options and positional and not is_adapter) or len(options) == len(after):
         return [*before, "--", *after]
-    words = after[len(options) :]
+    command = after[len(options) :]
     # Without a RECIPE the name is that of the program.
-    name = f'--set=name="{name_of_command(words)}"'
+    name = f'--set=name="{name_of_command(command)}"'
     added = [] if positional else [f"{TRAINERS}/plain", name]
     return [
         *added,
         *before,
-        f"--command={join_words(words)}",
+        f"--command={join_arguments(command)}",
         *(["--", *options] if options else []),
     ]
 

@@ -25,7 +25,7 @@ S = TypeVar("S", bound=BaseModel)
 PLACEHOLDERS = ("run", "attempt", "step", "checkpoint", "nodes", "devices")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _SPLIT = re.compile(rf"({_PLACEHOLDER.pattern.replace('(', '(?:')})")
-_FIRST_WORDS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
+_FIRST_ARGUMENTS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
 _LAUNCHERS = {
     *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "colossalai"),
     *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
@@ -94,11 +94,11 @@ class CommandConfig(Section):
         if self.start != "auto":
             return self.start == "node"
         try:
-            words = shlex.split(self.run)
+            arguments = shlex.split(self.run)
         except ValueError:
             return False
-        program = takewhile(lambda word: not word.endswith((".py", ".sh")), words)
-        return bool(_LAUNCHERS & {Path(word).name for word in islice(program, _FIRST_WORDS)})
+        program = takewhile(lambda text: not text.endswith((".py", ".sh")), arguments)
+        return bool(_LAUNCHERS & {Path(text).name for text in islice(program, _FIRST_ARGUMENTS)})
 
     @property
     def stop_signal(self) -> signal.Signals | None:
@@ -106,13 +106,13 @@ class CommandConfig(Section):
         return None if self.save_signal == "none" else signal.Signals[f"SIG{self.save_signal}"]
 
 
-def join_words(words: Sequence[str]) -> str:
-    """Return the words of a command line as one text for bash; a single word is one already."""
-    if len(words) == 1:
-        return words[0]
+def join_arguments(arguments: Sequence[str]) -> str:
+    """Return a command line as one text for bash; a single argument is that text already."""
+    if len(arguments) == 1:
+        return arguments[0]
     return " ".join(
         "".join(part if _PLACEHOLDER.fullmatch(part) else shlex.quote(part) for part in parts)
-        for parts in (list(filter(None, _SPLIT.split(word))) or [""] for word in words)
+        for parts in (list(filter(None, _SPLIT.split(argument))) or [""] for argument in arguments)
     )
 
 
@@ -128,11 +128,11 @@ def fill(text: str, values: Mapping[str, object], *, quote: bool = False) -> str
     return _PLACEHOLDER.sub(value, text)
 
 
-def name_of_command(words: Sequence[str]) -> str:
+def name_of_command(arguments: Sequence[str]) -> str:
     """Return a recipe's name for a command line: that of its script or module."""
-    scripts = [word for word in words if word.endswith((".py", ".sh"))]
-    modules = [after for word, after in pairwise(words) if word == "-m"]
-    name = Path((scripts or modules or words[:1])[0]).name
+    scripts = [argument for argument in arguments if argument.endswith((".py", ".sh"))]
+    modules = [after for argument, after in pairwise(arguments) if argument == "-m"]
+    name = Path((scripts or modules or arguments[:1])[0]).name
     name = name.removesuffix(".py").removesuffix(".sh")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "command"
 

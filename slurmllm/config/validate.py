@@ -22,7 +22,7 @@ from slurmllm.plugins import is_known
 PLANNER = "planner: "  # prefix of the origins of the planner's choices
 # Settings that are left to the planner if a recipe does not set them.
 OPEN = ("train.micro_batch", "train.activation_checkpointing")
-# Of a recipe with a command, beside `REFUSED`: all but KEEP.
+# Sections of which a recipe with a `command` has nothing but KEEP; `REFUSED` has the others.
 OF_OUR_TRAINERS = ("backend", "checkpoint")
 KEEP = "checkpoint.keep"
 M = TypeVar("M", bound=BaseModel)

@@ -85,12 +85,12 @@ class TextRows:
     def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
         self._text.read(chunk)
         for reader in self._text.readers:
-            reader.settle()
-        return self.settle(last) if last else self._take()
+            reader.flush()
+        return self.flush(last) if last else self._take()
 
-    def settle(self, last: bool = False) -> list[Numbers]:
+    def flush(self, last: bool = False) -> list[Numbers]:
         """Return rows that only more lines could complete: none have come for a while."""
-        self._text.settle(last)
+        self._text.flush(last)
         return self._take()
 
     def _take(self) -> list[Numbers]:
@@ -171,7 +171,7 @@ class FollowedOutput:
 
     def read(self, last: bool = False) -> list[Numbers]:
         if last or time.monotonic() - self._fed_at > _PAUSE_S:
-            self._rows += self._text.settle(last)
+            self._rows += self._text.flush(last)
             self._fed_at = math.inf
         rows, self._rows = self._rows, []
         return rows
@@ -222,7 +222,7 @@ class FollowedFile:
                 rows += self._lines.read(chunk)
             paused, self._offset = self._offset == size, stream.tell()
         if paused and isinstance(self._lines, TextRows):
-            rows += self._lines.settle()
+            rows += self._lines.flush()
         rows += self._lines.read(b"", last=True) if last else []
         self._rows += len(rows)
         return [] if skip else rows[before:]

@@ -162,14 +162,14 @@ class TextReader:
                 self._latest[rank] = reader
                 break
 
-    def settle(self, last: bool = False) -> None:
+    def flush(self, last: bool = False) -> None:
         """Add rows that more lines could complete: the output pauses, or this is the `last`."""
         # A progress bar is drawn without an end of its line.
         if last or self._rest.rstrip().endswith(b"]"):
             self.read(b"", last=True)
         for reader in self.readers:
             reader.end_row()
-            reader.settle(last)
+            reader.flush(last)
 
 
 class _LineReader:
@@ -259,7 +259,7 @@ class _LineReader:
         self._bar = (epoch or 0.0, count)
         return count + self._before
 
-    def settle(self, last: bool = False) -> None:
+    def flush(self, last: bool = False) -> None:
         """Add rows that later lines do not change, while the log grows; `last`: all of them."""
         if last:
             self.end_row()
@@ -279,9 +279,9 @@ class _TrainerReader(_LineReader):
         super().__init__(*parts)
         self._total = ""  # of the training's bar; those of evaluations come and go
         self._count = math.nan
-        self._found: list[tuple[Numbers, int]] = []  # rows, and the number of the line
+        self._pending: list[tuple[Numbers, int]] = []  # rows, and the number of the line
         self._open = False  # the last row's bar has not come yet
-        self._logged = 0.0  # rows with a loss that have been settled
+        self._logged = 0.0  # rows with a loss that have been added
 
     def read(self, line: str, number: int, stamp: str) -> bool:
         if (bar := _BAR.search(line)) and not _DESCRIBED.search(line):
@@ -290,7 +290,7 @@ class _TrainerReader(_LineReader):
             if bar[2] == self._total:
                 self._count = float(bar[1])
                 if self._open:
-                    self._found[-1][0]["bar"] = self._count
+                    self._pending[-1][0]["bar"] = self._count
                 self._open = False
         matches = super().read(line, number, stamp)
         if self._number == number and self.row and not _has_step(tuple(self.row)):
@@ -302,13 +302,15 @@ class _TrainerReader(_LineReader):
     def end_row(self) -> None:
         row, self.row = self.row, Numbers()
         if "train_runtime" not in row and any("loss" in name for name in row):
-            self._found.append(({**row, "bar": self._count}, self._number))
+            self._pending.append(({**row, "bar": self._count}, self._number))
             self._open = True
 
-    def settle(self, last: bool = False) -> None:
-        super().settle(last)
-        while self._found and (last or not (self._open and self._total) or len(self._found) > 1):
-            row, number = self._found.pop(0)
+    def flush(self, last: bool = False) -> None:
+        super().flush(last)
+        while self._pending and (
+            last or not (self._open and self._total) or len(self._pending) > 1
+        ):
+            row, number = self._pending.pop(0)
             count = row.pop("bar")
             self._logged += "loss" in row
             if _has_step(tuple(row)):
@@ -317,22 +319,22 @@ class _TrainerReader(_LineReader):
                 self.invented_steps = _NUMBERED if math.isnan(count) else ""
                 row["step"] = self._logged if math.isnan(count) else count
             self.rows.add(row.items(), number, self._texts)
-        self._open = self._open and bool(self._found)
+        self._open = self._open and bool(self._pending)
 
     def finish(self) -> None:
         self.end_row()
-        have_steps = any(_has_step(tuple(row)) for row, _ in self._found)
+        have_steps = any(_has_step(tuple(row)) for row, _ in self._pending)
         self.format = None if have_steps else self.format  # another framework's
-        counts = [row["bar"] for row, _ in self._found if "loss" in row]
+        counts = [row["bar"] for row, _ in self._pending if "loss" in row]
         by_bar = not any(map(math.isnan, counts)) and all(a != b for a, b in pairwise(counts))
         logged = 0.0
-        for row, number in self._found:
+        for row, number in self._pending:
             count = row.pop("bar")
             logged += "loss" in row
             if not have_steps:
                 row["step"] = count if by_bar and not math.isnan(count) else logged
             self.rows.add(row.items(), number, self._texts)
-        if self._found and not (have_steps or by_bar):
+        if self._pending and not (have_steps or by_bar):
             self.invented_steps = _NUMBERED
 
 

@@ -146,7 +146,7 @@ class Guard:
         self._config, self._backend, self._events = recipe.guard, backend, events
         self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup(recipe.train.steps))
         self.state, self.load_state = self._detector.state, self._detector.load_state
-        self._found: Divergence | None = None
+        self._divergence: Divergence | None = None
         self._warned = False
         self._first_step: int | None = None  # that this worker checked
         self.reused_graphs = False  # see `worker_files.wait_for_graphs`
@@ -154,7 +154,7 @@ class Guard:
     @property
     def diverged(self) -> bool:
         """Whether this worker found a divergence; the others may not know of it yet."""
-        return self._found is not None
+        return self._divergence is not None
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
         self._first_step = self._first_step or step
@@ -168,7 +168,7 @@ class Guard:
             reason += f", after a spike of the gradient norm from step {spike.onset} on"
             onset, first = spike.onset, spike.batch
         stale = self.reused_graphs and step == self._first_step
-        self._found = Divergence(
+        self._divergence = Divergence(
             reason, "guard.not_finite", self._config.not_finite, onset, first, batch, stale
         )
 
@@ -186,7 +186,7 @@ class Guard:
                 f"{self._config.factor:g} times the lowest smoothed norm ({spike.lowest:.3g})"
             )
             if policy == "stop" or policy == "roll_back":
-                self._found = Divergence(
+                self._divergence = Divergence(
                     reason, "guard.spike", policy, spike.onset, spike.batch, batch
                 )
             elif not self._warned:
@@ -212,7 +212,7 @@ class Guard:
 
         A StaleGraphsError instead if graphs that were compiled before may be to blame.
         """
-        control, mine = self._backend.control, self._found
+        control, mine = self._backend.control, self._divergence
         # Nodes of another processor have compiled graphs of their own.
         if stale := control.first(mine if mine and mine.stale else None):
             raise StaleGraphsError(

@@ -11,7 +11,7 @@ from supervise.starts import attempt_record
 
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete, remove_old
 from slurmllm.cli.commands import with_command
-from slurmllm.config.command import CommandConfig, fill, join_words, name_of_command
+from slurmllm.config.command import CommandConfig, fill, join_arguments, name_of_command
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 from slurmllm.run.records import AttemptRecord
@@ -47,7 +47,7 @@ PLAIN, NEMO = ("trainers/plain", "local"), "trainers/nemo"
 def test_words_are_kept_and_a_run_is_named_after_its_program(
     words: list[str], text: str, name: str
 ) -> None:
-    assert (join_words(words), name_of_command(words)) == (text, name)
+    assert (join_arguments(words), name_of_command(words)) == (text, name)
 
 
 def test_only_known_placeholders_are_filled() -> None:

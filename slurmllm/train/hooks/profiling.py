@@ -32,7 +32,7 @@ class ProfilingHook(Hook):
         assert config.steps is not None
         self._job, self._memory = job, config.memory
         self._first, self._last = config.steps
-        self._own = job.worker.rank in config.ranks
+        self._is_profiled = job.worker.rank in config.ranks
         self._device = job.backend.worker_device or Device()
         self._begun = False
         self._profiler: profile | None = None
@@ -44,7 +44,7 @@ class ProfilingHook(Hook):
         self._end_step(last=not inside)
         if inside and not self._begun:
             self._begun = True
-            if self._own:
+            if self._is_profiled:
                 with diagnostic("the profiler", self._drop):
                     self._start()
             self._job.control.barrier()
