@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 # Each of the suite's thousands of processes would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python tools/run_tests.py
-# --no-compile: Python compiles the modules that are used when they are first imported.
+# --no-compile: Python compiles each module at its first import.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
   --constraint constraints.txt
 

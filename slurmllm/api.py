@@ -256,7 +256,7 @@ def compare_runs(
         ('differ', 'seed', ['loss', 'grad_norm'])
     """
     from slurmllm.compare.compare import compare
-    from slurmllm.compare.comparison import Tolerances, refuse_inexact_logs
+    from slurmllm.compare.comparison import Tolerances, refuse_incomplete_logs
     from slurmllm.metrics.curves import Curve
 
     if tolerance is not None and not 0 <= tolerance < float("inf"):
@@ -269,7 +269,7 @@ def compare_runs(
         for run in (a, b, *seeds)
     )
     if exact:
-        refuse_inexact_logs((first, second), "exact=True")
+        refuse_incomplete_logs((first, second), "exact=True")
     limits = Tolerances(exact=exact) if tolerance is None else Tolerances(loss=tolerance)
     basis: BasisKind | None = None if tolerance is None else "tolerance"
     return compare(first, second, limits, axis=by, seeds=others, basis=basis)

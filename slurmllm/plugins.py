@@ -30,7 +30,7 @@ T = TypeVar("T")
 _WITHOUT_TORCH = ("models", "data_sources")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _registered: dict[tuple[Kind, str], object] = {}
-_importing_torch: set[tuple[Kind, str]] = set()  # parts whose import loaded torch
+_torch_loaders: set[tuple[Kind, str]] = set()  # parts whose import loaded torch
 
 
 class PluginRef(NamedTuple):
@@ -100,8 +100,8 @@ def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> objec
             "install its package where slurmllm is installed, or add its module to plugins"
         )
     if not torch_loaded and "torch" in sys.modules:
-        _importing_torch.add(key)
-    if kind in _WITHOUT_TORCH and key in _importing_torch:
+        _torch_loaders.add(key)
+    if kind in _WITHOUT_TORCH and key in _torch_loaders:
         raise ConfigError(
             f"{part}: its module imports torch, and commands on the login node use {group(kind)} "
             "without; import torch inside functions, or move the part to a module of its own"

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 @click.option("--out", metavar="FILE.yaml", help="The profile to write.  [default: print it]")
 @options.plot(": matrix size against utilization.")
 @click.option(
-    "--matrix-figure", metavar="FILE.png", help="Only draw matrix size against utilization."
+    "--matrix-figure",
+    metavar="FILE.png",
+    help="Only measure and draw matrix size against utilization.",
 )
 @options.job_options(
     "nodelist partition account qos reservation exclude time",

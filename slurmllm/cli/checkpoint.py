@@ -49,7 +49,7 @@ def _torch_dtype(ctx: click.Context, _: click.Parameter, name: str) -> torch.dty
 out = click.option(
     "--out", required=True, metavar="DIR", help="Folder to create; it must not exist yet."
 )
-of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run: RUN@CKPT.")
+of_run = click.option("--run", metavar="RUN", help="Read CKPT as a step of RUN (RUN@CKPT).")
 dtype = options.choice(
     "--dtype",
     "fp32 bf16 source",
@@ -185,8 +185,8 @@ def import_(
     """Import the Hugging Face model folder DIR as a checkpoint.
 
     DIR may be hf://ORG/NAME[@REVISION], a model of the hub, which is downloaded into its cache.
-    GPTNeoXForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel and families that you
-    added, with weights in safetensors files. A run starts from the result by train.init_from=DIR.
+    It has GPTNeoXForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel or a family of
+    yours, with weights in safetensors files. A run starts from the result by train.init_from=DIR.
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.hub import model_folder

@@ -77,8 +77,8 @@ class _Choices:
 @options.choice(
     "--as basis",
     "tolerance precision",
-    "What may differ: no more than the tolerances, or the roundings of two precisions.  "
-    "[default: precision if both runs are recorded and differ in nothing else, else tolerance]",
+    "Allowed differences: the tolerances, or the roundings of two precisions.  "
+    "[default: precision if both are slurmllm's runs that differ in nothing else, else tolerance]",
 )
 @click.option(
     "--precision",
@@ -213,7 +213,7 @@ def _read(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
-    from slurmllm.compare.comparison import refuse_inexact_logs
+    from slurmllm.compare.comparison import refuse_incomplete_logs
     from slurmllm.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
@@ -233,7 +233,7 @@ def _read(
     choices.of_logs.refuse_unused(curves)
     if choices.exact or choices.require in ("identical", "match"):
         option = "--exact" if choices.exact else f"--require {choices.require}"
-        refuse_inexact_logs(curves, option)
+        refuse_incomplete_logs(curves, option)
     return curves[: len(runs)], curves[len(runs) :]
 
 

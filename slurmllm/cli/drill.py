@@ -58,7 +58,7 @@ class _Subject(NamedTuple):
 @options.cluster
 @options.node_count(type=click.IntRange(1), help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
-@click.option("--seed", default=0, help="Random seed of step and worker.")
+@click.option("--seed", default=0, help="Seed by which the faults' steps and workers are chosen.")
 @click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
 @click.option(
     "--tolerance",
@@ -92,8 +92,8 @@ def drill(
     configuration and number of nodes, one after the other; their curves must be bit-identical
     to that of a copy without a fault. RUN gets a report, and is otherwise only read.
 
-    RECIPE or `-- COMMAND …` of a trainer of another project may take the place of RUN: does it
-    resume exactly, and what does it lose?
+    With RECIPE or `-- COMMAND …` of a trainer of another project in place of RUN, it tells whether
+    that trainer resumes exactly, and how many steps it loses.
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """

@@ -53,7 +53,7 @@ def init(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write a profile of this Slurm cluster and make it the default --cluster; or a recipe.
+    """Write a profile of this Slurm cluster and make it the default --cluster, or write a recipe.
 
     Asks Slurm (partitions, nodes, limits, accounts), looks at this machine (modules, disks,
     interpreter, container runtimes), and shows both; submits no job. The profile has the hardware

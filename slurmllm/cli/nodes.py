@@ -34,7 +34,7 @@ include_option = click.option(
 def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
     """List the nodes that RUN, or each run, excludes: why, on which evidence, until when.
 
-    A node of a pending job's list is shown too, if its time is over: Slurm keeps the list.
+    A node whose exclusion has expired is shown while a pending job still excludes it.
     """
     from slurmllm.run.records import JobsRecord
     from slurmllm.slurm.client import SlurmClient

@@ -88,7 +88,9 @@ class _Request:
     "--prices", metavar="FILE", help="YAML table of prices to use instead of the shipped ones."
 )
 @click.option(
-    "--budget", metavar="USD", help="Maximum cost: compare profiles and node counts (1 to 512)."
+    "--budget",
+    metavar="USD",
+    help="Maximum cost; searches cluster profiles and node counts 1 to 512.",
 )
 @click.option(
     "--deadline", metavar="TIME", help="Maximum time to the end, such as 90m, 2d12h or 1w."
@@ -96,7 +98,7 @@ class _Request:
 @click.option(
     "--top",
     type=click.IntRange(min=1),
-    help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
+    help="Layouts to show of each node count.  [default: 10; 1 for several node counts; JSON: all]",
 )
 @options.choice("--rank", "speed lower", "Rank by throughput or its lower bound.", default="speed")
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")

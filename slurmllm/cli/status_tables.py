@@ -52,7 +52,7 @@ _RUNS: dict[Column, Callable[[RunState], str]] = {
     Column("nodes", drop=9): lambda state: str(state.nodes),
     Column("reason", room=PROSE, drop=4): lambda state: state.reason,
 }
-_KNOWN_OF_DAMAGED = ("run", "state", "reason")
+_COLUMNS_OF_DAMAGED = ("run", "state", "reason")
 _ATTEMPTS = (
     Column("attempt"),
     Column("nodes", drop=3),
@@ -82,7 +82,7 @@ def runs_view(
     one_line = height is not None
     rows = [
         [
-            cell(state) if state.state != "damaged" or column.heading in _KNOWN_OF_DAMAGED else ""
+            cell(state) if state.state != "damaged" or column.heading in _COLUMNS_OF_DAMAGED else ""
             for column, cell in _RUNS.items()
         ]
         for state in shown
@@ -125,7 +125,7 @@ def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> tuple
         format_duration(attempt.ended_at - attempt.started_at) if attempt.ended_at else "",
         attempt.ending or open_ending,
         attempt.action or "",
-        "" if evidence in reason else evidence,  # the line `state` has it
+        "" if evidence in reason else evidence,  # it is in the line `state`
     )
 
 
@@ -250,7 +250,7 @@ def _progress(workers: WorkerProgress) -> str:
 
 
 def _limit_and_others(workers: WorkerProgress | None) -> str:
-    """` (limit 0:10:00); behind the others: rank 3`, as far as it is so."""
+    """` (limit 0:10:00); behind the others: rank 3`, each part if it applies."""
     if workers is None:
         return ""
     text = "" if workers.limit_s is None else f" (limit {format_duration(workers.limit_s)})"

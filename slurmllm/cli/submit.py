@@ -65,10 +65,11 @@ def submit(
     Submits a precompile job, then a train job that depends on it. RECIPE is a name from
     `slurmllm recipes` or a .yaml file. With --local, N launcher processes on this machine stand
     in for nodes; Ctrl-C saves a checkpoint and exits. With --sweep or --sweep-file several runs
-    are submitted, in a directory of their own; NAME is the sweep's.
+    are submitted, in a directory of their own; --name then names the sweep.
 
-    With `-- COMMAND …` in place of RECIPE, or after trainers/NAME, a trainer of another project is
-    supervised: `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
+    Options after `--` go to sbatch. With `-- COMMAND …` in place of RECIPE, or after a recipe
+    trainers/…, a trainer of another project is supervised:
+    `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
     """
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import local_cluster, resolve, shorten

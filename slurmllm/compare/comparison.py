@@ -42,7 +42,7 @@ class Basis(Record):
     """What a verdict is measured by."""
 
     kind: BasisKind
-    reason: str = ""  # why the precisions are
+    reason: str = ""  # why the precisions of A and B are compared
     precisions: tuple[str, str] | None = None  # of A and B; None unless the kind is `precision`
 
 
@@ -141,8 +141,8 @@ class BandOfMetric(Record):
 
     within: bool
     spread: float  # median relative standard deviation of the seeds
-    excess: float  # largest distance over the allowed one; above 1: outside
-    width: int  # points of the mean that leaves the band, or is closest to it
+    excess: float  # largest distance / allowed distance; above 1: outside
+    width: int  # window of the running mean that is farthest out, in points
     first_outside_step: int | None
     power: float  # smallest relative bias over all points that is outside
 
@@ -205,8 +205,8 @@ def curve_letter(position: int) -> str:
     return chr(ord("A") + position) if position < 26 else f"#{position + 1}"
 
 
-def refuse_inexact_logs(curves: Sequence[Curve], option: str) -> None:
-    """Raise an error if `option` requires equal points, but a log lost some, or shows no steps."""
+def refuse_incomplete_logs(curves: Sequence[Curve], option: str) -> None:
+    """Raise an error if `option` requires equal points and a log lost some or shows no steps."""
     for curve in curves:
         damages = [text for text in curve.warnings if isinstance(text, DamageWarning)]
         if damages:

@@ -25,13 +25,13 @@ _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in 
 TINY = {"loss": 1e-4, "grad_norm": 2e-3}
 SMALL = {"loss": 2**-8, "grad_norm": 10 * 2**-8}
 _TINY_AT_MOST = {name: 5 * limit for name, limit in TINY.items()}  # the largest one
-ROUNDED = {"loss": 2**-5}  # more is of no number format
-_JUMP = 30.0  # times all differences before: no growth of roundings
-_UNITS = 10.0  # of the last digit printed: a difference that is not the digit's
+ROUNDED = {"loss": 2**-5}  # a larger one is no rounding of a number format
+_JUMP = 30.0  # times the largest difference before: roundings do not grow so fast
+_UNITS = 10.0  # of the last printed digit: a larger difference is no rounding of the print
 _LAST_DIGITS = 1e-6  # of fp32
 _FACTOR = 1e-6  # by which a constant factor may vary
-_FAR = 1e3  # times the last digit of the gradient norm: a loss that differs by more shows in it
-_MIN_POINTS = 6  # that show a correlation, a factor or an identity
+_FAR = 1e3  # times the last digit of grad_norm: a larger difference of losses would show there
+_MIN_POINTS = 6  # fewer show no correlation, factor or identity
 EARLY_POINTS = 5
 _CORRELATED = 512  # points after the first difference whose changes are correlated
 _NOTHING_IN_COMMON = 0.6
@@ -45,7 +45,7 @@ _FORWARD_CLUES = ("together", "together_or_update")
 
 
 class Clue(Record):
-    """What the columns show: a sentence, why it is evidence, and points by kind of cause."""
+    """What the columns show: a sentence, why it is evidence, and a score for each kind of cause."""
 
     text: str
     reason: str
@@ -125,7 +125,7 @@ class Observation:
         return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
 
     def identity(self) -> str | None:
-        """Return the clue that identities of the columns prove: another way of logging."""
+        """Return the clue if equal columns prove that only the logging differs."""
         if self.first is None:
             return "digits"
         for clue, name, other in (

@@ -173,7 +173,7 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]
     if alignment.method == "interpolated":
         warnings.append(
             f"few points are common: the denser curve is interpolated at the {num_steps} points of "
-            "the other, and the values between its points are not its own"
+            "the other, and its values between points are estimates"
         )
     each = [tokens_per_step(curve) for curve in (a, b)]
     if alignment.axis == "step" and None not in each and each[0] != each[1]:

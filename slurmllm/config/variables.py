@@ -30,10 +30,10 @@ TUNING = (
 )
 _TUNES = re.compile("|".join(TUNING).replace("*", r"\w+"))
 # Of the families and of their flags, those that name a file, folder, library, address or plugin,
-# or write what they do not name: NCCL_TOPO_FILE, NCCL_COMM_ID, FI_PROVIDER_PATH, NEURON_RT_INSPECT_
-# OUTPUT_DIR, NCCL_PROXY_PROFILE, --xla_dump_to, --cache_dir. Read for it: torch 2.13's
-# ProcessGroupNCCL.hpp, libfabric's fabric(7) and fi_ucx(7), the Neuron runtime's configuration
-# guide; not all providers of libfabric, nor undocumented variables.
+# or write to a file that they do not name: NCCL_TOPO_FILE, NCCL_COMM_ID, FI_PROVIDER_PATH,
+# NEURON_RT_INSPECT_OUTPUT_DIR, NCCL_PROXY_PROFILE, --xla_dump_to, --cache_dir. Sources: torch
+# 2.13's ProcessGroupNCCL.hpp, libfabric's fabric(7) and fi_ucx(7), the Neuron runtime's
+# configuration guide; not all providers of libfabric, nor undocumented variables.
 _NAMES_FILE = re.compile(
     r"FILE|PATH|PLUGIN|DUMP|LIBRAR|PROFIL|INSPECT|HOSTID|TEMPLATE|OUTPUT|LOCATION|URL|SAVE|TRACK"
     r"|DIR(?![A-Z])|_CONF(IG)?(?![A-Z])|(?<![A-Z])(ID|LIB|ADDR|PIPE|FROM|EXTRA|O)(?![A-Z0-9])",
@@ -78,9 +78,9 @@ def is_secret(name: str, value: object = "") -> bool:
 
 def is_secret_at(path: str, value: object = "") -> bool:
     section, _, name = path.rpartition(".")
-    if path.startswith("slurm.notify"):  # a webhook's URL, which is refused there
+    if path.startswith("slurm.notify"):  # a URL in place of a variable's name
         return "://" in str(value)
-    if path.startswith("cluster.trackers"):  # an address with a password, likewise
+    if path.startswith("cluster.trackers"):  # an address with a password
         return _URL_WITH_PASSWORD.search(str(value)) is not None
     return section in ("env", "cluster.env") and is_secret(name, value)
 

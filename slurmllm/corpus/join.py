@@ -39,7 +39,7 @@ from slurmllm.data.sources.tokenized import (
 )
 from slurmllm.errors import DataError
 
-# Digests sorted at once, about; in at most so many files, which are open at the same time.
+# Approximate number of digests per sort; most files of digests, all open at the same time.
 _BUCKET_DOCUMENTS = 1 << 20
 _MOST_BUCKETS = 256
 _DIGEST = np.dtype([("high", np.uint64), ("low", np.uint64), ("document", np.int64)])
@@ -76,7 +76,7 @@ class FinishedShard:
 
 
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
-    """Set `keep` of all shards, so that the first of equal documents is kept; return the others.
+    """Set `keep` of all shards so that the first of equal documents stays; return how many go.
 
     Digests are distributed by their value over files in the folder `scratch`, each small enough to
     be sorted in memory.
@@ -170,7 +170,7 @@ class _Buffer(NamedTuple):
 
     size: int  # bytes
     content: Iterator[Any]
-    last: int = 0  # of offsets, the last, which is all that Arrow reads of them
+    last: int = 0  # the last offset of an array of offsets: Arrow reads no other
 
 
 def write_arrow(
@@ -258,7 +258,7 @@ def _record_batch(
 
 
 def _stream_begin(schema: pa.Schema) -> bytes:
-    """Return the schema's message, padded by the size of the magic: the footer's offsets hold."""
+    """Return the schema's message, padded by the magic's size: the footer's offsets are correct."""
     # Four bytes, the int32 size of the rest, the rest.
     message: bytes = schema.serialize().to_pybytes()
     rest = message[8:] + bytes(len(FILE_BEGIN))

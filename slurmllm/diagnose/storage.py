@@ -1,4 +1,4 @@
-"""Checks of file systems: on a node its own disk and the shared one, on the login node the runs."""
+"""Checks of file systems: local and shared disk of a node, the runs folder on the login node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED_TYPES |= {"beegfs", "glusterfs", "gpfs", "lustre", "panfs", "pvfs2", "wek
 SHARED_TYPES |= {f"fuse.{kind}" for kind in ("ceph", "glusterfs", "juicefs", "sshfs", "weka")}
 WARN_FREE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
 MIN_FREE_BYTES = GIB
-# Every attempt, checkpoint and node writes records in this way, some of them while a save waits.
+# Every attempt, checkpoint and node writes records with fsync, some of them while a save waits.
 SLOW_WRITE_S = 0.25
 NUM_WRITES = 5
 CLOCK_TOLERANCE_S = 2.0
@@ -141,7 +141,8 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
     else:
         writable = _writable_runs(runs, cluster.trusted_group)
         if reason := replaceable_error(existing, cluster.trusted_group):
-            yield warn("runs folder", reason, fix="else others could exchange your runs for theirs")
+            fix = "use a folder that only you can write to, or others can replace your runs"
+            yield warn("runs folder", reason, fix=fix)
         elif writable:
             names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
             mode = stat.S_IMODE(writable[0].stat().st_mode)

@@ -43,7 +43,7 @@ _PROMPT_SETTINGS = {
 }
 # Settings by which transformers, datasets and evaluate run programs of a folder or of the hub.
 _CODE_SETTINGS = ("class", "custom_generate", "hf_evaluate", "trust_remote_code", "use_prompt")
-# Settings of datasets: in which folder, maybe another user's, it puts copies of what a task reads,
+# Settings of `datasets`: the folder, maybe another user's, for its copies of what a task reads,
 # which may be a private file.
 _PLACES = ("cache_dir", "storage_options", "download_config")
 _CODE_READERS = ("pandas", "sql")  # of `datasets`: pickles, and statements for a database
@@ -68,7 +68,7 @@ class Harness:
         self._loaded_model: Any = None
 
     def score(self, request: TaskRequest) -> EvaluationRecord:
-        """Evaluate a task; raise UserError if it may not run, DataError without its questions."""
+        """Evaluate a task; UserError if it may not run, DataError if its questions are not here."""
         started = time.monotonic()
         results = self._evaluate(request)
         name = request.task.task
@@ -110,7 +110,8 @@ class Harness:
                 raise UserError(fault)
             import lm_eval
 
-            # The same draws in this process: a pool forked beside torch's threads may deadlock.
+            # The draws are the same in this process: a pool forked beside torch's
+            # threads may deadlock.
             os.environ["DISABLE_MULTIPROC"] = "1"
             if self._loaded_model is None:
                 from lm_eval.api.registry import get_model
@@ -256,7 +257,7 @@ def _factory_without_code() -> Any:
 def _refuse_code(
     settings: Mapping[str, Any], place: str, allowed: Collection[str] | None = None
 ) -> None:
-    """Raise UserError if settings run code, at any depth, or a shipped task's are not `allowed`."""
+    """Raise UserError if settings run code, at any depth, or a shipped task may not have them."""
     from lm_eval.api import metrics, registry
 
     del metrics  # imported to fill the registry
@@ -278,7 +279,7 @@ def _refuse_code(
             remaining += value.items() if isinstance(value, dict) else [(name, v) for v in value]
     for name in sorted(settings.keys() - allowed) if allowed is not None else ():
         raise UserError(
-            f"{place}: `{name}` changes what the functions of the harness's tasks read, which can "
+            f"{place}: `{name}` changes the input of the task's functions, which can make them "
             f"run code; {_TRUST}"
         )
 

@@ -1,4 +1,4 @@
-"""Tables of the scores of a run's checkpoints by suite, with published scores; without torch."""
+"""Tables of the scores of a run's checkpoints by suite, with published scores; no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ScoreRow:
     reference_errors: Mapping[str, float] = field(default_factory=dict)
 
     def difference(self, model: str, step: int) -> float | None:
-        """Return score - published score in standard errors of the two, if ours has an error."""
+        """Return score - published score in standard errors of the two, if ours has one."""
         if model not in self.references or step not in self.scores or not self.errors.get(step):
             return None
         error = math.hypot(self.errors[step], self.reference_errors.get(model, 0.0))
@@ -110,8 +110,8 @@ def suite_table(
 ) -> ScoreTable:
     """Return the table of a suite, without rows that have no score.
 
-    With `limit`, only scores of so many questions; else of all questions if there are any, else of
-    the most, and the row's name has their number.
+    With `limit`, only scores of so many questions; else the scores of all questions, or where there
+    are none those of the most questions, whose number the row's name has.
     """
     rows: list[ScoreRow] = []
     steps: dict[int, int] = {}

@@ -172,7 +172,7 @@ def once_a_node(paths: Sequence[Path], identity: str, compute: Callable[[], str]
 
 
 def copy_name(path: Path) -> str:
-    """Return the name of a file's copy; raises an OSError if there is no such file."""
+    """Return the name for a file's copy; raises an OSError if the original does not exist."""
     info = path.stat()
     identity = f"{path.absolute()}\0{info.st_size}\0{info.st_mtime_ns}"
     return hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]

@@ -228,7 +228,7 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
 def _excluding(
     run: RunDir, jobs: Iterable[QueuedJob], exclude: str | None, client: SlurmClient
 ) -> list[str]:
-    """Return how to end the exclusions, beyond the recipe's, for which jobs may find no nodes."""
+    """Return how to end exclusions, except the recipe's, that may leave jobs without nodes."""
     waits = ("BadConstraints", "ReqNodeNotAvail", "Resources")
     lists = {job.excluded for job in jobs if job.excluded and job.reason.startswith(waits)}
     names: set[str] = set()
@@ -275,7 +275,7 @@ def _node_texts(
     for node in away:
         text = node.reason or "no reason recorded"
         if _NO_CAPACITY.search(text):
-            text += " (the cloud has no free machines of this kind and is asked again by itself; "
+            text += " (the cloud has no free machines of this kind and Slurm asks again by itself; "
             text += f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
             text += "NAME` use others)"
         by_reason.setdefault(f"{node.state}: {text}", []).append(node.name)

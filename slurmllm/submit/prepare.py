@@ -77,7 +77,7 @@ class RunRequest:
     config: RunConfig
     nodes: int  # nodes of the train stage
     root: Path  # folder of all runs
-    folder: Path | None = None  # where a new run is made, if not there: the directory of a sweep
+    folder: Path | None = None  # parent of a new run, if not `root`: the directory of a sweep
     run: RunDir | None = None  # the run to resume; None for a new one
     name: str | None = None  # name of a new run; None: the recipe's name with the next free number
     local: bool = False  # whether the nodes are launchers on this machine
@@ -152,7 +152,7 @@ class PreparedRun:
 
     @property
     def shell_defaults(self) -> dict[str, str]:
-        """Variable of the user's shell → option of sbatch that it sets: nothing else of it does."""
+        """Variable of the user's shell → option of sbatch that it sets; no other variable does."""
         sources = ((source, path.removeprefix("slurm.")) for path, _, source in self.config.rows())
         return {source: name for source, name in sources if source.startswith("SBATCH_")}
 
@@ -208,7 +208,9 @@ def prepare(request: RunRequest) -> PreparedRun:
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
         if request.claimed is not None:
-            request.claimed(run)  # with its lock, of two that reuse a directory one gets it
+            request.claimed(
+                run
+            )  # takes the run's lock: of two that reuse a directory only one goes on
             remove_half_record(run)
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
@@ -236,7 +238,7 @@ def prepare(request: RunRequest) -> PreparedRun:
 def _check_training(
     request: RunRequest, run: RunDir, mesh: Mesh
 ) -> tuple[RunConfig, FitCheck | None, list[str]]:
-    """Check what our own trainer is to do.
+    """Check a run of slurmllm's own trainer.
 
     Returns:
         The configuration with the initial weights, the planner's prediction, and the refusals.

@@ -49,7 +49,7 @@ class Preparation:
         self.run, self.stage, self.config = run, stage, config
         self.allocation, self.stop = allocation, stop
         self.failed_nodes: set[str] = set()  # of this job
-        # Archive of graphs that all nodes of the job have got, and whether the environment.
+        # Checksum of the graphs' archive that all nodes have got; whether the environment was sent.
         self._sent_graphs, self._sent_environment = "", False
 
     def prepare(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:

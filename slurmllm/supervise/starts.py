@@ -1,4 +1,4 @@
-"""Whether this start of a job may run its stage, or another process does."""
+"""Checks whether another process already runs the stage of this start of a job."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str |
 
 
 def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
-    """Whether the supervisor's node writes heartbeats, which is waited for if one is due."""
+    """Return whether the supervisor's node writes heartbeats; wait for the next if it is due."""
     path = run.attempt(record.stage, record.attempt).heartbeat(record.nodes[0])
     with suppress(StorageError):
         first = latest = Heartbeat.find(path)

@@ -1,4 +1,4 @@
-"""Scenes on one real Slurm: submit all, then look.
+"""Scenes: tests that run at the same time on one real Slurm.
 
 The body of a test marked by `scene` is played in a thread, at the same time as those of all other
 selected tests, on one cluster; the test itself waits for its outcome. So their waits overlap.
@@ -22,9 +22,9 @@ from end_to_end.bench import REHEARSED, SMALL, Bench
 
 from slurmllm.slurm.client import SlurmClient
 
-AT_A_TIME = 6  # two cores run no more without being late for Slurm's own limits of time
+AT_A_TIME = 6  # with more, two cores exceed Slurm's time limits
 ALONE = 9
-# Nodes that are used last: of features, for a job that takes what there is, for jobs that wait.
+# Used last: nodes with features, for a job of any size, for jobs that wait in the queue.
 CONF = """\
 NodeName=n13 CPUs=4 Feature=h100 Weight=10
 NodeName=n14 CPUs=4 Feature=h100 Weight=10

@@ -1,7 +1,8 @@
 """A worker's shards of the model's parameters, and norms and clipping of their gradients.
 
-NxD's `clip_grad_norm` counts replicated keys and values once for each copy, and its ZeRO-1 always
-clips at 1. These run in a hook of the inner optimizer, after gradients have been reduced.
+NxD's `clip_grad_norm` counts replicated attention keys and values once for each copy, and its
+ZeRO-1 always clips at 1. The functions here run in a hook of the inner optimizer, after gradients
+have been reduced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CopyCounts(NamedTuple):
 
 
 class ParameterShards:
-    """A worker's parameters in the whole model's; `tensor` is the tensor-parallel degree."""
+    """The place of a worker's parameters in the whole model's; `tensor` is the parallel degree."""
 
     def __init__(self, config: ModelConfig, tensor: int) -> None:
         self.config, self.tensor = config, tensor
@@ -83,8 +84,8 @@ class ParameterShards:
     def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
         """Set NxD's attributes of parameters; some are lost when NxD partitions the model.
 
-        With sequence parallelism NxD reduces gradients of unsharded parameters, except those on
-        heads, which `sum_` reduces on every mesh.
+        With sequence parallelism NxD reduces gradients of unsharded parameters, except those of
+        single heads, which `sum_` reduces on every mesh.
         """
         for name, parameter in parameters.items():
             dim = self.share(name).dim
@@ -178,7 +179,7 @@ def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
 def sum_(parts: Sequence[Tensor], group: Callable[[], dist.ProcessGroup]) -> None:
     """Sum gradients, or views of them, over the workers of a group, in place, in one all-reduce.
 
-    For copies of a parameter of which each worker has the gradient of its own heads. `group`
+    For copies of a parameter whose gradient on each worker is of that worker's heads only. `group`
     returns the group, which may exist only if there are parts.
     """
     if not parts:

@@ -125,7 +125,7 @@ class _Rows:
             for line in block.splitlines(keepends=True):
                 yield line.decode("utf-8", "surrogateescape")
         self._ended = True
-        yield "\n"  # only part of a row if a quotation mark is open
+        yield "\n"  # a blank row, or the end of an open quotation
 
     def _on_long_line(self, error: str, extent: Extent = "document", /) -> None:
         self._hole = True
