@@ -67,9 +67,8 @@ def submit(
     in for nodes; Ctrl-C saves a checkpoint and exits. With --sweep or --sweep-file several runs
     are submitted, in a directory of their own; --name then names the sweep.
 
-    Options after `--` go to sbatch. With `-- COMMAND …` in place of RECIPE, or after a recipe
-    trainers/…, a trainer of another project is supervised:
-    `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
+    Options after `--` go to sbatch. `-- COMMAND …` in place of RECIPE, or after a recipe
+    trainers/…, supervises a trainer of another project, such as `-- torchrun train.py`.
     """
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import local_cluster, resolve, shorten
