@@ -75,7 +75,7 @@ def test_help_begins_with_the_common_options() -> None:
     ):
         assert [name for name, text in sections.items() if f"  {option} " in text] == [section]
     command = commands(cli)["submit"]
-    options = [param for param in command.params if isinstance(param, click.Option)]
+    options = [o for o in command.params if isinstance(o, click.Option) and not o.hidden]
     assert len(re.findall(r"(?m)^  -", shown)) == len(options) + 1  # each once, and --help
 
 
