@@ -40,8 +40,8 @@ class _Job:
 
     @property
     def wanted_nodes(self) -> int:
-        found = re.search(r"^#SBATCH --nodes=(\d+)$", self.script, re.MULTILINE)
-        return int(found.group(1)) if found else 1
+        match = re.search(r"^#SBATCH --nodes=(\d+)$", self.script, re.MULTILINE)
+        return int(match.group(1)) if match else 1
 
     def row(self, state: str) -> AccountingRow:
         return AccountingRow(self.job_id, state, "0:0", ",".join(self.nodes), "", "")
@@ -111,13 +111,13 @@ class FakeSlurm(SlurmClient):
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
         count = _Job("", script, None).wanted_nodes
-        found = re.search(r"^#SBATCH --constraint=(\w+)$", script, re.MULTILINE)
+        match = re.search(r"^#SBATCH --constraint=(\w+)$", script, re.MULTILINE)
         names = [name for nodes in exclude for name in self.hostnames(nodes)]
         usable = (
             name
             for name, state in self.states.items()
             if state in ("idle", "allocated") and name not in names
-            if not found or found[1] in self.features.get(name, "")
+            if not match or match[1] in self.features.get(name, "")
         )
         return len(list(usable)) >= count
 
@@ -162,7 +162,7 @@ class FakeSlurm(SlurmClient):
                 job.state, job.nodes = "PENDING", ()
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
-        found = (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs)
+        match = (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs)
         return {
             job.job_id: QueuedJob(
                 job.job_id,
@@ -175,7 +175,7 @@ class FakeSlurm(SlurmClient):
                 "".join(re.findall(r"^#SBATCH --nodelist=(\S+)", job.script, re.MULTILINE)),
                 job.comment,
             )
-            for job in found
+            for job in match
         }
 
     def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
@@ -198,11 +198,11 @@ class FakeSlurm(SlurmClient):
         ]
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
-        found: list[AccountingRow] = []
+        match: list[AccountingRow] = []
         for job in (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs):
             current = [job.row(job.state)] if job.state in ("RUNNING", "PENDING") else []
-            found += [*job.incarnations, *current]
-        return found
+            match += [*job.incarnations, *current]
+        return match
 
     def requeue(self, job_id: str) -> None:
         job = self._job(job_id)
@@ -257,15 +257,15 @@ class FakeSlurm(SlurmClient):
     def hostnames(self, nodelist: str) -> list[str]:
         names: list[str] = []
         for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", nodelist):
-            found = re.fullmatch(r"(.+)\[(.+)\]", part)
-            if not found:
+            match = re.fullmatch(r"(.+)\[(.+)\]", part)
+            if not match:
                 names.append(part)
                 continue
-            for span in found.group(2).split(","):
+            for span in match.group(2).split(","):
                 first, _, last = span.partition("-")
                 width = len(first)
                 span_range = range(int(first), int(last or first) + 1)
-                names += [f"{found.group(1)}{number:0{width}d}" for number in span_range]
+                names += [f"{match.group(1)}{number:0{width}d}" for number in span_range]
         return names
 
     def node_states(self) -> dict[str, str]:

@@ -36,7 +36,7 @@ def rounding_bound(terms: int, dtype: torch.dtype = torch.float32, *, mean_of: i
 
 
 def assert_rounded(
-    found: ArrayLike, expected: ArrayLike, terms: int, *, scale: float = 0.0, name: str = ""
+    actual: ArrayLike, expected: ArrayLike, terms: int, *, scale: float = 0.0, name: str = ""
 ) -> None:
     """Assert that two fp32 tensors differ by at most `rounding_bound(terms)` of the largest one.
 
@@ -49,7 +49,7 @@ def assert_rounded(
         scale: The largest magnitude, if the tensor may be all zero but for rounding.
         name: What is compared, for the message.
     """
-    a, b = (torch.as_tensor(values).detach().double() for values in (found, expected))
+    a, b = (torch.as_tensor(values).detach().double() for values in (actual, expected))
     assert a.shape == b.shape, name
     apart, largest = float((a - b).abs().max()), max(float(b.abs().max()), scale)
     allowed = rounding_bound(terms) * largest

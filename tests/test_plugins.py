@@ -100,7 +100,7 @@ def no_arguments():
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """(module, its text, **kind=entry points) → its folder, which is on sys.path of this test."""
     monkeypatch.setattr(plugins, "_registered", {})
-    before, known = set(sys.modules), dict(FAMILIES)
+    before, shipped = set(sys.modules), dict(FAMILIES)
 
     def write(module: str, text: str, **groups: str) -> Path:
         folder = tmp_path / f"site-{module}"
@@ -120,7 +120,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         if name.startswith("plug_"):
             del sys.modules[name]
     FAMILIES.clear()
-    FAMILIES.update(known)
+    FAMILIES.update(shipped)
 
 
 def test_a_prefix_names_a_data_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

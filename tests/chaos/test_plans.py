@@ -54,8 +54,8 @@ def test_figures_that_do_not_repeat_themselves_are_found(tmp_path: Path) -> None
     for attempt, rows in enumerate(([row(1, 4.0), row(2, 3.0)], [row(2, 3.5), row(3, 2.0)])):
         run.metrics(attempt).parent.mkdir(exist_ok=True)
         run.metrics(attempt).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step":')
-    found, odd = figures(run)
-    assert [found[step][0] for step in (1, 2, 3)] == [4.0, 3.5, 2.0]
+    numbers, odd = figures(run)
+    assert [numbers[step][0] for step in (1, 2, 3)] == [4.0, 3.5, 2.0]
     assert odd == ["step 2 of attempt_001.jsonl differs from an earlier attempt's"]
 
 

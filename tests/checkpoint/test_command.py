@@ -131,9 +131,9 @@ def test_a_run_s_checkpoint_in_transformers(
     assert "skipped a checkpoint that does not verify: step_00000020: __0_0" in latest.stderr
     same_logits(Path("c"), models[10])
     for name in ("a", "a@latest", f"{directory.path}@latest"):
-        again = run("export", name, "--out", f"hub-{name.replace('/', '_')}")
-        assert "skipped a checkpoint that does not verify" in again.stderr
-        assert f"from {directory.checkpoint(10)}" in again.stdout
+        second_export = run("export", name, "--out", f"hub-{name.replace('/', '_')}")
+        assert "skipped a checkpoint that does not verify" in second_export.stderr
+        assert f"from {directory.checkpoint(10)}" in second_export.stdout
     assert f"from {directory.checkpoint(10)}" in run("export", "a@10", "--out", "e").stdout
     named = run("export", "a@20", "--out", "d")
     assert named.exit_code == 4

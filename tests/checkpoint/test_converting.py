@@ -127,10 +127,12 @@ def test_nxd_s_files(family: str, mesh: NxdMesh, precision: str, tmp_path: Path)
     out = convert(native, tmp_path / "out", mesh, precision)
     names = json.loads((out / "nxd_layout.json").read_text())["names"]
     assert [sorted(part) for part in names] == [sorted(p) for p in stage_names(whole, len(names))]
-    kept = "bfloat16" if precision in ("bf16", "bf16_sr") else "float32"
+    saved_dtype = "bfloat16" if precision in ("bf16", "bf16_sr") else "float32"
     dtype = "float32" if precision == FP32 else "bfloat16"
-    rounded = Whole(whole.model, *(_to(part, kept) for part in (whole.weights, whole.moments)))
-    layout = Layout(mesh.tensor, mesh.pipeline, mesh.data, mesh.zero, dtype, kept)
+    rounded = Whole(
+        whole.model, *(_to(part, saved_dtype) for part in (whole.weights, whole.moments))
+    )
+    layout = Layout(mesh.tensor, mesh.pipeline, mesh.data, mesh.zero, dtype, saved_dtype)
     write_nxd(tmp_path / "expected", rounded, layout, names)
     files, expected = files_of(out), files_of(tmp_path / "expected")
     assert_equal(without_groups(files), without_groups(expected))

@@ -237,8 +237,8 @@ def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(tmp_pa
     assert causes(of_files(a, jsonl(tmp_path / "b.jsonl", noisy, RESUMED)))[0][0] == "resume"
     late = of_files(a, jsonl(tmp_path / "c.jsonl", resumed(80, 3e-3), RESUMED))
     assert "resume" not in [cause.kind for cause in late.causes]
-    own = replace(read_curve(tmp_path / "b.jsonl"), settings={"train.seed": 1})
-    assert "resume" not in [cause.kind for cause in compare(read_curve(a), own).causes]
+    recorded = replace(read_curve(tmp_path / "b.jsonl"), settings={"train.seed": 1})
+    assert "resume" not in [cause.kind for cause in compare(read_curve(a), recorded).causes]
 
 
 def values(*numbers: float) -> Floats:

@@ -28,8 +28,8 @@ def test_what_is_scaled_and_what_is_not() -> None:
     settings = ["eval.every_steps=10", "data.validation=0.1", "optim.decay_start=60"]
     settings += ["profile.steps=[50,52]"]
     config = resolve("tiny_neox", overrides=settings)
-    kept = ("eval.every_steps", "optim.decay_start", "profile.steps")
-    unset = {path: source for path, source in config.origins.items() if path not in kept}
+    unchanged = ("eval.every_steps", "optim.decay_start", "profile.steps")
+    unset = {path: source for path, source in config.origins.items() if path not in unchanged}
     short = shorten(type(config)(config.recipe, config.cluster, unset), 40)
     assert short.recipe.optim.warmup_steps == 3  # of 10 in 120
     assert short.recipe.optim.decay_start == 20

@@ -47,7 +47,7 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str, own: str | None = None) -> None:
+def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str, host: str | None = None) -> None:
     """Have every name resolve to `addresses`; `own` is this machine's on its default route."""
 
     def look_up(name: str, *_: object) -> list[tuple[object, ...]]:
@@ -56,7 +56,7 @@ def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str, own: str | None 
         return [(socket.AF_INET, 1, 6, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(rendezvous, "_default_address", lambda: own)
+    monkeypatch.setattr(rendezvous, "_default_address", lambda: host)
 
 
 def test_the_default_route_with_the_lowest_metric(routes: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_gloo_and_neuron_are_told_of_it(routes: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("addresses", "own", "expected"),
+    ("addresses", "host", "expected"),
     [
         (("10.0.0.7",), None, "10.0.0.7"),
         (("10.0.0.9", "10.0.0.7"), "10.0.0.7", "10.0.0.7"),  # of the default route
@@ -91,9 +91,9 @@ def test_gloo_and_neuron_are_told_of_it(routes: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_the_address_that_all_nodes_reach(
-    addresses: tuple[str, ...], own: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    addresses: tuple[str, ...], host: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolving(monkeypatch, *addresses, own=own)
+    resolving(monkeypatch, *addresses, host=host)
     assert reachable_address("trn1-dy-1") == expected
 
 
@@ -103,7 +103,7 @@ def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3]")
     allocation = SlurmAllocation(FakeSlurm())
-    resolving(monkeypatch, "10.0.0.9", "10.0.0.7", own="10.0.0.7")
+    resolving(monkeypatch, "10.0.0.9", "10.0.0.7", host="10.0.0.7")
     assert allocation.master_addr == "10.0.0.7"
     resolving(monkeypatch)
     assert allocation.master_addr == "n2"

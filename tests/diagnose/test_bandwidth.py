@@ -41,15 +41,15 @@ class FakeNodes:
 def judged(nodes: FakeNodes, *overrides: str, cluster: str = "local") -> list[Finding]:
     config = resolve("tiny_neox", cluster, [f"cluster.health.{o}" for o in overrides])
     health = {name: NodeHealth(node=name) for name in nodes.nodes}
-    found = with_bandwidth(health, nodes, "7", config, ("slurmllm",), 1)
-    return [finding for record in found.values() for finding in record.findings]
+    results = with_bandwidth(health, nodes, "7", config, ("slurmllm",), 1)
+    return [finding for record in results.values() for finding in record.findings]
 
 
 def test_the_slow_node_of_three_is_named() -> None:
     nodes = FakeNodes(NAMES, __=1.5, _0=9.0, _1=2.0, _2=9.5)
     assert [f.status for f in judged(nodes)] == ["ok"] * 3
-    one, two, three = judged(nodes, "min_allreduce_gb_s=5")
-    assert (one.status, one.value) == ("ok", 9.0)
+    first, two, three = judged(nodes, "min_allreduce_gb_s=5")
+    assert (first.status, first.value) == ("ok", 9.0)
     assert two.message == (
         "1.5 GB/s over all nodes; the profile requires 5; "
         "2.00 GB/s with the faster of its neighbours"
@@ -59,16 +59,16 @@ def test_the_slow_node_of_three_is_named() -> None:
 
 def test_if_no_pair_is_slow_all_nodes_fail() -> None:
     nodes = FakeNodes(NAMES, __=1.5, _0=9.0, _1=9.0, _2=9.5)
-    found = judged(nodes, "min_allreduce_gb_s=5")
-    assert {f.message for f in found} == {"1.5 GB/s over all nodes; the profile requires 5"}
-    assert [f.status for f in found] == ["fail"] * 3
+    results = judged(nodes, "min_allreduce_gb_s=5")
+    assert {f.message for f in results} == {"1.5 GB/s over all nodes; the profile requires 5"}
+    assert [f.status for f in results] == ["fail"] * 3
 
 
 @pytest.mark.parametrize(("floor", "status"), [((), "warn"), (("min_allreduce_gb_s=5",), "fail")])
 def test_no_measurement(floor: tuple[str, ...], status: str) -> None:
-    found = judged(FakeNodes(NAMES), *floor)
-    assert [f.status for f in found] == [status] * 3
-    assert found[0].message.endswith("12")
+    results = judged(FakeNodes(NAMES), *floor)
+    assert [f.status for f in results] == [status] * 3
+    assert results[0].message.endswith("12")
 
 
 def test_a_lone_worker_has_nothing_to_measure() -> None:
@@ -92,8 +92,8 @@ def test_every_node_meets_both_neighbours_and_one_at_a_time(nodes: int) -> None:
     rounds = pair_rounds(nodes)
     for pairs in rounds:
         assert len({node for pair in pairs for node in pair}) == 2 * len(pairs)
-    found = sorted(pair for pairs in rounds for pair in pairs)
-    assert found == [(n, (n + 1) % nodes) for n in range(nodes)]
+    results = sorted(pair for pairs in rounds for pair in pairs)
+    assert results == [(n, (n + 1) % nodes) for n in range(nodes)]
 
 
 ONE = """

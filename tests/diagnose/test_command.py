@@ -23,13 +23,13 @@ def test_a_machine_that_is_fit(tmp_path: Path) -> None:
 
 def test_a_machine_that_lacks_something(tmp_path: Path) -> None:
     unfit = "--set=cluster.node_local=/nowhere"
-    found = json.loads(health(tmp_path, "--local", "--no-bandwidth", unfit, "--json", code=3))
-    findings = {f["check"]: f for f in found["nodes"]["local0"]["findings"]}
+    finding = json.loads(health(tmp_path, "--local", "--no-bandwidth", unfit, "--json", code=3))
+    findings = {f["check"]: f for f in finding["nodes"]["local0"]["findings"]}
     disk = findings["node-local disk"]
-    assert (found["exit_code"], disk["status"]) == (3, "fail")
+    assert (finding["exit_code"], disk["status"]) == (3, "fail")
     assert disk["message"].startswith("/nowhere does not exist; is the disk mounted?")
     assert findings["memory"]["value"] > 0
-    assert found["nodes"]["local0"]["versions"]["torch"]
+    assert finding["nodes"]["local0"]["versions"]["torch"]
 
 
 def test_the_all_reduce_against_a_floor_that_nobody_reaches(tmp_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_the_all_reduce_against_a_floor_that_nobody_reaches(tmp_path: Path) -> N
     text = health(tmp_path, "--local", "--nodes=3", *floor, "--json", code=3)
     nodes: dict[str, Any] = json.loads(text)["nodes"]
     for node in nodes.values():
-        (found,) = (f for f in node["findings"] if f["check"] == "all-reduce")
-        assert 0 < found["value"] < 100000
-        assert "GB/s with the faster of its neighbours" in found["message"]
+        (finding,) = (f for f in node["findings"] if f["check"] == "all-reduce")
+        assert 0 < finding["value"] < 100000
+        assert "GB/s with the faster of its neighbours" in finding["message"]
 
 
 def test_without_slurm_salloc_is_missing(tmp_path: Path) -> None:

@@ -37,22 +37,22 @@ def by_check(findings: object) -> dict[str, Finding]:
 
 def test_a_whole_trn1_node(program: Program, profile: Profile, tmp_path: Path) -> None:
     program("neuron-ls", chips(16))
-    found = by_check(device_findings(profile("trn1"), driver(tmp_path)))
-    assert (found["devices"].status, found["devices"].value) == ("ok", 32)
-    assert (found["driver"].status, found["driver"].value) == ("ok", "2.24.7.0")
-    assert found["device errors"].status == "ok"
+    checks_made = by_check(device_findings(profile("trn1"), driver(tmp_path)))
+    assert (checks_made["devices"].status, checks_made["devices"].value) == ("ok", 32)
+    assert (checks_made["driver"].status, checks_made["driver"].value) == ("ok", "2.24.7.0")
+    assert checks_made["device errors"].status == "ok"
 
 
 def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_path: Path) -> None:
     program("neuron-ls", chips(15))
-    wanted = profile("trn1", "cluster.health.driver_version=2.25.1.0")
-    found = by_check(device_findings(wanted, driver(tmp_path, mem_ecc_uncorrected="2")))
-    assert found["devices"].message == "30 NeuronCores; profile trn1 requires 32"
-    assert found["driver"].message == "driver 2.24.7.0; profile trn1 requires 2.25.1.0"
-    assert "neuron3: mem_ecc_uncorrected 2" in found["device errors"].message
-    fails = [name for name, f in found.items() if f.status == "fail"]
+    config = profile("trn1", "cluster.health.driver_version=2.25.1.0")
+    checks_made = by_check(device_findings(config, driver(tmp_path, mem_ecc_uncorrected="2")))
+    assert checks_made["devices"].message == "30 NeuronCores; profile trn1 requires 32"
+    assert checks_made["driver"].message == "driver 2.24.7.0; profile trn1 requires 2.25.1.0"
+    assert "neuron3: mem_ecc_uncorrected 2" in checks_made["device errors"].message
+    fails = [name for name, f in checks_made.items() if f.status == "fail"]
     assert fails == ["devices", "driver", "device errors"]
-    assert (found["CPUs"].status, found["CPUs"].expected) == ("warn", 128)
+    assert (checks_made["CPUs"].status, checks_made["CPUs"].expected) == ("warn", 128)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_a_tool_that_does_not_serve(
 def test_gpus(program: Program, profile: Profile) -> None:
     rows = [f"{n}, 570.86.15, {'[N/A]' if n == 1 else 2 * (n == 5)}" for n in range(8)]
     program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows)}\nend")
-    found = by_check(device_findings(profile("p4d")))
-    assert (found["devices"].value, found["driver"].value) == (8, "570.86.15")
-    assert found["device errors"].message == "uncorrected memory errors: GPU 5: 2"
+    checks_made = by_check(device_findings(profile("p4d")))
+    assert (checks_made["devices"].value, checks_made["driver"].value) == (8, "570.86.15")
+    assert checks_made["device errors"].message == "uncorrected memory errors: GPU 5: 2"
     program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows[:7])}\nend")
-    found = by_check(device_findings(profile("p4d")))
-    assert found["devices"].message == "7 GPUs; profile p4d requires 8"
+    checks_made = by_check(device_findings(profile("p4d")))
+    assert checks_made["devices"].message == "7 GPUs; profile p4d requires 8"
 
 
 def fabric(count: int) -> str:
@@ -96,10 +96,10 @@ def fabric(count: int) -> str:
 
 def test_interfaces_by_libfabric(program: Program, profile: Profile) -> None:
     program("fi_info", fabric(8))
-    (found,) = efa_findings(profile("trn1"))
-    assert (found.status, found.value, found.expected) == ("ok", 8, 8)
-    (found,) = efa_findings(profile("trn1n"))
-    assert found.message == "8 EFA interfaces; profile trn1n requires 16"
+    (checks_made,) = efa_findings(profile("trn1"))
+    assert (checks_made.status, checks_made.value, checks_made.expected) == ("ok", 8, 8)
+    (checks_made,) = efa_findings(profile("trn1n"))
+    assert checks_made.message == "8 EFA interfaces; profile trn1n requires 16"
     program("fi_info", "echo 'fi_getinfo: -61 (No data available)' >&2; exit 61")
     with pytest.raises(NodeError, match="No data available"):
         list(efa_findings(profile("trn1")))
@@ -114,8 +114,8 @@ def test_interfaces_by_the_kernel(
         device.mkdir(parents=True)
         (tmp_path / "sys/bus/drivers" / driver).mkdir(parents=True, exist_ok=True)
         (device / "driver").symlink_to(tmp_path / "sys/bus/drivers" / driver)
-    (found,) = efa_findings(profile("p4d"), tmp_path)
-    assert (found.status, found.value) == ("fail", 2)
+    (checks_made,) = efa_findings(profile("p4d"), tmp_path)
+    assert (checks_made.status, checks_made.value) == ("fail", 2)
 
 
 def test_nothing_is_asked_where_the_profile_asks_for_none(profile: Profile) -> None:

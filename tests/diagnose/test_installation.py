@@ -24,9 +24,11 @@ def profile(name: str) -> Cluster:
     return resolve("tiny_neox", name).cluster
 
 
-def distributions(monkeypatch: pytest.MonkeyPatch, folder: Path, found: Mapping[str, str]) -> None:
+def distributions(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, versions: Mapping[str, str]
+) -> None:
     """Make an environment of these distributions alone, as their metadata on disk."""
-    for name, version in found.items():
+    for name, version in versions.items():
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -34,7 +36,7 @@ def distributions(monkeypatch: pytest.MonkeyPatch, folder: Path, found: Mapping[
 
     def installed_version(name: str) -> str | None:
         context = importlib.metadata.DistributionFinder.Context(name=name, path=[str(folder)])
-        return next((found.version for found in finder.find_distributions(context)), None)
+        return next((versions.version for versions in finder.find_distributions(context)), None)
 
     monkeypatch.setattr(login_node, "installed_version", installed_version)
 
@@ -57,16 +59,16 @@ def neuron(
 def test_nxd_of_the_next_release_warns_and_one_of_another_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = neuron(
+    versions = neuron(
         monkeypatch,
         tmp_path,
         {"neuronx-distributed": "0.18.27753", "neuronx-cc": "2.24.5133.0", "torch-xla": "2.90.0"},
     )
-    assert found["neuronx-distributed"].status == "warn"
-    assert found["neuronx-cc"].status == "fail"
-    assert found["neuronx-cc"].value == "2.24.5133.0; supported: 2.23.*"
-    assert found["torch-xla"].status == "fail"  # 2.90 is not of 2.9
-    assert found["libneuronxla"].status == found["torch-neuronx"].status == "ok"
+    assert versions["neuronx-distributed"].status == "warn"
+    assert versions["neuronx-cc"].status == "fail"
+    assert versions["neuronx-cc"].value == "2.24.5133.0; supported: 2.23.*"
+    assert versions["torch-xla"].status == "fail"  # 2.90 is not of 2.9
+    assert versions["libneuronxla"].status == versions["torch-neuronx"].status == "ok"
 
 
 def test_an_empty_package_of_the_public_index_is_called_one(
@@ -79,12 +81,12 @@ def test_an_empty_package_of_the_public_index_is_called_one(
         ("no_such_neuronx_distributed", ("0.17",), "0.17.26814"),
     )
     distributions(monkeypatch, tmp_path, {**PINNED, "neuronx-distributed": "0.1"})
-    found = {finding.check: finding for finding in login_node.neuron_findings()}[
+    versions = {finding.check: finding for finding in login_node.neuron_findings()}[
         "neuronx-distributed"
     ]
-    assert found.status == "fail"
-    assert "placeholder" in str(found.value)
-    assert "pip uninstall neuronx-distributed" in found.fix
+    assert versions.status == "fail"
+    assert "placeholder" in str(versions.value)
+    assert "pip uninstall neuronx-distributed" in versions.fix
 
 
 @pytest.mark.parametrize(
@@ -115,8 +117,11 @@ def test_a_package_that_is_absent_or_too_old_fails(
     assert login_node.packages_finding().status == "ok"
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
     distributions(monkeypatch, tmp_path, {"click": "8.0.9", "rich": "13"})
-    found = login_node.packages_finding()
-    assert (found.status, found.value) == ("fail", "click 8.0.9, older than 8.1, gone missing")
+    versions = login_node.packages_finding()
+    assert (versions.status, versions.value) == (
+        "fail",
+        "click 8.0.9, older than 8.1, gone missing",
+    )
 
 
 def test_the_compiler_is_the_one_that_training_would_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,21 +38,23 @@ def collected(
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    found = collect(names, [process], limit_s, lambda: False)
+    answers = collect(names, [process], limit_s, lambda: False)
     assert process.poll() is not None
-    assert found is not None
-    return found
+    assert answers is not None
+    return answers
 
 
 def test_a_node_that_does_not_respond_in_time_fails_with_its_last_check(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = compare_nodes(collected(LATE, 20.0), HealthChecks(timeout_s=20.0))
+    answers = compare_nodes(collected(LATE, 20.0), HealthChecks(timeout_s=20.0))
     assert "{torn" in capsys.readouterr().err
-    assert found["n1"].findings[-2].message == "no response after the check of devices within 20 s"
-    assert found["n2"].of("fail", "warn") == ()
-    assert found["n2"].checks_s == 1
-    (silent,) = found["n3"].of("fail")
+    assert (
+        answers["n1"].findings[-2].message == "no response after the check of devices within 20 s"
+    )
+    assert answers["n2"].of("fail", "warn") == ()
+    assert answers["n2"].checks_s == 1
+    (silent,) = answers["n3"].of("fail")
     assert silent.message == "no response: srun: error: n3: task 2: Exited with exit code 2"
 
 
@@ -60,9 +62,9 @@ def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
     expected = "Task launch for StepId=5.0 failed on node n2: Communication connection failure"
     with pytest.raises(LaunchError, match=expected) as raised:
         collected(f"print('srun: error: {expected}'); exit(1)", 30)
-    found = unstarted(("n1", "n2", "n3"), raised.value.failure)
-    assert [name for name, health in found.items() if health.of("fail")] == ["n2"]
-    assert [name for name, health in found.items() if health.of("warn")] == ["n1", "n3"]
+    answers = unstarted(("n1", "n2", "n3"), raised.value.failure)
+    assert [name for name, health in answers.items() if health.of("fail")] == ["n2"]
+    assert [name for name, health in answers.items() if health.of("warn")] == ["n1", "n3"]
     request = raised.value.failure.model_copy(update={"fault": "request"})
     assert not any(health.of("fail") for health in unstarted(("n1", "n2"), request).values())
 
@@ -87,9 +89,9 @@ def test_a_time_is_claimed_only_if_it_has_passed(script: str, raised: str, messa
         assert refused.value.failure.nodes == ()
         assert "no response" not in str(refused.value)
         return
-    found = compare_nodes(collected(script, 3.0), HealthChecks(timeout_s=3.0))
-    assert message in found["n2"].of("fail")[0].message
-    assert ("within" in message) == ("within" in found["n2"].of("fail")[0].message)
+    answers = compare_nodes(collected(script, 3.0), HealthChecks(timeout_s=3.0))
+    assert message in answers["n2"].of("fail")[0].message
+    assert ("within" in message) == ("within" in answers["n2"].of("fail")[0].message)
 
 
 def test_a_stop_breaks_off() -> None:
@@ -102,8 +104,10 @@ def answer(ahead_s: float, **versions: str) -> NodeReport:
     return NodeReport(NodeHealth(node="n", checks_s=0.1, versions=versions), ahead_s)
 
 
-def only(found: dict[str, NodeHealth], check: str) -> dict[str, Finding]:
-    return {name: f for name, health in found.items() for f in health.findings if f.check == check}
+def only(answers: dict[str, NodeHealth], check: str) -> dict[str, Finding]:
+    return {
+        name: f for name, health in answers.items() for f in health.findings if f.check == check
+    }
 
 
 def test_clocks_are_compared_with_the_median() -> None:
@@ -112,9 +116,9 @@ def test_clocks_are_compared_with_the_median() -> None:
     for sent, arrived in ((100.0, 43.0), (101.0, 41.0), (102.0, 44.0)):
         delayed.add(ProbeLine(node="n1", time=sent), arrived)  # the least delayed line counts
     reports = {"n1": delayed, "n2": answer(60.1), "n3": answer(67.0), "n4": answer(59.9)}
-    found = only(compare_nodes(reports, HealthChecks()), "clock")
-    assert [name for name, f in found.items() if f.status == "fail"] == ["n3"]
-    assert found["n3"].message.startswith("the clock differs by +6.95 s from the other nodes")
+    answers = only(compare_nodes(reports, HealthChecks()), "clock")
+    assert [name for name, f in answers.items() if f.status == "fail"] == ["n3"]
+    assert answers["n3"].message.startswith("the clock differs by +6.95 s from the other nodes")
 
 
 @pytest.mark.parametrize("status", ["warn", "fail"])
@@ -122,15 +126,15 @@ def test_odd_versions(status: str) -> None:
     limits = HealthChecks.model_validate({"unequal_versions": status})
     same = {"torch": "2.9", "driver": "2.24"}
     reports = {"n1": answer(0, **same), "n2": answer(0, torch="2.8"), "n3": answer(0, **same)}
-    found = only(compare_nodes(reports, limits), "versions")
-    assert [f.status for f in found.values()] == ["ok", status, "ok"]
-    assert found["n2"].message == (
+    answers = only(compare_nodes(reports, limits), "versions")
+    assert [f.status for f in answers.values()] == ["ok", status, "ok"]
+    assert answers["n2"].message == (
         "driver none here, 2.24 on the others, torch 2.8 here, 2.9 on the others"
     )
     del reports["n3"]  # without a majority no version fails
-    found = only(compare_nodes(reports, limits), "versions")
-    assert {f.status for f in found.values()} == {"warn"}
-    assert "several on the others" in found["n1"].message
+    answers = only(compare_nodes(reports, limits), "versions")
+    assert {f.status for f in answers.values()} == {"warn"}
+    assert "several on the others" in answers["n1"].message
 
 
 def test_a_line_is_short_enough_for_slurm() -> None:

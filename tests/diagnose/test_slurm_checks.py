@@ -23,8 +23,8 @@ def look(
     return {f.check: f for f in slurm_findings(client, cluster or profile(), partition)}
 
 
-def states(found: dict[str, Finding], *but: str) -> set[str]:
-    return {finding.status for name, finding in found.items() if name not in but}
+def states(findings: dict[str, Finding], *but: str) -> set[str]:
+    return {finding.status for name, finding in findings.items() if name not in but}
 
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.slurm)])
@@ -36,45 +36,45 @@ def client(request: pytest.FixtureRequest) -> SlurmClient:
 
 
 def test_a_sound_cluster_passes(client: SlurmClient) -> None:
-    found = look(client)
-    assert states(found) == {"ok"}, found
-    assert found["partition"].value == "main, the default"
-    assert found["nodes"].value == "5 of 5 usable"
+    findings = look(client)
+    assert states(findings) == {"ok"}, findings
+    assert findings["partition"].value == "main, the default"
+    assert findings["nodes"].value == "5 of 5 usable"
 
 
 def test_a_partition_that_is_not_there_fails_and_the_others_are_named(client: SlurmClient) -> None:
-    found = look(client, partition="nosuch")
-    assert found["partition"].status == "fail"
-    assert "partitions: main" in str(found["partition"].value)
-    assert {found[name].status for name in ("nodes", "CPUs", "devices")} == {"skipped"}
-    assert exit_code(found.values()) == 2
+    findings = look(client, partition="nosuch")
+    assert findings["partition"].status == "fail"
+    assert "partitions: main" in str(findings["partition"].value)
+    assert {findings[name].status for name in ("nodes", "CPUs", "devices")} == {"skipped"}
+    assert exit_code(findings.values()) == 2
 
 
 def test_the_profiles_partition_is_the_one_looked_at(client: SlurmClient) -> None:
-    found = look(client, profile("local", "cluster.partition=main"))
-    assert found["partition"].value == "main"
+    findings = look(client, profile("local", "cluster.partition=main"))
+    assert findings["partition"].value == "main"
     assert look(client, profile("local", "cluster.partition=x"))["partition"].status == "fail"
 
 
 def test_nodes_with_other_cpus_than_the_profile_says_warn(client: SlurmClient) -> None:
-    found = look(client, profile("local", "cluster.cpus_per_node=96"))
-    assert found["CPUs"].status == "warn"
-    assert states(found, "CPUs") == {"ok"}
+    findings = look(client, profile("local", "cluster.cpus_per_node=96"))
+    assert findings["CPUs"].status == "warn"
+    assert states(findings, "CPUs") == {"ok"}
 
 
 def test_a_profile_of_gpus_fails_where_slurm_has_none(client: SlurmClient) -> None:
-    found = look(client, profile("p4d"))
-    assert (found["devices"].status, found["devices"].blame) == ("fail", "user")
+    findings = look(client, profile("p4d"))
+    assert (findings["devices"].status, findings["devices"].blame) == ("fail", "user")
 
 
 def test_without_slurm_everything_is_skipped_and_nothing_fails() -> None:
     slurm = FakeSlurm()
     slurm.missing = list(COMMANDS)
-    found = look(slurm)
-    assert found["slurm commands"].status == "warn"
-    assert "--local" in found["slurm commands"].fix
-    assert states(found, "slurm commands") == {"skipped"}
-    assert exit_code(found.values()) == 0
+    findings = look(slurm)
+    assert findings["slurm commands"].status == "warn"
+    assert "--local" in findings["slurm commands"].fix
+    assert states(findings, "slurm commands") == {"skipped"}
+    assert exit_code(findings.values()) == 0
 
 
 def test_the_same_checks_are_listed_whatever_is_broken() -> None:
@@ -102,16 +102,16 @@ def test_settings(setting: str, value: str, check: str, state: str) -> None:
     slurm = FakeSlurm()
     assert slurm.config is not None
     slurm.config[setting] = value
-    found = look(slurm)
-    assert found[check].status == state
-    assert states(found, check) == {"ok"}
+    findings = look(slurm)
+    assert findings[check].status == state
+    assert states(findings, check) == {"ok"}
 
 
 def test_lost_nodes_warn_and_a_partition_of_lost_nodes_fails() -> None:
     slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
     slurm.states.update(n1="down*", n2="drained", n3="idle~")  # ~: powered down, Slurm starts it
-    found = look(slurm)["nodes"]
-    assert (found.status, found.value) == ("warn", "2 of 4 usable; n1 down*, n2 drained")
+    findings = look(slurm)["nodes"]
+    assert (findings.status, findings.value) == ("warn", "2 of 4 usable; n1 down*, n2 drained")
     slurm.states.update(dict.fromkeys(slurm.states, "down"))
     assert look(slurm)["nodes"].status == "fail"
 
@@ -123,15 +123,15 @@ def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
     slurm.gres = "craynetwork:4,gpu:h100:2,gpu:1"
     assert look(slurm, profile("p4d"))["devices"].status == "fail"
     slurm.cpus, slurm.gres = 128, ""
-    found = look(slurm, profile("trn1"))
-    assert (found["devices"].status, found["CPUs"].status) == ("skipped", "ok")
+    findings = look(slurm, profile("trn1"))
+    assert (findings["devices"].status, findings["CPUs"].status) == ("skipped", "ok")
 
 
 def test_a_node_that_refused_a_second_copy_of_a_job_is_explained() -> None:
     slurm = FakeSlurm(("n1", "n2"))
     slurm.states["n2"], slurm.reasons["n2"] = "drained", "Duplicate jobid"
-    found = look(slurm)["nodes"]
-    assert "`scontrol update NodeName=n2 State=RESUME`" in found.fix
+    findings = look(slurm)["nodes"]
+    assert "`scontrol update NodeName=n2 State=RESUME`" in findings.fix
     slurm.reasons["n2"] = "bad disk"
     assert look(slurm)["nodes"].fix == "`sinfo --list-reasons`"
 
@@ -140,7 +140,7 @@ def test_a_partition_of_several_kinds_is_judged_by_the_nodes_that_the_profile_re
     slurm = FakeSlurm()
     slurm.gres = "gpu:h100:8"
     slurm.unequal = {"n1": {"gres": "gpu:h100:4", "cpus": 2}}
-    found = look(slurm, profile("p5", "cluster.cpus_per_node=4", "cluster.directives=[]"))
-    assert (found["devices"].status, found["equal nodes"].status) == ("fail", "warn")
-    found = look(slurm, profile("p5", "cluster.cpus_per_node=4"))
-    assert states({name: found[name] for name in ("devices", "equal nodes", "CPUs")}) == {"ok"}
+    findings = look(slurm, profile("p5", "cluster.cpus_per_node=4", "cluster.directives=[]"))
+    assert (findings["devices"].status, findings["equal nodes"].status) == ("fail", "warn")
+    findings = look(slurm, profile("p5", "cluster.cpus_per_node=4"))
+    assert states({name: findings[name] for name in ("devices", "equal nodes", "CPUs")}) == {"ok"}

@@ -35,10 +35,10 @@ def test_the_file_system_of_a_path() -> None:
 
 def test_a_sound_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    found = look(runs)
-    assert found["runs folder"].status == "ok"
-    assert "created by submit" in str(found["runs folder"].value)
-    assert {found[name].status for name in ("fsynced write", "clock")} == {"ok"}
+    findings = look(runs)
+    assert findings["runs folder"].status == "ok"
+    assert "created by submit" in str(findings["runs folder"].value)
+    assert {findings[name].status for name in ("fsynced write", "clock")} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,16 +49,16 @@ def test_a_file_system_of_one_machine_matters_only_with_slurm(
     assert look(tmp_path)["file system"].status == "warn"
     assert look(tmp_path, with_slurm=False)["file system"].status == "ok"
     monkeypatch.setattr(storage, "file_system", lambda path: ("lustre", "/fsx"))
-    found = look(tmp_path, "cluster.node_local=/var/tmp")
-    assert found["file system"].status == "ok"
-    assert found["node-local disk"].status == "warn"  # the shared one is not the node's own
+    findings = look(tmp_path, "cluster.node_local=/var/tmp")
+    assert findings["file system"].status == "ok"
+    assert findings["node-local disk"].status == "warn"  # the shared one is not the node's own
 
 
 def test_a_refusing_file_system_fails_and_the_rest_is_skipped() -> None:
-    found = look(Path("/proc/runs"))  # takes no files, root's neither
-    assert (found["runs folder"].status, found["runs folder"].blame) == ("fail", "user")
+    findings = look(Path("/proc/runs"))  # takes no files, root's neither
+    assert (findings["runs folder"].status, findings["runs folder"].blame) == ("fail", "user")
     names = ("file system", "free space", "fsynced write", "clock")
-    assert {found[name].status for name in names} == {"skipped"}
+    assert {findings[name].status for name in names} == {"skipped"}
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_free_space(
         free = free_gib * 2**30
 
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda place: Usage)
-    found = look(tmp_path)["free space"]
-    assert (found.status, found.blame) == (state, blame)
+    findings = look(tmp_path)["free space"]
+    assert (findings.status, findings.blame) == (state, blame)
 
 
 def test_a_slow_write_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +98,9 @@ def test_a_file_server_with_another_time_warns(
         os.utime(path, (time.time() + 60, time.time() + 60))
 
     monkeypatch.setattr(storage, "write_atomic", elsewhere)
-    found = look(tmp_path)["clock"]
-    assert found.status == "warn"
-    assert "+60.0 s" in str(found.value) or "+59.9 s" in str(found.value)
+    findings = look(tmp_path)["clock"]
+    assert findings.status == "warn"
+    assert "+60.0 s" in str(findings.value) or "+59.9 s" in str(findings.value)
 
 
 def test_folders_in_which_others_may_exchange_files(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_folders_in_which_others_may_exchange_files(tmp_path: Path) -> None:
     assert look(runs, chosen)["runs folder"].status == "ok"
     assert look(runs, chosen)["node-local disk"].status == "ok"
     run.path.chmod(0o777)
-    found = look(runs, chosen)["runs folder"]
-    assert (found.status, found.value) == ("warn", "others may write to 1 of your runs: mine")
-    assert found.fix == f"`chmod -R go-w {run.path}`, which has mode 777"
+    findings = look(runs, chosen)["runs folder"]
+    assert (findings.status, findings.value) == ("warn", "others may write to 1 of your runs: mine")
+    assert findings.fix == f"`chmod -R go-w {run.path}`, which has mode 777"
     for folder in (runs, runs.parent, disk):
         folder.chmod(0o777)
-        found = look(runs, chosen)["node-local disk" if folder == disk else "runs folder"]
-        assert found.status == "warn"
-        assert f"mode 777 and no sticky bit (`chmod +t {folder}`)" in str(found.value)
+        findings = look(runs, chosen)["node-local disk" if folder == disk else "runs folder"]
+        assert findings.status == "warn"
+        assert f"mode 777 and no sticky bit (`chmod +t {folder}`)" in str(findings.value)
         folder.chmod(0o1777)
     run.path.chmod(0o755)
     assert look(runs, chosen)["runs folder"].status == "ok"

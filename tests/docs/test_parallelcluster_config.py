@@ -88,8 +88,8 @@ def test_parallelcluster_refuses_a_broken_one(
     python: str, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     code, report = check(python, changed(tmp_path, old, new))
-    found = report["errors"] + (report["warnings"] if message == "EfaValidator" else [])
-    assert any(message in line for line in found), report
+    messages = report["errors"] + (report["warnings"] if message == "EfaValidator" else [])
+    assert any(message in line for line in messages), report
     assert code == (1 if report["errors"] else 0)
 
 

@@ -19,8 +19,10 @@ def test_names_exist() -> None:
         file, _, test = name.partition("::")
         assert (ROOT / file).exists(), name
         if test:
-            found = re.search(rf"^def {test}\b", (ROOT / file).read_text("utf-8"), re.MULTILINE)
-            assert found is not None, name
+            definition = re.search(
+                rf"^def {test}\b", (ROOT / file).read_text("utf-8"), re.MULTILINE
+            )
+            assert definition is not None, name
 
 
 def test_each_rule_is_enforced_and_tested() -> None:

@@ -37,7 +37,7 @@ def sections() -> list[str]:
 
 def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
     """Heading → name → (ours, theirs, why)."""
-    found: dict[str, dict[str, tuple[str, str, str]]] = {}
+    settings: dict[str, dict[str, tuple[str, str, str]]] = {}
     for part in re.split(r"^### ", section, flags=re.M)[1:]:
         heading, *lines = part.splitlines()
         rows = [match.groups() for line in lines if (match := ROW.match(line))]
@@ -48,8 +48,8 @@ def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
             rows += [(name, value, theirs or value, why) for name, value in items]
         names = [name for name, *_ in rows]
         assert len(set(names)) == len(names), f"{heading}: a row stands twice"
-        found[heading] = {name: (ours, theirs, why) for name, ours, theirs, why in rows}
-    return found
+        settings[heading] = {name: (ours, theirs, why) for name, ours, theirs, why in rows}
+    return settings
 
 
 def shown(value: Any) -> str:
@@ -81,12 +81,12 @@ def printed(arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[s
     }
 
 
-def with_ours(section: str, found: dict[str, dict[str, str]]) -> str:
+def with_ours(section: str, settings: dict[str, dict[str, str]]) -> str:
     """The section with its column "ours" written anew."""
     heading, lines = "", []
     for line in section.splitlines():
         heading = line.removeprefix("### ") if line.startswith("### ") else heading
-        match, values = ROW.match(line), found.get(heading, {})
+        match, values = ROW.match(line), settings.get(heading, {})
         if match and match[2] != NOT_OURS and match[1] in values:
             cells = (f"`{match[1]}`", f"`{values[match[1]]}`", match[3], match[4])
             line = f"| {' | '.join(cells)} |".replace("|  |", "| |")
@@ -116,15 +116,15 @@ def test_the_page_has_the_runs_that_were_published() -> None:
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
 def test_ours_is_what_the_dry_run_prints(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (arguments,) = COMMAND.findall(section)
-    found = printed(arguments, monkeypatch)
+    settings = printed(arguments, monkeypatch)
     if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
-        PAGE.write_text(PAGE.read_text().replace(section, with_ours(section, found)))
-        section = with_ours(section, found)
+        PAGE.write_text(PAGE.read_text().replace(section, with_ours(section, settings)))
+        section = with_ours(section, settings)
     page = tables(section)
-    assert page.keys() == found.keys()
+    assert page.keys() == settings.keys()
     for heading, rows in page.items():
         ours = {name: cell.strip("`") for name, (cell, _, _) in rows.items() if cell != NOT_OURS}
-        expected = found[heading]
+        expected = settings[heading]
         if heading == "Hyperparameters":
             expected = {
                 name: value

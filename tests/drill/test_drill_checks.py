@@ -75,12 +75,12 @@ def verdict(
 
 
 def test_a_run_that_recovered_exactly(run: RunDir, reference: Path) -> None:
-    found = verdict(run, reference)
-    assert found.passed, found.faults
-    assert (found.ending, found.attempts, found.at_step) == ("node_failure", 2, BROKEN)
-    assert found.steps_lost == found.steps_recomputed == BROKEN - SAVED
-    assert found.recovery is not None
-    parts = found.recovery.model_dump()
+    result = verdict(run, reference)
+    assert result.passed, result.faults
+    assert (result.ending, result.attempts, result.at_step) == ("node_failure", 2, BROKEN)
+    assert result.steps_lost == result.steps_recomputed == BROKEN - SAVED
+    assert result.recovery is not None
+    parts = result.recovery.model_dump()
     assert sum(parts.values()) == 2 * parts.pop("total_s") == 40.0
     assert list(parts.values()) == [1.0, 5.0, 0.5, 0.25, 3.25, 8.0, 2.0]
 
@@ -121,9 +121,9 @@ def test_each_fault_is_found(
     run: RunDir, reference: Path, damage: Callable[[RunDir], object], message: str
 ) -> None:
     damage(run)
-    found = verdict(run, reference)
-    assert not found.passed
-    assert message in "; ".join(found.faults)
+    result = verdict(run, reference)
+    assert not result.passed
+    assert message in "; ".join(result.faults)
 
 
 def test_a_run_that_was_not_hit_or_did_not_end(run: RunDir, reference: Path) -> None:

@@ -70,8 +70,8 @@ def test_only_the_runs_own_processes_are_found(run: RunDir, spawn: Spawn) -> Non
     pids = {verb: spawn(verb).pid for verb in ("supervise", "launch", "worker", "logs")}
     other = RunDir(run.path.with_name("r2"))
     assert injector.find_processes(other) == []
-    found = {p.role: p.pid for p in injector.find_processes(run) if p.role}
-    assert found == {verb: pid for verb, pid in pids.items() if verb != "logs"}
+    processes = {p.role: p.pid for p in injector.find_processes(run) if p.role}
+    assert processes == {verb: pid for verb, pid in pids.items() if verb != "logs"}
 
 
 def test_a_nodes_processes_are_its_launcher_and_all_below(run: RunDir, spawn: Spawn) -> None:
@@ -113,10 +113,10 @@ def test_a_save_is_seen(run: RunDir, folders: list[str], step: int | None) -> No
     assert injector.save_in_progress(run) == step
 
 
-def injected(run: RunDir, wanted: FaultSpec, then: Callable[[], None]) -> Injection:
+def injected(run: RunDir, fault: FaultSpec, then: Callable[[], None]) -> Injection:
     """What an agent does once something has happened; before that it must wait."""
     done: list[Injection] = []
-    agent = threading.Thread(target=lambda: done.append(inject(run, wanted)))
+    agent = threading.Thread(target=lambda: done.append(inject(run, fault)))
     agent.start()
     time.sleep(0.05)
     assert agent.is_alive()

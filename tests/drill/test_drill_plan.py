@@ -83,11 +83,11 @@ def test_learning_rates_are_the_runs_own(tmp_path: Path, schedule: tuple[str, ..
     assert (drilled.checkpoint.replica, drilled.slurm.drain) == (None, False)
     assert plan.config_of("hang").recipe.watchdog.min_step_s == 20.0
     assert plan.config_of("worker") is plan.config_of(None) is plan.config
-    own = change(CONFIG, None, schedule).recipe
-    assert drilled.train.steps < own.train.steps
+    changed = change(CONFIG, None, schedule).recipe
+    assert drilled.train.steps < changed.train.steps
     for step in range(1, drilled.train.steps + 1):
         assert learning_rate(drilled.optim, drilled.train.steps, step) == learning_rate(
-            own.optim, own.train.steps, step
+            changed.optim, changed.train.steps, step
         )
 
 

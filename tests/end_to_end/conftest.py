@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from end_to_end.bench import LEAN, REHEARSED, SMALL, Bench
-from end_to_end.scenes import CLUSTER, CONF, Scenes, Stage, scenes_of
+from end_to_end.scenes import CLUSTER, CONF, SceneBench, Scenes, scenes_of
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def scenes(
         cluster.call("up", f"--conf={folder}/conf", f"--shared={shared}", *CLUSTER)
         try:
             patch.setenv("SLURM_CONF", cluster.slurm_conf)
-            stage = Stage(cluster, folder / "runs", shared, inputs)
+            stage = SceneBench(cluster, folder / "runs", shared, inputs)
             return Scenes(stage, scenes_of(request.session))
         finally:
             cluster.call("down")

@@ -47,7 +47,7 @@ class Cluster(Protocol):
     def call(self, *arguments: str) -> str: ...
 
 
-class Stage(Bench):
+class SceneBench(Bench):
     """The command line in a folder of runs, and the cluster of the scenes.
 
     Args:
@@ -111,9 +111,9 @@ def scene(order: int = 1) -> Callable[[Callable[..., None]], Callable[..., None]
 
         test.__name__, test.__doc__, test.__module__ = play.__name__, play.__doc__, play.__module__
         test.play, test.order = play, order  # type: ignore[attr-defined]
-        own = (p for n, p in inspect.signature(test).parameters.items() if n in FIXTURES)
+        fixtures = (p for n, p in inspect.signature(test).parameters.items() if n in FIXTURES)
         cases = [*inspect.signature(play).parameters.values()][1:]
-        test.__signature__ = inspect.Signature([*own, *cases])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([*fixtures, *cases])  # type: ignore[attr-defined]
         return pytest.mark.timeout(3000)(test)
 
     return decorate
@@ -125,7 +125,7 @@ FIXTURES = ("scenes", "request")
 class Scenes:
     """The scenes of the selected tests, played; `outcomes` has that of each by the test's id."""
 
-    def __init__(self, stage: Stage, items: list[pytest.Item]) -> None:
+    def __init__(self, stage: SceneBench, items: list[pytest.Item]) -> None:
         self.stage, self._output = stage, sys.stdout  # which CliRunner replaces now and then
         self.outcomes: dict[str, Future[None]] = {}
         items = sorted(items, key=lambda item: item.function.order)

@@ -15,23 +15,23 @@ def copies(bench: Bench, run: str) -> list[str]:
 
 def test_broken_copies_go_on_exactly(bench: Bench, rehearsed: str) -> None:
     text = bench.call("drill", rehearsed, "--kinds=time_limit,save", "--json", "--seed=3")
-    found = json.loads(text[text.index("{") :])
-    assert found["passed"]
-    assert found["own_reference"]
-    by_kind = {one["kind"]: one for one in found["drills"]}
-    assert {kind: one["ending"] for kind, one in by_kind.items()} == {
+    report = json.loads(text[text.index("{") :])
+    assert report["passed"]
+    assert report["own_reference"]
+    by_kind = {drill["kind"]: drill for drill in report["drills"]}
+    assert {kind: drill["ending"] for kind, drill in by_kind.items()} == {
         "time_limit": "advance_signal",
         "save": "node_failure",
     }
     assert by_kind["time_limit"]["steps_lost"] == 0
-    assert by_kind["save"]["at_step"] == 2 * found["every_steps"]
+    assert by_kind["save"]["at_step"] == 2 * report["every_steps"]
     # None if the kill comes after the rename, which ends a save.
-    assert by_kind["save"]["steps_recomputed"] in (0, found["every_steps"])
-    for one in found["drills"]:
-        took = dict(one["recovery"])
+    assert by_kind["save"]["steps_recomputed"] in (0, report["every_steps"])
+    for drill in report["drills"]:
+        took = dict(drill["recovery"])
         assert took.pop("total_s") == pytest.approx(sum(took.values()), abs=0.1)
         assert took["start_up_s"] > 0 < took["first_step_s"]
-    assert found["kept"] == copies(bench, rehearsed) == []
+    assert report["kept"] == copies(bench, rehearsed) == []
 
 
 def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed: str) -> None:

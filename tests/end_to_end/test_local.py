@@ -79,9 +79,9 @@ def test_a_killed_worker_is_made_good(bench: Bench, killed: str) -> None:
     assert "SIGKILL" in first["evidence"][0]
     assert (first["first_step"], first["checkpoint_after"]) == (1, 10)
     assert (second["first_step"], second["last_step"]) == (11, 40)
-    found = bench.compare_exactly(killed, killed)
-    assert found["overlaps"]["b"]["rows"] >= 4
-    assert found["overlaps"]["b"]["identical"]
+    result = bench.compare_exactly(killed, killed)
+    assert result["overlaps"]["b"]["rows"] >= 4
+    assert result["overlaps"]["b"]["identical"]
 
 
 def test_ctrl_c_saves_and_resume_continues(
@@ -186,12 +186,12 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
 
 @pytest.mark.numerics
 def test_validation_while_training_has_the_numbers_of_evaluate(bench: Bench, killed: str) -> None:
-    found = bench.status(killed)["evaluation"]
-    assert (found["step"], sorted(found["texts"])) == (40, ["held_out", "seen"])
+    result = bench.status(killed)["evaluation"]
+    assert (result["step"], sorted(result["texts"])) == (40, ["held_out", "seen"])
     evaluated = bench.call(
         "evaluate", killed, "--task=validation", "--limit=8", "--json", "--no-plot"
     )
     rows = json.loads(evaluated[evaluated.index("{") :])["suites"][0]["rows"]
     loss = next(row for row in rows if row["metric"] == "loss")["scores"]["40"]
     # The sum over the targets of 8 sequences, in other batches.
-    assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding_bound(8 * 128))
+    assert result["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding_bound(8 * 128))

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from end_to_end.bench import SLOWLY
-from end_to_end.scenes import Stage, accounted, scene, worker_of
+from end_to_end.scenes import SceneBench, accounted, scene, worker_of
 
 pytestmark = pytest.mark.slurm
 STEPS = 100  # so many that a busy machine can kill a node before the last one
@@ -17,7 +17,7 @@ AGAIN = [("node_failure", "requeue"), ("done", "finish")]
 
 
 @scene(order=0)
-def test_a_run_by_torch_that_loses_a_node(stage: Stage) -> None:
+def test_a_run_by_torch_that_loses_a_node(stage: SceneBench) -> None:
     """Its graphs are compiled by a job of their own; its checkpoints are evaluated by an array."""
     name = "nodeless"
     stage.submit(name, f"--set=train.steps={STEPS}", "--set=data.validation=0.05")
@@ -41,7 +41,7 @@ def test_a_run_by_torch_that_loses_a_node(stage: Stage) -> None:
     check_evaluation(stage, name)
 
 
-def check_warm_starts(stage: Stage, name: str) -> None:
+def check_warm_starts(stage: SceneBench, name: str) -> None:
     cold = stage.runs / name / "graphs" / "attempts" / "000" / "workers" / "rank_00000.json"
     assert json.loads(cold.read_text())["cache_misses"] > 0
     for attempt in range(2):
@@ -57,7 +57,7 @@ def check_warm_starts(stage: Stage, name: str) -> None:
         assert "shared" not in origins
 
 
-def check_disks(stage: Stage, name: str) -> None:
+def check_disks(stage: SceneBench, name: str) -> None:
     """A node's cache is on its own disk, and on no other."""
     script = (stage.runs / name / "scripts" / "train.sbatch").read_text()
     cache = script.partition("SLURMLLM_CACHE=")[2].split()[0]
@@ -70,7 +70,7 @@ def check_disks(stage: Stage, name: str) -> None:
         assert (subprocess.run(srun, capture_output=True).returncode == 0) is has_folder
 
 
-def check_evaluation(stage: Stage, name: str) -> None:
+def check_evaluation(stage: SceneBench, name: str) -> None:
     pytest.importorskip("lm_eval")
     tasks = ("--suite=smoke", "--task=smoke_choice", "--task=validation", "--limit=2", "--json")
     evaluate = ("evaluate", name, "--checkpoint=all", *tasks)
@@ -92,7 +92,7 @@ def check_evaluation(stage: Stage, name: str) -> None:
 
 
 @scene()
-def test_the_first_node_dies_with_the_supervisor(stage: Stage) -> None:
+def test_the_first_node_dies_with_the_supervisor(stage: SceneBench) -> None:
     stage.submit("headless", *SLOWLY)
     stage.wait_for_step("headless", 15)
     stage.lose_node("headless", stage.attempt("headless", 0)["nodes"][0])
@@ -101,7 +101,7 @@ def test_the_first_node_dies_with_the_supervisor(stage: Stage) -> None:
 
 
 @scene()
-def test_signals_as_at_the_time_limit(stage: Stage) -> None:
+def test_signals_as_at_the_time_limit(stage: SceneBench) -> None:
     job = stage.submit("signalled", *SLOWLY)
     stage.wait_for_step("signalled", 8)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
@@ -127,7 +127,7 @@ def test_signals_as_at_the_time_limit(stage: Stage) -> None:
 
 
 @scene()
-def test_a_crash_stops_the_run_and_logs_come_from_the_nodes_disk(stage: Stage) -> None:
+def test_a_crash_stops_the_run_and_logs_come_from_the_nodes_disk(stage: SceneBench) -> None:
     endless = ("--set=train.steps=100000", "--set=env.SLURMLLM_LOG=debug")
     job = stage.submit("crashed", *SLOWLY, *endless)
     stage.wait_for_step("crashed", 2)
@@ -146,7 +146,7 @@ def test_a_crash_stops_the_run_and_logs_come_from_the_nodes_disk(stage: Stage) -
 
 
 @scene()
-def test_drills_by_an_ordinary_users_means(stage: Stage) -> None:
+def test_drills_by_an_ordinary_users_means(stage: SceneBench) -> None:
     """Nodes are lost by srun into the job."""
     text = stage.call("drill", stage.rehearsed(), "--kinds=node,first_node", "--json", "--keep")
     shown = json.loads(text[text.index("{") :])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import SLOWLY, processes_with
-from end_to_end.scenes import Stage, scene, worker_of
+from end_to_end.scenes import SceneBench, scene, worker_of
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def make_image(folder: Path) -> tuple[Path, dict[str, str]]:
     return folder / "image", environment
 
 
-def submit(stage: Stage, name: str, image: Path, environment: dict[str, str]) -> None:
+def submit(stage: SceneBench, name: str, image: Path, environment: dict[str, str]) -> None:
     shown = {str(ROOT), sys.prefix, sys.base_prefix, *(path for path in sys.path if path)}
     folders = ["/usr", *(p for p in sorted(shown) if Path(p).is_dir() and p[:5] != "/usr/")]
     container = {
@@ -80,7 +80,7 @@ def in_image(pid: int) -> bool:
 
 
 @scene(order=0)
-def test_a_run_in_a_container_is_killed_and_resumed(stage: Stage) -> None:
+def test_a_run_in_a_container_is_killed_and_resumed(stage: SceneBench) -> None:
     image, environment = make_image(stage.runs.parent / "inside")
     submit(stage, "inside", image, environment)
     stage.wait_for_step("inside", 4)
@@ -100,7 +100,7 @@ def test_a_run_in_a_container_is_killed_and_resumed(stage: Stage) -> None:
 
 
 @scene()
-def test_an_image_that_cannot_be_started_ends_the_run_before_any_srun(stage: Stage) -> None:
+def test_an_image_that_cannot_be_started_ends_the_run_before_any_srun(stage: SceneBench) -> None:
     image, environment = make_image(stage.runs.parent / "unusable")
     (image / "opt" / "inside" / "python").write_text(
         "#!/bin/sh\necho no slurmllm here >&2\nexit 1\n"

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from end_to_end.bench import LEAN, REHEARSED
-from end_to_end.scenes import Stage, accounted, process_of, scene
+from end_to_end.scenes import SceneBench, accounted, process_of, scene
 
 from slurmllm.run.records import UnrecordedEnding
 from slurmllm.slurm.client import SlurmClient
@@ -18,7 +18,7 @@ ENDLESS = (*LEAN, *REHEARSED, "--set=train.steps=100000", "--set=checkpoint.ever
 
 
 @scene(order=0)
-def test_the_time_limit_itself(stage: Stage) -> None:
+def test_the_time_limit_itself(stage: SceneBench) -> None:
     # Slurm looks at time limits every 30 s, and signals when the lead would begin before it looks
     # again: 90 to 120 s after the start, time enough for steps on a busy machine.
     stage.submit("limited", "--time=3", "--set=slurm.signal_lead_s=60", *ENDLESS)
@@ -38,7 +38,7 @@ def test_the_time_limit_itself(stage: Stage) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])  # the preflight's srun, or the launchers'
 @scene()
-def test_an_impossible_request_accuses_no_node(stage: Stage, checked: bool) -> None:
+def test_an_impossible_request_accuses_no_node(stage: SceneBench, checked: bool) -> None:
     name = f"impossible-{checked}".lower()
     gres = ("--set=slurm.directives.srun.gres=gpu:9", "--set=slurm.drain=true")
     stage.submit(name, *LEAN, *gres, f"--set=cluster.health.enabled={checked}".lower())
@@ -59,7 +59,7 @@ def test_an_impossible_request_accuses_no_node(stage: Stage, checked: bool) -> N
 
 
 @scene()
-def test_a_suspended_job_and_a_killed_supervisor(stage: Stage) -> None:
+def test_a_suspended_job_and_a_killed_supervisor(stage: SceneBench) -> None:
     job = stage.submit("suspended", *ENDLESS)
     stage.wait_for_step("suspended", 5)
     subprocess.run(["scontrol", "suspend", job], check=True)
@@ -81,8 +81,8 @@ def test_a_suspended_job_and_a_killed_supervisor(stage: Stage) -> None:
 
 
 @scene()
-def test_a_full_disk_ends_an_attempt_and_blames_no_node(stage: Stage) -> None:
-    with Stage(stage.cluster, stage.shared / "runs", stage.shared, stage.inputs) as full:
+def test_a_full_disk_ends_an_attempt_and_blames_no_node(stage: SceneBench) -> None:
+    with SceneBench(stage.cluster, stage.shared / "runs", stage.shared, stage.inputs) as full:
         full.is_over = stage.is_over
         job = full.submit("full", *ENDLESS)
         full.wait_for_step("full", 5)

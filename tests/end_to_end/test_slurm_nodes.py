@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from end_to_end.bench import LEAN, SLOWLY, SMALL
-from end_to_end.scenes import Stage, scene
+from end_to_end.scenes import SceneBench, scene
 
 from slurmllm.run.records import ExcludedNode, ExcludedNodes
 from slurmllm.slurm.client import SlurmClient
@@ -27,7 +27,7 @@ def scontrol(*arguments: str) -> None:
 
 
 @scene()
-def test_a_node_without_a_substitute_is_not_excluded(stage: Stage) -> None:
+def test_a_node_without_a_substitute_is_not_excluded(stage: SceneBench) -> None:
     """Other nodes are idle, but not of the feature; the lost one comes back after 25 s."""
     stage.submit("two", "--set=slurm.directives.train={constraint: a100}", *SLOWLY)
     stage.wait_for_step("two", 5)
@@ -44,7 +44,7 @@ def test_a_node_without_a_substitute_is_not_excluded(stage: Stage) -> None:
 
 
 @scene()
-def test_a_pending_run_starts_on_an_included_node(stage: Stage) -> None:
+def test_a_pending_run_starts_on_an_included_node(stage: SceneBench) -> None:
     held = "--set=slurm.directives.train.hold=true"  # or it starts before its list has changed
     nodes = "--set=slurm.directives.train.constraint=h100"
     job = stage.submit("short", *LEAN, nodes, held, "--set=train.steps=20")
@@ -98,7 +98,7 @@ WAITS = {
 
 @pytest.mark.parametrize("name", WAITS)
 @scene()
-def test_a_wait_is_explained_and_its_command_ends_it(stage: Stage, name: str) -> None:
+def test_a_wait_is_explained_and_its_command_ends_it(stage: SceneBench, name: str) -> None:
     option, change, reason, text, command = WAITS[name]
     options = [option, *(["hold=true"] if name not in ("held", "begin") else [])]
     run = f"wait-{name}"
@@ -133,7 +133,7 @@ def test_a_wait_is_explained_and_its_command_ends_it(stage: Stage, name: str) ->
 
 
 @scene()
-def test_a_request_that_slurm_never_starts_is_refused(stage: Stage) -> None:
+def test_a_request_that_slurm_never_starts_is_refused(stage: SceneBench) -> None:
     with partition("late-never") as late:
         scontrol("update", f"PartitionName={late}", "MaxTime=10")
         call = ("submit", "tiny_neox", "--nodes=1", "--name=never", *SMALL, *stage.inputs)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import LEAN, SLOWLY
-from end_to_end.scenes import ALONE, Stage, accounted, scene, worker_of
+from end_to_end.scenes import ALONE, SceneBench, accounted, scene, worker_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.login_node import slurm_findings
@@ -35,7 +35,7 @@ def scontrol(*arguments: str) -> None:
 
 
 @scene(order=0)
-def test_a_spare_node_takes_the_place_of_a_lost_one(stage: Stage) -> None:
+def test_a_spare_node_takes_the_place_of_a_lost_one(stage: SceneBench) -> None:
     job = stage.submit("spared", *SLOWLY, AT_ONCE, "--set=slurm.spare_nodes=1")
     stage.wait_for_step("spared", 12)
     os.kill(worker_of(stage.runs / "spared", rank=1), signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(stage: Stage) -> None:
 
 
 @scene(order=0)
-def test_a_chain_of_jobs(stage: Stage) -> None:
+def test_a_chain_of_jobs(stage: SceneBench) -> None:
     jobs = [stage.submit("chained", *SLOWLY, AT_ONCE, CHAIN)]
     run = RunDir(stage.runs / "chained")
 
@@ -94,7 +94,7 @@ def test_a_chain_of_jobs(stage: Stage) -> None:
 
 
 @scene()
-def test_a_job_takes_the_nodes_that_there_are(stage: Stage) -> None:
+def test_a_job_takes_the_nodes_that_there_are(stage: SceneBench) -> None:
     scontrol("update", "NodeName=n20", "State=DRAIN", "Reason=test")
     try:
         options = ("--nodes=2-4", "--exclude=n[1-16,21-22]")
@@ -114,7 +114,7 @@ def test_a_job_takes_the_nodes_that_there_are(stage: Stage) -> None:
     assert json.loads(shown)["verdict"] in ("identical", "match")
 
 
-def reconfigure(stage: Stage, conf: Path, text: str) -> None:
+def reconfigure(stage: SceneBench, conf: Path, text: str) -> None:
     conf.write_text(text)
     scontrol("reconfigure")
     # Since 23.11 a reconfigured slurmctld starts again.
@@ -123,7 +123,7 @@ def reconfigure(stage: Stage, conf: Path, text: str) -> None:
 
 
 @scene(order=ALONE)
-def test_a_site_that_refuses_requeues_gets_a_chain(stage: Stage) -> None:
+def test_a_site_that_refuses_requeues_gets_a_chain(stage: SceneBench) -> None:
     conf = Path(os.environ["SLURM_CONF"])
     before = conf.read_text()
     assert "JobRequeue=1" in before
@@ -138,7 +138,7 @@ def test_a_site_that_refuses_requeues_gets_a_chain(stage: Stage) -> None:
 
 
 @contextmanager
-def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
+def start_to_lose(stage: SceneBench) -> Iterator[Callable[[str], None]]:
     """Start a held job and have slurmctld lose that start; the job is then held again.
 
     slurmctld saves its state with some seconds of delay. Here it gets back the state of before the
@@ -178,7 +178,7 @@ def start_to_lose(stage: Stage) -> Iterator[Callable[[str], None]]:
 
 
 @scene(order=ALONE)
-def test_a_run_whose_start_slurmctld_has_lost_goes_on(stage: Stage) -> None:
+def test_a_run_whose_start_slurmctld_has_lost_goes_on(stage: SceneBench) -> None:
     # Nothing starts before the job is held, however busy this machine is.
     scontrol("update", "PartitionName=main", "State=DOWN")
     job = stage.submit("lost", *LEAN, "--set=train.steps=20")
@@ -202,7 +202,7 @@ def test_a_run_whose_start_slurmctld_has_lost_goes_on(stage: Stage) -> None:
 
 
 @scene(order=ALONE)
-def test_a_node_that_slurm_has_drained_for_it_is_explained(stage: Stage) -> None:
+def test_a_node_that_slurm_has_drained_for_it_is_explained(stage: SceneBench) -> None:
     folder = stage.runs.parent / "drained"
     folder.mkdir()
     script, mark = folder / "job.sh", folder / "mark"

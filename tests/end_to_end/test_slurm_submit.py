@@ -15,7 +15,7 @@ import pytest
 from corpus.data_server import data_server
 from corpus.published import mirror_configuration, publish_wikipedia
 from end_to_end.bench import PATIENCE_S, SLOWLY, Bench
-from end_to_end.scenes import Stage, scene
+from end_to_end.scenes import SceneBench, scene
 from slurm.test_environment import input_variables
 from staging.environment import make_environment
 
@@ -56,7 +56,7 @@ REHEARSED = (
 
 
 @scene()
-def test_neox_20b_on_four_nodes_from_a_fresh_copy(stage: Stage) -> None:
+def test_neox_20b_on_four_nodes_from_a_fresh_copy(stage: SceneBench) -> None:
     """The data come from a server, the steps are rehearsed."""
     folder = stage.runs.parent / "neox"
     listing = ["git", "ls-files", "-co", "--exclude-standard", "slurmllm", "configs", "sbatch"]
@@ -88,7 +88,7 @@ def test_neox_20b_on_four_nodes_from_a_fresh_copy(stage: Stage) -> None:
 
 
 @scene(order=0)
-def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: Stage) -> None:
+def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: SceneBench) -> None:
     shorter = ("--set=train.steps=24", "--precompile=always")  # others may have the same graphs
     sweep = ("--sweep=optim.lr=3e-4,3e-3", "--sweep=train.seed=1,2", "--max-running=2")
     arguments = (*stage.line("grid"), *SLOWLY, *shorter, *sweep)
@@ -122,7 +122,7 @@ def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: Stage) -> Non
 
 
 @scene()
-def test_a_staged_environment_comes_by_sbcast_and_a_later_attempt_has_it(stage: Stage) -> None:
+def test_a_staged_environment_comes_by_sbcast_and_a_later_attempt_has_it(stage: SceneBench) -> None:
     python = make_environment(stage.runs.parent / "venv")
     options = ("--set=cluster.stage_environment=true", *SLOWLY)
     command = stage.in_runs(*stage.line("staged"), *options)
@@ -164,7 +164,7 @@ def shown(kind: str, name: str) -> dict[str, str]:
 
 
 @scene()
-def test_job_and_step_are_as_the_script_says(stage: Stage) -> None:
+def test_job_and_step_are_as_the_script_says(stage: SceneBench) -> None:
     """Whatever variables the shell of `submit` has."""
     names = variables("sbatch", "srun", "salloc") - {f"SBATCH_{name}" for name in DEFAULTS}
     line = (*stage.line("leak"), *SLOWLY, "--time=0:20:00", "--mem=600", "--json")

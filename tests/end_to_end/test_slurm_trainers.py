@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from amounts import amount
-from end_to_end.scenes import Stage, process_of, scene
+from end_to_end.scenes import SceneBench, process_of, scene
 
 pytestmark = pytest.mark.slurm
 
@@ -57,7 +57,7 @@ ENDINGS = {
 }
 
 
-def submit_trainer(stage: Stage, trainer: str, name: str, step_s: float = 0.25) -> str:
+def submit_trainer(stage: SceneBench, trainer: str, name: str, step_s: float = 0.25) -> str:
     """Submit a run of a trainer; returns the job."""
     adapter, run, settings = TRAINERS[trainer]
     values = {"python": sys.executable, "scripts": SCRIPTS, "step_s": step_s}
@@ -81,7 +81,7 @@ def slug(text: str) -> str:
     return text.lower().replace(" ", "-")
 
 
-def make_fault(stage: Stage, fault: str, name: str, job: str, script: str) -> None:
+def make_fault(stage: SceneBench, fault: str, name: str, job: str, script: str) -> None:
     if fault == "killed node":
         stage.lose_node(name, stage.attempt(name, 0)["nodes"][1])
     elif fault == "time limit":
@@ -92,7 +92,7 @@ def make_fault(stage: Stage, fault: str, name: str, job: str, script: str) -> No
         os.kill(worker, signal.SIGKILL if fault == "killed worker" else signal.SIGSTOP)
 
 
-def rows_of(stage: Stage, name: str, attempt: int) -> list[dict[str, Any]]:
+def rows_of(stage: SceneBench, name: str, attempt: int) -> list[dict[str, Any]]:
     path = stage.runs / name / "metrics" / f"attempt_{attempt:03d}.jsonl"
     if not path.is_file():
         return []
@@ -112,7 +112,7 @@ CASES = [
 
 @pytest.mark.parametrize(("trainer", "fault"), CASES)
 @scene(order=0)
-def test_a_trainer_survives(stage: Stage, trainer: str, fault: str) -> None:
+def test_a_trainer_survives(stage: SceneBench, trainer: str, fault: str) -> None:
     name = f"{slug(trainer)}-{slug(fault)}"
     job = submit_trainer(stage, trainer, name)
     stage.until(
@@ -135,7 +135,7 @@ def test_a_trainer_survives(stage: Stage, trainer: str, fault: str) -> None:
         compare_with_unbroken(stage, trainer, fault, name)
 
 
-def compare_with_unbroken(stage: Stage, trainer: str, fault: str, name: str) -> None:
+def compare_with_unbroken(stage: SceneBench, trainer: str, fault: str, name: str) -> None:
     """Compare with a run that nothing disturbs, one for all faults."""
     reference, adapter = f"whole-{slug(trainer)}", TRAINERS[trainer][0]
     stage.once(reference, lambda: submit_trainer(stage, trainer, reference, step_s=0.02))

@@ -88,7 +88,7 @@ def fetch(suite: Path, *more: str) -> Result:
         ("include: SHIPPED/smoke_sums.yaml\n", "`custom_dataset: <function"),
         (
             "group: own\naggregate_metric_list: [{metric: acc}]\ntask: [logiqa]\n",
-            "`dataset_kwargs` changes what",
+            "`dataset_kwargs` changes the input of",
         ),
     ],
 )
@@ -125,8 +125,8 @@ def test_allowed_code_runs(tmp_path: Path, mark: Path) -> None:
     ("options", "reason"),
     [
         ("{generation_kwargs: {custom_generate: x/y, trust_remote_code: true}}", "trust_remote"),
-        ("{unsafe_code: false}", "`unsafe_code` changes what"),
-        ("{metadata: {tokenizer: evil}}", "`metadata` changes what"),
+        ("{unsafe_code: false}", "`unsafe_code` changes the input of"),
+        ("{metadata: {tokenizer: evil}}", "`metadata` changes the input of"),
         ("{metric_list: [{metric: tasks/evil}]}", "`metric: tasks/evil`"),
     ],
 )

@@ -72,7 +72,7 @@ def test_the_commands_of_slurmllm_have_these_options() -> None:
     assert len(commands) > 5
     for command in commands:
         verb, run, *rest = command.split()
-        found = cli.get_command(click.Context(cli), verb)
-        assert found is not None, command
-        options = {name for param in found.params for name in param.opts}
+        verb_command = cli.get_command(click.Context(cli), verb)
+        assert verb_command is not None, command
+        options = {name for param in verb_command.params for name in param.opts}
         assert (run, {name for name in rest if name.startswith("--")} - options) == ("r", set())

@@ -45,11 +45,11 @@ LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "r")
-    found.path.mkdir()
+    outcome = RunDir(tmp_path / "r")
+    outcome.path.mkdir()
     limits = ["slurm.no_progress_limit=3", "slurm.failure_budget=4"]
-    found.config.write_text(resolve("tiny_neox", overrides=limits).to_yaml())
-    return found
+    outcome.config.write_text(resolve("tiny_neox", overrides=limits).to_yaml())
+    return outcome
 
 
 def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> AttemptRecord:
@@ -143,8 +143,8 @@ def test_an_orphaned_attempt_ends_by_accounting(
     cluster = FakeSlurm()
     monkeypatch.setattr(cluster, "accounting", lambda _: rows(*states))
     row = incarnation(record, start_of(cluster, "8", ("n1",)))
-    found = ending_of_orphaned(record, {}, row)
-    assert found.ending == ending
+    outcome = ending_of_orphaned(record, {}, row)
+    assert outcome.ending == ending
 
 
 def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
@@ -251,13 +251,13 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
-    found = timeline(run, record, first_symptom_at=168.0)
-    assert found.phases_s == {
+    outcome = timeline(run, record, first_symptom_at=168.0)
+    assert outcome.phases_s == {
         **record.phases_s,
         **{"start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0},
     }
-    assert (found.first_step, found.last_step) == (7, 10)
-    assert (found.steps_gained, found.steps_lost) == (0, 4)
+    assert (outcome.first_step, outcome.last_step) == (7, 10)
+    assert (outcome.steps_gained, outcome.steps_lost) == (0, 4)
     assert timeline(run, record, None).phases_s["stopping"] == 6.0
     run.events(0).write_text(run.events(0).read_text() + "\n")  # ends the cut line
     EventLog(run.events(0), 0).add("evaluation", 9, waited_s=4.0)
@@ -269,11 +269,11 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
 
 def test_what_an_attempt_waited_for_slurm() -> None:
     first = attempt_record(started_at=1000.0, ended_at=2000.0)
-    again = attempt_record(restart_count=1, attempt=1, started_at=2120.0)
+    restarted = attempt_record(restart_count=1, attempt=1, started_at=2120.0)
     times = ("05:14:09", "05:00:00", "05:10:09")
     start, submit, eligible = (f"2026-11-21T{time}" for time in times)
     row = AccountingRow("7", "RUNNING", "0:0", "n[1-2]", start, "Unknown", submit, eligible)
-    assert queue_s(again, [first], row) == 120.0
+    assert queue_s(restarted, [first], row) == 120.0
     assert queue_s(first, [], row) == 240.0
     assert queue_s(first, [], None) is None
 

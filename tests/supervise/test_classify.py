@@ -33,8 +33,8 @@ def failure(rank: int, error: str, message: str, **more: object) -> FailureRecor
     )
 
 
-def both(one: int, two: int) -> dict[str, NodeRecord]:
-    return {"n1": node("n1", {0: one}), "n2": node("n2", {1: two})}
+def both(first: int, two: int) -> dict[str, NodeRecord]:
+    return {"n1": node("n1", {0: first}), "n2": node("n2", {1: two})}
 
 
 def seen(nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object) -> Evidence:
@@ -264,9 +264,9 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
 @pytest.mark.parametrize("row", list(ROWS))
 def test_row(row: str) -> None:
     observed, ending, reason = ROWS[row]
-    found = classify(observed)
-    assert found.ending == ending
-    assert any(reason in line for line in found.evidence), found.evidence
+    outcome = classify(observed)
+    assert outcome.ending == ending
+    assert any(reason in line for line in outcome.evidence), outcome.evidence
 
 
 def test_the_unresponsive_node_is_blamed_and_not_its_peers() -> None:

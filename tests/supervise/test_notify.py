@@ -190,8 +190,8 @@ def test_a_url_in_place_of_a_name_and_a_command_in_a_recipe_file_are_refused(
     recipe.write_text(text.replace("\nslurm:\n", "\nslurm:\n  notify: {command: [/tmp/evil]}\n"))
     with pytest.raises(ConfigError, match=r"slurm\.notify\.command .*may not set a program"):
         resolve(str(recipe), "local")
-    given = resolve(str(recipe), "local", ["slurm.notify.command=[/bin/true]"])
-    assert given.recipe.slurm.notify.command == ("/bin/true",)
+    resolved = resolve(str(recipe), "local", ["slurm.notify.command=[/bin/true]"])
+    assert resolved.recipe.slurm.notify.command == ("/bin/true",)
 
 
 def test_what_cannot_work_is_refused_at_submit(

@@ -35,8 +35,8 @@ def attempt(number: int, ending: EndingClass, gained: int = 0, **more: Any) -> A
 def play(endings: list[AttemptRecord], of: Recipe = RECIPE) -> list[AttemptRecord]:
     """The attempts as decided one after the other."""
     closed: list[AttemptRecord] = []
-    for one in endings:
-        closed.append(decide(one, closed, of))
+    for row in endings:
+        closed.append(decide(row, closed, of))
     return closed
 
 
@@ -48,10 +48,10 @@ def test_a_budget_counts_what_lies_within_its_hours(
     ending: EndingClass, budget: int, field: str
 ) -> None:
     close = [attempt(n, ending, 10, ended_at=60.0 * n, evidence=(FULL,)) for n in range(budget + 1)]
-    found = play(close)
-    assert [a.action for a in found] == ["requeue"] * budget + ["stop"]
-    assert f"slurm.{field}_budget is {budget}" in found[-1].evidence[-1]
-    assert found[-1].ending == ending
+    decisions = play(close)
+    assert [a.action for a in decisions] == ["requeue"] * budget + ["stop"]
+    assert f"slurm.{field}_budget is {budget}" in decisions[-1].evidence[-1]
+    assert decisions[-1].ending == ending
     # One every five hours, for a week.
     far = [attempt(n, ending, 10, ended_at=5 * HOUR_S * n, evidence=(FULL,)) for n in range(34)]
     assert {a.action for a in play(far)} == ({"requeue"} if budget > 3 else {"requeue", "stop"})
@@ -59,8 +59,8 @@ def test_a_budget_counts_what_lies_within_its_hours(
 
 def test_backoff_doubles_while_nothing_is_gained() -> None:
     idle = [attempt(n, "node_failure", ended_at=4 * HOUR_S * n) for n in range(9)]
-    found = play([*idle, attempt(9, "hang", 5), attempt(10, "hang")])
-    assert [a.backoff_s for a in found] == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600, 0, 30]
+    decisions = play([*idle, attempt(9, "hang", 5), attempt(10, "hang")])
+    assert [a.backoff_s for a in decisions] == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600, 0, 30]
     assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
 
 
@@ -76,10 +76,10 @@ def test_backoff_doubles_while_nothing_is_gained() -> None:
 def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
     history: list[tuple[EndingClass, int]],
 ) -> None:
-    found = play([attempt(n, *one) for n, one in enumerate(history)], SHORT)
-    for at, one in enumerate(found):
-        idle = at >= 2 and not any(a.steps_gained for a in found[at - 2 : at + 1])
-        assert (one.action == "stop") == idle == (one.ending == "no_progress")
+    decisions = play([attempt(n, *row) for n, row in enumerate(history)], SHORT)
+    for at, row in enumerate(decisions):
+        idle = at >= 2 and not any(a.steps_gained for a in decisions[at - 2 : at + 1])
+        assert (row.action == "stop") == idle == (row.ending == "no_progress")
 
 
 def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
@@ -88,9 +88,9 @@ def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
     assert decide(diverged, [], limits).action == "stop"
     back = decide(diverged, [], limits, rolled_back=True)
     assert (back.action, back.backoff_s) == ("requeue", 0.0)
-    again = decide(attempt(1, "divergence"), [back], limits, rolled_back=True)
-    assert again.action == "requeue"
-    assert decide(attempt(2, "node_failure"), [back, again], limits).action == "requeue"
+    repeated = decide(attempt(1, "divergence"), [back], limits, rolled_back=True)
+    assert repeated.action == "requeue"
+    assert decide(attempt(2, "node_failure"), [back, repeated], limits).action == "requeue"
 
 
 def test_stale_graphs_are_tried_anew_and_a_divergence_after_that_stops_the_run() -> None:
@@ -159,8 +159,8 @@ def test_each_exclusion_takes_four_times_as_long() -> None:
 def test_a_job_with_enough_nodes_goes_on_unless_it_gained_nothing_twice(
     ending: EndingClass,
 ) -> None:
-    def action(one: AttemptRecord, *earlier: AttemptRecord) -> tuple[str | None, float]:
-        decided = decide(one, earlier, RECIPE, in_allocation=True)
+    def action(row: AttemptRecord, *earlier: AttemptRecord) -> tuple[str | None, float]:
+        decided = decide(row, earlier, RECIPE, in_allocation=True)
         return decided.action, decided.backoff_s
 
     assert action(attempt(1, ending, 5)) == ("restart", 0)

@@ -91,14 +91,14 @@ def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
     nodes: tuple[str, ...],
 ) -> None:
     shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
-    found = {name: health(name, shared) for name in nodes}
-    ending = preflight_ending(found)
+    healths = {name: health(name, shared) for name in nodes}
+    ending = preflight_ending(healths)
     assert ending is not None
     assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
     assert "Read-only file system" in ending.evidence[0]
-    one = preflight_ending({**found, "n9": health("n9")})
-    assert one is not None
-    assert (one.ending, one.blamed_nodes) == ("node_failure", nodes)
+    first_ending = preflight_ending({**healths, "n9": health("n9")})
+    assert first_ending is not None
+    assert (first_ending.ending, first_ending.blamed_nodes) == ("node_failure", nodes)
 
 
 class Allocation(SlurmAllocation):
@@ -130,13 +130,13 @@ def _handlers_of_before() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "runs" / "r")
-    found.path.mkdir(parents=True)
+    healths = RunDir(tmp_path / "runs" / "r")
+    healths.path.mkdir(parents=True)
     disk = tmp_path / "disk"
     disk.mkdir()
     config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.node_local={disk}"])
-    write_run(render_run(config, 2, found))
-    return found
+    write_run(render_run(config, 2, healths))
+    return healths
 
 
 def allocation(

@@ -120,10 +120,10 @@ def test_a_local_run_is_cancelled_and_resumed(bench: Bench, submit: tuple[str, .
     assert re.search("to save and exit before|nothing to cancel", bench.call("cancel", "r"))
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
-    found = bench.status("r")
-    assert (found["state"], found["reason"]) == ("cancelled", "`slurmllm resume r` continues")
+    state = bench.status("r")
+    assert (state["state"], state["reason"]) == ("cancelled", "`slurmllm resume r` continues")
     assert bench.endings("r") == [("cancelled", "stop")]
-    assert found["last_checkpoint"]["step"] == found["step"] >= 3
+    assert state["last_checkpoint"]["step"] == state["step"] >= 3
     assert "nothing to cancel" in bench.call("cancel", "r")
     bench.call("resume", "r")
     assert bench.status("r")["state"] == "done"

@@ -36,53 +36,55 @@ def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
     return Supervisor(run, "train", start_of(cluster, "1", NODES))
 
 
-def record(own: Supervisor, number: int) -> AttemptRecord:
-    nodes = own.allocation.nodes
+def record(this_supervisor: Supervisor, number: int) -> AttemptRecord:
+    nodes = this_supervisor.allocation.nodes
     fields = {"attempt": number, "job_id": "1", "nodes": nodes, "world_size": 4}
     opened = attempt_record(**fields, started_at=time.time())
-    opened.save(own.run.attempt("train", number).record)
+    opened.save(this_supervisor.run.attempt("train", number).record)
     return opened
 
 
 def close(
-    own: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
+    this_supervisor: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
 ) -> AttemptRecord:
     """An attempt that ended because of some nodes, whose launchers never reported."""
-    cluster = getattr(own.allocation, "client", None)
+    cluster = getattr(this_supervisor.allocation, "client", None)
     assert isinstance(cluster, FakeSlurm)
     if "SIGKILL" not in text:
         cluster.states.update(dict.fromkeys(blamed, "down*"))
     evidence = tuple(text.format(node) for node in blamed) or ("rank 1 was ended by SIGKILL",)
     ending = Ending("node_failure", evidence, blamed)
-    closed = own._close(record(own, number), ending, {}, Observations())
+    closed = this_supervisor._close(record(this_supervisor, number), ending, {}, Observations())
     if closed.action == "restart":
-        own._restart(closed)
+        this_supervisor._restart(closed)
     return closed
 
 
-def alive(own: Supervisor, number: int, node: str) -> None:
+def alive(this_supervisor: Supervisor, number: int, node: str) -> None:
     """The node's launcher has reported how its workers ended."""
     NodeRecord.model_validate({"node": node, "pids": {1: 7}, "exit_codes": {1: -9}}).save(
-        own.run.attempt("train", number).node(node)
+        this_supervisor.run.attempt("train", number).node(node)
     )
 
 
 def test_spare_nodes_replace_lost_ones_until_none_is_left(tmp_path: Path) -> None:
-    own = supervisor(tmp_path, "slurm.no_progress_limit=9")
-    assert own.allocation.nodes == NODES[:4]  # the spare one waits
-    assert close(own, 0, "n2").action == "restart"
-    assert own.allocation.nodes == ("n1", "n3", "n4", "n5")
+    this_supervisor = supervisor(tmp_path, "slurm.no_progress_limit=9")
+    assert this_supervisor.allocation.nodes == NODES[:4]  # the spare one waits
+    assert close(this_supervisor, 0, "n2").action == "restart"
+    assert this_supervisor.allocation.nodes == ("n1", "n3", "n4", "n5")
     # The job holds four nodes; a requeue asks for five.
-    opened = attempts.open_attempt(own.run, "train", own.config, own.allocation)
-    assert (opened.spare_nodes, own.allocation.size) == (0, 5)
-    closed = close(own, opened.attempt, "n3")
+    opened = attempts.open_attempt(
+        this_supervisor.run, "train", this_supervisor.config, this_supervisor.allocation
+    )
+    assert (opened.spare_nodes, this_supervisor.allocation.size) == (0, 5)
+    closed = close(this_supervisor, opened.attempt, "n3")
     assert (closed.action, closed.backoff_s) == ("requeue", 60.0)
 
 
 def test_the_next_attempt_of_the_job_has_the_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, attempts_nodes = supervisor(tmp_path), list[tuple[str, ...]]()
+    this_supervisor, attempts_nodes = supervisor(tmp_path), list[tuple[str, ...]]()
     endings = [
         Ending("node_failure", ("rank 1 on n2: nrt_execute status=1201",), ("n2",)),
         Ending("done", ("4 workers finished",)),
@@ -90,51 +92,64 @@ def test_the_next_attempt_of_the_job_has_the_other_nodes(
 
     def run_attempt() -> tuple[AttemptRecord, None]:
         number = len(attempts_nodes)
-        attempts_nodes.append(own.allocation.nodes)
-        return own._close(record(own, number), endings[number], {}, Observations()), None
+        attempts_nodes.append(this_supervisor.allocation.nodes)
+        return this_supervisor._close(
+            record(this_supervisor, number), endings[number], {}, Observations()
+        ), None
 
-    monkeypatch.setattr(own, "_attempt", run_attempt)
-    monkeypatch.setattr(own.stop, "install", lambda: None)
-    assert own.main() == 0
+    monkeypatch.setattr(this_supervisor, "_attempt", run_attempt)
+    monkeypatch.setattr(this_supervisor.stop, "install", lambda: None)
+    assert this_supervisor.main() == 0
     assert attempts_nodes == [NODES[:4], ("n1", "n3", "n4", "n5")]
 
 
 def test_the_first_node_has_the_supervisor(tmp_path: Path) -> None:
-    own = supervisor(tmp_path)
-    assert close(own, 0, "n1").action == "requeue"
+    this_supervisor = supervisor(tmp_path)
+    assert close(this_supervisor, 0, "n1").action == "requeue"
 
 
 def test_a_crash_keeps_its_node_and_a_second_one_does_not(tmp_path: Path) -> None:
-    own = supervisor(tmp_path, "slurm.no_progress_limit=9")
+    this_supervisor = supervisor(tmp_path, "slurm.no_progress_limit=9")
     for number in (0, 1):
         for node in NODES:
-            alive(own, number, node)
-    assert close(own, 0, "n2", text="rank 1 on {} was ended by SIGKILL").action == "restart"
-    assert own.allocation.nodes == NODES[:4]
+            alive(this_supervisor, number, node)
+    assert (
+        close(this_supervisor, 0, "n2", text="rank 1 on {} was ended by SIGKILL").action
+        == "restart"
+    )
+    assert this_supervisor.allocation.nodes == NODES[:4]
     # Blamed twice, and nothing was gained: other nodes, by the queue.
-    assert close(own, 1, "n2", text="rank 1 on {} was ended by SIGKILL").action == "requeue"
-    assert own._preparation.failed_nodes == {"n2"}
+    assert (
+        close(this_supervisor, 1, "n2", text="rank 1 on {} was ended by SIGKILL").action
+        == "requeue"
+    )
+    assert this_supervisor._preparation.failed_nodes == {"n2"}
 
 
 @pytest.mark.parametrize("how", ["off", "stopped"])
 def test_no_restart(tmp_path: Path, how: str) -> None:
-    own = supervisor(tmp_path, *(["slurm.restart_in_allocation=false"] if how == "off" else []))
+    this_supervisor = supervisor(
+        tmp_path, *(["slurm.restart_in_allocation=false"] if how == "off" else [])
+    )
     if how == "stopped":  # the time limit comes
-        own.stop.name = "SIGUSR1"
-    assert close(own, 0).action == "requeue"
+        this_supervisor.stop.name = "SIGUSR1"
+    assert close(this_supervisor, 0).action == "requeue"
 
 
 def test_the_mesh_follows_the_nodes_that_the_job_got(tmp_path: Path) -> None:
-    own = supervisor(tmp_path, "slurm.min_nodes=2")
-    save_mesh(make_mesh(own.config, 4), own.run.plan)
-    own._fit_mesh(2)
-    assert load_mesh(own.run.plan).nodes == 2
+    this_supervisor = supervisor(tmp_path, "slurm.min_nodes=2")
+    save_mesh(make_mesh(this_supervisor.config, 4), this_supervisor.run.plan)
+    this_supervisor._fit_mesh(2)
+    assert load_mesh(this_supervisor.run.plan).nodes == 2
 
 
 def test_graphs_are_sent_once_and_not_after_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, archives = supervisor(tmp_path, f"cluster.node_local={tmp_path / 'disk'}"), list[Path]()
+    this_supervisor, archives = (
+        supervisor(tmp_path, f"cluster.node_local={tmp_path / 'disk'}"),
+        list[Path](),
+    )
 
     def broadcast(source: Path, target: Path, stop: object) -> None:
         archives.append(source)
@@ -143,17 +158,19 @@ def test_graphs_are_sent_once_and_not_after_a_loss(
         path = tmp_path / "cache" / "inductor/fxgraph/aa" / graph / "x"
         path.parent.mkdir(parents=True)
         path.write_text(graph)
-        pack_archive(tmp_path / "cache", own.run, "native", 1.0, versions={})
-        return own._preparation._broadcast_graphs(lambda: False)
+        pack_archive(tmp_path / "cache", this_supervisor.run, "native", 1.0, versions={})
+        return this_supervisor._preparation._broadcast_graphs(lambda: False)
 
     sent = iter([{"STAGED": "x"}])
     monkeypatch.setattr(preflight, "broadcast_environment", lambda *_: next(sent))
-    assert own._preparation._broadcast_environment(lambda: False) == {"STAGED": "x"}
-    assert own._preparation._broadcast_environment(lambda: False) == {}
-    monkeypatch.setattr(own.allocation, "broadcast", broadcast)
+    assert this_supervisor._preparation._broadcast_environment(lambda: False) == {"STAGED": "x"}
+    assert this_supervisor._preparation._broadcast_environment(lambda: False) == {}
+    monkeypatch.setattr(this_supervisor.allocation, "broadcast", broadcast)
     assert Path(send("a")[BROADCAST]).is_relative_to(tmp_path / "disk")
-    assert own._preparation._broadcast_graphs(lambda: False) == {}  # all nodes have them
-    assert close(own, 0, "n2").action == "restart"
+    assert (
+        this_supervisor._preparation._broadcast_graphs(lambda: False) == {}
+    )  # all nodes have them
+    assert close(this_supervisor, 0, "n2").action == "restart"
     assert send("b") == {BROADCAST: ""}  # sbcast would wait for n2
     assert len(archives) == 1
 
@@ -163,10 +180,10 @@ def test_srun_names_the_nodes_once_some_are_left_out(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
-    own = start_of(FakeSlurm(NODES), "1", NODES)
-    own.launch(tmp_path, "train", 0)
-    own.restart(("n1", "n3", "n4", "n5"), 0.0)
-    own.launch(tmp_path, "train", 1)
+    this_supervisor = start_of(FakeSlurm(NODES), "1", NODES)
+    this_supervisor.launch(tmp_path, "train", 0)
+    this_supervisor.restart(("n1", "n3", "n4", "n5"), 0.0)
+    this_supervisor.launch(tmp_path, "train", 1)
     first, second = commands
     assert not any(part.startswith("--nodelist") for part in first)
     assert "--overlap" not in first

@@ -127,8 +127,14 @@ def test_a_command_that_is_ended_blocks_nobody(run: RunDir, number: signal.Signa
 
 
 def lock_of(run: RunDir, age_s: float, **fields: object) -> None:
-    known = {"verb": "resume", "host": "elsewhere", "pid": 1, "process": "x", "since": time.time()}
-    run.lock.write_text(json.dumps(known | fields))
+    holder_record = {
+        "verb": "resume",
+        "host": "elsewhere",
+        "pid": 1,
+        "process": "x",
+        "since": time.time(),
+    }
+    run.lock.write_text(json.dumps(holder_record | fields))
     os.utime(run.lock, (time.time() - age_s,) * 2)
 
 

@@ -76,8 +76,8 @@ def test_only_workers_have_it_and_only_one_file(
     for verb in (("status", "r", "--json"), ("logs", "r"), ("report", "r", "--no-files", "--json")):
         shown += bench.call(*verb)
     assert CANARY not in shown
-    kept = {path.name for path in run.parent.glob("r-drill-*")}
-    assert kept
-    expected = {"r/secrets.json", *(f"{name}/secrets.json" for name in kept)}
+    folders = {path.name for path in run.parent.glob("r-drill-*")}
+    assert folders
+    expected = {"r/secrets.json", *(f"{name}/secrets.json" for name in folders)}
     assert files_with(CANARY, run.parent) == expected
     assert not imported.exists()

@@ -95,17 +95,17 @@ def test_a_job_has_one_successor_whatever_was_recorded(
     chained: tuple[RunDir, FakeSlurm],
 ) -> None:
     run, cluster = chained
-    own = start_of(cluster, "1", NODES)
-    job = ensure_successor(run, own, SCRIPT, ["n3"])
+    this_allocation = start_of(cluster, "1", NODES)
+    job = ensure_successor(run, this_allocation, SCRIPT, ["n3"])
     assert job == "2"
     assert (cluster.jobs["2"].after, cluster.jobs["2"].excluded) == ("1", ("n3",))
     assert not cluster.jobs["2"].may_requeue
-    assert ensure_successor(run, own, SCRIPT, []) == "2"  # a restart in the allocation
+    assert ensure_successor(run, this_allocation, SCRIPT, []) == "2"  # a restart in the allocation
     # A supervisor was killed between sbatch and the record, twice.
     JobsRecord(submissions=(sent(run).model_copy(update={"successor_job": None}),)).save(run.jobs)
     name = cluster.jobs["2"].name
     cluster.submit(SCRIPT, name=name, after="1", requeue=False)
-    assert ensure_successor(run, own, SCRIPT, []) == "2"
+    assert ensure_successor(run, this_allocation, SCRIPT, []) == "2"
     assert (pending(cluster), sent(run).successor_job) == (["2"], "2")
     cluster.start("2")
     assert pending(cluster) == ["2"]  # job 1 runs
@@ -113,7 +113,7 @@ def test_a_job_has_one_successor_whatever_was_recorded(
     cluster.cancel(["2"])
     cluster.refuse = "AssocMaxSubmitJobLimit"
     with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
-        ensure_successor(run, own, SCRIPT, [])
+        ensure_successor(run, this_allocation, SCRIPT, [])
 
 
 def test_the_successor_takes_over_and_has_one_itself(
@@ -121,14 +121,16 @@ def test_the_successor_takes_over_and_has_one_itself(
 ) -> None:
     run, cluster = chained
     for number in range(3):
-        own = start_of(cluster, str(sent(run).train_job), NODES)
-        job = ensure_successor(run, own, SCRIPT, [])
+        this_allocation = start_of(cluster, str(sent(run).train_job), NODES)
+        job = ensure_successor(run, this_allocation, SCRIPT, [])
         assert job is not None
-        attempt(run, number, own.job_id, ended_at=2.0, action="chain", **{"class": "hang"})
+        attempt(
+            run, number, this_allocation.job_id, ended_at=2.0, action="chain", **{"class": "hang"}
+        )
         # A supervisor was killed before it could record the first successor.
-        name, after = cluster.jobs[job].name, own.job_id
+        name, after = cluster.jobs[job].name, this_allocation.job_id
         duplicate = cluster.submit(SCRIPT, name=name, after=after, requeue=False)
-        cluster.finish(own.job_id, "FAILED")
+        cluster.finish(this_allocation.job_id, "FAILED")
         following = begin(cluster, job, monkeypatch)
         assert register_train_job(run, following) is None
         assert cluster.jobs[duplicate].state == "CANCELLED"
@@ -158,8 +160,8 @@ def test_the_successor_of_a_run_that_has_ended_leaves(
     chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    own = start_of(cluster, "1", NODES)
-    job = ensure_successor(run, own, SCRIPT, [])
+    this_allocation = start_of(cluster, "1", NODES)
+    job = ensure_successor(run, this_allocation, SCRIPT, [])
     assert job is not None
     attempt(run, 0, "1", ended_at=2.0, action="finish", **{"class": "done"})
     cluster.finish("1")  # killed before it could cancel
@@ -193,8 +195,8 @@ def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
     monkeypatch.setattr(starts, "RECORDED_S", 0.0)
     late = cluster.submit(SCRIPT, after="1", requeue=False)
     cluster.finish("1", "FAILED")
-    again = sent(run).model_copy(update={"train_job": "77"})
-    JobsRecord(submissions=(sent(run), again)).save(run.jobs)
+    changed = sent(run).model_copy(update={"train_job": "77"})
+    JobsRecord(submissions=(sent(run), changed)).save(run.jobs)
     following = begin(cluster, late, monkeypatch)
     assert Supervisor(run, "train", following).main() == 1
     assert f"job {late} is not of the last submission" in caplog.text
@@ -212,8 +214,8 @@ def test_a_refused_requeue_becomes_a_chain(
 ) -> None:
     run, cluster = chained
     JobsRecord(submissions=(sent(run).model_copy(update={"restart": "requeue"}),)).save(run.jobs)
-    own = Supervisor(run, "train", start_of(cluster, "1", NODES))
-    assert own._act(closed(run, backoff_s=60.0)) == 75
+    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    assert this_allocation._act(closed(run, backoff_s=60.0)) == 75
     assert AttemptRecord.load(run.attempt("train", 0).record).action == "chain"
     assert "disabled: another job continues the run" in caplog.text
     assert (sent(run).restart, sent(run).successor_job) == ("chain", "2")
@@ -225,13 +227,13 @@ def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
 ) -> None:
     run, cluster = chained
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
-    own = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
     record = closed(run).model_copy(update={"action": "chain"})
-    assert own._act(record) == 70
-    found = AttemptRecord.load(run.attempt("train", 0).record)
-    assert found.action == "stop"
-    assert "QOSMaxSubmitJobPerUserLimit" in found.evidence[-1]
-    assert "`slurmllm resume r` continues" in found.evidence[-1]
+    assert this_allocation._act(record) == 70
+    written = AttemptRecord.load(run.attempt("train", 0).record)
+    assert written.action == "stop"
+    assert "QOSMaxSubmitJobPerUserLimit" in written.evidence[-1]
+    assert "`slurmllm resume r` continues" in written.evidence[-1]
 
 
 def test_a_requeue_that_was_asked_for_is_not_replaced(
@@ -239,16 +241,16 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
 ) -> None:
     run, cluster = chained
     run.config.write_text(resolve("tiny_neox", overrides=["slurm.restart=requeue"]).to_yaml())
-    own = Supervisor(run, "train", start_of(cluster, "1", NODES))
-    assert own._act(closed(run)) == 75
+    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    assert this_allocation._act(closed(run)) == 75
     assert "disabled; if the job ends here, `slurmllm resume r`" in caplog.text
     assert list(cluster.jobs) == ["1"]
 
 
 def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
     run, cluster = chained
-    own = start_of(cluster, "1", NODES)
-    ensure_successor(run, own, SCRIPT, [])
+    this_allocation = start_of(cluster, "1", NODES)
+    ensure_successor(run, this_allocation, SCRIPT, [])
     assert sent(run).own_jobs == ["2", "1"]
     attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "hang"})
     cluster.finish("1", "FAILED")
@@ -256,5 +258,5 @@ def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm])
     records = read_records(run, read_summary(run.config))
     jobs = {"train": JobState("1", "FAILED"), "successor": JobState("2", "PENDING", "Resources")}
     assert derive_state(records, jobs) == ("requeued", "waiting for Resources")
-    cancel_successor(run, own)  # at the end of the run
+    cancel_successor(run, this_allocation)  # at the end of the run
     assert (pending(cluster), sent(run).successor_job) == ([], None)

@@ -36,8 +36,8 @@ def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) ->
     try:
         reason = f"process {first.pid} on {gethostname()} is its supervisor"
         assert still_runs(run, record, allocation) == reason
-        again = record.model_copy(update={"process": "boot 1"})  # its id is used again
-        assert still_runs(run, again, allocation) is None
+        restarted = record.model_copy(update={"process": "boot 1"})  # its id is used again
+        assert still_runs(run, restarted, allocation) is None
     finally:
         first.communicate(b"\n")
     assert still_runs(run, record, allocation) is None

@@ -73,11 +73,11 @@ SAVING = beats(("saving", 40), ("saving", 40), ("stepping", 40), ("stepping", 40
 def test_the_judgement(
     seen: Progress, slow_s: float | None, limit: float | None, suspects: tuple[str, ...]
 ) -> None:
-    found = find_hang(*seen, CONFIG, slow_s)
-    assert (found and found.limit_s) == limit
-    if found is not None:
-        assert found.suspects == suspects
-        assert found.waited_s == seen.unchanged_s > found.limit_s
+    result = find_hang(*seen, CONFIG, slow_s)
+    assert (result and result.limit_s) == limit
+    if result is not None:
+        assert result.suspects == suspects
+        assert result.waited_s == seen.unchanged_s > result.limit_s
 
 
 def test_of_one_step_a_save_comes_before_the_next() -> None:
@@ -95,10 +95,10 @@ def test_what_slow_means_is_learned_from_the_run(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         times = [600.0, *([1.0] * (steps - 20)), *([4.0] * 20)]  # the first one compiled
         path.write_text("".join(f'{{"step": 1, "step_time_s": {t}}}\n' for t in times) + '{"st')
-    found = recent_step_times(run)
-    assert len(found) == 200
-    assert max(found) == 4.0
-    assert slow_step_s(found) == 4.0
+    result = recent_step_times(run)
+    assert len(result) == 200
+    assert max(result) == 4.0
+    assert slow_step_s(result) == 4.0
     assert slow_step_s([1.0] * 99 + [9.0]) == 1.0
 
 
@@ -159,7 +159,7 @@ def test_a_supervisor_that_was_frozen_starts_all_clocks_anew(
 def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt("train", 0)
     attempt.path.mkdir(parents=True)
-    found = Heartbeats(attempt, "n1", CONFIG)
+    result = Heartbeats(attempt, "n1", CONFIG)
     code = (
         "import time; from slurmllm.run.worker_files import PhaseWriter; "
         "from slurmllm.train.exits import dump_on_signal; dump_on_signal(); "
@@ -169,7 +169,7 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
         rank: subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
-            env={**os.environ, **found.environment(rank)},
+            env={**os.environ, **result.environment(rank)},
         )
         for rank in (0, 1)
     }
@@ -178,22 +178,22 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
         for worker in workers.values():
             assert worker.stdout is not None
             worker.stdout.readline()
-        found.update(pids)
+        result.update(pids)
         beat = Heartbeat.load(attempt.heartbeat("n1"))
         assert {r: (b.phase, b.step) for r, b in beat.ranks.items()} == {
             0: ("stepping", 7),
             1: ("stepping", 7),
         }
         os.kill(pids[1], signal.SIGSTOP)
-        found.dump_stacks(pids)
+        result.dump_stacks(pids)
         assert "most recent call first" in attempt.stacks(0).read_text()
         assert attempt.stacks(1).read_text().startswith("no answer; state T (stopped)")
     finally:
         for worker in workers.values():
             worker.kill()
             worker.communicate()
-        found.close()
-    assert not any(Path(path).exists() for path in found.environment(0).values())
+        result.close()
+    assert not any(Path(path).exists() for path in result.environment(0).values())
 
 
 def test_a_node_writes_changes_every_five_seconds_and_a_sign_of_life_every_fifteen(

@@ -52,17 +52,17 @@ def test_published_curves(tmp_path: Path) -> None:
         rows = [f"{step},{loss}" for step, loss in values.items()]
         (tmp_path / "seeds").mkdir(exist_ok=True)
         (tmp_path / "seeds" / f"{device}.csv").write_text("\n".join(["step,loss", *rows]))
-    (found,) = compare_golden(tmp_path)
-    assert (found.points, found.beyond, found.above) == (20, 20, 20)
-    assert found.expected == ("differ",)
+    (comparison,) = compare_golden(tmp_path)
+    assert (comparison.points, comparison.beyond, comparison.above) == (20, 20, 20)
+    assert comparison.expected == ("differ",)
     for device in ("a100", "h100"):  # the format until 2024
         golden = tmp_path / "old" / f"golden_values_dev_dgx_{device}.json"
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(
             json.dumps({"lm loss": {"step_interval": 5, "values": [9.0, "nan", 8.0]}})
         )
-    found = next(one for one in compare_golden(tmp_path) if one.a.startswith("old"))
-    assert (found.points, found.expected) == (2, ("identical",))
-    (found,) = compare_seeds(tmp_path / "seeds")
-    assert found.points == 20
-    assert found.expected == ("differ", "equivalent")
+    comparison = next(row for row in compare_golden(tmp_path) if row.a.startswith("old"))
+    assert (comparison.points, comparison.expected) == (2, ("identical",))
+    (comparison,) = compare_seeds(tmp_path / "seeds")
+    assert comparison.points == 20
+    assert comparison.expected == ("differ", "equivalent")

@@ -44,8 +44,14 @@ class Cluster:
     def submit(self, folder: Path, script: str, *options: str) -> str:
         """Submit a batch script that prints to `folder/out`; its job's id."""
         (folder / "job.sh").write_text(f"#!/bin/bash\n{script}")
-        kept = ("--output", str(folder / "out"), "--open-mode=append", "--chdir", str(folder))
-        return self.run("sbatch", "--parsable", *kept, *options, str(folder / "job.sh"))
+        fixed_options = (
+            "--output",
+            str(folder / "out"),
+            "--open-mode=append",
+            "--chdir",
+            str(folder),
+        )
+        return self.run("sbatch", "--parsable", *fixed_options, *options, str(folder / "job.sh"))
 
     def sacct(self, job: str) -> list[str]:
         """The states of a job's tries, oldest first."""
@@ -69,17 +75,17 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 120) -> float:
 
 def processes_of(root: Path) -> list[str]:
     """The command lines of all processes that know of a state directory."""
-    found = []
+    processes = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
                 command = (process / "cmdline").read_bytes()
-                known = command + (process / "environ").read_bytes()
+                process_text = command + (process / "environ").read_bytes()
             except OSError:
                 continue
-            if bytes(root) in known:
-                found.append(command.replace(b"\0", b" ").decode())
-    return found
+            if bytes(root) in process_text:
+                processes.append(command.replace(b"\0", b" ").decode())
+    return processes
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,8 @@ def test_tiny_models(tmp_path: Path) -> None:
         assert ("not comparable" in row[8]) == (row[1] == TRAINERS[1])
     planned = [row[9] for row in rows[:2]]
     assert all(float(milliseconds) > 0 for milliseconds in planned)
-    found = json.loads(out.with_suffix(".json").read_text())
-    assert [part["failure"] for part in found["parts"] if part["required"]] == [None] * 6
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert [part["failure"] for part in report["parts"] if part["required"]] == [None] * 6
     saves = lines[lines.index("## A save during training") + 4 :][:4]
     assert all(float(line.split(" | ")[1]) > 0.001 for line in saves)
     assert "skipped" in next(line for line in lines if line.startswith("| tests |"))

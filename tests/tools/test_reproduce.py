@@ -65,12 +65,12 @@ def drawn_figures() -> list[str]:
 def test_a_figure_of_made_up_runs(name: str, made_up: Path, tmp_path: Path) -> None:
     from reproduce.figures import draw_figure, read_catalogue
 
-    found = draw_figure(read_catalogue(), name, tmp_path, made_up)
-    assert all(output for output in found["output"])
+    result = draw_figure(read_catalogue(), name, tmp_path, made_up)
+    assert all(output for output in result["output"])
     for run in read_catalogue().figures[name].runs:
-        assert run in found["output"][0], "the verb answers about the run"
-    if found["picture"]:
-        assert Path(found["picture"]).read_bytes().startswith(PNG)
+        assert run in result["output"][0], "the verb answers about the run"
+    if result["picture"]:
+        assert Path(result["picture"]).read_bytes().startswith(PNG)
 
 
 def test_published_figures_are_the_published_figures(
@@ -80,10 +80,10 @@ def test_published_figures_are_the_published_figures(
 
     names = ("table1", "time_and_cost", "scaling", "time_to_train")
     assert main([*names, "--json", "--out", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    for figure in found.values():
+    result = json.loads(capsys.readouterr().out)
+    for figure in result.values():
         assert Path(figure["picture"]).read_bytes().startswith(PNG)
-    lines = found["table1"]["output"][0].splitlines()
+    lines = result["table1"]["output"][0].splitlines()
     table = [line.split() for line in lines[1:]]
     # Sequences a second and millions of tokens a dollar, as the post prints them.
     assert [(row[0], row[1], row[4], row[7]) for row in table] == [
@@ -96,7 +96,7 @@ def test_published_figures_are_the_published_figures(
         ("GPT-NeoX-20B", "64", "212.0", "3.22M"),
     ]
     assert all(0.98 < float(row[6]) < 1.02 for row in table), "predicted over published"
-    costs = found["time_and_cost"]["output"][0].splitlines()
+    costs = result["time_and_cost"]["output"][0].splitlines()
     (seven,) = [line.split() for line in costs if line.startswith("MPT-7b ")]
     # 20 tokens for each of 6.6589e9 parameters at 463,749 tokens/s; 16 nodes at $32.77.
     days = 20 * 6.6589e9 / 463749 / 86400
@@ -105,11 +105,11 @@ def test_published_figures_are_the_published_figures(
         days * 24 * 16 * 32.77, rel=2e-3
     )
     # AWS's post: over 90 % of linear scaling to 64 nodes for 70B.
-    lines = found["scaling"]["output"][0].splitlines()[1:]
+    lines = result["scaling"]["output"][0].splitlines()[1:]
     layouts = [re.split(" {2,}", line) for line in lines]
     (of_70b,) = [row for row in layouts if row[:2] == ["Llama 2 70B, batch 1,024", "64"]]
     assert 90 < float(of_70b[2].rstrip(" %")) < 95
-    times = [line.split() for line in found["time_to_train"]["output"][0].splitlines()[1:]]
+    times = [line.split() for line in result["time_to_train"]["output"][0].splitlines()[1:]]
     of_1b = {row[1]: row for row in times if row[0] == "gpt3_1.3b"}
     assert (of_1b["8"][3], of_1b["128"][3]) == ("7.1", "0.493")
     assert float(of_1b["8"][2]) < float(of_1b["8"][4]) < 7.1 / 2
@@ -185,9 +185,9 @@ def test_a_run_is_trained_once_and_evaluated(name: str, run_name: str, tmp_path:
     assert len(run.metrics(0).read_text().splitlines()) == 2
     assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(PNG)
     assert "step 2" in first[name]["output"][0]
-    again = draw()
+    redrawn = draw()
     assert run.metrics(0).stat().st_mtime_ns == trained
-    assert "0 tasks evaluated" in again[name]["output"][0]
+    assert "0 tasks evaluated" in redrawn[name]["output"][0]
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

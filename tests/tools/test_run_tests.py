@@ -33,5 +33,5 @@ def test_seconds_are_read_from_the_reports(tmp_path: Path) -> None:
     for name, seconds in (("a", "1.5"), ("b", "2")):
         case = f'<testcase file="tests/test_{name}.py" name="x" time="{seconds}"/>'
         (tmp_path / f"{name}.xml").write_text(f"<testsuites>{case}{case}</testsuites>")
-    found = run_tests.measured(sorted(tmp_path.iterdir()))
-    assert found == {"tests/test_a.py": 3.0, "tests/test_b.py": 4.0}
+    measured_s = run_tests.measured(sorted(tmp_path.iterdir()))
+    assert measured_s == {"tests/test_a.py": 3.0, "tests/test_b.py": 4.0}

@@ -77,8 +77,8 @@ def test_every_step_counts_once(
     assert all((np.diff(s.ends) > 0).all() for s in history.steps.values())
     ends = [(a.started_at, a.ended_at) for a in history.attempts]
     assert all(begin <= end for begin, end in ends if end is not None)
-    again = simulate(planned, seed)
-    assert again.attempts == history.attempts
+    repeated = simulate(planned, seed)
+    assert repeated.attempts == history.attempts
 
 
 def test_a_failure_costs_what_it_costs() -> None:
@@ -166,12 +166,14 @@ def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float)
     )
 
     def effective(factor: float) -> float:
-        own = recipe(f"checkpoint.every_steps={max(1, round(best * factor))}")
-        return account_node_hours(simulate(replace(base, recipe=own), seed=1)).effective or 0.0
+        near_best = recipe(f"checkpoint.every_steps={max(1, round(best * factor))}")
+        return (
+            account_node_hours(simulate(replace(base, recipe=near_best), seed=1)).effective or 0.0
+        )
 
-    found = {factor: effective(factor) for factor in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)}
-    assert found[1.0] >= max(found.values()) - 0.02
-    assert found[0.25] < found[1.0] > found[4.0]
+    utilizations = {factor: effective(factor) for factor in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)}
+    assert utilizations[1.0] >= max(utilizations.values()) - 0.02
+    assert utilizations[0.25] < utilizations[1.0] > utilizations[4.0]
 
 
 def test_auto_learns_the_rate() -> None:
