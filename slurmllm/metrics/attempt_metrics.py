@@ -7,11 +7,12 @@ a fraction of the time that it takes line by line, as other blocks are read, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, islice
+from io import BytesIO
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ from slurmllm.metrics.row_reader import (
 )
 from slurmllm.run.safe_files import open_regular, read_lines
 
-_BLOCK_LINES = 16384
+_BLOCK_BYTES = 4 << 20
 _LONGEST_LINE = 4 << 20  # bytes: a crash may leave that many NUL bytes
 # Smaller runs are read line by line in less time than pyarrow's first call takes.
 _SMALL_BYTES = 256 << 10
@@ -78,15 +79,14 @@ def _read_file(
     cut: LineFault | None = None  # truncated last line; an error if a non-blank line follows
     number = 0
     with open_regular(path) as stream:
-        lines = read_lines(stream, _LONGEST_LINE)
-        while block := list(islice(lines, _BLOCK_LINES)):
-            uniform = read_uniform(b"".join(block), attempt) if fast and cut is None else None
+        for block in _read_blocks(stream):
+            uniform = read_uniform(block, attempt) if fast and cut is None else None
             if uniform is not None:
                 blocks.append(uniform)
-                number += len(block)
+                number += len(uniform.steps)
                 continue
             rows: list[tuple[int, int, dict[str, float]]] = []
-            for line in block:
+            for line in BytesIO(block):
                 number += 1
                 if not line.strip():
                     continue
@@ -119,6 +119,12 @@ def _read_file(
                     raise line_error(path, *faults[0])
             blocks += _row_block(rows)
     return blocks, _damage_warnings(path, faults, unknown_values, cut)
+
+
+def _read_blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield pieces of about `_BLOCK_BYTES`, of whole lines."""
+    while block := stream.read(_BLOCK_BYTES):
+        yield block + next(read_lines(stream, _LONGEST_LINE), b"")
 
 
 def _damage_warnings(
@@ -178,10 +184,12 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     except (pa.ArrowException, UnicodeEncodeError):
         return None
     # pyarrow reads several objects on a line, one on several lines, and a missing key as null.
-    counts = [block.count(b"\n") + (not block.endswith(b"\n"))]
-    counts += [block.count(b"}\n") + block.endswith(b"}")]
+    characters = np.frombuffer(block, np.uint8)
+    newlines = np.flatnonzero(characters == ord("\n"))
+    if (characters[newlines - 1] != ord("}")).any() or not block.endswith(b"}\n"):
+        return None
     with_null = [key for key in first if table[key].null_count]  # the others are in each row
-    counts += [block.count(b'"%s"' % key.encode()) for key in with_null]
+    counts = [len(newlines), *(block.count(b'"%s"' % key.encode()) for key in with_null)]
     if any(count != table.num_rows for count in counts):
         return None
     columns = {key: _to_numpy(table[key]) for key in first}

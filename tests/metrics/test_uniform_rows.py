@@ -46,7 +46,7 @@ def read_both(path: Path, lenient: bool) -> tuple[Curve | str, Curve | str]:
     for small_bytes in (0, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reader, "_SMALL_BYTES", small_bytes)
-            patch.setattr(reader, "_BLOCK_LINES", 9)
+            patch.setattr(reader, "_BLOCK_BYTES", 300)
             try:
                 curves.append(read_curve(path, lenient=lenient))
             except RunError as error:
