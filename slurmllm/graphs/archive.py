@@ -316,16 +316,16 @@ def install_archive(
 
 
 @contextmanager
-def installing(cache: Path, node: str) -> Iterator[Path]:
+def installing(cache: Path, node: str, attempt: int) -> Iterator[Path]:
     """Yield a file for which the workers of a node wait, written when the cache is installed."""
-    # The launchers of --local share the disk.
-    installed = cache.with_name(f"{cache.name}.installed-{node}")
+    # The launchers of --local share the disk, and those of a superseded attempt may end later.
+    installed = cache.with_name(f"{cache.name}.installed-{node}-{attempt:03d}")
     installed.unlink(missing_ok=True)
     os.environ[INSTALLED_FILE] = str(installed)
     try:
         yield installed
     finally:
-        del os.environ[INSTALLED_FILE]
+        os.environ.pop(INSTALLED_FILE, None)
         with suppress(OSError):
             installed.unlink()
 

@@ -76,7 +76,8 @@ class Launcher(Workers):
                 failed = self._precompile()
             else:
                 # Workers import while the graphs are installed, and wait before they compile.
-                with graph_cache.installing(self.cache, self.node) as installed:
+                attempt = self.attempt.number
+                with graph_cache.installing(self.cache, self.node, attempt) as installed:
                     failed = self.run_to_end(lambda: self._install_graphs(installed))
         except SlurmllmError as error:
             self.end_with_error(error)

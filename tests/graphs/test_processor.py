@@ -233,6 +233,14 @@ def test_workers_learn_whether_graphs_are_reused(
         assert wait_for_graphs() is (content == REUSED)
 
 
+def test_a_superseded_attempt_that_ends_later_keeps_no_worker_waiting(tmp_path: Path) -> None:
+    with graph_cache.installing(tmp_path / "cache", "n1", 1) as installed:
+        with graph_cache.installing(tmp_path / "cache", "n1", 0):
+            installed.touch()
+        assert installed.exists()
+    assert not list(tmp_path.iterdir())
+
+
 # Compiles and computes as the native backend does; prints whether the result is right.
 _COMPILE = """
 import sys, torch
