@@ -1,11 +1,11 @@
-"""Run the tests in a few processes, each with files of its own.
+"""Run the tests in several processes at a time, each with files of its own.
 
     python tools/run_tests.py [--record] [PYTEST_OPTION …]
 
 One process plays the scenes on a real Slurm (tests/end_to_end/scenes.py), one has the other files
-with tests on a real Slurm, and two share the folders without. These are dealt by their CPU seconds
-in tests/seconds.txt, the longest first; `--record` writes the list anew, by the clock. A process's
-output is printed when it ends.
+with tests on a real Slurm. Those without are in groups, a folder each. A group starts when another
+has ended, the longest by tests/seconds.txt first; `--record` writes that list anew, by the clock.
+A process's output is printed when it ends.
 """
 
 from __future__ import annotations
@@ -16,37 +16,48 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+SLURM = ("scenes", "slurm")  # kinds of files, a process each
 SECONDS = ROOT / "tests" / "seconds.txt"
-SHORT_S = 1.0  # of a file that is not in the list
+SHORT_S = 2.0  # of a file that is not in the list
 LISTED_S = 10.0  # files that take less are not listed
-PROCESSES = {"scenes": 1, "slurm": 1, "cpu": 2}
+GROUP_S = 60.0  # folders that take less share a process
+AT_A_TIME = 5  # processes, which often wait; a cluster's time limits hold with these on two cores
 NO_TESTS = 5  # exit code of pytest if its options select none
 
 
-def deal(paths: Iterable[str], count: int, seconds: Mapping[str, float]) -> list[list[str]]:
-    """Share folders among processes: the longest that is left to the one with the least to do.
+def make_groups(paths: Mapping[str, str], seconds: Mapping[str, float]) -> list[list[str]]:
+    """Return the files of each process, the longest group first, after those of Slurm.
 
     The files of a folder stay together, as they share fixtures that are expensive.
+
+    Args:
+        paths: File → its kind (`kind_of`).
+        seconds: File → what its tests took.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for path in paths:
-        groups[str(Path(path).parent)].append(path)
-    taken_s = {
-        name: sum(seconds.get(path, SHORT_S) for path in group) for name, group in groups.items()
-    }
-    shares: list[list[str]] = [[] for _ in range(count)]
-    totals = [0.0] * count
-    for name in sorted(groups, key=lambda name: (-taken_s[name], name)):
-        index = totals.index(min(totals))
-        shares[index] += groups[name]
-        totals[index] += taken_s[name]
-    return [sorted(share) for share in shares]
+    folders: dict[str, list[str]] = defaultdict(list)
+    for path, kind in sorted(paths.items()):
+        folders[kind if kind in SLURM else str(Path(path).parent)].append(path)
+
+    def taken(group: list[str]) -> float:
+        return sum(seconds.get(path, SHORT_S) for path in group)
+
+    groups: list[list[str]] = [[]]
+    for name, files in sorted(folders.items()):
+        if name in SLURM or taken(files) >= GROUP_S:
+            groups.insert(0, files)
+        else:
+            if taken(groups[-1]) >= GROUP_S:
+                groups.append([])
+            groups[-1] += files
+    return sorted(
+        filter(None, groups), key=lambda group: (paths[group[0]] not in SLURM, -taken(group))
+    )
 
 
 def read_seconds() -> dict[str, float]:
@@ -56,7 +67,7 @@ def read_seconds() -> dict[str, float]:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of process for a file, a key of `PROCESSES`."""
+    """Return "scenes", "slurm" or "cpu"."""
     text = path.read_text(encoding="utf-8")
     if "\n@scene(" in text:
         return "scenes"
@@ -76,32 +87,15 @@ def main() -> int:
     """Run the tests; the exit code is pytest's, 1 if any process failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = [option for option in sys.argv[1:] if option != "--record"]
-    paths: dict[str, list[str]] = defaultdict(list)
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        paths[kind_of(path)].append(str(path.relative_to(ROOT)))
-    seconds = read_seconds()
-    shares = [
-        share for kind, count in PROCESSES.items() for share in deal(paths[kind], count, seconds)
-    ]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    paths = {str(path.relative_to(ROOT)): kind_of(path) for path in files}
+    groups = make_groups(paths, read_seconds())
     with tempfile.TemporaryDirectory(prefix="slurmllm-tests-") as temporary:
-        folder, started = Path(temporary), time.monotonic()
-        # One for all: a graph that two of them need is compiled once.
-        environment = os.environ | {"SLURMLLM_TEST_CACHES": str(folder / "caches")}
+        folder = Path(temporary)
         running: dict[int, subprocess.Popen[bytes]] = {}
-        reports = [folder / f"{number}.xml" for number in range(len(shares))]
-        for number, share in enumerate(shares):
-            report = ("-o", "junit_family=xunit1", f"--junitxml={reports[number]}")
-            with (folder / f"{number}.log").open("wb") as log:
-                running[number] = subprocess.Popen(
-                    [sys.executable, "-m", "pytest", *options, *report, *share],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
         codes: set[int] = set()
         try:
-            codes = set(wait_for(running, folder, started))
+            codes = set(run_groups(groups, options, folder, running))
         except SystemExit:  # by SIGTERM; Ctrl-C reaches the processes by itself
             for process in running.values():
                 process.send_signal(signal.SIGINT)
@@ -110,24 +104,45 @@ def main() -> int:
             for process in running.values():
                 process.wait()
         if "--record" in sys.argv:
-            listed = sorted((-s, path) for path, s in measured(reports).items() if s >= LISTED_S)
+            listed = sorted(
+                (-s, path) for path, s in measured(folder.glob("*.xml")).items() if s >= LISTED_S
+            )
             SECONDS.write_text("".join(f"{-s:.0f} {path}\n" for s, path in listed))
     return int(bool(codes - {0, NO_TESTS}))
 
 
-def wait_for(
-    running: dict[int, subprocess.Popen[bytes]], folder: Path, started: float
+def run_groups(
+    groups: Sequence[Sequence[str]],
+    options: Sequence[str],
+    folder: Path,
+    running: dict[int, subprocess.Popen[bytes]],
 ) -> Iterable[int]:
-    """Print the output of each process as it ends, and yield its exit code."""
-    while running:
+    """Run groups of files, print the output of each as it ends, and yield its exit code."""
+    # One for all: a graph that two of them need is compiled once.
+    environment = os.environ | {"SLURMLLM_TEST_CACHES": str(folder / "caches")}
+    waiting = deque(enumerate(groups))
+    started = time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < AT_A_TIME:
+            number, files = waiting.popleft()
+            report = ("-o", "junit_family=xunit1", f"--junitxml={folder / f'{number}.xml'}")
+            with (folder / f"{number}.log").open("wb") as log:
+                running[number] = subprocess.Popen(
+                    [sys.executable, "-m", "pytest", *options, *report, *files],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
         time.sleep(1)
         for number, process in list(running.items()):
             if process.poll() is not None:
                 del running[number]
                 print((folder / f"{number}.log").read_text(errors="replace"))
                 print(
-                    f"test process {number}: exit code {process.returncode} after "
-                    f"{time.monotonic() - started:.0f} s, {len(running)} still running",
+                    f"test process {number} ({groups[number][0]}, …): exit code "
+                    f"{process.returncode} after {time.monotonic() - started:.0f} s, "
+                    f"{len(running)} running, {len(waiting)} waiting",
                     flush=True,
                 )
                 yield process.returncode

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
 assert SPEC is not None
@@ -15,14 +13,18 @@ run_tests = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(run_tests)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_folders_are_dealt_by_their_seconds(count: int) -> None:
-    seconds = {"a/long": 60.0, "b/middle": 21.0, "b/other": 10.0, "c/middle": 30.0}
-    shares = run_tests.deal([*seconds, "d/short"], count, seconds)
-    assert sorted(path for share in shares for path in share) == sorted([*seconds, "d/short"])
-    assert shares[0][0] == "a/long"
-    if count == 2:
-        assert shares[1] == ["b/middle", "b/other", "c/middle"]
+def test_folders_are_groups_and_the_longest_starts_first() -> None:
+    kinds = dict.fromkeys(("a/x", "a/y", "b/x", "c/x", "d/x", "e/x"), "cpu")
+    kinds |= {"a/slurm": "slurm", "c/scene": "scenes", "d/slurm": "slurm"}
+    seconds = {"a/x": 50.0, "a/y": 30.0, "b/x": 99.0, "c/x": 58.0, "c/scene": 400.0}
+    assert run_tests.make_groups(kinds, seconds) == [
+        ["c/scene"],
+        ["a/slurm", "d/slurm"],
+        ["b/x"],
+        ["a/x", "a/y"],
+        ["c/x", "d/x"],
+        ["e/x"],
+    ]
 
 
 def test_the_list_is_of_files_that_exist() -> None:
