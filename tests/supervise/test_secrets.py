@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import LEAN, SMALL, Bench
+from end_to_end.bench import SLOWLY, SMALL, Bench
 
 RECORDING = Path(__file__).with_name("recording")
 CANARY = "hf_cAnArY-7d1f"
@@ -48,7 +48,7 @@ def test_only_workers_have_it_and_only_one_file(
     options = (
         "--local",
         *SMALL,
-        *LEAN,
+        *SLOWLY,
         *inputs,
         f"--set=env.HF_TOKEN={CANARY}",
         f"--set=env.PYTHONPATH={RECORDING}",
