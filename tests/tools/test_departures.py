@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from departures.answers import Answer, Cause, read_answer, visible_verdicts
+from departures.answers import visible_verdicts
 from departures.noise import differs, noise
 from departures.published import compare_golden, compare_seeds
 
@@ -34,12 +34,6 @@ def test_verdicts_by_what_a_log_shows() -> None:
     assert visible_verdicts(log(a), log(a * wave)) == {"match", "equivalent", "differ"}
     assert visible_verdicts(log(a), log(a * 1.002)) == {"differ"}
     assert visible_verdicts(log(a), log(a * np.nan)) == {"differ"}
-
-
-def test_the_answer_of_a_comparison() -> None:
-    cause = {"kind": "optimizer", "confidence": "likely", "step": 81, "evidence": "…"}
-    answer = read_answer({"verdict": "differ", "causes": [cause]})
-    assert answer == Answer("differ", (Cause("optimizer", "likely", 81),))
 
 
 def test_published_curves(tmp_path: Path) -> None:

@@ -31,11 +31,7 @@ def simulate(scenario: Scenario, seed: int) -> RunHistory:
 
 
 class Partition:
-    """The nodes of a partition that no other run uses: broken, excluded, or available.
-
-    Args:
-        names: Names of all nodes.
-    """
+    """The nodes of a partition that no other run uses: broken, excluded, or available."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._broken_until = dict.fromkeys(names, -math.inf)
@@ -43,10 +39,9 @@ class Partition:
         self._order = list(names)
 
     def allocate(self, now: float, wanted: int) -> tuple[float, tuple[str, ...]]:
-        """Allocate the next job; excluded nodes are used only if too few others are available.
+        """Allocate nodes, those of the job before first; return the start time, s, and the nodes.
 
-        Returns:
-            Start time, s, and the nodes; those of the job before come first.
+        Excluded nodes are used only if too few others are available.
         """
         repaired = sorted(self._broken_until.values())[wanted - 1]
         start = max(now, repaired)

@@ -13,8 +13,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from departures.answers import TOLERANCES, Floats, curve, read_answer
+from departures.answers import TOLERANCES, Floats, curve
 from slurmllm.compare.compare import compare
+from slurmllm.display.tables import markdown_table
 
 SHAPES = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
 _LONG = 100_000
@@ -39,12 +40,8 @@ def measure(seeds: int) -> dict[str, float]:
 
 
 def show(rates: Mapping[str, float], seeds: int) -> str:
-    lines = [
-        f"| of {seeds} simulations ({min(seeds, _LONG_SEEDS)} of long curves) | % |",
-        "|---|--:|",
-    ]
-    lines += [f"| {name} | {100 * rate:.1f} |" for name, rate in rates.items()]
-    return "\n".join(lines)
+    heading = f"of {seeds} simulations ({min(seeds, _LONG_SEEDS)} of long curves)"
+    return markdown_table((heading, "%"), [(name, f"{100 * r:.1f}") for name, r in rates.items()])
 
 
 def decay(points: int) -> Floats:
@@ -166,10 +163,8 @@ def long_curves(seeds: int) -> dict[str, float]:
         if different.verdict == "differ":
             found += 1
             onsets = [m.onset_step for m in different.metrics.values() if m.onset_step is not None]
-            steps = [
-                cause.step for cause in read_answer(different.model_dump(mode="json")).causes[:1]
-            ]
-            step = min(onsets, default=None) if steps in ([], [None]) else steps[0]
+            step = next((cause.step for cause in different.causes[:1]), None)
+            step = min(onsets, default=None) if step is None else step
             dated += step is not None and abs(step - _PLANTED) <= _LONG // 100
     return {
         f"alarms: independent noise, {_LONG:,} steps": alarms / seeds,
@@ -190,13 +185,9 @@ def _long(random: np.random.Generator, departs: bool) -> dict[str, Floats]:
 
 
 def noise(random: np.random.Generator, points: int, degrees: int | None, slowness: float) -> Floats:
-    """Noise of standard deviation 1.
+    """Noise of standard deviation 1, whose neighbours have the correlation `slowness`.
 
-    Args:
-        random: Source.
-        points: How many.
-        degrees: Of Student's t; None: normal; 0: Laplace.
-        slowness: Correlation of neighbours.
+    `degrees` are of Student's t; None: normal; 0: Laplace.
     """
     count = points + 500
     if degrees is None:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from departures.answers import TOLERANCES, Floats, curve, read_answer, visible_verdicts
+from departures.answers import TOLERANCES, Floats, curve, visible_verdicts
 from slurmllm.compare.compare import compare
+from slurmllm.display.tables import markdown_table
 from slurmllm.metrics.curves import Curve, signed_difference
 from slurmllm.metrics.source import read_curve
 
@@ -27,20 +28,14 @@ _LOSS = "lm loss"
 
 @dataclass(frozen=True)
 class Published:
-    """A comparison of two published curves.
-
-    Attributes:
-        expected: Right verdicts, by what the log shows.
-        beyond: Points whose losses differ by more than the tolerance.
-        above: Points at which the second loss is the higher one.
-    """
+    """A comparison of two published curves."""
 
     a: str
     b: str
     points: int
-    beyond: int
-    above: int
-    expected: tuple[str, ...]
+    beyond: int  # points whose losses differ by more than the tolerance
+    above: int  # points at which the second loss is the higher one
+    expected: tuple[str, ...]  # right verdicts, by what the log shows
     verdict: str
     causes: tuple[str, ...]
 
@@ -51,7 +46,7 @@ class Published:
 
 def compare_golden(folder: Path) -> list[Published]:
     """Compare the A100 and the H100 curves of each test case."""
-    found = []
+    comparisons = []
     for case in sorted({path.parent for path in folder.rglob("golden_values*.json")}):
         files = sorted(case.glob("golden_values*.json"))
         later = [path for path in files if "h100" in path.name]
@@ -59,8 +54,8 @@ def compare_golden(folder: Path) -> list[Published]:
             for second in later:
                 a, b = _read_golden(first), _read_golden(second)
                 if a is not None and b is not None:
-                    found.append(_compare(a, b))
-    return found
+                    comparisons.append(_compare(a, b))
+    return comparisons
 
 
 def compare_seeds(folder: Path) -> list[Published]:
@@ -70,21 +65,22 @@ def compare_seeds(folder: Path) -> list[Published]:
     return [_compare(curves[0], other, seeds=True) for other in curves[1:]]
 
 
-def show(title: str, found: Sequence[Published]) -> str:
-    """Returns a Markdown table."""
-    lines = [
-        f"| {title} | points | beyond the tolerance | B above A | right verdicts | verdict "
-        "| causes | |",
-        "|---|--:|--:|--:|---|---|---|---|",
-    ]
-    for one in found:
-        lines.append(
-            f"| {one.a} and {one.b} | {one.points} | {one.beyond} | {one.above} "
-            f"| {' or '.join(one.expected)} | {one.verdict} | {', '.join(one.causes)} "
-            f"| {'right' if one.right else 'WRONG'} |"
+def show(title: str, comparisons: Sequence[Published]) -> str:
+    figures = ("points", "beyond the tolerance", "B above A")
+    headings = (title, *figures, "right verdicts", "verdict", "causes", "")
+    rows = [
+        (
+            f"{pair.a} and {pair.b}",
+            *map(str, (pair.points, pair.beyond, pair.above)),
+            " or ".join(pair.expected),
+            pair.verdict,
+            ", ".join(pair.causes),
+            "right" if pair.right else "WRONG",
         )
-    right = sum(one.right for one in found)
-    return "\n".join([*lines, "", f"{right} of {len(found)} verdicts right"])
+        for pair in comparisons
+    ]
+    right = sum(pair.right for pair in comparisons)
+    return f"{markdown_table(headings, rows)}\n{right} of {len(rows)} verdicts right"
 
 
 def _is_later(path: Path) -> bool:
@@ -113,7 +109,7 @@ def _compare(a: Curve, b: Curve, seeds: bool = False) -> Published:
     `equivalent` is right too, of other seeds always; of other hardware if the mean difference over
     all points is within the tolerance.
     """
-    answer = read_answer(compare(a, b).model_dump(mode="json"))
+    answer = compare(a, b)
     (steps_a, loss_a), (steps_b, loss_b) = a.series("loss"), b.series("loss")
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
     x, y = loss_a[at_a], loss_b[at_b]
