@@ -114,22 +114,9 @@ def run_tests(runner: _Runner) -> Part:
     marked = "pytest.mark.gpu"
     # By name: other tests may import what is not installed on a machine with a GPU.
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if marked in p.read_text("utf-8")]
-    output = runner.run(
-        part,
-        # Warnings of other torch versions than the one developed with are no failures here.
-        [
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "filterwarnings=default",
-            *map(str, sorted(files)),
-        ],
-    )
+    # Warnings of other torch versions than the one developed with are no failures here.
+    options = ["-m", "gpu", "-rs", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    output = runner.run(part, ["-m", "pytest", *options, *map(str, sorted(files))])
     lines = output.strip().splitlines()
     part.result = {"summary": lines[-1].strip("= ") if lines else "", "output": lines[-40:]}
     if part.failure is not None:
@@ -141,7 +128,6 @@ def run_tests(runner: _Runner) -> Part:
 def run_training(
     runner: _Runner, model: str, trainer: str, device: dict[str, Any], profile: str, tiny: bool
 ) -> Part:
-    """Train a model by one trainer."""
     task = Task(
         model=model,
         device=runner.device,
@@ -151,13 +137,7 @@ def run_training(
         compiled=not tiny,
     )
     ours = trainer == "ours"
-    part = Part(
-        f"{model} {trainer}",
-        required=ours,
-        budget_s=75 if ours else 100,
-        model=model,
-        trainer=trainer,
-    )
+    part = Part(f"{model} {trainer}", ours, 75 if ours else 100, model=model, trainer=trainer)
     # The allocator's settings of our workers, for all of them.
     runner.env.update({name: of.value for name, of in variables(task.config()).items()})
     runner.child(part, "train", trainer, task.to_json())
@@ -178,7 +158,6 @@ def no_gpu() -> str | None:
 
 
 def main() -> int:
-    """Run all parts and write the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -212,13 +191,8 @@ def main() -> int:
         for model in (*models, *variants):
             task = Task(model, options.device, profile, device["memory_bytes"], 1, not options.tiny)
             forecasts[model] = {**forecast(task), "known": known is not None}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     facts = {
         "device": device["name"],
         "torch": device["torch"],

@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from contestants.ours import config_of
 from contestants.processes import CONTESTANTS, PRODUCTS_A_TURN, Surroundings, started
 from contestants.task import Shape, Task
+
+from slurmllm.plan.parameters import model_flops, parameters
 
 MODELS = {
     "neox_30m": Shape("neox", layers=6, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=50304),
@@ -44,7 +47,6 @@ _ROWS = 64
 def measure(
     task: Task, names: list[str], surroundings: Surroundings, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """One setting's result."""
     peaks: dict[str, list[float]] = {"fp32": [], "bf16": []}
     with started(task, names, surroundings) as (contestants, products):
         present = [name for name in names if contestants[name].missing is None]
@@ -58,13 +60,17 @@ def measure(
                 contestants[name].loss = answer["loss"]
             print(f"  round {number + 1} of {rounds}", file=sys.stderr)
     peak = statistics.median(peaks[task.precision])
-    tokens = task.tokens_per_step * steps
+    tokens = task.batch * task.seq * steps
+    model = config_of(task).recipe.model
+    # Attention's products under the causal mask, of which MFU counts the whole square.
+    masked = 6 * model.num_layers * model.hidden_size * task.seq
+    flops_per_token = model_flops(model, 1) / task.seq - masked
     result: dict[str, Any] = {
         "seq": task.seq,
         "batch": task.batch,
         "precision": task.precision,
-        "parameters": task.parameters,
-        "flops_per_token": task.flops_per_token,
+        "parameters": parameters(model),
+        "flops_per_token": flops_per_token,
         "products_gflops": {name: statistics.median(rates) for name, rates in peaks.items()},
         "contestants": {},
     }
@@ -73,7 +79,7 @@ def measure(
             result["contestants"][name] = {"missing": contestant.missing}
             continue
         rates = [tokens / seconds for seconds in contestant.seconds]
-        gflops = statistics.median(rates) * task.flops_per_token / 1e9
+        gflops = statistics.median(rates) * flops_per_token / 1e9
         result["contestants"][name] = {
             "tokens_per_s": rates,
             "gflops": gflops,
@@ -83,12 +89,11 @@ def measure(
         if name != "ours" and "ours" in present:
             ours = contestants["ours"].seconds
             pairs = zip(contestant.seconds, ours, strict=True)
-            result["contestants"][name]["ours_over_it"] = [its / own for its, own in pairs]
+            result["contestants"][name]["ours_over_it"] = [its / our for its, our in pairs]
     return result
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as text."""
     peaks = result["products_gflops"]
     lines = [
         f"seq {result['seq']}  batch {result['batch']}  {result['precision']}: "
@@ -136,7 +141,6 @@ def _words(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Measure every setting asked for and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

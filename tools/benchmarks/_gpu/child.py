@@ -22,14 +22,11 @@ _WARM_UP = 3  # steps after the first one, before the timed ones
 
 
 def train(trainer: str, task: Task) -> Measured:
-    """Train and measure.
+    """Train and measure; returns `missing`, a reason, if this trainer cannot run here.
 
-    Returns:
-        `first_step_s`, compilation included; `step_s`, the mean of the timed steps; `loss`, of the
-        last step; `save`, of `Ours.save`, if the trainer has it; `peak_bytes` and
-        `reserved_bytes`: the most that tensors needed and torch's
-        allocator held in the timed steps (on a CPU the process's memory). Or `missing`: why this
-        trainer cannot run here.
+    `first_step_s` includes compilation, `step_s` is the mean of the timed steps, `loss` of the last
+    one. `peak_bytes` and `reserved_bytes` are the most that tensors needed and torch's allocator
+    held in the timed steps; on a CPU, the process's memory.
     """
     from _gpu.trainers import TRAINERS, Ours
 
@@ -122,7 +119,6 @@ def attention_kernels(device: str) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run what the command line names and print its result."""
     verb, *rest = sys.argv[1:]
     result = describe(*rest) if verb == "describe" else train(rest[0], Task.from_json(rest[1]))
     print(json.dumps(result), flush=True)
