@@ -28,25 +28,15 @@ class ChaosError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of every run of the suite.
+    """The settings of every run of the suite."""
 
-    Attributes:
-        backend: `native` or `rehearsal`.
-        nodes: Of a run; the cluster has SPARE_NODES more.
-        steps: Of a run.
-        every: Steps between checkpoints.
-        inputs: `--set` options that name corpus and tokenizer.
-        limit_s: Seconds after which a run counts as lost.
-        dbd_away_s: Seconds for which slurmdbd is away.
-    """
-
-    backend: str
-    nodes: int
+    backend: str  # `native` or `rehearsal`
+    nodes: int  # of a run; the cluster has SPARE_NODES more
     steps: int
-    every: int
-    inputs: tuple[str, ...]
-    limit_s: float
-    dbd_away_s: float
+    every: int  # steps between checkpoints
+    inputs: tuple[str, ...]  # `--set` options that name corpus and tokenizer
+    limit_s: float  # after which a run counts as lost
+    dbd_away_s: float  # for which slurmdbd is away
 
     def options(self) -> tuple[str, ...]:
         """The `--set` options of a run; small, so that its time is mostly start-up."""
@@ -83,12 +73,7 @@ class Setup:
 
 
 class Bench:
-    """One cluster, for one run at a time.
-
-    Args:
-        root: The cluster's state directory; the shared one is next to it.
-        setup: What its runs are.
-    """
+    """One cluster, for one run at a time; its shared directory is next to its state directory."""
 
     def __init__(self, root: Path, setup: Setup) -> None:
         self.root, self.setup = root, setup
@@ -100,7 +85,6 @@ class Bench:
         self.env = {**outside, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}
 
     def up(self) -> None:
-        """Start the cluster."""
         timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds respond late
         self.tool(
             "up",
@@ -116,7 +100,6 @@ class Bench:
         )
 
     def down(self) -> None:
-        """End everything."""
         if (self.root / "cluster.json").exists():
             self.tool("down")
         shutil.rmtree(self.shared, ignore_errors=True)
