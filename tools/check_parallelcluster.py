@@ -81,14 +81,7 @@ class Report:
 
 
 def check(path: Path) -> Report:
-    """Load a file through the schema, then run the validators.
-
-    Args:
-        path: A cluster configuration.
-
-    Raises:
-        ImportError: aws-parallelcluster is not installed here.
-    """
+    """Load a cluster configuration through the schema, then run the validators."""
     from marshmallow import ValidationError
     from pcluster.schemas.cluster_schema import ClusterSchema
 

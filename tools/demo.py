@@ -5,14 +5,16 @@ Everything goes through the command line, as a user would type it; only the kill
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from slurmllm.drill.injector import signal_worker
+from slurmllm.metrics.row_reader import last_row
+from slurmllm.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / ".demo" / "runs"
@@ -28,15 +30,14 @@ def slurmllm(*arguments: str) -> list[str]:
 
 def kill_a_worker(name: str) -> None:
     """Wait until the run has made some steps, then kill its second worker outright."""
-    metrics, node = RUNS / name / "metrics" / "attempt_000.jsonl", "attempts/000/nodes/local1.json"
+    run = RunDir(RUNS / name)
     deadline = time.monotonic() + PATIENCE_S
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= KILL_AT_STEP):
+    while (row := last_row(run)) is None or row["step"] < KILL_AT_STEP:
         if time.monotonic() > deadline:
             raise SystemExit(f"{name} made no {KILL_AT_STEP} steps in {PATIENCE_S:.0f} s")
         time.sleep(0.1)
-    pid = json.loads((RUNS / name / node).read_text())["pids"]["1"]
+    pid = signal_worker(run, 0, "local1", 1, signal.SIGKILL)
     print(f"\n$ kill -9 {pid}        # the worker of local1\n", flush=True)
-    os.kill(pid, signal.SIGKILL)
 
 
 def main() -> int:

@@ -92,7 +92,6 @@ def called_once(text: str, nodes: Nodes) -> list[str]:
 
 
 def pronouns(nodes: Nodes) -> int:
-    """Return how often a value or a parameter is named by one of `PRONOUNS`."""
     return sum(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS)
         or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
@@ -191,11 +190,7 @@ def _lines(texts: Iterable[str]) -> int:
 
 
 class Reader:
-    """Reads the text files of the work tree, as far as git knows them, or of a commit.
-
-    Args:
-        revision: The commit; None for the work tree.
-    """
+    """Reads the text files of a commit, or of the work tree as far as git knows them."""
 
     def __init__(self, revision: str | None = None) -> None:
         self.revision = revision

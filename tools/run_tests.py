@@ -50,7 +50,6 @@ def deal(paths: Iterable[str], count: int, seconds: Mapping[str, float]) -> list
 
 
 def read_seconds() -> dict[str, float]:
-    """Return file → seconds of the list."""
     lines = SECONDS.read_text(encoding="utf-8").splitlines()
     return {path: float(number) for number, path in map(str.split, lines)}
 

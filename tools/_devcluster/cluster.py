@@ -160,12 +160,9 @@ class Cluster:
     # -- nodes
 
     def power_on(self, node: str, keep_disk: bool = False, again: bool = True) -> None:
-        """Start a node's namespaces and in them its slurmd, by default with an empty disk.
+        """Start a node's namespaces and its slurmd, by default with an empty disk (replaced).
 
-        Args:
-            node: Its name.
-            keep_disk: Rebooted, not replaced.
-            again: Whether Slurm has known the node before.
+        `again` is whether Slurm has known the node before.
         """
         settings = self.directory.settings()
         if not keep_disk:
@@ -229,7 +226,6 @@ class Cluster:
         wait_gone(slurmds)
 
     def start_slurmd(self, node: str) -> None:
-        """Start it again; it finds the jobs of before."""
         self.directory.slurmd_off(node).unlink(missing_ok=True)
 
     def power(self, node: str) -> str:
@@ -260,18 +256,13 @@ class Cluster:
         self.processes.wait(60, late)
 
     def shared(self) -> SharedDirectory:
-        """The nodes' shared directory.
-
-        Raises:
-            Fault: it is none of its own.
-        """
+        """The nodes' shared directory; raises a Fault if they have none of their own."""
         settings = self.directory.settings()
         if not settings.shared:
             raise Fault("this cluster has no shared directory of its own; `up --shared PATH`", 2)
         return SharedDirectory(Path(settings.shared))
 
     def inits(self) -> list[int]:
-        """The first processes of all nodes that have power."""
         return [pid for _, pid in self.processes.all() if is_namespace_init(pid)]
 
     def init(self, node: str) -> int | None:
@@ -281,23 +272,16 @@ class Cluster:
     # -- what a node or all of them have to share
 
     def network(self) -> Network:
-        """The network between the nodes."""
         return Network(self.directory.settings(), self.processes)
 
     def groups(self) -> Groups:
-        """The nodes' control groups."""
         return Groups(self.directory.settings().number)
 
     def node_disk(self, node: str) -> LoopFileSystem:
-        """The file system of a node's own disk."""
         return LoopFileSystem(self.directory.disk(node))
 
     def set_clock(self, node: str, offset_s: int) -> None:
-        """Let a node's clock go ahead by some seconds, or behind.
-
-        Raises:
-            Fault: the cluster was started without `--clock`.
-        """
+        """Set a node's clock ahead or behind; raises a Fault if `up` had no `--clock`."""
         if not self.directory.settings().clock:
             raise Fault("the nodes have the machine's clock; `up --clock`", 2)
         (self.directory.disk(node) / CLOCK_FILE).write_text(f"{offset_s:+d}\n")

@@ -107,7 +107,6 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
-        """The names of the nodes, in order."""
         return [f"n{k}" for k in range(1, self.num_nodes + 1)]
 
     def lines(self) -> tuple[str, str, dict[str, str]]:
@@ -165,7 +164,6 @@ class StateDirectory:
         return self.root / "nodes" / name
 
     def disk(self, node: str) -> Path:
-        """A node's own disk."""
         return self.node(node) / "disk"
 
     def slurmd_off(self, node: str) -> Path:
@@ -173,7 +171,6 @@ class StateDirectory:
         return self.node(node) / "slurmd.off"
 
     def settings(self) -> Settings:
-        """The settings of the last `up`."""
         try:
             return Settings(**json.loads(self.settings_file.read_text()))
         except FileNotFoundError:

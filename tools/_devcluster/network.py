@@ -22,12 +22,7 @@ NODE_END = "eth0"
 
 
 class Network:
-    """The network of a cluster, if it has one.
-
-    Args:
-        settings: Of the cluster.
-        processes: Of the cluster.
-    """
+    """The network of a cluster, if it has one."""
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         self.settings, self.processes = settings, processes
@@ -81,7 +76,6 @@ class Network:
         self.processes.start(_wire(node), wire)
 
     def restore(self, node: str, init: int | None) -> None:
-        """Undo `impair`."""
         for pid in self.processes.named(_wire(node)):
             kill(pid, signal.SIGTERM)  # it gives the node its link back
         wait_gone(lambda: self.processes.named(_wire(node)))

@@ -97,7 +97,7 @@ def logs(path: Path) -> None:
     read_curve(path)
 
 
-def framed_event(path: Path) -> None:
+def tensorboard_event(path: Path) -> None:
     """The content of one record of an event file, with the checksums that it must have."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
         masked_crc32c,
@@ -111,7 +111,7 @@ def framed_event(path: Path) -> None:
     logs(framed)
 
 
-def framed_value(path: Path) -> None:
+def wandb_value(path: Path) -> None:
     """The value of an item in the history of a W&B run, with the checksum that it must have."""
     from slurmllm.metrics import binary_logs
 
@@ -319,37 +319,13 @@ def run(path: Path) -> None:
 
 
 # A target's name is that of its folder in tests/fuzz/corpus.
-TARGETS: dict[str, Target] = {
-    "records": records,
-    "config": config,
-    "recipe": recipe,
-    "profile": profile,
-    "suite": suite,
-    "metrics": metrics,
-    "events": events,
-    "logs": logs,
-    "tensorboard": logs,
-    "tensorboard_event": framed_event,
-    "wandb_value": framed_value,
-    "mlflow": mlflow,
-    "tokens": tokens,
-    "arrow": arrow,
-    "corpus": corpus,
-    "tokenizer": tokenizer,
-    "chat": chat,
-    "safetensors": safetensors,
-    "safetensors_header": safetensors_header,
-    "dcp": dcp,
-    "huggingface": huggingface,
-    "slurm": slurm,
-    "lines": lines,
-    "probe": probe,
-    "phase": probe,
-    "plan": plan,
-    "scores": scores,
-    "run": run,
-    "trace": trace,
-}
+_FUNCTIONS: tuple[Any, ...] = (
+    *(records, config, recipe, profile, suite, metrics, events, logs, mlflow, tokens, arrow),
+    *(corpus, tokenizer, chat, safetensors, safetensors_header, dcp, huggingface, slurm, lines),
+    *(tensorboard_event, wandb_value, probe, plan, scores, run, trace),
+)
+TARGETS: dict[str, Target] = {function.__name__: function for function in _FUNCTIONS}
+TARGETS |= {"tensorboard": logs, "phase": probe}
 
 
 def corpus_files(target: str) -> dict[str, bytes]:
@@ -358,11 +334,7 @@ def corpus_files(target: str) -> dict[str, bytes]:
 
 
 def run_target(target: str, name: str, content: bytes, folder: Path) -> None:
-    """Give a file to a target, in an empty folder.
-
-    Raises:
-        Exception: a fault of the target.
-    """
+    """Give a file to a target, in an empty folder; raises what is a fault of the target."""
     from slurmllm.errors import SlurmllmError
 
     shutil.rmtree(folder, ignore_errors=True)

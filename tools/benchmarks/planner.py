@@ -1,6 +1,6 @@
 """The planner against published runs: each model predicted from constants fitted without it.
 
-python tools/benchmarks/planner.py [--hardware GROUPS] [--rows] [--fit] [--write]
+python tools/benchmarks/planner.py [--rows] [--fit] [--write]
 
 The constants of the hardware profiles (`CONSTANTS`) are fitted once for each model, to the rows
 (published/*.csv) of all others, and that model is predicted with them ("left out"). Generations of
@@ -113,7 +113,6 @@ class Case:
 
     @property
     def mfu(self) -> float:
-        """As published."""
         flops = model_flops(self.row.config.recipe.model, 1) * self.row.measured
         return flops / (self.row.mesh.world_size * peak_flops(self.row.config))
 
@@ -163,7 +162,6 @@ def spread(found: Iterable[Case]) -> float:
 
 
 def shipped(group: str, found: Sequence[Case]) -> list[float]:
-    """The constants as they are in the profiles."""
     values = []
     for constant in CONSTANTS[group]:
         profile, factor = next(iter(constant.profiles.items()))
@@ -193,7 +191,6 @@ def fit(found: Sequence[Case], group: str, start: Values) -> list[float]:
 def _descend(
     values: list[float], bounds: Sequence[tuple[float, float]], loss: Callable[[Values], float]
 ) -> list[float]:
-    """Coordinate descent with steps that shrink."""
     best, step = loss(values), 0.2
     while step > 0.01:
         before = best
@@ -287,9 +284,7 @@ def _print(of: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hardware", default="trn1,gpu,gpu-2026")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
     parser.add_argument("--write", action="store_true", help=f"replace {FILE.name}")
@@ -298,7 +293,7 @@ def main() -> None:
     hits: list[bool] = []
     missed: list[str] = []
     print(f"{'':<24} rows  left out    bias   fitted  one MFU  inside  software")
-    for group in options.hardware.split(","):
+    for group in CONSTANTS:
         every = all_cases(group)
         found = [case for case in every if is_evidence(case)]
         central = layouts(found) if group == "trn1" else found
@@ -359,7 +354,6 @@ def _table(results: Sequence[Result], within: Sequence[bool]) -> list[dict[str, 
 
 
 def _missed(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The goals that a table misses."""
     missed = []
     for line in lines:
         name = line["name"]

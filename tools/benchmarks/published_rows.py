@@ -14,44 +14,37 @@ from slurmllm.plan.mesh import Mesh
 FOLDER = Path(__file__).parent / "published"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model: family, layers, width, heads, key-value heads, feed-forward width, vocabulary."""
+_RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
+Shape = tuple[str, list[str]]  # a recipe of the model's family, and what differs
 
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
 
-    def overrides(self, seq_len: int) -> list[str]:
-        """As `--set` takes them."""
-        return [
-            f"model.num_layers={self.layers}",
-            f"model.hidden_size={self.hidden}",
-            f"model.num_heads={self.heads}",
-            f"model.num_kv_heads={self.kv_heads}",
-            f"model.ffn_hidden_size={self.ffn}",
-            f"model.vocab_size={self.vocab}",
-            f"model.seq_len={seq_len}",
-            "model.vocab_pad_multiple=256",
-        ]
+def _shape(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int
+) -> Shape:
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": ffn,
+        "vocab_size": vocab,
+        "vocab_pad_multiple": 256,
+    }
+    return _RECIPES[family], [f"model.{name}={size}" for name, size in sizes.items()]
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257) -> Shape:
-    return Shape("gpt3", layers, hidden, heads, heads, 4 * hidden, vocab)
+    return _shape("gpt3", layers, hidden, heads, heads, 4 * hidden, vocab)
 
 
 def _neox(layers: int, hidden: int, heads: int) -> Shape:
-    return Shape("neox", layers, hidden, heads, heads, 4 * hidden, 50257)
+    return _shape("neox", layers, hidden, heads, heads, 4 * hidden, 50257)
 
 
 def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 32000
 ) -> Shape:
-    return Shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
+    return _shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
 
 
 # Llama 1 to 3: their papers and config.json; GPT-3: Brown et al. 2020, table 2.1, and
@@ -83,27 +76,20 @@ SHAPES = {
     "MPT-13b": _gpt(40, 5120, 40, 50368),
     "MPT-70b": _gpt(80, 8192, 64, 50368),
 }
-_RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run.
-
-    Attributes:
-        measured: Sequences a second, of all nodes.
-        source: Where it was published.
-        generation: Years of its software.
-    """
+    """One published run."""
 
     name: str
     model: str
     hardware: str
     config: RunConfig
     mesh: Mesh
-    measured: float
+    measured: float  # sequences a second, of all nodes
     source: str
-    generation: str
+    generation: str  # years of its software
 
 
 def rows(file: str, cluster_overrides: tuple[str, ...] = ()) -> Iterator[Row]:
@@ -147,13 +133,9 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
 
 
 def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
-    """A run of a published model."""
-    shape = SHAPES[model]
-    return resolve(
-        _RECIPES[shape.family],
-        cluster,
-        ["train.steps=10000", "optim.warmup_steps=10", *shape.overrides(seq_len), *overrides],
-    )
+    recipe, shape = SHAPES[model]
+    steps = ("train.steps=10000", "optim.warmup_steps=10", f"model.seq_len={seq_len}")
+    return resolve(recipe, cluster, [*steps, *shape, *overrides])
 
 
 def _cluster(hardware: str) -> tuple[str, list[str]]:
@@ -171,7 +153,6 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
 
 
 def precision(cell: str) -> str:
-    """As our recipes name it."""
     cell = cell.lower()
     if "bf16sr" in cell or "stochastic" in cell or "pure bf16" in cell:
         return "bf16_sr"
@@ -181,7 +162,6 @@ def precision(cell: str) -> str:
 
 
 def checkpointing(cell: str) -> str:
-    """As our recipes name it."""
     if "MLP)" in cell:  # CoreAttention and the feed-forward layer
         return "[core, mlp]"
     return next((mode for mode in ("full", "selective") if mode in cell.lower()), "none")

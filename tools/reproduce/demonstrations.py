@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from reproduce.runs import TrainingError, slurmllm
+from reproduce.runs import CommandError, slurmllm
 from slurmllm.drill.injector import signal_worker
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.rundir import RunDir
@@ -81,7 +81,7 @@ def _training(name: str, runs_dir: Path, settings: Sequence[str]) -> Iterator[Ru
         finally:
             job.terminate()
     if job.returncode:
-        raise TrainingError(output.decode()[-2000:])
+        raise CommandError(output.decode()[-2000:])
 
 
 def _wait_for_step(run: RunDir, step: int) -> None:
@@ -91,7 +91,7 @@ def _wait_for_step(run: RunDir, step: int) -> None:
         if row is not None and row["step"] >= step:
             return
         time.sleep(0.1)
-    raise TrainingError(f"{run.name} did not reach step {step} within {_STEP_LIMIT_S} s")
+    raise CommandError(f"{run.name} did not reach step {step} within {_STEP_LIMIT_S} s")
 
 
 def _status(name: str, runs_dir: Path) -> str:
