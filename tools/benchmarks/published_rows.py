@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh
@@ -15,7 +16,14 @@ FOLDER = Path(__file__).parent / "published"
 
 
 _RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
-Shape = tuple[str, list[str]]  # a recipe of the model's family, and what differs
+
+
+class Shape(NamedTuple):
+    """A model, as overrides of a recipe of its family."""
+
+    recipe: str
+    layers: int
+    overrides: list[str]
 
 
 def _shape(
@@ -30,7 +38,8 @@ def _shape(
         "vocab_size": vocab,
         "vocab_pad_multiple": 256,
     }
-    return _RECIPES[family], [f"model.{name}={size}" for name, size in sizes.items()]
+    overrides = [f"model.{name}={size}" for name, size in sizes.items()]
+    return Shape(_RECIPES[family], layers, overrides)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257) -> Shape:
@@ -92,35 +101,21 @@ class Row:
     generation: str  # years of its software
 
 
-def rows(file: str, cluster_overrides: tuple[str, ...] = ()) -> Iterator[Row]:
+def rows(file: str) -> Iterator[Row]:
     """The rows of a file in `published/`, those with context parallelism left out."""
     with (FOLDER / file).open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             if row["cp"] == "1":
-                yield _row(row, cluster_overrides)
+                yield _row(row)
 
 
-def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
+def _row(row: dict[str, str]) -> Row:
     seq_len, nodes = int(row["seq_len"]), int(row["nodes"])
     tensor, pipeline, data = (int(row[name]) for name in ("tp", "pp", "dp"))
-    cluster, fitting = _cluster(row["hardware"])
-    config = configuration(
-        row["model"],
-        seq_len,
-        cluster,
-        [
-            *fitting,
-            *cluster_overrides,
-            f"train.global_batch={row['global_batch']}",
-            f"train.micro_batch={row['microbatch']}",
-            f"train.precision={precision(row['precision'])}",
-            f"train.activation_checkpointing={checkpointing(row['activation_ckpt'])}",
-            f"parallel.tensor={tensor}",
-            f"parallel.pipeline={pipeline}",
-            f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
-            f"parallel.zero={zero_stage(row['zero1'])}",
-        ],
-    )
+    cluster, network = _cluster(row["hardware"])
+    mesh_overrides = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
+    overrides = [*network, *recipe_overrides(row), *mesh_overrides]
+    config = configuration(row["model"], seq_len, cluster, overrides)
     per_node = tensor * pipeline * data // nodes
     mesh = Mesh(
         nodes, per_node, tensor, pipeline, data, int(row["global_batch"]), int(row["microbatch"])
@@ -132,10 +127,21 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
     return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, *origin)
 
 
+def recipe_overrides(row: dict[str, str]) -> list[str]:
+    return [
+        f"train.global_batch={row['global_batch']}",
+        f"train.micro_batch={row['microbatch']}",
+        f"train.precision={_precision(row['precision'].lower())}",
+        f"train.activation_checkpointing={_checkpointing(row['activation_ckpt'])}",
+        f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
+        f"parallel.zero={zero_stage(row['zero1'])}",
+    ]
+
+
 def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
-    recipe, shape = SHAPES[model]
+    shape = SHAPES[model]
     steps = ("train.steps=10000", "optim.warmup_steps=10", f"model.seq_len={seq_len}")
-    return resolve(recipe, cluster, [*steps, *shape, *overrides])
+    return resolve(shape.recipe, cluster, [*steps, *shape.overrides, *overrides])
 
 
 def _cluster(hardware: str) -> tuple[str, list[str]]:
@@ -152,8 +158,9 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
     return ("p4de" if "80GB" in hardware else "p4d"), faster
 
 
-def precision(cell: str) -> str:
-    cell = cell.lower()
+def _precision(cell: str) -> str:
+    if "sr fp32 opt" in cell:
+        return "bf16_mixed"
     if "bf16sr" in cell or "stochastic" in cell or "pure bf16" in cell:
         return "bf16_sr"
     if "use_fp32_optimizer 0" in cell or cell == "bf16":
@@ -161,7 +168,7 @@ def precision(cell: str) -> str:
     return "bf16_mixed"
 
 
-def checkpointing(cell: str) -> str:
+def _checkpointing(cell: str) -> str:
     if "MLP)" in cell:  # CoreAttention and the feed-forward layer
         return "[core, mlp]"
     return next((mode for mode in ("full", "selective") if mode in cell.lower()), "none")
