@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,40 +153,25 @@ class Bench:
 
     def repair(self) -> None:
         """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
-        shared = self.cluster.shared()
-        shared.writable(self.cluster.inits())
-        shared.free()
+        cluster = self.cluster
+        for state in ("writable", "free"):
+            cluster.shared_states()[state]()
         for _ in range(3):
-            state = json.loads(self.tool_output("status", "--json"))
-            if state["daemons"]["slurmctld"] is None:
-                self.tool("restart", "--start")
-            if state["daemons"]["slurmdbd"] is None:
-                self.tool("restart", "--start", "--database")
+            for daemon, options in (("slurmctld", ()), ("slurmdbd", ("--database",))):
+                if not cluster.processes.named(daemon):
+                    self.tool("restart", "--start", *options)
             self.slurm("scancel", "--user=root")
-            bad = [n["name"] for n in state["nodes"] if n["power"] != "on" or not n["slurmd"]]
-            down = [n["name"] for n in state["nodes"] if n["slurm"] != "idle"]
+            states, off = cluster.slurm_states(), cluster.directory.slurmd_off
+            bad = [node for node in states if cluster.power(node) != "on" or off(node).exists()]
+            down = [node for node, state in states.items() if state != "idle"]
             if not bad and not down:
                 return
             for healing in [self.tool_beside("heal", node) for node in bad]:
                 healing.wait()
-            self._wait_idle()
+            for node in down:
+                cluster.wait_in_service(node, since=0.0)
+            cluster.wait_idle(90)
         raise ChaosError(f"the cluster in {self.root} cannot be restored: {bad} {down}")
-
-    def tool_output(self, *arguments: str) -> str:
-        """Likewise, for a verb whose exit code may report that something is down."""
-        command = [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout
-
-    def _wait_idle(self) -> None:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with_state = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T") or "? ?"
-            odd = [line.split()[0] for line in with_state.splitlines() if line.split()[1] != "idle"]
-            if not odd:
-                return
-            for node in odd:
-                self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
-            time.sleep(1)
 
     def _call(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
         env = {**self.env, **(env or {})}

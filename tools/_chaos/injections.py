@@ -22,7 +22,6 @@ from _chaos.watching import RunFiles
 from slurmllm.drill.injector import RunProcess, find_processes, kill
 
 Undo = Callable[[], "subprocess.Popen[bytes] | None"]
-SLOW_BYTES_PER_S = 200_000
 CLOCK_JUMP_S = 3600
 LEFT_BYTES, HOG_BYTES = 8 << 20, 64 << 20
 # A neighbour's job that takes the memory; the kernel ends the largest process, and spares it.
@@ -228,22 +227,11 @@ def _slurmdbd_away(target: Target) -> tuple[str, Undo | None]:
     return "slurmdbd", lambda: target.bench.tool_beside("restart", "--start", "--database")
 
 
-def _shared(state: str) -> Injection:
-    def change(target: Target) -> tuple[str, Undo | None]:
-        cluster = target.bench.cluster
-        shared, groups = cluster.shared(), cluster.groups()
-        changes: dict[str, tuple[Callable[[], None], Undo]] = {
-            "read_only": (
-                lambda: shared.read_only(cluster.inits()),
-                lambda: shared.writable(cluster.inits()),
-            ),
-            "full": (shared.fill, shared.free),
-            "slow": (lambda: shared.slow(SLOW_BYTES_PER_S, groups), lambda: shared.slow(0, groups)),
-            "frozen": (shared.freeze, shared.thaw),
-        }
-        do, undo = changes[state]
-        do()
-        return "shared directory", undo
+def _shared(state: str, undone: str) -> Injection:
+    def change(target: Target) -> tuple[str, Undo]:
+        changes = target.bench.cluster.shared_states()
+        changes[state]()
+        return "shared directory", changes[undone]
 
     return change
 
@@ -257,12 +245,12 @@ INJECTIONS: Mapping[str, Injection] = {
     "slurmctld_restart": _slurmctld_restart,
     "slurmd_dies": _node_fails(Cluster.stop_slurmd),
     "time_limit": _time_limit,
-    "read_only": _shared("read_only"),
-    "disk_full": _shared("full"),
+    "read_only": _shared("read-only", "writable"),
+    "disk_full": _shared("full", "free"),
     "hang": _worker_signalled(signal.SIGSTOP),
     "network_bad": _network_bad,
-    "disk_slow": _shared("slow"),
-    "disk_frozen": _shared("frozen"),
+    "disk_slow": _shared("slow", "fast"),
+    "disk_frozen": _shared("frozen", "thawed"),
     "node_disk_frozen": _node_disk_frozen,
     "clock_jump": _clock_jump,
     "memory_short": _memory_short,

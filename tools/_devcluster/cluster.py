@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from _devcluster.configuration import Settings, StateDirectory
+from _devcluster.configuration import NODE_LOCAL, Settings, StateDirectory
 from _devcluster.errors import Fault
 from _devcluster.groups import Groups
 from _devcluster.loops import LoopFileSystem
@@ -32,6 +32,9 @@ from _devcluster.processes import (
 )
 from _devcluster.shared import SharedDirectory
 
+# Each failure of the shared directory, and what undoes it.
+SHARED_STATES = ("read-only", "writable", "full", "free", "slow", "fast", "frozen", "thawed")
+SLOW_BYTES_PER_S = 200_000
 DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 
 # slurmctld calls each srun back by the name of its host, so it too must know the nodes' names.
@@ -118,16 +121,10 @@ class Cluster:
             self.shared().mount(settings.shared_mb)
         for node in settings.nodes:
             self.power_on(node, again=False)
-
-        def not_idle() -> list[str]:
-            states = self.slurm_states()
-            return [node for node in settings.nodes if states[node] != "idle"]
-
-        self.processes.wait(30 + count, not_idle)
+        self.wait_idle(30 + count)
         report(f"{count} slurmd")
 
     def stop(self) -> None:
-        """Kill every process of the cluster."""
         settings = self.directory.settings() if self.directory.settings_file.exists() else None
         if settings is not None:
             if settings.shared:  # what waits for a frozen disk cannot be killed
@@ -146,7 +143,6 @@ class Cluster:
                 self.network().stop()
 
     def run(self, *command: str) -> str:
-        """Run a program for this cluster; what it prints."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True)
         if done.returncode:
             raise Fault(f"{shlex.join(command)}: {(done.stderr or done.stdout).strip()}")
@@ -179,7 +175,7 @@ class Cluster:
         if settings.clock:
             self.set_clock(node, 0)
         address = f"{settings.subnet}.{node.removeprefix('n')}/24" if settings.network else ""
-        arguments = [node, str(self.directory.hosts), str(disk), settings.node_local]
+        arguments = [node, str(self.directory.hosts), str(disk), NODE_LOCAL]
         arguments += [str(self.directory.slurm_conf), str(off), "-b" if again else ""]
         arguments += [self.groups().make(node), address]
         script = ["sh", "-euc", NODE_START, "node", *arguments]
@@ -255,12 +251,33 @@ class Cluster:
 
         self.processes.wait(60, late)
 
+    def wait_idle(self, limit_s: float) -> None:
+        def not_idle() -> list[str]:
+            return [node for node, state in self.slurm_states().items() if state != "idle"]
+
+        self.processes.wait(limit_s, not_idle)
+
     def shared(self) -> SharedDirectory:
         """The nodes' shared directory; raises a Fault if they have none of their own."""
         settings = self.directory.settings()
         if not settings.shared:
             raise Fault("this cluster has no shared directory of its own; `up --shared PATH`", 2)
         return SharedDirectory(Path(settings.shared))
+
+    def shared_states(self) -> dict[str, Callable[[], None]]:
+        """The functions that bring the shared directory into each of SHARED_STATES."""
+        shared = self.shared()
+        changes = (
+            lambda: shared.read_only(self.inits()),
+            lambda: shared.writable(self.inits()),
+            shared.fill,
+            shared.free,
+            lambda: shared.slow(SLOW_BYTES_PER_S, self.groups()),
+            lambda: shared.slow(0, self.groups()),
+            shared.freeze,
+            shared.thaw,
+        )
+        return dict(zip(SHARED_STATES, changes, strict=True))
 
     def inits(self) -> list[int]:
         return [pid for _, pid in self.processes.all() if is_namespace_init(pid)]
@@ -291,7 +308,7 @@ class Cluster:
         settings = self.directory.settings()
         if not settings.clock:
             return {}
-        file = f"{settings.node_local}/{CLOCK_FILE}"
+        file = f"{NODE_LOCAL}/{CLOCK_FILE}"
         return {"LD_PRELOAD": str(self.directory.clock), "DEVCLUSTER_CLOCK": file}
 
     # -- daemons

@@ -16,6 +16,8 @@ from _devcluster.errors import Fault
 PORT_BLOCK = 256
 PORT_BLOCKS = range(10240, 28160, PORT_BLOCK)
 
+NODE_LOCAL = "/var/tmp"  # noqa: S108 - the path at which a node sees its own disk
+
 SLURM_CONF = """\
 ClusterName=devcluster
 SlurmctldHost={host}({controller})
@@ -65,7 +67,7 @@ AccountingStoragePass={munge_socket}
 {conf}
 NodeName=DEFAULT RealMemory={memory_mb}
 {node_lines}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
 
@@ -90,10 +92,8 @@ class Settings:
 
     num_nodes: int
     cpus: str  # of every node, or one number a node: `4,4,2`
-    node_local: str  # the path at which a node sees its own disk
     slurmd_timeout_s: int
     kill_wait_s: int
-    grace_s: int
     cred_expire_s: int
     shared: str = ""  # where a file system of its own is mounted that all nodes share
     shared_mb: int = 0
@@ -156,7 +156,6 @@ class StateDirectory:
         self.logs = root / "log"
 
     def log(self, name: str) -> Path:
-        """What a daemon or a node prints."""
         return self.logs / f"{name}.log"
 
     def node(self, name: str) -> Path:

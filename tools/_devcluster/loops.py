@@ -73,8 +73,8 @@ class LoopFileSystem:
         return f"{os.major(number)}:{os.minor(number)}"
 
 
-def run(*command: str | Path) -> None:
-    """Run a program; raises a Fault if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
+def run(*command: str | Path, text: str = "") -> None:
+    """Run a program with a text as its input; raises a Fault if it fails."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise Fault(f"{' '.join(map(str, command))}: {done.stderr.strip()}")

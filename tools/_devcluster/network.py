@@ -15,6 +15,7 @@ from pathlib import Path
 
 from _devcluster.configuration import Settings
 from _devcluster.errors import Fault
+from _devcluster.loops import run
 from _devcluster.processes import Processes, kill, wait_gone
 
 WIRE = Path(__file__).with_name("wire.py")
@@ -109,7 +110,4 @@ def _within(process: int) -> list[str]:
 
 
 def _ip(*commands: str) -> None:
-    lines = "\n".join(commands)
-    done = subprocess.run(["ip", "-batch", "-"], input=lines, capture_output=True, text=True)
-    if done.returncode:
-        raise Fault(f"ip: {'; '.join(commands)}: {done.stderr.strip()}")
+    run("ip", "-batch", "-", text="\n".join(commands))
