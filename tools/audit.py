@@ -46,7 +46,6 @@ def main() -> int:
 
 
 def summarize(packages: list[dict[str, Any]], database: str) -> tuple[str, int]:
-    """The lines to print about pip-audit's packages, and the exit code."""
     skipped = [
         one["name"]
         for one in packages

@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+from reproduce.demonstrations import wait_for_step
+
 from slurmllm.drill.injector import signal_worker
-from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / ".demo" / "runs"
 KILL_AT_STEP = 50
-PATIENCE_S = 240.0
 
 
 def slurmllm(*arguments: str) -> list[str]:
@@ -31,11 +31,7 @@ def slurmllm(*arguments: str) -> list[str]:
 def kill_a_worker(name: str) -> None:
     """Wait until the run has made some steps, then kill its second worker outright."""
     run = RunDir(RUNS / name)
-    deadline = time.monotonic() + PATIENCE_S
-    while (row := last_row(run)) is None or row["step"] < KILL_AT_STEP:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{name} made no {KILL_AT_STEP} steps in {PATIENCE_S:.0f} s")
-        time.sleep(0.1)
+    wait_for_step(run, KILL_AT_STEP)
     pid = signal_worker(run, 0, "local1", 1, signal.SIGKILL)
     print(f"\n$ kill -9 {pid}        # the worker of local1\n", flush=True)
 

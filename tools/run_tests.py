@@ -55,7 +55,6 @@ def read_seconds() -> dict[str, float]:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of process for a file, a key of `PROCESSES`."""
     text = path.read_text(encoding="utf-8")
     if "\n@scene(" in text:
         return "scenes"
@@ -72,7 +71,6 @@ def measured(reports: Iterable[Path]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the tests; the exit code is pytest's, 1 if any process failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = [option for option in sys.argv[1:] if option != "--record"]
     paths: dict[str, list[str]] = defaultdict(list)

@@ -89,7 +89,6 @@ def run_in(root: Path | None, command: list[str], capture: bool = False) -> str:
 
 
 def main() -> int:
-    """Run the matrix; exit code 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
     parser.add_argument("--only", nargs="+", default=SUITES, choices=SUITES, help="versions")

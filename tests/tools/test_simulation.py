@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from _month.scenario import DAY_S, RandomFailures, Scenario, Scripted, ScriptedFailures
+from _month.scenario import (
+    BLAMES_NODE,
+    DAY_S,
+    Failure,
+    FailureQuery,
+    RandomFailures,
+    Scenario,
+)
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +34,32 @@ from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
 
 QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """The failure of one attempt of a real run."""
+
+    kind: FailureKind
+    after_s: float  # of steps and saves if `training`, else from the attempt's start
+    training: bool  # the extra time of the first step does not count
+    node: int = 0  # index
+
+
+@dataclass(frozen=True)
+class ScriptedFailures:
+    """One failure for each attempt, in order; None: that attempt does not fail."""
+
+    script: Sequence[Scripted | None]
+
+    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
+        failure = self.script[query.attempt] if query.attempt < len(self.script) else None
+        if failure is None or query.now > query.started:
+            return None
+        early = min(query.started + failure.after_s, query.trains_at)
+        at = query.trains_at + failure.after_s if failure.training else early
+        node = query.nodes[failure.node % len(query.nodes)]
+        return Failure(at, failure.kind, node if failure.kind in BLAMES_NODE else None)
 
 
 def recipe(*overrides: str) -> Recipe:

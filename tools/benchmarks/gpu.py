@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ class _Runner:
         return output
 
     def child(self, part: Part, *arguments: str) -> None:
-        """Run `_gpu.child` and keep its result."""
         output = self.run(part, ["-m", "_gpu.child", *arguments])
         if part.failure is None:
             part.result = json.loads(output.strip().splitlines()[-1])
@@ -140,7 +140,7 @@ def run_training(
     part = Part(f"{model} {trainer}", ours, 75 if ours else 100, model=model, trainer=trainer)
     # The allocator's settings of our workers, for all of them.
     runner.env.update({name: of.value for name, of in variables(task.config()).items()})
-    runner.child(part, "train", trainer, task.to_json())
+    runner.child(part, "train", trainer, json.dumps(asdict(task)))
     return part
 
 

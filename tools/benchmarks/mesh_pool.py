@@ -13,7 +13,7 @@ import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -240,11 +240,14 @@ def counted(config: RunConfig, step: int) -> int:
 
 
 def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
-    """A worker's share of the global batch of a step."""
+    return _share(backend, global_batch(backend.config, step))
+
+
+def _share(backend: Backend, whole: MicroBatch) -> list[MicroBatch]:
+    """A worker's share of a global batch."""
     mesh = backend.mesh
     share, micro = mesh.global_batch // mesh.data, mesh.micro_batch
     first = mesh.data_rank(backend.worker.rank) * share
-    whole = global_batch(backend.config, step)
     return [
         MicroBatch(
             whole.tokens[i : i + micro],
@@ -258,20 +261,9 @@ def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
 def evaluated(backend: Backend) -> float:
     """The loss of sequences that no step trains on, every third without labels."""
     whole = global_batch(backend.config, 1000)
-    unseen = whole.labels[::3].copy()
-    batches = micro_batches(backend, 1000)
-    own = backend.mesh.data_rank(backend.worker.rank) * len(whole.labels) // backend.mesh.data
-    rows = np.arange(own, own + len(whole.labels) // backend.mesh.data)
-    size = backend.mesh.micro_batch
-    parts = [
-        replace(
-            batch,
-            labels=np.where((rows[i * size :][:size] % 3 == 0)[:, None], IGNORED, batch.labels),
-        )
-        for i, batch in enumerate(batches)
-    ]
-    num_targets = int((whole.labels != IGNORED).sum() - (unseen != IGNORED).sum())
-    return float(backend.evaluate(parts, num_targets))
+    whole.labels[::3] = IGNORED
+    num_targets = int((whole.labels != IGNORED).sum())
+    return float(backend.evaluate(_share(backend, whole), num_targets))
 
 
 def deviation(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[float, float, float]:

@@ -2,16 +2,12 @@
 
 python tools/benchmarks/planner.py [--rows] [--fit] [--write]
 
-The constants of the hardware profiles (`CONSTANTS`) are fitted once for each model, to the rows
-(published/*.csv) of all others, and that model is predicted with them ("left out"). Generations of
-software are fitted apart: GPU rows of 2023-24, and those of 2026, on one GPU. Printed are the mean
-error and the bias, by hardware, model and nodes; the error of the shipped profiles, which are
-fitted to all rows; that of the baseline "every model reaches the same MFU", the median of the other
-models' rows; and how many rows are inside the interval that `plan` prints. On trn1 a layout was
-measured with up to six releases of the SDK: its figure is their median ("layouts").
+docs/plan.md explains the columns. Generations of software are fitted apart: GPU rows of 2023-24,
+and those of 2026, on one GPU. On trn1 a layout was measured with up to six releases of the SDK: its
+figure is their median ("layouts").
 
 --fit prints the constants fitted to all rows; profiles are changed by hand. --write replaces
-slurmllm/plan/published_runs.csv, from which `plan` has its intervals. Exit code 1 where a goal is
+slurmllm/plan/published_runs.csv, from which `plan` has its intervals. Exit code 1 if a goal is
 missed.
 """
 
@@ -216,7 +212,6 @@ class Result:
 
     @property
     def run(self) -> MeasuredRun:
-        """As in the package's table."""
         row, mesh = self.case.row, self.case.row.mesh
         return MeasuredRun(
             row.name,

@@ -127,7 +127,6 @@ def run_claim(claim: Claim) -> tuple[bool, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List or run claims; returns 1 if one is not printed."""
     parser = argparse.ArgumentParser(
         prog="reproduce claims",
         description=__doc__,

@@ -13,13 +13,8 @@ from PIL import Image
 
 from reproduce import demonstrations, published, runs
 from reproduce.runs import RunSpec
-from slurmllm.errors import SlurmllmError
 
 CATALOGUE = Path(__file__).parent / "figures.yaml"
-
-
-class FigureError(Exception):
-    """A figure could not be drawn."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +42,8 @@ class Catalogue:
     figures: Mapping[str, Figure]
 
 
-def read_catalogue(path: Path | None = None) -> Catalogue:
-    """Read the catalogue of figures, the shipped one unless another is named."""
-    content = yaml.safe_load((path or CATALOGUE).read_text(encoding="utf-8"))
+def read_catalogue() -> Catalogue:
+    content = yaml.safe_load(CATALOGUE.read_text(encoding="utf-8"))
     return Catalogue(
         content["common"],
         {name: RunSpec(**values) for name, values in content["runs"].items()},
@@ -63,7 +57,7 @@ def draw_figure(
 ) -> dict[str, Any]:
     """Train what is missing, draw a figure, and return its commands, their output and its picture.
 
-    `steps` are of every run, instead of the catalogue's. Raises FigureError if a command failed.
+    `steps` are of every run, instead of the catalogue's. Raises CommandError if a command failed.
     """
     figure = catalogue.figures[name]
     picture = figure.picture.format(out=out, name=name)
@@ -71,17 +65,14 @@ def draw_figure(
         text = getattr(published, figure.published)(Path(picture))
         command = f"python tools/reproduce {name} --out {out}"
         return {"commands": [command], "output": [text], "picture": picture}
-    try:
-        if figure.demonstration is not None:
-            shown = getattr(demonstrations, figure.demonstration)(runs_dir.absolute())
-            texts = {"commands": [command for command, _ in shown]}
-            return {**texts, "output": [text for _, text in shown], "picture": ""}
-        runs.train_missing(catalogue.runs, figure.runs, catalogue.common, runs_dir, steps)
-        commands = [command.format(out=out, name=name) for command in figure.commands]
-        where = ("--runs-dir", str(runs_dir))
-        output = [runs.slurmllm(*shlex.split(command), *where).strip() for command in commands]
-    except (runs.CommandError, SlurmllmError) as error:
-        raise FigureError(str(error)) from error
+    if figure.demonstration is not None:
+        shown = getattr(demonstrations, figure.demonstration)(runs_dir.absolute())
+        texts = {"commands": [command for command, _ in shown]}
+        return {**texts, "output": [text for _, text in shown], "picture": ""}
+    runs.train_missing(catalogue.runs, figure.runs, catalogue.common, runs_dir, steps)
+    commands = [command.format(out=out, name=name) for command in figure.commands]
+    where = ("--runs-dir", str(runs_dir))
+    output = [runs.slurmllm(*shlex.split(command), *where).strip() for command in commands]
     if picture:
         _shrink(Path(picture))
     return {

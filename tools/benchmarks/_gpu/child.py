@@ -82,7 +82,6 @@ def _batches(task: Task) -> Iterator[tuple[Any, ...]]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return the device's name and memory, torch's version, and the kernels for attention."""
     found: dict[str, Any] = {"torch": torch.__version__, "attention": attention_kernels(device)}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -120,7 +119,7 @@ def attention_kernels(device: str) -> dict[str, list[str]]:
 
 def main() -> None:
     verb, *rest = sys.argv[1:]
-    result = describe(*rest) if verb == "describe" else train(rest[0], Task.from_json(rest[1]))
+    result = describe(*rest) if verb == "describe" else train(rest[0], Task(**json.loads(rest[1])))
     print(json.dumps(result), flush=True)
 
 

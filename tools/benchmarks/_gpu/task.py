@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig, resolve
@@ -61,13 +60,6 @@ class Task:
     memory_bytes: int | None  # of the device; None: as the profile has it
     steps: int  # timed ones
     compiled: bool  # by Inductor; otherwise graphs are only captured
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        return cls(**json.loads(text))
 
     def config(self) -> RunConfig:
         """The run configuration: one device, bf16 products, fp32 weights and optimizer state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -56,6 +56,13 @@ class FailureQuery:
     nodes: Sequence[str]
 
 
+class FailureSource(Protocol):
+    """Decides what fails and when."""
+
+    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
+        """Return the next failure after `query.now`, or None if there is none."""
+
+
 @dataclass(frozen=True)
 class RandomFailures:
     """Independent failures at constant rates."""
@@ -63,7 +70,6 @@ class RandomFailures:
     per_node_hour: Mapping[FailureKind, float]
 
     def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
-        """Return the next failure after `query.now`, or None if there is none."""
         kinds, count = list(self.per_node_hour), len(query.nodes)
         rates = np.array([self.per_node_hour[kind] for kind in kinds])
         per_s = float(rates.sum() * count) / 3600.0
@@ -74,32 +80,6 @@ class RandomFailures:
         # With weights, as the published figures were drawn.
         node = query.nodes[int(rng.choice(count, p=np.full(count, 1 / count)))]
         return Failure(at, kind, node if kind in BLAMES_NODE else None)
-
-
-@dataclass(frozen=True)
-class Scripted:
-    """The failure of one attempt of a real run."""
-
-    kind: FailureKind
-    after_s: float  # of steps and saves if `training`, else from the attempt's start
-    training: bool  # the extra time of the first step does not count
-    node: int = 0  # index
-
-
-@dataclass(frozen=True)
-class ScriptedFailures:
-    """One failure for each attempt, in order; None: that attempt does not fail."""
-
-    script: Sequence[Scripted | None]
-
-    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
-        failure = self.script[query.attempt] if query.attempt < len(self.script) else None
-        if failure is None or query.now > query.started:
-            return None
-        early = min(query.started + failure.after_s, query.trains_at)
-        at = query.trains_at + failure.after_s if failure.training else early
-        node = query.nodes[failure.node % len(query.nodes)]
-        return Failure(at, failure.kind, node if failure.kind in BLAMES_NODE else None)
 
 
 def draw(durations: Durations, phase: str, rng: np.random.Generator) -> float:
@@ -118,7 +98,7 @@ class Scenario:
     horizon_s: float  # when the simulation ends
     durations: Durations
     save: SaveCost
-    failures: RandomFailures | ScriptedFailures
+    failures: FailureSource
     steps: int | None = None  # None: unlimited
     spares: int = 4  # nodes of the partition beyond those of the job
     repair_s: float = DAY_S  # from the failure of a node to its return

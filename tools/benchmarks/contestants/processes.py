@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Contestant:
                 stderr=stderr,
                 text=True,
             )
-        self._send(task.to_json())
+        self._send(json.dumps(asdict(task)))
 
     def turn(self, steps: int) -> dict[str, Any]:
         """Let it run so many counted steps and wait for its answer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,16 +46,12 @@ class Task:
     threads: int
     tokens: str  # a .npy file, int64 [rows, seq + 1]
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Task:
         values: dict[str, Any] = json.loads(text)
         return cls(shape=Shape(**values.pop("shape")), **values)
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """All sequences, each with the token after it."""
         rows: npt.NDArray[np.int64] = np.load(Path(self.tokens))
         return rows
 

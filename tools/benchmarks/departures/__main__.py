@@ -1,11 +1,10 @@
 """How right the verdicts and causes of `slurmllm compare` are.
 
     python tools/benchmarks/departures --noise 300
-    python tools/benchmarks/departures [--golden DIR] [--pythia DIR]
+    python tools/benchmarks/departures --golden DIR
 
-The first counts false alarms and what is found in simulated noise. The second compares published
-curves that the user fetched: golden values of Megatron-LM's tests, and runs that differ in the
-seed.
+The first counts false alarms and what is found in simulated noise. The second compares golden
+values of Megatron-LM's tests, in a folder that the user fetched.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ def main() -> None:
     )
     parser.add_argument("--noise", type=int, metavar="SEEDS", help="simulations a row")
     parser.add_argument("--golden", type=Path, metavar="DIR", help="see published.py")
-    parser.add_argument("--pythia", type=Path, metavar="DIR", help="likewise")
     options = parser.parse_args()
-    if not (options.noise or options.golden or options.pythia):
-        parser.error("give --noise, --golden or --pythia")
+    if not (options.noise or options.golden):
+        parser.error("give --noise or --golden")
     if options.noise:
         print(noise.show(noise.measure(options.noise), options.noise))
     if options.golden:
-        print(published.show("A100 and H100", published.compare_golden(options.golden)))
-    if options.pythia:
-        print(published.show("seeds", published.compare_seeds(options.pythia)))
+        print(published.show(published.compare_golden(options.golden)))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ that are not finite, must be the first cause, with their step, whatever digits a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 
 import numpy as np
+from scipy.signal import lfilter
 
 from departures.answers import TOLERANCES, Floats, curve
 from slurmllm.compare.compare import compare
@@ -29,7 +29,6 @@ _ROUNDED = {"loss": 1e-6, "grad_norm": 1e-5}  # relative scatter by roundings
 
 
 def measure(seeds: int) -> dict[str, float]:
-    """Returns shares of simulations, by what is simulated."""
     return {
         **false_alarms(seeds),
         **band_alarms(seeds),
@@ -197,8 +196,7 @@ def noise(random: np.random.Generator, points: int, degrees: int | None, slownes
     else:
         white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
     if slowness:
-        slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
-        white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
+        white = lfilter([1.0], [1.0, -slowness], white) * np.sqrt(1 - slowness**2)
     return white[500:]
 
 

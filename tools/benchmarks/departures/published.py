@@ -3,9 +3,6 @@
 `--golden DIR`: golden values of Megatron-LM's functional tests, a folder per test case, as in
 `tests/functional_tests/test_cases/gpt` of github.com/NVIDIA/Megatron-LM. Each A100 file of a case
 is compared with each H100 one; a file that names no device was made on an A100.
-
-`--pythia DIR`: runs of one model that differ in the seed, a log each in any format that compare
-reads. The first by name is compared with all others.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from departures.answers import TOLERANCES, Floats, curve, visible_verdicts
 from slurmllm.compare.compare import compare
 from slurmllm.display.tables import markdown_table
 from slurmllm.metrics.curves import Curve, signed_difference
-from slurmllm.metrics.source import read_curve
 
 _LOSS = "lm loss"
 
@@ -45,7 +41,6 @@ class Published:
 
 
 def compare_golden(folder: Path) -> list[Published]:
-    """Compare the A100 and the H100 curves of each test case."""
     comparisons = []
     for case in sorted({path.parent for path in folder.rglob("golden_values*.json")}):
         files = sorted(case.glob("golden_values*.json"))
@@ -58,16 +53,9 @@ def compare_golden(folder: Path) -> list[Published]:
     return comparisons
 
 
-def compare_seeds(folder: Path) -> list[Published]:
-    """Compare the first run of a folder with the others."""
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    curves = [read_curve(path) for path in paths]
-    return [_compare(curves[0], other, seeds=True) for other in curves[1:]]
-
-
-def show(title: str, comparisons: Sequence[Published]) -> str:
+def show(comparisons: Sequence[Published]) -> str:
     figures = ("points", "beyond the tolerance", "B above A")
-    headings = (title, *figures, "right verdicts", "verdict", "causes", "")
+    headings = ("A100 and H100", *figures, "right verdicts", "verdict", "causes", "")
     rows = [
         (
             f"{pair.a} and {pair.b}",
@@ -103,11 +91,10 @@ def _read_golden(path: Path) -> Curve | None:
     return curve(f"{path.parent.name}/{path.stem}", {"loss": loss}, steps[kept])
 
 
-def _compare(a: Curve, b: Curve, seeds: bool = False) -> Published:
-    """Compare two curves of other hardware, or of other seeds.
+def _compare(a: Curve, b: Curve) -> Published:
+    """Compare two curves.
 
-    `equivalent` is right too, of other seeds always; of other hardware if the mean difference over
-    all points is within the tolerance.
+    `equivalent` is right too if the mean difference over all points is within the tolerance.
     """
     answer = compare(a, b)
     (steps_a, loss_a), (steps_b, loss_b) = a.series("loss"), b.series("loss")
@@ -115,7 +102,7 @@ def _compare(a: Curve, b: Curve, seeds: bool = False) -> Published:
     x, y = loss_a[at_a], loss_b[at_b]
     expected = visible_verdicts({"loss": x}, {"loss": y})
     r = signed_difference(x, y) / TOLERANCES["loss"]
-    if seeds or ("identical" not in expected and abs(r.mean()) <= 1):
+    if "identical" not in expected and abs(r.mean()) <= 1:
         expected |= {"equivalent"}
     return Published(
         a=a.name,
