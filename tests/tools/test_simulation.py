@@ -9,27 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _month.scenario import (
-    BLAMES_NODE,
-    DAY_S,
-    Failure,
-    FailureQuery,
-    RandomFailures,
-    Scenario,
-)
+from _month.scenario import BLAMES_NODE, DAY_S, Failure, FailureQuery, RandomFailures, Scenario
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.lost_time import (
-    HOUR_S,
-    Durations,
-    FailureKind,
-    SaveCost,
-    best_interval_s,
-)
+from slurmllm.plan.lost_time import HOUR_S, Durations, FailureKind, SaveCost, best_interval_s
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
 
@@ -48,14 +35,14 @@ class Scripted:
 
 @dataclass(frozen=True)
 class ScriptedFailures:
-    """One failure for each attempt, in order; None: that attempt does not fail."""
+    """One failure for each of the first attempts."""
 
-    script: Sequence[Scripted | None]
+    script: Sequence[Scripted]
 
     def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
-        failure = self.script[query.attempt] if query.attempt < len(self.script) else None
-        if failure is None or query.now > query.started:
+        if query.attempt >= len(self.script) or query.now > query.started:
             return None
+        failure = self.script[query.attempt]
         early = min(query.started + failure.after_s, query.trains_at)
         at = query.trains_at + failure.after_s if failure.training else early
         node = query.nodes[failure.node % len(query.nodes)]
@@ -82,7 +69,7 @@ def scenario(
     return Scenario(**(fields | changed))
 
 
-def scripted(*script: Scripted | None, **changed: Any) -> RunHistory:
+def scripted(*script: Scripted, **changed: Any) -> RunHistory:
     return simulate(scenario(failures=ScriptedFailures(script), **changed), seed=0)
 
 

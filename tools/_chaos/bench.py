@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from _devcluster.cluster import Cluster
+from _devcluster.errors import Fault
 
 DEVCLUSTER = Path(__file__).resolve().parent.parent / "devcluster"
 SLURMLLM = (sys.executable, "-m", "slurmllm")
@@ -156,7 +158,7 @@ class Bench:
         cluster = self.cluster
         for state in ("writable", "free"):
             cluster.shared_states()[state]()
-        for _ in range(3):
+        for _ in range(6):
             for daemon, options in (("slurmctld", ()), ("slurmdbd", ("--database",))):
                 if not cluster.processes.named(daemon):
                     self.tool("restart", "--start", *options)
@@ -168,9 +170,10 @@ class Bench:
                 return
             for healing in [self.tool_beside("heal", node) for node in bad]:
                 healing.wait()
-            for node in down:
-                cluster.wait_in_service(node, since=0.0)
-            cluster.wait_idle(90)
+            with suppress(Fault):  # in the next round, nodes are healed again
+                for node in down:
+                    cluster.wait_in_service(node, since=0.0)
+                cluster.wait_idle(30)
         raise ChaosError(f"the cluster in {self.root} cannot be restored: {bad} {down}")
 
     def _call(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> str:

@@ -265,19 +265,18 @@ class Cluster:
         return SharedDirectory(Path(settings.shared))
 
     def shared_states(self) -> dict[str, Callable[[], None]]:
-        """The functions that bring the shared directory into each of SHARED_STATES."""
+        """Return the functions that bring the shared directory into each of SHARED_STATES."""
         shared = self.shared()
-        changes = (
-            lambda: shared.read_only(self.inits()),
-            lambda: shared.writable(self.inits()),
-            shared.fill,
-            shared.free,
-            lambda: shared.slow(SLOW_BYTES_PER_S, self.groups()),
-            lambda: shared.slow(0, self.groups()),
-            shared.freeze,
-            shared.thaw,
-        )
-        return dict(zip(SHARED_STATES, changes, strict=True))
+        return {
+            "read-only": lambda: shared.read_only(self.inits()),
+            "writable": lambda: shared.writable(self.inits()),
+            "full": shared.fill,
+            "free": shared.free,
+            "slow": lambda: shared.slow(SLOW_BYTES_PER_S, self.groups()),
+            "fast": lambda: shared.slow(0, self.groups()),
+            "frozen": shared.freeze,
+            "thawed": shared.thaw,
+        }
 
     def inits(self) -> list[int]:
         return [pid for _, pid in self.processes.all() if is_namespace_init(pid)]

@@ -76,7 +76,6 @@ class Contestant:
             pass
 
     def stop(self) -> None:
-        """End the process and wait until its memory is free."""
         self._process.kill()
         self._process.communicate()
 
