@@ -50,8 +50,8 @@ def _instance(name: str, vcpus: int, gib: int, cards: int = 1, efa: int = 0) -> 
 
 # AWS's product pages for m6i and trn1.
 INSTANCES = {
-    known["InstanceType"]: known
-    for known in (
+    instance["InstanceType"]: instance
+    for instance in (
         _instance("m6i.4xlarge", 16, 64),
         _instance("trn1.32xlarge", 128, 512, cards=8, efa=8),
         _instance("trn1n.32xlarge", 128, 512, cards=16, efa=16),
@@ -129,10 +129,10 @@ def _answer_from_the_table() -> None:
             raise AWSClientError(function_name=f"describe_image.{name}", message=NEEDS_ACCOUNT)
 
     class Service:
-        def __init__(self, name: str, **known: Any) -> None:
+        def __init__(self, name: str, **answers: Any) -> None:
             self._name = name
             self.meta = MagicMock()  # of botocore: where its clients hook in
-            self.__dict__.update(known)
+            self.__dict__.update(answers)
 
         def __getattr__(self, name: str) -> Any:
             return refuse(f"{self._name}.{name}")

@@ -59,12 +59,12 @@ class Arena:
     def _unbroken(self) -> Figures:
         course = Running(self.bench, "reference", ()).to_end()
         run = RunDir(self.bench.runs / "reference")
-        found, odd = figures(run)
-        if course.ended != "finished" or odd or len(found) != self.bench.setup.steps:
+        reference, odd = figures(run)
+        if course.ended != "finished" or odd or len(reference) != self.bench.setup.steps:
             with suppress(shutil.Error):  # files that a run which goes on has removed meanwhile
                 shutil.copytree(run.path, self._failed / self.bench.root.name, dirs_exist_ok=True)
-            raise ChaosError(f"the undisturbed run failed: {course}, {len(found)} steps; {odd}")
-        return found
+            raise ChaosError(f"the undisturbed run failed: {course}, {len(reference)} steps; {odd}")
+        return reference
 
     def run(self, seed: int, kinds: Sequence[str]) -> Outcome:
         """One run with the failures of a seed."""
@@ -87,12 +87,12 @@ class Arena:
             pairs=tuple((k, classes.get(a, "none")) for a, ks in hits(course).items() for k in ks),
         )
         if not outcome.ok:
-            kept = self._failed / name
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(run.path, kept, symlinks=True)
-            shutil.copytree(self.bench.root / "log", kept / "cluster_log")
-            (kept / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-            outcome = Outcome(**{**vars(outcome), "kept": str(kept)})
+            copy = self._failed / name
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(run.path, copy, symlinks=True)
+            shutil.copytree(self.bench.root / "log", copy / "cluster_log")
+            (copy / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+            outcome = Outcome(**{**vars(outcome), "kept": str(copy)})
         shutil.rmtree(run.path, ignore_errors=True)
         try:
             self.bench.repair()

@@ -77,10 +77,10 @@ class Cluster:
         self.directory = StateDirectory(root)
         if not slurm and self.directory.settings_file.exists():
             slurm = self.directory.settings().slurm
-        own = f"{slurm}/bin:{slurm}/sbin:" if slurm else ""
+        prefix_path = f"{slurm}/bin:{slurm}/sbin:" if slurm else ""
         # Not the caller's environment: SLURM_… variables would change what the commands print.
         self.env = {
-            "PATH": own + os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
+            "PATH": prefix_path + os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
             "HOME": "/root",
             "LANG": "C.UTF-8",
             "SLURM_CONF": str(self.directory.slurm_conf),
@@ -120,7 +120,7 @@ class Cluster:
             Path(settings.shared).mkdir(parents=True, exist_ok=True)
             self.shared().mount(settings.shared_mb)
         for node in settings.nodes:
-            self.power_on(node, again=False)
+            self.power_on(node, rebooted=False)
         self.wait_idle(30 + count)
         report(f"{count} slurmd")
 
@@ -155,10 +155,10 @@ class Cluster:
 
     # -- nodes
 
-    def power_on(self, node: str, keep_disk: bool = False, again: bool = True) -> None:
+    def power_on(self, node: str, keep_disk: bool = False, rebooted: bool = True) -> None:
         """Start a node's namespaces and its slurmd, by default with an empty disk (replaced).
 
-        `again` is whether Slurm has known the node before.
+        `rebooted` is whether Slurm has known the node before.
         """
         settings = self.directory.settings()
         if not keep_disk:
@@ -176,7 +176,7 @@ class Cluster:
             self.set_clock(node, 0)
         address = f"{settings.subnet}.{node.removeprefix('n')}/24" if settings.network else ""
         arguments = [node, str(self.directory.hosts), str(disk), NODE_LOCAL]
-        arguments += [str(self.directory.slurm_conf), str(off), "-b" if again else ""]
+        arguments += [str(self.directory.slurm_conf), str(off), "-b" if rebooted else ""]
         arguments += [self.groups().make(node), address]
         script = ["sh", "-euc", NODE_START, "node", *arguments]
         namespaces = (*NODE_NAMESPACES, "--net") if settings.network else NODE_NAMESPACES
@@ -237,7 +237,7 @@ class Cluster:
         def late() -> list[str]:
             shown = self.run("scontrol", "-o", "show", "node", node)
             state, started = (
-                found.group(1) if (found := re.search(rf"\b{field}=(\S+)", shown)) else ""
+                match.group(1) if (match := re.search(rf"\b{field}=(\S+)", shown)) else ""
                 for field in ("State", "SlurmdStartTime")
             )
             if not started.startswith("2") or _timestamp(started) < int(since):

@@ -176,7 +176,6 @@ class StateDirectory:
             raise Fault(f"no cluster in {self.root}; `devcluster up` starts one", 3) from None
 
     def write(self, settings: Settings) -> None:
-        """Make the directory with every configuration file."""
         for folder in (self.root, self.logs, self.root / "slurmctld"):
             folder.mkdir(parents=True, exist_ok=True)
         self.settings_file.write_text(json.dumps(asdict(settings)) + "\n")

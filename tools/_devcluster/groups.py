@@ -55,9 +55,9 @@ class Groups:
             limit.write_text("max" if self._is_v2 else "-1")
             return
         held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        own = int(held["anon" if self._is_v2 else "total_rss"])
+        anonymous = int(held["anon" if self._is_v2 else "total_rss"])
         shared = int(held["shmem" if self._is_v2 else "total_shmem"])
-        limit.write_text(str(own + shared + more_bytes))
+        limit.write_text(str(anonymous + shared + more_bytes))
 
     def throttle(self, device: str, bytes_per_s: int) -> None:
         """Let a block device read and write only so many bytes a second; 0: any number.

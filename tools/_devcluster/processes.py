@@ -42,7 +42,7 @@ class Processes:
                         yield variable.removeprefix(mark).decode(), pid
 
     def named(self, name: str) -> list[int]:
-        return sorted(pid for found, pid in self.all() if found == name)
+        return sorted(pid for process_name, pid in self.all() if process_name == name)
 
     def start(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> int:
         """Start a daemon or a node; what it prints goes to its log. Returns its process id."""
@@ -138,8 +138,8 @@ def same_namespace(pid: int) -> list[int]:
             return (PROC / str(pid) / "ns/pid").readlink()
         return None
 
-    wanted = namespace(pid)
-    return [other for other in all_pids() if wanted and namespace(other) == wanted]
+    its_namespace = namespace(pid)
+    return [other for other in all_pids() if its_namespace and namespace(other) == its_namespace]
 
 
 def answers(address: str | tuple[str, int]) -> bool:

@@ -179,8 +179,8 @@ def main() -> int:
         runner.child(describing, "describe", options.device)
         parts.append(describing)
         device = {"name": "unknown", "torch": "unknown", "memory_bytes": None, **describing.result}
-        known = "local" if options.device == "cpu" else profile_of(device["name"])
-        profile = known or "p5"
+        device_profile = "local" if options.device == "cpu" else profile_of(device["name"])
+        profile = device_profile or "p5"
         parts.append(run_tests(runner))
         models, variants = (TINY, TINY_VARIANTS) if options.tiny else (MODELS, VARIANTS)
         forecasts = {}
@@ -190,7 +190,7 @@ def main() -> int:
             parts.append(run_training(runner, name, trainer, device, profile, options.tiny))
         for model in (*models, *variants):
             task = Task(model, options.device, profile, device["memory_bytes"], 1, not options.tiny)
-            forecasts[model] = {**forecast(task), "known": known is not None}
+            forecasts[model] = {**forecast(task), "known": device_profile is not None}
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     facts = {
@@ -199,7 +199,7 @@ def main() -> int:
         "commit": commit or "unknown",
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
         "figures of the planner": f"profile {profile}"
-        + ("" if known else "; no shipped profile has this device's figures"),
+        + ("" if device_profile else "; no shipped profile has this device's figures"),
         "time": f"{time.monotonic() - began:.0f} of {options.minutes * 60:.0f} s",
     }
     text = report(facts, parts, forecasts)

@@ -298,13 +298,13 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
     torch.set_num_threads(threads)
     config, mesh = case.config, case.mesh
     node, local = divmod(rank, mesh.devices_per_node)
-    own = {
+    rank_variables = {
         "RANK": rank,
         "WORLD_SIZE": mesh.world_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": mesh.devices_per_node,
     }
-    os.environ.update({**variables, **{name: str(value) for name, value in own.items()}})
+    os.environ.update({**variables, **{name: str(value) for name, value in rank_variables.items()}})
     worker = Worker(rank, mesh.world_size, local, f"node-{node}")
     if case.prepare is not None:
         case.prepare()

@@ -91,10 +91,10 @@ def forecast(task: Task) -> dict[str, float]:
     """
     config = task.config()
     mesh = make_mesh(config, 1)
-    found = predict(config, mesh)
+    prediction = predict(config, mesh)
     return {
-        "step_s": found.step.total,
-        "memory_bytes": found.memory.peak,
+        "step_s": prediction.step.total,
+        "memory_bytes": prediction.memory.peak,
         "tokens": mesh.global_batch * config.recipe.model.seq_len,
         "model_flops": model_flops(config.recipe.model, mesh.global_batch),
         "peak_flops": peak_flops(config),

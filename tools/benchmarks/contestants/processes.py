@@ -98,9 +98,9 @@ def started(
 
         def start(name: str, module: str, env: Mapping[str, str]) -> Contestant:
             python = surroundings.pythons.get(name, sys.executable)
-            found = Contestant(module, task, python, {**common, **env}, folder / f"{name}.log")
-            stack.callback(found.stop)
-            return found
+            contestant = Contestant(module, task, python, {**common, **env}, folder / f"{name}.log")
+            stack.callback(contestant.stop)
+            return contestant
 
         contestants = {}
         for name in names:

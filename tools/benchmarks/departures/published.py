@@ -86,9 +86,9 @@ def _read_golden(path: Path) -> Curve | None:
     else:
         steps = np.array([int(step) for step in values])
         values = list(values.values())
-    kept = [place for place, value in enumerate(values) if isinstance(value, int | float)]
-    loss: Floats = np.array([float(values[place]) for place in kept])
-    return curve(f"{path.parent.name}/{path.stem}", {"loss": loss}, steps[kept])
+    places = [place for place, value in enumerate(values) if isinstance(value, int | float)]
+    loss: Floats = np.array([float(values[place]) for place in places])
+    return curve(f"{path.parent.name}/{path.stem}", {"loss": loss}, steps[places])
 
 
 def _compare(a: Curve, b: Curve) -> Published:
