@@ -172,14 +172,14 @@ class Gate:
         os.close(self._read)
 
 
-def fork(work: Callable[[], None]) -> ForkProcess:
-    """Run a function in a process of its own, which ends with this one."""
+def fork(work: Callable[[], None], daemon: bool = False) -> ForkProcess:
+    """Run a function in a process that ends with this one; of an error too, if it is a daemon."""
 
     def run() -> None:
         die_with_parent()
         work()
 
-    process = ForkProcess(target=run)
+    process = ForkProcess(target=run, daemon=daemon)
     process.start()
     return process
 
@@ -207,7 +207,7 @@ def _launch(
             local.close()
             _work(rank, position, path, figures, step_s)
 
-        children.append(fork(work))
+        children.append(fork(work, daemon=True))
     ready.close_write()
     gate.wait()
     relay = Relay(position, path, root, SECRET)
