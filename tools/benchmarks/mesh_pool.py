@@ -157,14 +157,15 @@ class MeshPool:
         world = case.mesh.world_size
         assert world <= self.size, f"{world} workers in a pool of {self.size}"
         secret = new_secret()
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **secret}
         with TemporaryDirectory(prefix="mesh-pool-") as folder:
             path, position = Path(folder) / "control", Position(0, ("node-0",), world)
             relay = Relay(position, path, ("127.0.0.1", 0), secret[SECRET].encode())
-            relay.start()
             try:
                 self._open(world)
-                return self._answers(case, {**variables, SOCKET: str(path)}, timeout_s)
+                relay.start()
+                # Chosen last: the first processes start for seconds, and others take ports too.
+                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                return self._answers(case, {**address, **secret, SOCKET: str(path)}, timeout_s)
             finally:
                 self._close()
                 relay.close()
