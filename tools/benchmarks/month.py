@@ -69,7 +69,8 @@ def main() -> None:
 
 
 def _durations(options: argparse.Namespace) -> Durations:
-    return replace(DURATIONS, start_up=(options.start_up,)) if options.start_up else DURATIONS
+    start_up = DURATIONS.start_up if options.start_up is None else (options.start_up,)
+    return replace(DURATIONS, start_up=start_up)
 
 
 def _variants(

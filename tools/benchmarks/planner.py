@@ -232,7 +232,7 @@ class Result:
 
 
 def leave_out(group: str, cases: Sequence[Case], fitted_to: Sequence[Case]) -> list[Result]:
-    """Predict each model of `found` from constants fitted to the others of `fitted_to`."""
+    """Predict each model of `cases` from constants fitted to the others of `fitted_to`."""
     start, results = shipped(group, cases), []
     for model in sorted({case.row.model for case in cases}):
         values = fit([case for case in fitted_to if case.row.model != model], group, start)

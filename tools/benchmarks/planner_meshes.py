@@ -1,4 +1,4 @@
-"""The meshes that AWS chose, and what the planner would choose for the same run.
+"""The meshes that AWS chose, beside the best that the planner finds for the same run.
 
 python tools/benchmarks/planner_meshes.py
 

@@ -39,9 +39,9 @@ class Partition:
         self._order = list(names)
 
     def allocate(self, now: float, count: int) -> tuple[float, tuple[str, ...]]:
-        """Allocate nodes, those of the job before first; return the start time, s, and the nodes.
+        """Allocate the next job's nodes; return its start time, s, and the nodes.
 
-        Excluded nodes are used only if too few others are available.
+        Those of the job before come first; excluded ones, only if others are too few, last.
         """
         repaired = sorted(self._broken_until.values())[count - 1]
         start = max(now, repaired)
