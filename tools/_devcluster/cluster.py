@@ -253,7 +253,8 @@ class Cluster:
 
     def wait_idle(self, limit_s: float) -> None:
         def not_idle() -> list[str]:
-            return [node for node, state in self.slurm_states().items() if state != "idle"]
+            states = self.slurm_states()
+            return [node for node in self.directory.settings().nodes if states[node] != "idle"]
 
         self.processes.wait(limit_s, not_idle)
 

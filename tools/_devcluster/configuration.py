@@ -171,7 +171,9 @@ class StateDirectory:
 
     def settings(self) -> Settings:
         try:
-            return Settings(**json.loads(self.settings_file.read_text()))
+            values = json.loads(self.settings_file.read_text())
+            # Without what only older versions have: `down` ends their clusters too.
+            return Settings(**{k: v for k, v in values.items() if k in Settings.__match_args__})
         except FileNotFoundError:
             raise Fault(f"no cluster in {self.root}; `devcluster up` starts one", 3) from None
 
