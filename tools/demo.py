@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from reproduce.demonstrations import wait_for_step
+from reproduce.runs import CommandError
 
 from slurmllm.drill.injector import signal_worker
 from slurmllm.run.rundir import RunDir
@@ -31,7 +32,10 @@ def slurmllm(*arguments: str) -> list[str]:
 def kill_a_worker(name: str) -> None:
     """Wait until the run has made some steps, then kill its second worker outright."""
     run = RunDir(RUNS / name)
-    wait_for_step(run, KILL_AT_STEP)
+    try:
+        wait_for_step(run, KILL_AT_STEP)
+    except CommandError as error:
+        raise SystemExit(str(error)) from None
     pid = signal_worker(run, 0, "local1", 1, signal.SIGKILL)
     print(f"\n$ kill -9 {pid}        # the worker of local1\n", flush=True)
 

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs-dir", type=Path, default=Path(".reproduce") / "runs")
     parser.add_argument("--steps", type=int, help="train so many steps instead: a quick try")
     parser.add_argument("--list", action="store_true", help="print the figures and stop")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="of the figures that are drawn")
     options = parser.parse_args(arguments)
     catalogue = read_catalogue()
     if options.list:

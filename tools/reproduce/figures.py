@@ -24,9 +24,7 @@ class Figure:
     title: str
     post: str  # key of the post in the catalogue
     runs: list[str] = field(default_factory=list)
-    commands: list[str] = field(
-        default_factory=list
-    )  # verbs of slurmllm; `{out}` and `{name}` are replaced
+    commands: list[str] = field(default_factory=list)  # with `{out}` and `{name}` to replace
     published: str | None = None  # a function of published.py that draws it instead
     demonstration: str | None = None  # one of demonstrations.py that shows it, without a picture
     picture: str = "{out}/{name}.png"  # that the commands write; empty: the figure is a table
@@ -72,7 +70,10 @@ def draw_figure(
     runs.train_missing(catalogue.runs, figure.runs, catalogue.common, runs_dir, steps)
     commands = [command.format(out=out, name=name) for command in figure.commands]
     where = ("--runs-dir", str(runs_dir))
-    output = [runs.slurmllm(*shlex.split(command), *where).strip() for command in commands]
+    output = [
+        runs.slurmllm(*shlex.split(command), *where, may_differ=True).strip()
+        for command in commands
+    ]
     if picture:
         _shrink(Path(picture))
     return {
