@@ -27,37 +27,36 @@ def main() -> int:
     service = os.environ.get("PIP_AUDIT_VULNERABILITY_SERVICE", "pypi")
     database = f"{service}'s database ({_SERVICES.get(service, 'see pip-audit --help')})"
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
+        report = Path(folder) / "found.json"
         audit = [sys.executable, "-m", "pip_audit", "--skip-editable", "--format", "json"]
         done = subprocess.run(
-            [*audit, "--progress-spinner", "off", "--output", str(found)],
+            [*audit, "--progress-spinner", "off", "--output", str(report)],
             capture_output=True,
             text=True,
             check=False,
         )
-        if not found.is_file():
+        if not report.is_file():
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             print(f"audit: not done: {database} cannot be reached: {reason:.300}", file=sys.stderr)
             return 2
-        packages = json.loads(found.read_text())["dependencies"]
+        packages = json.loads(report.read_text())["dependencies"]
     text, code = summarize(packages, database)
     print(text)
     return code
 
 
 def summarize(packages: list[dict[str, Any]], database: str) -> tuple[str, int]:
-    """The lines to print about pip-audit's packages, and the exit code."""
     skipped = [
-        one["name"]
-        for one in packages
-        if "skip_reason" in one and "editable" not in one["skip_reason"]
+        package["name"]
+        for package in packages
+        if "skip_reason" in package and "editable" not in package["skip_reason"]
     ]
-    audited = [one for one in packages if "skip_reason" not in one]
+    audited = [package for package in packages if "skip_reason" not in package]
     lines = [
-        f"{one['name']} {one['version']}: {fault['id']}; fixed in "
+        f"{package['name']} {package['version']}: {fault['id']}; fixed in "
         + (", ".join(fault["fix_versions"]) or "no version")
-        for one in audited
-        for fault in one["vulns"]
+        for package in audited
+        for fault in package["vulns"]
     ]
     code = 1 if lines else 2 if skipped or not audited else 0
     counts = f"{len(audited)} packages looked up in {database}, {len(lines)} known vulnerabilities"

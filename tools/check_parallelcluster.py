@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -51,8 +50,8 @@ def _instance(name: str, vcpus: int, gib: int, cards: int = 1, efa: int = 0) -> 
 
 # AWS's product pages for m6i and trn1.
 INSTANCES = {
-    known["InstanceType"]: known
-    for known in (
+    instance["InstanceType"]: instance
+    for instance in (
         _instance("m6i.4xlarge", 16, 64),
         _instance("trn1.32xlarge", 128, 512, cards=8, efa=8),
         _instance("trn1n.32xlarge", 128, 512, cards=16, efa=16),
@@ -60,43 +59,20 @@ INSTANCES = {
 }
 
 
-@dataclass
-class Report:
-    """What was found in one file."""
-
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    ran: set[str] = field(default_factory=set)
-    not_run: set[str] = field(default_factory=set)
-
-    def to_json(self) -> dict[str, list[str]]:
-        """Sorted lists, errors and warnings in the order of the file."""
-        ran = sorted(self.ran - self.not_run)
-        return {
-            "errors": self.errors,
-            "warnings": self.warnings,
-            "ran": ran,
-            "not_run": sorted(self.not_run),
-        }
+Report = dict[str, list[str]]  # errors, warnings, validators that ran and that did not
 
 
 def check(path: Path) -> Report:
-    """Load a file through the schema, then run the validators.
-
-    Args:
-        path: A cluster configuration.
-
-    Raises:
-        ImportError: aws-parallelcluster is not installed here.
-    """
+    """Load a cluster configuration through the schema, then run the validators."""
     from marshmallow import ValidationError
     from pcluster.schemas.cluster_schema import ClusterSchema
 
-    report = Report()
+    report: Report = {"errors": [], "warnings": [], "ran": [], "not_run": []}
+    ran, not_run = set[str](), set[str]()
     text = path.read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
     if not isinstance(tree, dict):
-        report.errors.append(f"{path}: no mapping")
+        report["errors"].append(f"{path}: no mapping")
         return report
     # ParallelCluster takes the region from the environment, as its own command sets it.
     os.environ["AWS_DEFAULT_REGION"] = str(tree.get("Region", "us-east-1"))
@@ -104,19 +80,19 @@ def check(path: Path) -> Report:
     try:
         config = ClusterSchema(cluster_name="trn1").load(tree)
     except ValidationError as error:
-        report.errors.append(json.dumps(error.messages, default=str))
+        report["errors"].append(json.dumps(error.messages, default=str))
         return report
     config.source_string = text
     _answer_from_the_table()
-    for result in config.validate(suppressors=[_listener(report.ran)]):
+    for result in config.validate(suppressors=[_listener(ran)]):
         level, message = str(result.level), f"{result.validator_type}: {result.message}"
         if any(words in result.message for words in NOT_RUN):
-            report.not_run.add(result.validator_type)
+            not_run.add(result.validator_type)
         elif level == "ERROR":
-            report.errors.append(message)
+            report["errors"].append(message)
         else:
-            report.warnings.append(message)
-    return report
+            report["warnings"].append(message)
+    return report | {"ran": sorted(ran - not_run), "not_run": sorted(not_run)}
 
 
 def _listener(ran: set[str]) -> Any:
@@ -153,10 +129,10 @@ def _answer_from_the_table() -> None:
             raise AWSClientError(function_name=f"describe_image.{name}", message=NEEDS_ACCOUNT)
 
     class Service:
-        def __init__(self, name: str, **known: Any) -> None:
+        def __init__(self, name: str, **answers: Any) -> None:
             self._name = name
             self.meta = MagicMock()  # of botocore: where its clients hook in
-            self.__dict__.update(known)
+            self.__dict__.update(answers)
 
         def __getattr__(self, name: str) -> Any:
             return refuse(f"{self._name}.{name}")
@@ -195,12 +171,12 @@ def main() -> int:
         print(f"{error}; pip install aws-parallelcluster, in a venv of its own", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(report.to_json(), indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        for kind, lines in report.to_json().items():
+        for kind, lines in report.items():
             print(f"{kind}: {len(lines)}")
             print("".join(f"  {line}\n" for line in lines), end="")
-    return 1 if report.errors else 0
+    return 1 if report["errors"] else 0
 
 
 if __name__ == "__main__":

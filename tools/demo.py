@@ -5,8 +5,6 @@ Everything goes through the command line, as a user would type it; only the kill
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,10 +12,15 @@ import sys
 import time
 from pathlib import Path
 
+from reproduce.demonstrations import wait_for_step
+from reproduce.runs import CommandError
+
+from slurmllm.drill.injector import signal_worker
+from slurmllm.run.rundir import RunDir
+
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / ".demo" / "runs"
 KILL_AT_STEP = 50
-PATIENCE_S = 240.0
 
 
 def slurmllm(*arguments: str) -> list[str]:
@@ -28,15 +31,13 @@ def slurmllm(*arguments: str) -> list[str]:
 
 def kill_a_worker(name: str) -> None:
     """Wait until the run has made some steps, then kill its second worker outright."""
-    metrics, node = RUNS / name / "metrics" / "attempt_000.jsonl", "attempts/000/nodes/local1.json"
-    deadline = time.monotonic() + PATIENCE_S
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= KILL_AT_STEP):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{name} made no {KILL_AT_STEP} steps in {PATIENCE_S:.0f} s")
-        time.sleep(0.1)
-    pid = json.loads((RUNS / name / node).read_text())["pids"]["1"]
+    run = RunDir(RUNS / name)
+    try:
+        wait_for_step(run, KILL_AT_STEP)
+    except CommandError as error:
+        raise SystemExit(str(error)) from None
+    pid = signal_worker(run, 0, "local1", 1, signal.SIGKILL)
     print(f"\n$ kill -9 {pid}        # the worker of local1\n", flush=True)
-    os.kill(pid, signal.SIGKILL)
 
 
 def main() -> int:

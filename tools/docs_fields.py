@@ -15,7 +15,6 @@ SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
 
 
 def main() -> None:
-    """Write a file for each schema, and one for docs/index.md."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "start.md").write_text(start(), encoding="utf-8")
     for name, schema in SCHEMAS.items():
@@ -31,7 +30,6 @@ def start() -> str:
 
 
 def table(schema: Mapping[str, Any]) -> str:
-    """Return a row for each field: path, default, docstring."""
     rows = (
         f"| `{path}` | {default} | {' '.join(field.get('description', '').split())} |"
         for path, field, default in fields(schema, schema["$defs"])

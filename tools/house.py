@@ -57,7 +57,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.cache
 def nodes_of(text: str) -> Nodes:
-    """Return all nodes of a module's tree."""
     return [*ast.walk(ast.parse(text))]
 
 
@@ -92,7 +91,6 @@ def called_once(text: str, nodes: Nodes) -> list[str]:
 
 
 def pronouns(nodes: Nodes) -> int:
-    """Return how often a value or a parameter is named by one of `PRONOUNS`."""
     return sum(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS)
         or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
@@ -144,7 +142,6 @@ def file_cycles(sources: Sources) -> list[list[str]]:
 
 
 def figures(package: Sources) -> dict[str, float]:
-    """Return the figures of a set of modules by name."""
     code = comments = once = dialect = hard = 0
     classes: collections.Counter[str] = collections.Counter()
     for text in package.values():
@@ -191,11 +188,7 @@ def _lines(texts: Iterable[str]) -> int:
 
 
 class Reader:
-    """Reads the text files of the work tree, as far as git knows them, or of a commit.
-
-    Args:
-        revision: The commit; None for the work tree.
-    """
+    """Reads the text files of a commit, or of the work tree as far as git knows them."""
 
     def __init__(self, revision: str | None = None) -> None:
         self.revision = revision
@@ -224,7 +217,6 @@ def _git(*arguments: str) -> bytes:
 
 
 def over_budget(now: Mapping[str, float], budget: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line for each figure above its budget, and for each budget without a figure."""
     for name, most in budget.items():
         if name not in now:
             yield f"[tool.house] {name}: no such figure; there are {', '.join(now)}"
@@ -250,7 +242,6 @@ def _print_hard(package: Sources) -> None:
 
 
 def main() -> int:
-    """Print the figures; with --check return 1 if one is above its budget."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--before", metavar="REV", help="a commit to compare with")
     parser.add_argument("--rooms", action="store_true", help="a row for each package")

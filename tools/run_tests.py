@@ -61,7 +61,6 @@ def make_groups(paths: Mapping[str, str], seconds: Mapping[str, float]) -> list[
 
 
 def read_seconds() -> dict[str, float]:
-    """Return file → seconds of the list."""
     lines = SECONDS.read_text(encoding="utf-8").splitlines()
     return {path: float(number) for number, path in map(str.split, lines)}
 
@@ -84,7 +83,6 @@ def measured(reports: Iterable[Path]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the tests; the exit code is pytest's, 1 if any process failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = [option for option in sys.argv[1:] if option != "--record"]
     files = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -45,13 +45,13 @@ class Outcome:
         return f"| {self.version} | {shown} | {self.seconds:.0f} s |"
 
 
-def root_of(suite: str, mirror: str | None) -> Path:
+def root_of(suite: str) -> Path:
     """The root of a Debian release, made if it is missing."""
     root = BUILD / "slurm-roots" / suite
     if not (root / "usr/sbin/slurmctld").exists():
         root.parent.mkdir(parents=True, exist_ok=True)
         command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, str(root)]
-        subprocess.run([*command, *([mirror] if mirror else [])], check=True)
+        subprocess.run(command, check=True)
     return root
 
 
@@ -89,11 +89,9 @@ def run_in(root: Path | None, command: list[str], capture: bool = False) -> str:
 
 
 def main() -> int:
-    """Run the matrix; exit code 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
     parser.add_argument("--only", nargs="+", default=SUITES, choices=SUITES, help="versions")
-    parser.add_argument("--mirror", help="of Debian; by default debootstrap's own")
     args = parser.parse_args()
     if os.geteuid() != 0:
         print("must be root: nodes have namespaces and mounts of their own", file=sys.stderr)
@@ -102,7 +100,7 @@ def main() -> int:
     outcomes = []
     for suite in args.only:
         try:
-            root = None if suite == "machine" else root_of(suite, args.mirror)
+            root = None if suite == "machine" else root_of(suite)
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{suite}: cannot make its root: {error}", file=sys.stderr)
             return 2

@@ -84,10 +84,9 @@ def new_backend() -> Iterator[NewBackend]:
 
 
 @pytest.fixture(scope="package")
-def pool() -> Iterator[MeshPool]:
+def pool() -> MeshPool:
     """Eight processes at most, as many as a mesh has workers."""
-    with MeshPool(8, threads=int(os.environ["OMP_NUM_THREADS"])) as workers:
-        yield workers
+    return MeshPool(8, threads=int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="package")

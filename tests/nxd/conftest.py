@@ -67,8 +67,7 @@ def pool() -> Iterator[MeshPool]:
     os.environ.update(nxd_environment())
     sys.path.insert(0, str(CPU))
     try:
-        with MeshPool(4) as workers:
-            yield workers
+        yield MeshPool(4)
     finally:
         os.environ.clear()
         os.environ.update(before)

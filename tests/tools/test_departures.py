@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from departures.answers import Answer, Cause, read_answer, visible_verdicts
+from departures.answers import visible_verdicts
 from departures.noise import differs, noise
-from departures.published import compare_golden, compare_seeds
+from departures.published import compare_golden
 
 
 @pytest.mark.parametrize("degrees", [None, 0, 5])
@@ -36,12 +36,6 @@ def test_verdicts_by_what_a_log_shows() -> None:
     assert visible_verdicts(log(a), log(a * np.nan)) == {"differ"}
 
 
-def test_the_answer_of_a_comparison() -> None:
-    cause = {"kind": "optimizer", "confidence": "likely", "step": 81, "evidence": "…"}
-    answer = read_answer({"verdict": "differ", "causes": [cause]})
-    assert answer == Answer("differ", (Cause("optimizer", "likely", 81),))
-
-
 def test_published_curves(tmp_path: Path) -> None:
     losses = {str(step): 10 - step / 50 for step in range(5, 105, 5)}
     for device, factor in (("a100", 1.0), ("h100", 1.002)):
@@ -49,9 +43,6 @@ def test_published_curves(tmp_path: Path) -> None:
         golden = tmp_path / "case" / f"golden_values_dev_dgx_{device}.json"
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(json.dumps({"lm loss": {"step_interval": 5, "values": values}}))
-        rows = [f"{step},{loss}" for step, loss in values.items()]
-        (tmp_path / "seeds").mkdir(exist_ok=True)
-        (tmp_path / "seeds" / f"{device}.csv").write_text("\n".join(["step,loss", *rows]))
     (comparison,) = compare_golden(tmp_path)
     assert (comparison.points, comparison.beyond, comparison.above) == (20, 20, 20)
     assert comparison.expected == ("differ",)
@@ -63,6 +54,3 @@ def test_published_curves(tmp_path: Path) -> None:
         )
     comparison = next(row for row in compare_golden(tmp_path) if row.a.startswith("old"))
     assert (comparison.points, comparison.expected) == (2, ("identical",))
-    (comparison,) = compare_seeds(tmp_path / "seeds")
-    assert comparison.points == 20
-    assert comparison.expected == ("differ", "equivalent")

@@ -350,7 +350,7 @@ def test_refusals_say_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     assert (tmp_path / "a file").exists()
     free = Cluster(tmp_path / "new")
     assert "not within 1 to" in free.tool("up", "--nodes", "0", code=2)
-    assert "would hide" in free.tool("up", "--node-local", str(tmp_path), code=2)
+    assert "would hide" in Cluster(Path("/var/tmp/none")).tool("up", code=2)
     assert not free.root.exists()
     free.env["PATH"] = str(tmp_path)
     assert "apt-get install" in free.tool("up", code=2)

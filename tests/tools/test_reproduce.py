@@ -190,7 +190,9 @@ def test_a_run_is_trained_once_and_evaluated(name: str, run_name: str, tmp_path:
     assert "0 tasks evaluated" in redrawn[name]["output"][0]
 
 
-def test_a_run_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from reproduce.__main__ import main
 
     path = tmp_path / "figures.yaml"
@@ -200,7 +202,8 @@ def test_a_run_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
         "figures: {one: {title: One, post: a, runs: [bad], commands: [report bad]}}\n"
     )
     folders = ["--out", str(tmp_path), "--runs-dir", str(tmp_path / "r")]
-    assert main(["one", "--catalogue", str(path), *folders]) == 1
+    monkeypatch.setattr("reproduce.figures.CATALOGUE", path)
+    assert main(["one", *folders]) == 1
     message = capsys.readouterr().err
     assert "error: one: slurmllm submit tiny_neox failed" in message
     assert "optim.lrr: unknown field" in message

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from _month.scenario import DAY_S, RandomFailures, Scenario, Scripted, ScriptedFailures
+from _month.scenario import BLAMES_NODE, DAY_S, Failure, FailureQuery, RandomFailures, Scenario
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.lost_time import (
-    HOUR_S,
-    Durations,
-    FailureKind,
-    SaveCost,
-    best_interval_s,
-)
+from slurmllm.plan.lost_time import HOUR_S, Durations, FailureKind, SaveCost, best_interval_s
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
 
 QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """The failure of one attempt of a real run."""
+
+    kind: FailureKind
+    after_s: float  # of steps and saves if `training`, else from the attempt's start
+    training: bool  # the extra time of the first step does not count
+    node: int = 0  # index
+
+
+@dataclass(frozen=True)
+class ScriptedFailures:
+    """One failure for each of the first attempts."""
+
+    script: Sequence[Scripted]
+
+    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
+        if query.attempt >= len(self.script) or query.now > query.started:
+            return None
+        failure = self.script[query.attempt]
+        early = min(query.started + failure.after_s, query.trains_at)
+        at = query.trains_at + failure.after_s if failure.training else early
+        node = query.nodes[failure.node % len(query.nodes)]
+        return Failure(at, failure.kind, node if failure.kind in BLAMES_NODE else None)
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -48,7 +69,7 @@ def scenario(
     return Scenario(**(fields | changed))
 
 
-def scripted(*script: Scripted | None, **changed: Any) -> RunHistory:
+def scripted(*script: Scripted, **changed: Any) -> RunHistory:
     return simulate(scenario(failures=ScriptedFailures(script), **changed), seed=0)
 
 

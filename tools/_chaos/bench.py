@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from _devcluster.cluster import Cluster
+from _devcluster.errors import Fault
 
 DEVCLUSTER = Path(__file__).resolve().parent.parent / "devcluster"
 SLURMLLM = (sys.executable, "-m", "slurmllm")
@@ -28,25 +29,15 @@ class ChaosError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of every run of the suite.
+    """The settings of every run of the suite."""
 
-    Attributes:
-        backend: `native` or `rehearsal`.
-        nodes: Of a run; the cluster has SPARE_NODES more.
-        steps: Of a run.
-        every: Steps between checkpoints.
-        inputs: `--set` options that name corpus and tokenizer.
-        limit_s: Seconds after which a run counts as lost.
-        dbd_away_s: Seconds for which slurmdbd is away.
-    """
-
-    backend: str
-    nodes: int
+    backend: str  # `native` or `rehearsal`
+    nodes: int  # of a run; the cluster has SPARE_NODES more
     steps: int
-    every: int
-    inputs: tuple[str, ...]
-    limit_s: float
-    dbd_away_s: float
+    every: int  # steps between checkpoints
+    inputs: tuple[str, ...]  # `--set` options that name corpus and tokenizer
+    limit_s: float  # after which a run counts as lost
+    dbd_away_s: float  # for which slurmdbd is away
 
     def options(self) -> tuple[str, ...]:
         """The `--set` options of a run; small, so that its time is mostly start-up."""
@@ -83,12 +74,7 @@ class Setup:
 
 
 class Bench:
-    """One cluster, for one run at a time.
-
-    Args:
-        root: The cluster's state directory; the shared one is next to it.
-        setup: What its runs are.
-    """
+    """One cluster, for one run at a time; its shared directory is next to its state directory."""
 
     def __init__(self, root: Path, setup: Setup) -> None:
         self.root, self.setup = root, setup
@@ -100,7 +86,6 @@ class Bench:
         self.env = {**outside, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}
 
     def up(self) -> None:
-        """Start the cluster."""
         timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds respond late
         self.tool(
             "up",
@@ -116,7 +101,6 @@ class Bench:
         )
 
     def down(self) -> None:
-        """End everything."""
         if (self.root / "cluster.json").exists():
             self.tool("down")
         shutil.rmtree(self.shared, ignore_errors=True)
@@ -171,40 +155,26 @@ class Bench:
 
     def repair(self) -> None:
         """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
-        shared = self.cluster.shared()
-        shared.writable(self.cluster.inits())
-        shared.free()
-        for _ in range(3):
-            state = json.loads(self.tool_output("status", "--json"))
-            if state["daemons"]["slurmctld"] is None:
-                self.tool("restart", "--start")
-            if state["daemons"]["slurmdbd"] is None:
-                self.tool("restart", "--start", "--database")
+        cluster = self.cluster
+        for state in ("writable", "free"):
+            cluster.shared_states()[state]()
+        for _ in range(6):
+            for daemon, options in (("slurmctld", ()), ("slurmdbd", ("--database",))):
+                if not cluster.processes.named(daemon):
+                    self.tool("restart", "--start", *options)
             self.slurm("scancel", "--user=root")
-            bad = [n["name"] for n in state["nodes"] if n["power"] != "on" or not n["slurmd"]]
-            down = [n["name"] for n in state["nodes"] if n["slurm"] != "idle"]
+            states, off = cluster.slurm_states(), cluster.directory.slurmd_off
+            bad = [node for node in states if cluster.power(node) != "on" or off(node).exists()]
+            down = [node for node, state in states.items() if state != "idle"]
             if not bad and not down:
                 return
             for healing in [self.tool_beside("heal", node) for node in bad]:
                 healing.wait()
-            self._wait_idle()
+            with suppress(Fault):  # in the next round, nodes are healed again
+                for node in down:
+                    cluster.wait_in_service(node, since=0.0)
+                cluster.wait_idle(30)
         raise ChaosError(f"the cluster in {self.root} cannot be restored: {bad} {down}")
-
-    def tool_output(self, *arguments: str) -> str:
-        """Likewise, for a verb whose exit code may report that something is down."""
-        command = [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout
-
-    def _wait_idle(self) -> None:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with_state = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T") or "? ?"
-            odd = [line.split()[0] for line in with_state.splitlines() if line.split()[1] != "idle"]
-            if not odd:
-                return
-            for node in odd:
-                self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
-            time.sleep(1)
 
     def _call(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
         env = {**self.env, **(env or {})}

@@ -28,7 +28,7 @@ LATE_SIGNAL_S = 90.0
 
 def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
     """The last values of each step, and the faults of the metrics."""
-    found: dict[int, tuple[Any, ...]] = {}
+    values_of: dict[int, tuple[Any, ...]] = {}
     odd = []
     for path in run.metrics_files():
         lines = path.read_bytes().split(b"\n")
@@ -42,10 +42,10 @@ def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
                     odd.append(f"{path.name}:{number} is no JSON")
                 continue
             values = tuple(row[name] for name in REPRODUCED)
-            if found.setdefault(row["step"], values) != values:
+            if values_of.setdefault(row["step"], values) != values:
                 odd.append(f"step {row['step']} of {path.name} differs from an earlier attempt's")
-            found[row["step"]] = values
-    return found, odd
+            values_of[row["step"]] = values
+    return values_of, odd
 
 
 def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict[str, str]:
@@ -53,9 +53,9 @@ def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict
 
     def steps() -> str:
         got, odd = figures(run)
-        wanted = set(range(1, bench.setup.steps + 1))
-        if got.keys() != wanted:
-            odd.append(f"steps missing or too many: {sorted(got.keys() ^ wanted)[:8]}")
+        expected = set(range(1, bench.setup.steps + 1))
+        if got.keys() != expected:
+            odd.append(f"steps missing or too many: {sorted(got.keys() ^ expected)[:8]}")
         return "; ".join(odd[:3])
 
     def losses() -> str:
@@ -66,7 +66,7 @@ def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict
         step = differing[0]
         return f"{len(differing)} steps, the first {step}: {got.get(step)} not {reference[step]}"
 
-    found = {}
+    faults = {}
     parts: dict[str, Callable[[], str]] = {
         "run done": lambda: _done(run, course),
         "every step once": steps,
@@ -77,10 +77,10 @@ def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict
     }
     for name, part in parts.items():
         try:
-            found[name] = part()
+            faults[name] = part()
         except (OSError, SlurmllmError, KeyError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            faults[name] = f"{type(error).__name__}: {error}"
+    return faults
 
 
 def _done(run: RunDir, course: Course) -> str:
@@ -121,18 +121,17 @@ def _partial_files(run: RunDir) -> str:
 
 
 def records(run: RunDir) -> list[dict[str, Any]]:
-    """The records of the attempts, oldest first."""
-    found = (read_json(attempt.record) for attempt in run.attempts("train"))
-    return [record for record in found if record is not None]
+    contents = (read_json(attempt.record) for attempt in run.attempts("train"))
+    return [record for record in contents if record is not None]
 
 
 def hits(course: Course) -> dict[int, list[str]]:
     """The kinds of failure that hit each attempt."""
-    found: dict[int, list[str]] = {}
+    kinds: dict[int, list[str]] = {}
     for injected in course.injected:
         if injected.happened:
-            found.setdefault(injected.attempt, []).append(injected.failure.kind)
-    return found
+            kinds.setdefault(injected.attempt, []).append(injected.failure.kind)
+    return kinds
 
 
 def _endings(run: RunDir, course: Course) -> str:

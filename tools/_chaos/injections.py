@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from _devcluster.cluster import Cluster
 from _devcluster.errors import Fault
 from _devcluster.processes import program, same_namespace
 
@@ -19,10 +20,8 @@ from _chaos.bench import Bench
 from _chaos.plan import Failure
 from _chaos.watching import RunFiles
 from slurmllm.drill.injector import RunProcess, find_processes, kill
-from slurmllm.run.rundir import RunDir
 
 Undo = Callable[[], "subprocess.Popen[bytes] | None"]
-SLOW_BYTES_PER_S = 200_000
 CLOCK_JUMP_S = 3600
 LEFT_BYTES, HOG_BYTES = 8 << 20, 64 << 20
 # A neighbour's job that takes the memory; the kernel ends the largest process, and spares it.
@@ -54,21 +53,21 @@ class Target(NamedTuple):
     def processes(self, role: str) -> list[RunProcess]:
         """The processes of a role in the newest attempt, by rank."""
         attempt = ("--attempt", str(self.files.attempt()))
-        found = [
+        processes = [
             process
-            for process in find_processes(RunDir(self.files.path))
+            for process in find_processes(self.files.run)
             if process.role == role and (role != "worker" or process.rank is not None)
         ]
         if role != "supervise":
-            found = [p for p in found if attempt in pairwise(p.command)]
-        if not found:
+            processes = [p for p in processes if attempt in pairwise(p.command)]
+        if not processes:
             raise Impossible(f"no process of the role {role} runs")
-        return sorted(found, key=lambda process: (process.rank or 0, process.pid))
+        return sorted(processes, key=lambda process: (process.rank or 0, process.pid))
 
-    def one(self, role: str) -> RunProcess:
+    def process(self, role: str) -> RunProcess:
         """One of them, as the plan has it."""
-        found = self.processes(role)
-        return found[int(self.failure.victim * len(found))]
+        processes = self.processes(role)
+        return processes[int(self.failure.victim * len(processes))]
 
     def node(self) -> str:
         """A node of the newest attempt that has not failed."""
@@ -84,15 +83,13 @@ class Target(NamedTuple):
         return nodes[int(self.failure.victim * len(nodes))]
 
 
+Injection = Callable[[Target], tuple[str, Undo | None]]
+
+
 def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[str, Undo | None]:
-    """Inject a failure.
+    """Inject a failure; return its victim, and the function that undoes it.
 
-    Returns:
-        What it hit, and the function that undoes it.
-
-    Raises:
-        Impossible: its target does not run.
-        Unsupported: this machine cannot have it.
+    Raises Impossible if the target does not run, Unsupported if this machine cannot have it.
     """
     try:
         return INJECTIONS[failure.kind](Target(bench, files, job, failure))
@@ -104,28 +101,25 @@ def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[s
 # -- processes
 
 
-def _worker_killed(target: Target) -> tuple[str, Undo | None]:
-    worker = target.one("worker")
-    kill([worker.pid], signal.SIGKILL)
-    return f"rank {worker.rank}", None
+def _worker_signalled(number: signal.Signals) -> Injection:
+    def send(target: Target) -> tuple[str, None]:
+        worker = target.process("worker")
+        kill([worker.pid], number)
+        return f"rank {worker.rank}", None
+
+    return send
 
 
-def _hang(target: Target) -> tuple[str, Undo | None]:
-    worker = target.one("worker")
-    kill([worker.pid], signal.SIGSTOP)
-    return f"rank {worker.rank}", None
-
-
-def _role_stopped(role: str) -> Callable[[Target], tuple[str, Undo | None]]:
+def _role_stopped(role: str) -> Injection:
     def stop(target: Target) -> tuple[str, Undo | None]:
-        process = target.one(role)
+        process = target.process(role)
         name = role if process.rank is None else f"rank {process.rank}"
         return _stop(f"{name}, process {process.pid}", [process.pid])
 
     return stop
 
 
-def _program_stopped(name: str) -> Callable[[Target], tuple[str, Undo | None]]:
+def _program_stopped(name: str) -> Injection:
     def stop(target: Target) -> tuple[str, Undo | None]:
         cluster, chosen = target.bench.cluster, target.node()
         # The run's only srun is the supervisor's, on the first node.
@@ -148,7 +142,7 @@ def _stop(name: str, pids: list[int]) -> tuple[str, Undo | None]:
 
 def _two_supervisors(target: Target) -> tuple[str, Undo | None]:
     """The supervisor's own command, once more, in its environment and on its node."""
-    first = target.one("supervise")
+    first = target.process("supervise")
     try:
         environ = Path(f"/proc/{first.pid}/environ").read_bytes().split(b"\0")
     except OSError as error:
@@ -172,22 +166,13 @@ def _two_supervisors(target: Target) -> tuple[str, Undo | None]:
 # -- nodes
 
 
-def _node_dies(target: Target) -> tuple[str, Undo | None]:
-    node = target.node()
-    target.bench.cluster.power_off(node)
-    return node, lambda: target.bench.tool_beside("heal", node)
+def _node_fails(fail: Callable[[Cluster, str], None], *healing: str) -> Injection:
+    def inject(target: Target) -> tuple[str, Undo]:
+        node = target.node()
+        fail(target.bench.cluster, node)
+        return node, lambda: target.bench.tool_beside("heal", node, *healing)
 
-
-def _node_frozen(target: Target) -> tuple[str, Undo | None]:
-    node = target.node()
-    target.bench.cluster.freeze(node)
-    return node, lambda: target.bench.tool_beside("heal", node, "--thaw")
-
-
-def _slurmd_dies(target: Target) -> tuple[str, Undo | None]:
-    node = target.node()
-    target.bench.cluster.stop_slurmd(node)
-    return node, lambda: target.bench.tool_beside("heal", node)
+    return inject
 
 
 def _network_bad(target: Target) -> tuple[str, Undo | None]:
@@ -242,41 +227,30 @@ def _slurmdbd_away(target: Target) -> tuple[str, Undo | None]:
     return "slurmdbd", lambda: target.bench.tool_beside("restart", "--start", "--database")
 
 
-def _shared(state: str) -> Callable[[Target], tuple[str, Undo | None]]:
-    def change(target: Target) -> tuple[str, Undo | None]:
-        cluster = target.bench.cluster
-        shared, groups = cluster.shared(), cluster.groups()
-        changes: dict[str, tuple[Callable[[], None], Undo]] = {
-            "read_only": (
-                lambda: shared.read_only(cluster.inits()),
-                lambda: shared.writable(cluster.inits()),
-            ),
-            "full": (shared.fill, shared.free),
-            "slow": (lambda: shared.slow(SLOW_BYTES_PER_S, groups), lambda: shared.slow(0, groups)),
-            "frozen": (shared.freeze, shared.thaw),
-        }
-        do, undo = changes[state]
-        do()
-        return "shared directory", undo
+def _shared(state: str, undone: str) -> Injection:
+    def change(target: Target) -> tuple[str, Undo]:
+        changes = target.bench.cluster.shared_states()
+        changes[state]()
+        return "shared directory", changes[undone]
 
     return change
 
 
-INJECTIONS: Mapping[str, Callable[[Target], tuple[str, Undo | None]]] = {
-    "worker_killed": _worker_killed,
-    "node_dies": _node_dies,
-    "first_node_dies": _node_dies,
-    "node_replaced": _node_dies,
-    "node_frozen": _node_frozen,
+INJECTIONS: Mapping[str, Injection] = {
+    "worker_killed": _worker_signalled(signal.SIGKILL),
+    "node_dies": _node_fails(Cluster.power_off),
+    "first_node_dies": _node_fails(Cluster.power_off),
+    "node_replaced": _node_fails(Cluster.power_off),
+    "node_frozen": _node_fails(Cluster.freeze, "--thaw"),
     "slurmctld_restart": _slurmctld_restart,
-    "slurmd_dies": _slurmd_dies,
+    "slurmd_dies": _node_fails(Cluster.stop_slurmd),
     "time_limit": _time_limit,
-    "read_only": _shared("read_only"),
-    "disk_full": _shared("full"),
-    "hang": _hang,
+    "read_only": _shared("read-only", "writable"),
+    "disk_full": _shared("full", "free"),
+    "hang": _worker_signalled(signal.SIGSTOP),
     "network_bad": _network_bad,
-    "disk_slow": _shared("slow"),
-    "disk_frozen": _shared("frozen"),
+    "disk_slow": _shared("slow", "fast"),
+    "disk_frozen": _shared("frozen", "thawed"),
     "node_disk_frozen": _node_disk_frozen,
     "clock_jump": _clock_jump,
     "memory_short": _memory_short,

@@ -55,25 +55,18 @@ LATER_MOMENTS = (*FIRST_MOMENTS, "requeueing", "recovering", "recovering")
 class Failure:
     """One failure.
 
-    Attributes:
-        kind: What happens.
-        moment: When: while an attempt is `starting` or `stepping`, in the middle of its first save
-            after `step`, while the job waits to start again after the failure before
-            (`requeueing`), or while the attempt that follows that one starts (`recovering`).
-        step: For `stepping` and `saving`: the first step after which it happens.
-        delay_s: From that moment on.
-        lasts_s: Until it is mended, where it is.
-        victim: Which node or worker, as a fraction of those that may be hit.
-        hard: `slurmctld_restart`: by SIGKILL; `network_bad`: more of it; `clock_jump`: ahead.
+    Its moment: while an attempt is `starting` or `stepping`, in the middle of its first save after
+    `step` (`saving`), while the job waits to start again after the failure before (`requeueing`),
+    or while the attempt that follows that one starts (`recovering`).
     """
 
     kind: str
     moment: str
-    step: int
-    delay_s: float
-    lasts_s: float
-    victim: float
-    hard: bool
+    step: int  # for `stepping` and `saving`: the first step after which it happens
+    delay_s: float  # from the moment on
+    lasts_s: float  # until it is undone, if it is
+    victim: float  # which node or worker, as a fraction of those that may be hit
+    hard: bool  # `slurmctld_restart`: by SIGKILL; `network_bad`: more; `clock_jump`: ahead
 
 
 def make_plan(

@@ -13,22 +13,17 @@ from typing import Any
 
 from _chaos.bench import Setup
 from _chaos.suite import Outcome, summary
+from slurmllm.display.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the runs of a suite: all have one setup.
-
-    Attributes:
-        setup: Of the runs.
-        kinds: Failures to choose from.
-        seeds: Of the plans.
-    """
+    """Some of the runs of a suite: all have one setup."""
 
     setup: Setup
-    kinds: Sequence[str]
+    kinds: Sequence[str]  # failures to choose from
     seeds: Sequence[int]
 
     def title(self) -> str:
@@ -38,12 +33,7 @@ class Part:
 
 
 class Results:
-    """The file of a part: a JSON line for each run that has ended.
-
-    Args:
-        folder: Of the results of all parts.
-        part: Seeds do not matter.
-    """
+    """The file of a part: a JSON line for each run that has ended, of whatever seed."""
 
     def __init__(self, folder: Path, part: Part) -> None:
         self.setup = {
@@ -60,7 +50,6 @@ class Results:
         return {row["run"]["seed"] for row in rows if row["commit"] == self.commit}, others
 
     def append(self, outcome: Outcome) -> None:
-        """Write down how a run ended."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         row = {"commit": self.commit, "part": self.title, "setup": self.setup}
         whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
@@ -93,53 +82,40 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def outcome_of(row: dict[str, Any]) -> Outcome:
-    """The outcome in a row."""
-    run = row["run"]
-    return Outcome(
-        **run
-        | {
-            "attempts": tuple(run["attempts"]),
-            "pairs": tuple((kind, ending) for kind, ending in run["pairs"]),
-        }
-    )
-
-
 def write_table(folder: Path) -> Path:
     """Write `table.md` and `table.json` over the newest result of each seed of every part."""
-    parts, outcomes = [], []
+    parts, runs = [], []
     for path in sorted(folder.glob("*.jsonl")):
         newest = {row["run"]["seed"]: row for row in read(path)}
         if not newest:
             continue
         rows = list(newest.values())
-        own = [outcome_of(row) for row in rows]
-        outcomes += own
+        part_runs = [row["run"] for row in rows]
+        runs += part_runs
         commits = ", ".join(sorted({row["commit"] for row in rows}))
-        parts.append({"part": rows[0]["part"], "commits": commits, **summary(own)})
-    whole = summary(outcomes)
-    lines = [
-        "# chaos: results",
-        "",
-        "| part | runs | failures | runs that failed a check | median s | commits |",
-        "|---|---|---|---|---|---|",
-    ]
+        parts.append({"part": rows[0]["part"], "commits": commits, **summary(part_runs)})
+    whole = summary(runs)
+    cells = []
     for part in (*parts, {"part": "all", "commits": "", **whole}):
         failed = " ".join(f"seed {seed}" for seed in part["failed"]) or "none"
-        lines.append(
-            f"| {part['part']} | {part['runs']} | {part['failures']} | {failed} "
-            f"| {part['median_s']} | {part['commits']} |"
-        )
-    lines += ["", "| check | broken in |", "|---|---|"]
-    lines += [f"| {name} | {count} |" for name, count in whole["checks"].items()]
-    lines += ["", "| failure | class of the attempt that it hit |", "|---|---|"]
-    for kind, endings in whole["confusion"].items():
-        counts = ", ".join(f"{ending} {count}" for ending, count in endings.items())
-        lines.append(f"| `{kind}` | {counts} |")
+        counts = (str(part["runs"]), str(part["failures"]))
+        cells.append((part["part"], *counts, failed, str(part["median_s"]), part["commits"]))
+    headings = ("part", "runs", "failures", "runs that failed a check", "median s", "commits")
+    checks = [(name, str(count)) for name, count in whole["checks"].items()]
+    classes = [
+        (f"`{kind}`", ", ".join(f"{ending} {count}" for ending, count in endings.items()))
+        for kind, endings in whole["confusion"].items()
+    ]
     for kind, reasons in whole["unsupported"].items():
         why = "; ".join(f"{count} times: {reason}" for reason, count in reasons.items())
-        lines.append(f"| `{kind}` | not possible here, {why} |")
+        classes.append((f"`{kind}`", f"not possible here, {why}"))
+    tables = (
+        "# chaos: results\n",
+        markdown_table(headings, cells),
+        markdown_table(("check", "broken in"), checks),
+        markdown_table(("failure", "class of the attempt that it hit"), classes),
+    )
     (folder / "table.json").write_text(json.dumps({"parts": parts, "all": whole}, indent=2) + "\n")
     table = folder / "table.md"
-    table.write_text("\n".join(lines) + "\n")
+    table.write_text("\n".join(tables))
     return table

@@ -20,52 +20,29 @@ PATIENCE_S = 60.0  # for a moment to come; then the failure is injected anyway
 
 @dataclass
 class Injected:
-    """A failure that was injected, or could not be.
-
-    Attributes:
-        failure: As planned.
-        attempt: The attempt that it hit.
-        at: Unix time, s.
-        step: The run's newest step at that time.
-        victim: The target; the reason if the injection was impossible.
-        happened: Whether it was injected.
-        unsupported: Whether this machine cannot have it.
-    """
+    """A failure that was injected, or could not be."""
 
     failure: Failure
-    attempt: int
-    at: float
-    step: int
-    victim: str
+    attempt: int  # the one that it hit
+    at: float  # Unix time, s
+    step: int  # the run's newest one at that time
+    victim: str  # or the reason why the injection was impossible
     happened: bool = True
-    unsupported: bool = False
+    unsupported: bool = False  # this machine cannot have it
 
 
 @dataclass
 class Course:
-    """The course of a run.
+    """The course of a run."""
 
-    Attributes:
-        job: The train job.
-        ended: `finished`, `lost` (Slurm no longer has the job) or `late`.
-        seconds: From the submission to the end.
-        injected: The failures, in order.
-    """
-
-    job: str
-    ended: str = "late"
-    seconds: float = 0.0
+    job: str  # of its training
+    ended: str = "late"  # `finished`, `lost` (Slurm no longer has the job) or `late`
+    seconds: float = 0.0  # from the submission to the end
     injected: list[Injected] = field(default_factory=list)
 
 
 class Running:
-    """A run in progress.
-
-    Args:
-        bench: The cluster.
-        name: Of the run.
-        plan: The failures.
-    """
+    """A run in progress, with the failures of its plan."""
 
     def __init__(self, bench: Bench, name: str, plan: Sequence[Failure]) -> None:
         self.bench, self.plan = bench, list(plan)
@@ -79,7 +56,6 @@ class Running:
         self.course = Course(bench.submit(name, bench.cluster.clock_env() if has_clock else {}))
 
     def to_end(self) -> Course:
-        """Wait for the run's end."""
         began = asked = time.monotonic()
         gone_since: float | None = None
         while (now := time.monotonic()) - began < self.bench.setup.limit_s:

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,40 +30,26 @@ CHECK_S = 15.0  # a run's checks, and the repair of its cluster
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run.
-
-    Attributes:
-        seed: Of its plan.
-        plan: As text.
-        faults: Check → what is wrong.
-        seconds: From the submission to the end.
-        attempts: Classes, oldest first.
-        injected: What happened, and where it could not.
-        pairs: (kind, class of the attempt it hit).
-        kept: Where the run's directory lies, if a check failed.
-    """
+    """One run."""
 
     seed: int
     plan: str
-    faults: dict[str, str]
-    seconds: float
-    attempts: tuple[str, ...]
-    injected: tuple[dict[str, Any], ...]
-    pairs: tuple[tuple[str, str], ...]
-    kept: str = ""
+    faults: dict[str, str]  # check → what is wrong
+    seconds: float  # from the submission to the end
+    attempts: tuple[str, ...]  # classes, oldest first
+    injected: tuple[dict[str, Any], ...]  # what happened, and what could not
+    pairs: tuple[tuple[str, str], ...]  # (kind, class of the attempt it hit)
+    kept: str = ""  # the run's directory, if a check failed
 
     @property
     def ok(self) -> bool:
-        """Whether all checks pass."""
         return not any(self.faults.values())
 
 
 class Arena:
-    """A cluster, and the undisturbed run with which the others are compared.
+    """A running cluster, and the undisturbed run with which the others are compared.
 
-    Args:
-        bench: The cluster, up.
-        failed: Where the directories of runs go that fail a check.
+    The directories of runs that fail a check are copied to `failed`.
     """
 
     def __init__(self, bench: Bench, failed: Path) -> None:
@@ -73,12 +59,12 @@ class Arena:
     def _unbroken(self) -> Figures:
         course = Running(self.bench, "reference", ()).to_end()
         run = RunDir(self.bench.runs / "reference")
-        found, odd = figures(run)
-        if course.ended != "finished" or odd or len(found) != self.bench.setup.steps:
+        reference, odd = figures(run)
+        if course.ended != "finished" or odd or len(reference) != self.bench.setup.steps:
             with suppress(shutil.Error):  # files that a run which goes on has removed meanwhile
                 shutil.copytree(run.path, self._failed / self.bench.root.name, dirs_exist_ok=True)
-            raise ChaosError(f"the undisturbed run failed: {course}, {len(found)} steps; {odd}")
-        return found
+            raise ChaosError(f"the undisturbed run failed: {course}, {len(reference)} steps; {odd}")
+        return reference
 
     def run(self, seed: int, kinds: Sequence[str]) -> Outcome:
         """One run with the failures of a seed."""
@@ -101,12 +87,12 @@ class Arena:
             pairs=tuple((k, classes.get(a, "none")) for a, ks in hits(course).items() for k in ks),
         )
         if not outcome.ok:
-            kept = self._failed / name
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(run.path, kept, symlinks=True)
-            shutil.copytree(self.bench.root / "log", kept / "cluster_log")
-            (kept / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-            outcome = Outcome(**{**vars(outcome), "kept": str(kept)})
+            copy = self._failed / name
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(run.path, copy, symlinks=True)
+            shutil.copytree(self.bench.root / "log", copy / "cluster_log")
+            (copy / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+            outcome = Outcome(**{**vars(outcome), "kept": str(copy)})
         shutil.rmtree(run.path, ignore_errors=True)
         try:
             self.bench.repair()
@@ -182,29 +168,26 @@ def line(outcome: Outcome) -> str:
     return "\n".join([head, *faults, *([f"    {outcome.kept}"] if outcome.kept else [])])
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the counts and the confusion table of all runs."""
-    pairs = Counter(pair for outcome in outcomes for pair in outcome.pairs)
-    confusion: dict[str, dict[str, int]] = {}
-    for (kind, ending), count in sorted(pairs.items()):
-        confusion.setdefault(kind, {})[ending] = count
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the counts and the confusion table of outcomes, as they are in the result files."""
+    injections = [injected for run in runs for injected in run["injected"]]
+    unsupported = (i for i in injections if i["unsupported"])
     return {
-        "runs": len(outcomes),
-        "failed": [outcome.seed for outcome in outcomes if not outcome.ok],
+        "runs": len(runs),
+        "failed": [run["seed"] for run in runs if any(run["faults"].values())],
         "checks": {
-            name: sum(bool(outcome.faults[name]) for outcome in outcomes)
-            for name in (outcomes[0].faults if outcomes else ())
+            name: sum(bool(run["faults"][name]) for run in runs)
+            for name in (runs[0]["faults"] if runs else ())
         },
-        "median_s": round(statistics.median([o.seconds for o in outcomes] or [0.0]), 1),
-        "unsupported": _unsupported(outcomes),
-        "failures": sum(i["happened"] for outcome in outcomes for i in outcome.injected),
-        "confusion": confusion,
+        "median_s": round(statistics.median([run["seconds"] for run in runs] or [0.0]), 1),
+        "unsupported": _counts((i["failure"]["kind"], i["victim"]) for i in unsupported),
+        "failures": sum(i["happened"] for i in injections),
+        "confusion": _counts(tuple(pair) for run in runs for pair in run["pairs"]),
     }
 
 
-def _unsupported(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for injected in (i for outcome in outcomes for i in outcome.injected if i["unsupported"]):
-        reasons = found.setdefault(injected["failure"]["kind"], {})
-        reasons[injected["victim"]] = reasons.get(injected["victim"], 0) + 1
-    return found
+def _counts(pairs: Iterable[tuple[str, ...]]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for (first, second), count in sorted(Counter(pairs).items()):
+        counts.setdefault(first, {})[second] = count
+    return counts

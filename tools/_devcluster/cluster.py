@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from _devcluster.configuration import Settings, StateDirectory
+from _devcluster.configuration import NODE_LOCAL, Settings, StateDirectory
 from _devcluster.errors import Fault
 from _devcluster.groups import Groups
 from _devcluster.loops import LoopFileSystem
@@ -32,6 +32,9 @@ from _devcluster.processes import (
 )
 from _devcluster.shared import SharedDirectory
 
+# Each failure of the shared directory, and what undoes it.
+SHARED_STATES = ("read-only", "writable", "full", "free", "slow", "fast", "frozen", "thawed")
+SLOW_BYTES_PER_S = 200_000
 DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 
 # slurmctld calls each srun back by the name of its host, so it too must know the nodes' names.
@@ -74,10 +77,10 @@ class Cluster:
         self.directory = StateDirectory(root)
         if not slurm and self.directory.settings_file.exists():
             slurm = self.directory.settings().slurm
-        own = f"{slurm}/bin:{slurm}/sbin:" if slurm else ""
+        prefix_path = f"{slurm}/bin:{slurm}/sbin:" if slurm else ""
         # Not the caller's environment: SLURM_… variables would change what the commands print.
         self.env = {
-            "PATH": own + os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
+            "PATH": prefix_path + os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
             "HOME": "/root",
             "LANG": "C.UTF-8",
             "SLURM_CONF": str(self.directory.slurm_conf),
@@ -117,17 +120,11 @@ class Cluster:
             Path(settings.shared).mkdir(parents=True, exist_ok=True)
             self.shared().mount(settings.shared_mb)
         for node in settings.nodes:
-            self.power_on(node, again=False)
-
-        def not_idle() -> list[str]:
-            states = self.slurm_states()
-            return [node for node in settings.nodes if states[node] != "idle"]
-
-        self.processes.wait(30 + count, not_idle)
+            self.power_on(node, rebooted=False)
+        self.wait_idle(30 + count)
         report(f"{count} slurmd")
 
     def stop(self) -> None:
-        """Kill every process of the cluster."""
         settings = self.directory.settings() if self.directory.settings_file.exists() else None
         if settings is not None:
             if settings.shared:  # what waits for a frozen disk cannot be killed
@@ -146,7 +143,6 @@ class Cluster:
                 self.network().stop()
 
     def run(self, *command: str) -> str:
-        """Run a program for this cluster; what it prints."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True)
         if done.returncode:
             raise Fault(f"{shlex.join(command)}: {(done.stderr or done.stdout).strip()}")
@@ -159,13 +155,10 @@ class Cluster:
 
     # -- nodes
 
-    def power_on(self, node: str, keep_disk: bool = False, again: bool = True) -> None:
-        """Start a node's namespaces and in them its slurmd, by default with an empty disk.
+    def power_on(self, node: str, keep_disk: bool = False, rebooted: bool = True) -> None:
+        """Start a node's namespaces and its slurmd, by default with an empty disk (replaced).
 
-        Args:
-            node: Its name.
-            keep_disk: Rebooted, not replaced.
-            again: Whether Slurm has known the node before.
+        `rebooted` is whether Slurm has known the node before.
         """
         settings = self.directory.settings()
         if not keep_disk:
@@ -182,8 +175,8 @@ class Cluster:
         if settings.clock:
             self.set_clock(node, 0)
         address = f"{settings.subnet}.{node.removeprefix('n')}/24" if settings.network else ""
-        arguments = [node, str(self.directory.hosts), str(disk), settings.node_local]
-        arguments += [str(self.directory.slurm_conf), str(off), "-b" if again else ""]
+        arguments = [node, str(self.directory.hosts), str(disk), NODE_LOCAL]
+        arguments += [str(self.directory.slurm_conf), str(off), "-b" if rebooted else ""]
         arguments += [self.groups().make(node), address]
         script = ["sh", "-euc", NODE_START, "node", *arguments]
         namespaces = (*NODE_NAMESPACES, "--net") if settings.network else NODE_NAMESPACES
@@ -229,7 +222,6 @@ class Cluster:
         wait_gone(slurmds)
 
     def start_slurmd(self, node: str) -> None:
-        """Start it again; it finds the jobs of before."""
         self.directory.slurmd_off(node).unlink(missing_ok=True)
 
     def power(self, node: str) -> str:
@@ -245,7 +237,7 @@ class Cluster:
         def late() -> list[str]:
             shown = self.run("scontrol", "-o", "show", "node", node)
             state, started = (
-                found.group(1) if (found := re.search(rf"\b{field}=(\S+)", shown)) else ""
+                match.group(1) if (match := re.search(rf"\b{field}=(\S+)", shown)) else ""
                 for field in ("State", "SlurmdStartTime")
             )
             if not started.startswith("2") or _timestamp(started) < int(since):
@@ -259,19 +251,35 @@ class Cluster:
 
         self.processes.wait(60, late)
 
-    def shared(self) -> SharedDirectory:
-        """The nodes' shared directory.
+    def wait_idle(self, limit_s: float) -> None:
+        def not_idle() -> list[str]:
+            states = self.slurm_states()
+            return [node for node in self.directory.settings().nodes if states[node] != "idle"]
 
-        Raises:
-            Fault: it is none of its own.
-        """
+        self.processes.wait(limit_s, not_idle)
+
+    def shared(self) -> SharedDirectory:
+        """The nodes' shared directory; raises a Fault if they have none of their own."""
         settings = self.directory.settings()
         if not settings.shared:
             raise Fault("this cluster has no shared directory of its own; `up --shared PATH`", 2)
         return SharedDirectory(Path(settings.shared))
 
+    def shared_states(self) -> dict[str, Callable[[], None]]:
+        """Return the functions that bring the shared directory into each of SHARED_STATES."""
+        shared = self.shared()
+        return {
+            "read-only": lambda: shared.read_only(self.inits()),
+            "writable": lambda: shared.writable(self.inits()),
+            "full": shared.fill,
+            "free": shared.free,
+            "slow": lambda: shared.slow(SLOW_BYTES_PER_S, self.groups()),
+            "fast": lambda: shared.slow(0, self.groups()),
+            "frozen": shared.freeze,
+            "thawed": shared.thaw,
+        }
+
     def inits(self) -> list[int]:
-        """The first processes of all nodes that have power."""
         return [pid for _, pid in self.processes.all() if is_namespace_init(pid)]
 
     def init(self, node: str) -> int | None:
@@ -281,23 +289,16 @@ class Cluster:
     # -- what a node or all of them have to share
 
     def network(self) -> Network:
-        """The network between the nodes."""
         return Network(self.directory.settings(), self.processes)
 
     def groups(self) -> Groups:
-        """The nodes' control groups."""
         return Groups(self.directory.settings().number)
 
     def node_disk(self, node: str) -> LoopFileSystem:
-        """The file system of a node's own disk."""
         return LoopFileSystem(self.directory.disk(node))
 
     def set_clock(self, node: str, offset_s: int) -> None:
-        """Let a node's clock go ahead by some seconds, or behind.
-
-        Raises:
-            Fault: the cluster was started without `--clock`.
-        """
+        """Set a node's clock ahead or behind; raises a Fault if `up` had no `--clock`."""
         if not self.directory.settings().clock:
             raise Fault("the nodes have the machine's clock; `up --clock`", 2)
         (self.directory.disk(node) / CLOCK_FILE).write_text(f"{offset_s:+d}\n")
@@ -307,7 +308,7 @@ class Cluster:
         settings = self.directory.settings()
         if not settings.clock:
             return {}
-        file = f"{settings.node_local}/{CLOCK_FILE}"
+        file = f"{NODE_LOCAL}/{CLOCK_FILE}"
         return {"LD_PRELOAD": str(self.directory.clock), "DEVCLUSTER_CLOCK": file}
 
     # -- daemons

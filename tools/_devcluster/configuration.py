@@ -16,6 +16,8 @@ from _devcluster.errors import Fault
 PORT_BLOCK = 256
 PORT_BLOCKS = range(10240, 28160, PORT_BLOCK)
 
+NODE_LOCAL = "/var/tmp"  # noqa: S108 - the path at which a node sees its own disk
+
 SLURM_CONF = """\
 ClusterName=devcluster
 SlurmctldHost={host}({controller})
@@ -65,7 +67,7 @@ AccountingStoragePass={munge_socket}
 {conf}
 NodeName=DEFAULT RealMemory={memory_mb}
 {node_lines}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
 
@@ -90,10 +92,8 @@ class Settings:
 
     num_nodes: int
     cpus: str  # of every node, or one number a node: `4,4,2`
-    node_local: str  # the path at which a node sees its own disk
     slurmd_timeout_s: int
     kill_wait_s: int
-    grace_s: int
     cred_expire_s: int
     shared: str = ""  # where a file system of its own is mounted that all nodes share
     shared_mb: int = 0
@@ -107,7 +107,6 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
-        """The names of the nodes, in order."""
         return [f"n{k}" for k in range(1, self.num_nodes + 1)]
 
     def lines(self) -> tuple[str, str, dict[str, str]]:
@@ -157,7 +156,6 @@ class StateDirectory:
         self.logs = root / "log"
 
     def log(self, name: str) -> Path:
-        """What a daemon or a node prints."""
         return self.logs / f"{name}.log"
 
     def node(self, name: str) -> Path:
@@ -165,7 +163,6 @@ class StateDirectory:
         return self.root / "nodes" / name
 
     def disk(self, node: str) -> Path:
-        """A node's own disk."""
         return self.node(node) / "disk"
 
     def slurmd_off(self, node: str) -> Path:
@@ -173,14 +170,14 @@ class StateDirectory:
         return self.node(node) / "slurmd.off"
 
     def settings(self) -> Settings:
-        """The settings of the last `up`."""
         try:
-            return Settings(**json.loads(self.settings_file.read_text()))
+            values = json.loads(self.settings_file.read_text())
+            # Without what only older versions have: `down` ends their clusters too.
+            return Settings(**{k: v for k, v in values.items() if k in Settings.__match_args__})
         except FileNotFoundError:
             raise Fault(f"no cluster in {self.root}; `devcluster up` starts one", 3) from None
 
     def write(self, settings: Settings) -> None:
-        """Make the directory with every configuration file."""
         for folder in (self.root, self.logs, self.root / "slurmctld"):
             folder.mkdir(parents=True, exist_ok=True)
         self.settings_file.write_text(json.dumps(asdict(settings)) + "\n")

@@ -16,11 +16,7 @@ _V1_THROTTLE = CGROUPS / "blkio" / "blkio.throttle.{}_bps_device"
 
 
 class Groups:
-    """The groups of a cluster's nodes.
-
-    Args:
-        number: Of the cluster on this machine.
-    """
+    """The groups of the nodes of a cluster, by the cluster's number on this machine."""
 
     def __init__(self, number: int) -> None:
         self._is_v2 = (CGROUPS / "cgroup.controllers").exists()
@@ -47,10 +43,9 @@ class Groups:
                 group.rmdir()
 
     def limit_memory(self, node: str, more_bytes: int | None) -> None:
-        """Let a node use only so much more memory than its processes hold now; None: any amount.
+        """Let a node use only so much more memory than now; None: any amount.
 
-        Raises:
-            Fault: the node has no group.
+        Raises a Fault if the node has no group.
         """
         group = self.path / node
         limit = group / ("memory.max" if self._is_v2 else "memory.limit_in_bytes")
@@ -60,15 +55,14 @@ class Groups:
             limit.write_text("max" if self._is_v2 else "-1")
             return
         held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        own = int(held["anon" if self._is_v2 else "total_rss"])
+        anonymous = int(held["anon" if self._is_v2 else "total_rss"])
         shared = int(held["shmem" if self._is_v2 else "total_shmem"])
-        limit.write_text(str(own + shared + more_bytes))
+        limit.write_text(str(anonymous + shared + more_bytes))
 
     def throttle(self, device: str, bytes_per_s: int) -> None:
         """Let a block device read and write only so many bytes a second; 0: any number.
 
-        Raises:
-            Fault: this kernel cannot.
+        Raises a Fault if this kernel cannot.
         """
         if self._is_v2:
             rate = bytes_per_s or "max"

@@ -18,11 +18,7 @@ IMAGES = "/dev/shm"  # noqa: S108 - of root only: unpredictable names, made for 
 
 
 class LoopFileSystem:
-    """The file system at a path.
-
-    Args:
-        path: Where it is mounted.
-    """
+    """The file system that is mounted at a path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,8 +45,7 @@ class LoopFileSystem:
     def slow(self, bytes_per_s: int, groups: Groups) -> None:
         """Let all processes together read and write only so many bytes a second; 0: any number.
 
-        Raises:
-            Fault: it is not on a loop device, or this kernel cannot throttle.
+        Raises a Fault if it is not on a loop device, or this kernel cannot throttle.
         """
         groups.throttle(self._device(), bytes_per_s)
 
@@ -78,12 +73,8 @@ class LoopFileSystem:
         return f"{os.major(number)}:{os.minor(number)}"
 
 
-def run(*command: str | Path) -> None:
-    """Run a program.
-
-    Raises:
-        Fault: it failed.
-    """
-    done = subprocess.run(command, capture_output=True, text=True)
+def run(*command: str | Path, text: str = "") -> None:
+    """Run a program with a text as its input; raises a Fault if it fails."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise Fault(f"{' '.join(map(str, command))}: {done.stderr.strip()}")

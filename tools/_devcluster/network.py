@@ -15,6 +15,7 @@ from pathlib import Path
 
 from _devcluster.configuration import Settings
 from _devcluster.errors import Fault
+from _devcluster.loops import run
 from _devcluster.processes import Processes, kill, wait_gone
 
 WIRE = Path(__file__).with_name("wire.py")
@@ -22,12 +23,7 @@ NODE_END = "eth0"
 
 
 class Network:
-    """The network of a cluster, if it has one.
-
-    Args:
-        settings: Of the cluster.
-        processes: Of the cluster.
-    """
+    """The network of a cluster, if it has one."""
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         self.settings, self.processes = settings, processes
@@ -81,7 +77,6 @@ class Network:
         self.processes.start(_wire(node), wire)
 
     def restore(self, node: str, init: int | None) -> None:
-        """Undo `impair`."""
         for pid in self.processes.named(_wire(node)):
             kill(pid, signal.SIGTERM)  # it gives the node its link back
         wait_gone(lambda: self.processes.named(_wire(node)))
@@ -115,7 +110,4 @@ def _within(process: int) -> list[str]:
 
 
 def _ip(*commands: str) -> None:
-    lines = "\n".join(commands)
-    done = subprocess.run(["ip", "-batch", "-"], input=lines, capture_output=True, text=True)
-    if done.returncode:
-        raise Fault(f"ip: {'; '.join(commands)}: {done.stderr.strip()}")
+    run("ip", "-batch", "-", text="\n".join(commands))

@@ -42,8 +42,7 @@ class Processes:
                         yield variable.removeprefix(mark).decode(), pid
 
     def named(self, name: str) -> list[int]:
-        """The processes of a daemon or a node."""
-        return sorted(pid for found, pid in self.all() if found == name)
+        return sorted(pid for process_name, pid in self.all() if process_name == name)
 
     def start(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> int:
         """Start a daemon or a node; what it prints goes to its log. Returns its process id."""
@@ -62,8 +61,7 @@ class Processes:
     def wait(self, limit_s: float, late: Callable[[], list[str]]) -> None:
         """Wait until `late` names none of the processes that were started.
 
-        Raises:
-            Fault: one of them has ended, or is late after `limit_s`; with the end of its log.
+        Raises a Fault with the end of its log if one has ended, or is late after `limit_s`.
         """
         deadline = time.monotonic() + limit_s
         while names := late():
@@ -83,7 +81,6 @@ class Processes:
         return "\n".join([f"the end of {log}:", *last])
 
     def kill_all(self) -> None:
-        """Kill whatever is left of the cluster."""
         for child in self._children.values():  # amid its exec, a process shows no mark
             child.kill()
         for _, pid in self.all():
@@ -92,7 +89,6 @@ class Processes:
 
 
 def all_pids() -> list[int]:
-    """Every process of this machine."""
     return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
 
 
@@ -103,7 +99,6 @@ def kill(pid: int, number: signal.Signals) -> None:
 
 
 def wait_gone(pids: Callable[[], list[int]]) -> None:
-    """Wait until killed processes are gone."""
     deadline = time.monotonic() + GONE_S
     while left := pids():
         if time.monotonic() > deadline:
@@ -143,8 +138,8 @@ def same_namespace(pid: int) -> list[int]:
             return (PROC / str(pid) / "ns/pid").readlink()
         return None
 
-    wanted = namespace(pid)
-    return [other for other in all_pids() if wanted and namespace(other) == wanted]
+    its_namespace = namespace(pid)
+    return [other for other in all_pids() if its_namespace and namespace(other) == its_namespace]
 
 
 def answers(address: str | tuple[str, int]) -> bool:
@@ -158,10 +153,8 @@ def answers(address: str | tuple[str, int]) -> bool:
 def free_ports(count: int, preferred: int) -> Iterator[int]:
     """The first of `count` free consecutive ports, at the start of a block.
 
-    The block is this process's until the end, by a socket in the abstract namespace: another
-    cluster that starts at the same moment takes another one.
-
-    A cluster's slurmctld holds the first port of its block, so that no two clusters share one
+    The block is claimed until the end by a socket in the abstract namespace, so that another
+    cluster that starts at the same moment takes another one. Then slurmctld holds its first port,
     even while nodes have failed. `preferred` numbers the block to look at first.
     """
     first = preferred % len(PORT_BLOCKS)

@@ -37,11 +37,7 @@ exec chroot "$root" sh -euc 'cd "$0"; exec "$@"' "$folder" "$@"
 
 
 def enter(root: Path, command: list[str], shown: tuple[Path, ...] = ()) -> NoReturn:
-    """Replace this process by a command in a root; `shown` are further folders to see there.
-
-    Raises:
-        Fault: the directory is no root.
-    """
+    """Replace this process by a command in a root; `shown` are further folders to see there."""
     if not (root / "bin/sh").exists():
         raise Fault(f"--root {root} holds no system; `debootstrap SUITE {root}` makes one", 2)
     folders = [*map(Path, ("/proc", "/sys", "/dev", "/tmp")), REPOSITORY, *shown]  # noqa: S108

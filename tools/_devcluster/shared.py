@@ -31,11 +31,7 @@ class SharedDirectory(LoopFileSystem):
     """The mount at a path, in this namespace and the nodes'."""
 
     def read_only(self, nodes: Iterable[int]) -> None:
-        """Refuse writes, here and in the namespaces of the nodes' processes `nodes`.
-
-        Raises:
-            Fault: one of them refuses the mount; then all can write again.
-        """
+        """Refuse writes, here and in the namespaces of the nodes' processes `nodes`, or nowhere."""
         nodes = tuple(nodes)
         try:
             for process in (None, *nodes):
@@ -46,7 +42,6 @@ class SharedDirectory(LoopFileSystem):
             raise
 
     def writable(self, nodes: Iterable[int]) -> None:
-        """Undo `read_only`."""
         for process in (*nodes, None):
             while self.layers(process) > 1:  # 0 once the process has ended
                 run(*_within(process), "umount", "--lazy", str(self.path))
@@ -64,7 +59,6 @@ class SharedDirectory(LoopFileSystem):
                     chunk //= 2
 
     def free(self) -> None:
-        """Undo `fill`."""
         (self.path / _FILL).unlink(missing_ok=True)
 
 

@@ -19,8 +19,44 @@ from typing import Any
 from unittest import mock
 
 import click
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
+    masked_crc32c,
+)
 
-from slurmllm.errors import RunError, StorageError
+from slurmllm.checkpoint.formats.dcp_read import DcpFiles
+from slurmllm.checkpoint.formats.importing import plan_import
+from slurmllm.checkpoint.formats.nxd_files import NxdLayout
+from slurmllm.checkpoint.formats.pickles import pickle_faults
+from slurmllm.checkpoint.formats.safetensors_files import open_safetensors
+from slurmllm.checkpoint.state import TrainState
+from slurmllm.cli.main import cli
+from slurmllm.config.load import load, load_leniently, read_summary
+from slurmllm.config.resolve import resolve
+from slurmllm.corpus.inputs import input_file
+from slurmllm.corpus.options import InputErrors, ReadOptions
+from slurmllm.corpus.readers import DocumentReader
+from slurmllm.corpus.shard import ShardRecord
+from slurmllm.data.chat import ChatFormat
+from slurmllm.data.sources import open_source
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.diagnose.probe import ProbeLine
+from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
+from slurmllm.evaluate.scores import score_tables
+from slurmllm.evaluate.suites import read_suite
+from slurmllm.log import message_of, parse_line
+from slurmllm.metrics import attempt_metrics, binary_logs
+from slurmllm.metrics.row_reader import last_rows, read_events
+from slurmllm.metrics.source import read_curve, read_run
+from slurmllm.plan.mesh import load_mesh
+from slurmllm.profile.trace import RankProfile, summarize
+from slurmllm.run import artifact_records
+from slurmllm.run import records as run_records
+from slurmllm.run.error_patterns import cause_line, meaning_of
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import read_phase
+from slurmllm.slurm import client
+from slurmllm.status.logs import GrowingLog
+from slurmllm.supervise.stacks import stack_location
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "tests/fuzz/corpus"
@@ -28,23 +64,14 @@ Target = Callable[[Path], object]
 
 
 def records(path: Path) -> None:
-    from slurmllm.checkpoint.formats.nxd_files import NxdLayout
-    from slurmllm.checkpoint.state import TrainState
-    from slurmllm.corpus.shard import ShardRecord
-    from slurmllm.profile.trace import RankProfile
-    from slurmllm.run import artifact_records, records
-
     others = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord, RankProfile)}
-    kind: Any = {**vars(records), **vars(artifact_records), **others}[path.stem]
+    kind: Any = {**vars(run_records), **vars(artifact_records), **others}[path.stem]
     with contextlib.suppress(StorageError):
         kind.load_known(path)
     kind.load(path).save(path.with_suffix(".copy"))
 
 
 def config(path: Path) -> None:
-    from slurmllm.config.load import load, load_leniently, read_summary
-    from slurmllm.errors import ConfigError
-
     for read in (read_summary, load_leniently):
         with contextlib.suppress(ConfigError):
             read(path)
@@ -52,28 +79,18 @@ def config(path: Path) -> None:
 
 
 def recipe(path: Path) -> None:
-    from slurmllm.config.resolve import resolve
-
     resolve(str(path))
 
 
 def profile(path: Path) -> None:
-    from slurmllm.config.resolve import resolve
-
     resolve("tiny_neox", str(path))
 
 
 def suite(path: Path) -> None:
-    from slurmllm.evaluate.suites import read_suite
-
     read_suite(path)
 
 
 def metrics(path: Path) -> None:
-    from slurmllm.metrics import attempt_metrics
-    from slurmllm.metrics.row_reader import last_rows
-    from slurmllm.metrics.source import read_run
-
     last_rows(path, 3)
     for smallest in (0, 1 << 30):  # the fast reader, then the one that reads line by line
         with mock.patch.object(attempt_metrics, "_SMALL_BYTES", smallest):
@@ -82,9 +99,6 @@ def metrics(path: Path) -> None:
 
 
 def events(path: Path) -> None:
-    from slurmllm.metrics.row_reader import read_events
-    from slurmllm.run.rundir import RunDir
-
     run = RunDir(path.parent)
     run.events(0).parent.mkdir(exist_ok=True)
     path.replace(run.events(0))
@@ -92,17 +106,11 @@ def events(path: Path) -> None:
 
 
 def logs(path: Path) -> None:
-    from slurmllm.metrics.source import read_curve
-
     read_curve(path)
 
 
-def framed_event(path: Path) -> None:
+def tensorboard_event(path: Path) -> None:
     """The content of one record of an event file, with the checksums that it must have."""
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
-        masked_crc32c,
-    )
-
     content = path.read_bytes()
     header = struct.pack("<Q", len(content))
     frame = header + struct.pack("<I", masked_crc32c(header)) + content + bytes(4)
@@ -111,10 +119,8 @@ def framed_event(path: Path) -> None:
     logs(framed)
 
 
-def framed_value(path: Path) -> None:
+def wandb_value(path: Path) -> None:
     """The value of an item in the history of a W&B run, with the checksum that it must have."""
-    from slurmllm.metrics import binary_logs
-
     message = binary_logs._record_type()()
     item = message.history.item.add()
     item.key, item.value_json = "loss", path.read_text(errors="replace")
@@ -135,8 +141,6 @@ def mlflow(path: Path) -> None:
 
 
 def tokens(path: Path) -> None:
-    from slurmllm.data.sources import open_source
-
     path.with_suffix(".bin").write_bytes(bytes(128))
     source = open_source(path, None, None)
     for document in range(min(len(source), 4)):
@@ -144,20 +148,12 @@ def tokens(path: Path) -> None:
 
 
 def arrow(path: Path) -> None:
-    from slurmllm.data.sources import open_source
-    from slurmllm.data.tokenizer import TokenEncoder
-
     source = open_source(path, TokenEncoder(CORPUS / "tokenizer/tokenizer.json"), None)
     for document in range(min(len(source), 4)):
         source.read([(document, 0)])
 
 
 def corpus(path: Path) -> None:
-    from slurmllm.corpus.inputs import input_file
-    from slurmllm.corpus.options import InputErrors, ReadOptions
-    from slurmllm.corpus.readers import DocumentReader
-    from slurmllm.errors import DataError
-
     with contextlib.suppress(DataError):  # formats without lists
         conversations = ReadOptions(skip_bad=True, messages_key="text")
         list(DocumentReader(input_file(path), conversations, InputErrors(True).add))
@@ -167,20 +163,14 @@ def corpus(path: Path) -> None:
 
 
 def tokenizer(path: Path) -> None:
-    from slurmllm.data.tokenizer import TokenEncoder
-
     TokenEncoder(path)
 
 
 def chat(path: Path) -> None:
-    from slurmllm.data.chat import ChatFormat
-
     ChatFormat(path.with_name("tokenizer.json")).validate()
 
 
 def safetensors(path: Path) -> None:
-    from slurmllm.checkpoint.formats.safetensors_files import open_safetensors
-
     files, _ = open_safetensors(path.parent, [path.name])
     for name in list(files.tensors)[:4]:
         files.read(name)
@@ -194,9 +184,6 @@ def safetensors_header(path: Path) -> None:
 
 
 def dcp(path: Path) -> None:
-    from slurmllm.checkpoint.formats.dcp_read import DcpFiles
-    from slurmllm.checkpoint.formats.pickles import pickle_faults
-
     for valid in (".metadata", "__0_0.distcp"):
         if path.name != valid:
             shutil.copy(CORPUS / "dcp" / valid, path.parent)
@@ -210,16 +197,12 @@ def dcp(path: Path) -> None:
 
 
 def huggingface(path: Path) -> None:
-    from slurmllm.checkpoint.formats.importing import plan_import
-
     shutil.copy(CORPUS / "safetensors/model.safetensors", path.parent)
     path.replace(path.with_name("config.json"))
     plan_import(path.parent)
 
 
 def slurm(path: Path) -> None:
-    from slurmllm.slurm import client
-
     text = path.read_text(errors="replace")
     commands = client.SlurmClient()
 
@@ -242,11 +225,6 @@ def slurm(path: Path) -> None:
 
 
 def lines(path: Path) -> None:
-    from slurmllm.log import message_of, parse_line
-    from slurmllm.run.error_patterns import cause_line, meaning_of
-    from slurmllm.status.logs import GrowingLog
-    from slurmllm.supervise.stacks import stack_location
-
     log = GrowingLog(path)
     read = [*log.lines(), *log.flush()]
     for line in read:
@@ -258,23 +236,16 @@ def lines(path: Path) -> None:
 
 
 def probe(path: Path) -> None:
-    from slurmllm.diagnose.probe import ProbeLine
-    from slurmllm.run.worker_files import read_phase
-
     read_phase(path)
     for line in path.read_text(errors="replace").splitlines():
         ProbeLine.parse(line)
 
 
 def plan(path: Path) -> None:
-    from slurmllm.plan.mesh import load_mesh
-
     load_mesh(path)
 
 
 def trace(path: Path) -> None:
-    from slurmllm.profile.trace import summarize
-
     packed = path.with_suffix(".gz")
     with gzip.open(packed, "wb") as stream:
         stream.write(path.read_bytes())
@@ -284,9 +255,6 @@ def trace(path: Path) -> None:
 
 
 def scores(path: Path) -> None:
-    from slurmllm.evaluate.scores import score_tables
-    from slurmllm.run.rundir import RunDir
-
     folder = RunDir(path.parent).path / "evaluations/step_00000001"
     folder.mkdir(parents=True, exist_ok=True)
     path.replace(folder / path.name)
@@ -295,8 +263,6 @@ def scores(path: Path) -> None:
 
 def run(path: Path) -> None:
     """The verbs of a login node, on a run one of whose files is hostile."""
-    from slurmllm.cli.main import cli
-
     runs = path.parent / "runs"
     for valid in (CORPUS / "run").iterdir():
         if "~" not in valid.name:
@@ -319,37 +285,13 @@ def run(path: Path) -> None:
 
 
 # A target's name is that of its folder in tests/fuzz/corpus.
-TARGETS: dict[str, Target] = {
-    "records": records,
-    "config": config,
-    "recipe": recipe,
-    "profile": profile,
-    "suite": suite,
-    "metrics": metrics,
-    "events": events,
-    "logs": logs,
-    "tensorboard": logs,
-    "tensorboard_event": framed_event,
-    "wandb_value": framed_value,
-    "mlflow": mlflow,
-    "tokens": tokens,
-    "arrow": arrow,
-    "corpus": corpus,
-    "tokenizer": tokenizer,
-    "chat": chat,
-    "safetensors": safetensors,
-    "safetensors_header": safetensors_header,
-    "dcp": dcp,
-    "huggingface": huggingface,
-    "slurm": slurm,
-    "lines": lines,
-    "probe": probe,
-    "phase": probe,
-    "plan": plan,
-    "scores": scores,
-    "run": run,
-    "trace": trace,
-}
+_FUNCTIONS: tuple[Any, ...] = (
+    *(records, config, recipe, profile, suite, metrics, events, logs, mlflow, tokens, arrow),
+    *(corpus, tokenizer, chat, safetensors, safetensors_header, dcp, huggingface, slurm, lines),
+    *(tensorboard_event, wandb_value, probe, plan, scores, run, trace),
+)
+TARGETS: dict[str, Target] = {function.__name__: function for function in _FUNCTIONS}
+TARGETS |= {"tensorboard": logs, "phase": probe}
 
 
 def corpus_files(target: str) -> dict[str, bytes]:
@@ -358,13 +300,7 @@ def corpus_files(target: str) -> dict[str, bytes]:
 
 
 def run_target(target: str, name: str, content: bytes, folder: Path) -> None:
-    """Give a file to a target, in an empty folder.
-
-    Raises:
-        Exception: a fault of the target.
-    """
-    from slurmllm.errors import SlurmllmError
-
+    """Give a file to a target, in an empty folder; raises what is a fault of the target."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     path = folder / name.partition("~")[0]

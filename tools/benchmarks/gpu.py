@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ class _Runner:
         return output
 
     def child(self, part: Part, *arguments: str) -> None:
-        """Run `_gpu.child` and keep its result."""
         output = self.run(part, ["-m", "_gpu.child", *arguments])
         if part.failure is None:
             part.result = json.loads(output.strip().splitlines()[-1])
@@ -114,22 +114,9 @@ def run_tests(runner: _Runner) -> Part:
     marked = "pytest.mark.gpu"
     # By name: other tests may import what is not installed on a machine with a GPU.
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if marked in p.read_text("utf-8")]
-    output = runner.run(
-        part,
-        # Warnings of other torch versions than the one developed with are no failures here.
-        [
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "filterwarnings=default",
-            *map(str, sorted(files)),
-        ],
-    )
+    # Warnings of other torch versions than the one developed with are no failures here.
+    options = ["-m", "gpu", "-rs", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    output = runner.run(part, ["-m", "pytest", *options, *map(str, sorted(files))])
     lines = output.strip().splitlines()
     part.result = {"summary": lines[-1].strip("= ") if lines else "", "output": lines[-40:]}
     if part.failure is not None:
@@ -141,7 +128,6 @@ def run_tests(runner: _Runner) -> Part:
 def run_training(
     runner: _Runner, model: str, trainer: str, device: dict[str, Any], profile: str, tiny: bool
 ) -> Part:
-    """Train a model by one trainer."""
     task = Task(
         model=model,
         device=runner.device,
@@ -151,16 +137,10 @@ def run_training(
         compiled=not tiny,
     )
     ours = trainer == "ours"
-    part = Part(
-        f"{model} {trainer}",
-        required=ours,
-        budget_s=75 if ours else 100,
-        model=model,
-        trainer=trainer,
-    )
+    part = Part(f"{model} {trainer}", ours, 75 if ours else 100, model=model, trainer=trainer)
     # The allocator's settings of our workers, for all of them.
     runner.env.update({name: of.value for name, of in variables(task.config()).items()})
-    runner.child(part, "train", trainer, task.to_json())
+    runner.child(part, "train", trainer, json.dumps(asdict(task)))
     return part
 
 
@@ -178,7 +158,6 @@ def no_gpu() -> str | None:
 
 
 def main() -> int:
-    """Run all parts and write the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -200,8 +179,8 @@ def main() -> int:
         runner.child(describing, "describe", options.device)
         parts.append(describing)
         device = {"name": "unknown", "torch": "unknown", "memory_bytes": None, **describing.result}
-        known = "local" if options.device == "cpu" else profile_of(device["name"])
-        profile = known or "p5"
+        device_profile = "local" if options.device == "cpu" else profile_of(device["name"])
+        profile = device_profile or "p5"
         parts.append(run_tests(runner))
         models, variants = (TINY, TINY_VARIANTS) if options.tiny else (MODELS, VARIANTS)
         forecasts = {}
@@ -211,21 +190,16 @@ def main() -> int:
             parts.append(run_training(runner, name, trainer, device, profile, options.tiny))
         for model in (*models, *variants):
             task = Task(model, options.device, profile, device["memory_bytes"], 1, not options.tiny)
-            forecasts[model] = {**forecast(task), "known": known is not None}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+            forecasts[model] = {**forecast(task), "known": device_profile is not None}
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     facts = {
         "device": device["name"],
         "torch": device["torch"],
         "commit": commit or "unknown",
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
         "figures of the planner": f"profile {profile}"
-        + ("" if known else "; no shipped profile has this device's figures"),
+        + ("" if device_profile else "; no shipped profile has this device's figures"),
         "time": f"{time.monotonic() - began:.0f} of {options.minutes * 60:.0f} s",
     }
     text = report(facts, parts, forecasts)

@@ -3,8 +3,8 @@
 Starting Python and torch takes seconds, a mesh of a tiny model much less; so torch is imported
 once, and the processes of a case are forked from there. One machine's CPUs.
 
-CAUTION: processes that stay up for many cases grow slower with each: gloo's threads of groups that
-are destroyed live on and spin on their closed sockets (torch 2.13).
+Each case has processes of its own: gloo's threads of groups that are destroyed live on and spin on
+their closed sockets (torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -93,29 +92,20 @@ def small_run(
 
 @dataclass(frozen=True)
 class Case:
-    """Some steps of a run.
+    """Some steps of a run, whose batches are random and depend on the step alone.
 
-    Attributes:
-        config: The run's; its data is not read, batches are random and depend on the step alone.
-        nodes: Nodes, all of them on this machine.
-        first: Optimizer steps that are behind when it starts.
-        last: The last step it makes; `first` makes none.
-        lr: Learning rate of all steps.
-        load: Folder of shards to start from.
-        save: Folder that the shards go to after the last step.
-        prepare: Called on each worker before the backend is loaded.
-        before: Called on each worker before the first step; its answer is `Outcome.before`.
-        between: Likewise after each step; its answers are `Outcome.between`.
-        after: Likewise after the last step.
+    `prepare`, `before`, `between` and `after` are called on each worker: before the backend is
+    loaded, before the first step, after each step and after the last one. `Outcome` has their
+    answers.
     """
 
     config: RunConfig
-    nodes: int = 1
-    first: int = 0
-    last: int = 20
+    nodes: int = 1  # all of them on this machine
+    first: int = 0  # optimizer steps that are behind when it starts
+    last: int = 20  # the last step it makes; `first` makes none
     lr: float = 1e-3
-    load: Path | None = None
-    save: Path | None = None
+    load: Path | None = None  # folder of shards to start from
+    save: Path | None = None  # folder that the shards go to after the last step
     prepare: Callable[[], None] | None = None
     before: Probe | None = None
     between: Probe | None = None
@@ -123,22 +113,14 @@ class Case:
 
     @property
     def mesh(self) -> Mesh:
-        """Degrees and batch arithmetic."""
         return make_mesh(self.config, self.nodes)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one worker saw.
+    """What one worker saw, and its answers to the functions of the case."""
 
-    Attributes:
-        rows: Loss, gradient norm and parameter norm of each step.
-        before: The answer of `Case.before`.
-        between: The answers of `Case.between`.
-        after: The answer of `Case.after`.
-    """
-
-    rows: list[tuple[float, float, float]]
+    rows: list[tuple[float, float, float]]  # loss, gradient norm and parameter norm of each step
     before: Any = None
     between: Sequence[Any] = ()
     after: Any = None
@@ -160,80 +142,56 @@ _PRELOAD = [
 
 
 class MeshPool:
-    """Up to `size` workers.
+    """Runs cases with up to `size` workers of `threads` threads each."""
 
-    Args:
-        size: Processes.
-        threads: Of each of them.
-        staying: Whether the processes stay up from case to case, started from nothing: for few
-            cases, and for memory that no other process shares.
-    """
-
-    def __init__(self, size: int, threads: int = 1, *, staying: bool = False) -> None:
-        self.size, self.threads, self.staying = size, threads, staying
+    def __init__(self, size: int, threads: int = 1) -> None:
+        self.size, self.threads = size, threads
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def __enter__(self) -> MeshPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def run(self, case: Case, timeout_s: float = 600) -> list[Outcome]:
-        """Train a case.
+        """Train a case; return what each worker saw, by rank.
 
-        Returns:
-            What each worker saw, by rank.
-
-        Raises:
-            CaseFailed: a worker raised, died or did not answer; the processes are started anew
-                for the next case.
+        Raises CaseFailed if a worker raised, died or did not answer.
         """
         world = case.mesh.world_size
         assert world <= self.size, f"{world} workers in a pool of {self.size}"
-        if not self._processes:
-            self._open(self.size if self.staying else world)
         secret = new_secret()
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **secret}
         with TemporaryDirectory(prefix="mesh-pool-") as folder:
             path, position = Path(folder) / "control", Position(0, ("node-0",), world)
             relay = Relay(position, path, ("127.0.0.1", 0), secret[SECRET].encode())
-            relay.start()
             try:
-                return self._answers(case, {**variables, SOCKET: str(path)}, timeout_s)
+                self._open(world)
+                relay.start()
+                # Chosen last: the first processes start for seconds, and others take ports too.
+                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                return self._answers(case, {**address, **secret, SOCKET: str(path)}, timeout_s)
             finally:
+                self._close()
                 relay.close()
 
     def _answers(self, case: Case, variables: dict[str, str], timeout_s: float) -> list[Outcome]:
         world = case.mesh.world_size
         for pipe in self._pipes[:world]:
             pipe.send((case, variables))
-        found: dict[int, Outcome] = {}
-        while len(found) < world:
-            waiting = {id(self._pipes[rank]): rank for rank in range(world) if rank not in found}
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < world:
+            waiting = {id(self._pipes[rank]): rank for rank in range(world) if rank not in outcomes}
             ready = wait([self._pipes[rank] for rank in waiting.values()], timeout_s)
             if not ready:
-                self._fail(f"ranks {sorted(waiting.values())} did not answer in {timeout_s:.0f} s")
+                late = sorted(waiting.values())
+                raise CaseFailed(f"ranks {late} did not answer in {timeout_s:.0f} s")
             for rank in [waiting[id(pipe)] for pipe in ready]:
                 try:
                     answer = self._pipes[rank].recv()
                 except EOFError:
-                    self._fail(f"rank {rank} died")
+                    raise CaseFailed(f"rank {rank} died") from None
                 if isinstance(answer, str):
-                    self._fail(f"rank {rank}:\n{answer}")
-                found[rank] = answer
-        if not self.staying:
-            self.close()
-        return [found[rank] for rank in range(world)]
+                    raise CaseFailed(f"rank {rank}:\n{answer}")
+                outcomes[rank] = answer
+        return [outcomes[rank] for rank in range(world)]
 
-    def close(self) -> None:
-        """End the processes."""
+    def _close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
@@ -242,11 +200,10 @@ class MeshPool:
         self._processes, self._pipes = [], []
 
     def _open(self, count: int) -> None:
-        context: Any = mp.get_context("spawn" if self.staying else "forkserver")
-        if not self.staying:
-            # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
-            nxd = ["slurmllm.backends.nxd.runtime"] if os.environ.get("NXD_CPU_MODE") == "1" else []
-            context.set_forkserver_preload(_PRELOAD + nxd)
+        context: Any = mp.get_context("forkserver")
+        # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
+        nxd = ["slurmllm.backends.nxd.runtime"] if os.environ.get("NXD_CPU_MODE") == "1" else []
+        context.set_forkserver_preload(_PRELOAD + nxd)
         for rank in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -256,10 +213,6 @@ class MeshPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-
-    def _fail(self, why: str) -> None:
-        self.close()  # the peers may wait for each other for ever
-        raise CaseFailed(why)
 
 
 def global_batch(config: RunConfig, step: int) -> MicroBatch:
@@ -288,11 +241,14 @@ def counted(config: RunConfig, step: int) -> int:
 
 
 def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
-    """A worker's share of the global batch of a step."""
+    return _share(backend, global_batch(backend.config, step))
+
+
+def _share(backend: Backend, whole: MicroBatch) -> list[MicroBatch]:
+    """A worker's share of a global batch."""
     mesh = backend.mesh
     share, micro = mesh.global_batch // mesh.data, mesh.micro_batch
     first = mesh.data_rank(backend.worker.rank) * share
-    whole = global_batch(backend.config, step)
     return [
         MicroBatch(
             whole.tokens[i : i + micro],
@@ -306,28 +262,15 @@ def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
 def evaluated(backend: Backend) -> float:
     """The loss of sequences that no step trains on, every third without labels."""
     whole = global_batch(backend.config, 1000)
-    unseen = whole.labels[::3].copy()
-    batches = micro_batches(backend, 1000)
-    own = backend.mesh.data_rank(backend.worker.rank) * len(whole.labels) // backend.mesh.data
-    rows = np.arange(own, own + len(whole.labels) // backend.mesh.data)
-    size = backend.mesh.micro_batch
-    parts = [
-        replace(
-            batch,
-            labels=np.where((rows[i * size :][:size] % 3 == 0)[:, None], IGNORED, batch.labels),
-        )
-        for i, batch in enumerate(batches)
-    ]
-    num_targets = int((whole.labels != IGNORED).sum() - (unseen != IGNORED).sum())
-    return float(backend.evaluate(parts, num_targets))
+    whole.labels[::3] = IGNORED
+    num_targets = int((whole.labels != IGNORED).sum())
+    return float(backend.evaluate(_share(backend, whole), num_targets))
 
 
 def deviation(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[float, float, float]:
-    """Largest relative difference of loss, gradient norm and parameter norm over the last steps.
+    """Largest relative difference of loss, gradient norm and parameter norm over our steps.
 
-    Args:
-        ours: By rank.
-        reference: Likewise; may have more steps before ours.
+    The reference may have more steps before ours.
     """
     mine = np.array(ours[0].rows)
     theirs = np.array(reference[0].rows[-len(mine) :])
@@ -337,15 +280,15 @@ def deviation(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[fl
 
 def _serve(rank: int, threads: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    while True:
-        try:
-            case, variables = pipe.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        try:
-            pipe.send(_train(case, rank, threads, variables))
-        except Exception:
-            pipe.send(traceback.format_exc())
+    try:
+        case, variables = pipe.recv()
+    except (EOFError, KeyboardInterrupt):
+        return
+    try:
+        pipe.send(_train(case, rank, threads, variables))
+    except Exception:
+        pipe.send(traceback.format_exc())
+    pipe.poll(None)  # the pool kills all processes once it has their answers
 
 
 def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Outcome:
@@ -356,13 +299,13 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
     torch.set_num_threads(threads)
     config, mesh = case.config, case.mesh
     node, local = divmod(rank, mesh.devices_per_node)
-    own = {
+    rank_variables = {
         "RANK": rank,
         "WORLD_SIZE": mesh.world_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": mesh.devices_per_node,
     }
-    os.environ.update({**variables, **{name: str(value) for name, value in own.items()}})
+    os.environ.update({**variables, **{name: str(value) for name, value in rank_variables.items()}})
     worker = Worker(rank, mesh.world_size, local, f"node-{node}")
     if case.prepare is not None:
         case.prepare()

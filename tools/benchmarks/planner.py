@@ -1,17 +1,13 @@
 """The planner against published runs: each model predicted from constants fitted without it.
 
-python tools/benchmarks/planner.py [--hardware GROUPS] [--rows] [--fit] [--write]
+python tools/benchmarks/planner.py [--rows] [--fit] [--write]
 
-The constants of the hardware profiles (`CONSTANTS`) are fitted once for each model, to the rows
-(published/*.csv) of all others, and that model is predicted with them ("left out"). Generations of
-software are fitted apart: GPU rows of 2023-24, and those of 2026, on one GPU. Printed are the mean
-error and the bias, by hardware, model and nodes; the error of the shipped profiles, which are
-fitted to all rows; that of the baseline "every model reaches the same MFU", the median of the other
-models' rows; and how many rows are inside the interval that `plan` prints. On trn1 a layout was
-measured with up to six releases of the SDK: its figure is their median ("layouts").
+docs/plan.md explains the columns. Generations of software are fitted apart: GPU rows of 2023-24,
+and those of 2026, on one GPU. On trn1 a layout was measured with up to six releases of the SDK: its
+figure is their median ("layouts").
 
 --fit prints the constants fitted to all rows; profiles are changed by hand. --write replaces
-slurmllm/plan/published_runs.csv, from which `plan` has its intervals. Exit code 1 where a goal is
+slurmllm/plan/published_runs.csv, from which `plan` has its intervals. Exit code 1 if a goal is
 missed.
 """
 
@@ -113,7 +109,6 @@ class Case:
 
     @property
     def mfu(self) -> float:
-        """As published."""
         flops = model_flops(self.row.config.recipe.model, 1) * self.row.measured
         return flops / (self.row.mesh.world_size * peak_flops(self.row.config))
 
@@ -135,9 +130,9 @@ def is_evidence(case: Case) -> bool:
     return (row.model, row.mesh.tensor, row.mesh.pipeline) in chosen_meshes()
 
 
-def _by_layout(found: Iterable[Case]) -> list[list[Case]]:
+def _by_layout(cases: Iterable[Case]) -> list[list[Case]]:
     grouped = defaultdict(list)
-    for case in found:
+    for case in cases:
         recipe = case.row.config.recipe
         layout = (case.row.mesh, recipe.model, recipe.train, recipe.parallel)
         grouped[case.row.model, case.profile, repr(layout)].append(case)
@@ -148,44 +143,43 @@ def _median(of: Iterable[Case]) -> float:
     return statistics.median(case.row.measured for case in of)
 
 
-def layouts(found: Iterable[Case]) -> list[Case]:
+def layouts(cases: Iterable[Case]) -> list[Case]:
     """One case for each layout and number of nodes: the median of its rows."""
     return [
-        replace(of[0], row=replace(of[0].row, measured=_median(of))) for of in _by_layout(found)
+        replace(of[0], row=replace(of[0].row, measured=_median(of))) for of in _by_layout(cases)
     ]
 
 
-def spread(found: Iterable[Case]) -> float:
+def spread(cases: Iterable[Case]) -> float:
     """The mean error of one that knew each layout's median, but not the release of the SDK."""
     return statistics.mean(
-        abs(_median(of) / case.row.measured - 1) for of in _by_layout(found) for case in of
+        abs(_median(of) / case.row.measured - 1) for of in _by_layout(cases) for case in of
     )
 
 
-def shipped(group: str, found: Sequence[Case]) -> list[float]:
-    """The constants as they are in the profiles."""
+def shipped(group: str, cases: Sequence[Case]) -> list[float]:
     values = []
     for constant in CONSTANTS[group]:
         profile, factor = next(iter(constant.profiles.items()))
-        hardware = next(c.row.config.cluster.hardware for c in found if c.profile == profile)
+        hardware = next(c.row.config.cluster.hardware for c in cases if c.profile == profile)
         values.append(getattr(hardware, constant.name) / factor)
     return values
 
 
-def fit(found: Sequence[Case], group: str, start: Values) -> list[float]:
+def fit(cases: Sequence[Case], group: str, start: Values) -> list[float]:
     """Constants that come nearest to the cases.
 
     Least is the mean of |log ratio| and of its square, which keeps any row from being far off; a
     model on one kind of device weighs as the root of its number of rows.
     """
     rows_of: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for case in found:
+    for case in cases:
         rows_of[case.row.model, case.profile] += 1
-    weights = [1 / math.sqrt(rows_of[case.row.model, case.profile]) for case in found]
+    weights = [1 / math.sqrt(rows_of[case.row.model, case.profile]) for case in cases]
 
     def loss(values: Values) -> float:
-        logs = [math.log(case.ratio(values)) for case in found]
-        return sum(w * (abs(one) + one**2) for w, one in zip(weights, logs, strict=True))
+        logs = [math.log(case.ratio(values)) for case in cases]
+        return sum(w * (abs(log) + log**2) for w, log in zip(weights, logs, strict=True))
 
     return _descend(list(start), [constant.bounds for constant in CONSTANTS[group]], loss)
 
@@ -193,7 +187,6 @@ def fit(found: Sequence[Case], group: str, start: Values) -> list[float]:
 def _descend(
     values: list[float], bounds: Sequence[tuple[float, float]], loss: Callable[[Values], float]
 ) -> list[float]:
-    """Coordinate descent with steps that shrink."""
     best, step = loss(values), 0.2
     while step > 0.01:
         before = best
@@ -201,8 +194,8 @@ def _descend(
             for factor in (1 + step, 1 / (1 + step)):
                 value = min(high, max(low, max(values[place], (high - low) / 100) * factor))
                 tried = [*values[:place], value, *values[place + 1 :]]
-                if (found := loss(tried)) < best:
-                    best, values = found, tried
+                if (candidate_loss := loss(tried)) < best:
+                    best, values = candidate_loss, tried
         if best > before * (1 - 1e-4):
             step /= 2
     return values
@@ -219,7 +212,6 @@ class Result:
 
     @property
     def run(self) -> MeasuredRun:
-        """As in the package's table."""
         row, mesh = self.case.row, self.case.row.mesh
         return MeasuredRun(
             row.name,
@@ -239,12 +231,12 @@ class Result:
         )
 
 
-def leave_out(group: str, found: Sequence[Case], fitted_to: Sequence[Case]) -> list[Result]:
-    """Predict each model of `found` from constants fitted to the others of `fitted_to`."""
-    start, results = shipped(group, found), []
-    for model in sorted({case.row.model for case in found}):
+def leave_out(group: str, cases: Sequence[Case], fitted_to: Sequence[Case]) -> list[Result]:
+    """Predict each model of `cases` from constants fitted to the others of `fitted_to`."""
+    start, results = shipped(group, cases), []
+    for model in sorted({case.row.model for case in cases}):
         values = fit([case for case in fitted_to if case.row.model != model], group, start)
-        for case in (case for case in found if case.row.model == model):
+        for case in (case for case in cases if case.row.model == model):
             of = [c.mfu for c in fitted_to if c.row.model != model and c.profile == case.profile]
             constant = statistics.median(of) / case.mfu
             results.append(Result(case, case.ratio(values), case.ratio(), constant))
@@ -254,13 +246,13 @@ def leave_out(group: str, found: Sequence[Case], fitted_to: Sequence[Case]) -> l
 def inside(results: Sequence[Result]) -> list[bool]:
     """Whether the interval, of the other models' rows, has the published value."""
     runs = [result.run for result in results]
-    found = []
+    hits = []
     for run in runs:
         others = [other for other in runs if other.model != run.model]
-        own = [other for other in others if other.profile == run.profile]
-        octaves = sum(outside(run.point, own).values())
-        found.append(abs(math.log(run.left_out)) <= half_width(own, octaves))
-    return found
+        of_profile = [other for other in others if other.profile == run.profile]
+        octaves = sum(outside(run.point, of_profile).values())
+        hits.append(abs(math.log(run.left_out)) <= half_width(of_profile, octaves))
+    return hits
 
 
 def _summary(name: str, results: Sequence[Result], within: Sequence[bool]) -> dict[str, Any]:
@@ -287,28 +279,26 @@ def _print(of: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hardware", default="trn1,gpu,gpu-2026")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
     parser.add_argument("--write", action="store_true", help=f"replace {FILE.name}")
     options = parser.parse_args()
-    kept: list[Result] = []
+    every_result: list[Result] = []
     hits: list[bool] = []
     missed: list[str] = []
     print(f"{'':<24} rows  left out    bias   fitted  one MFU  inside  software")
-    for group in options.hardware.split(","):
+    for group in CONSTANTS:
         every = all_cases(group)
-        found = [case for case in every if is_evidence(case)]
-        central = layouts(found) if group == "trn1" else found
+        evidence = [case for case in every if is_evidence(case)]
+        central = layouts(evidence) if group == "trn1" else evidence
         if options.fit:
-            values = fit(central, group, shipped(group, found))
+            values = fit(central, group, shipped(group, evidence))
             for constant, value in zip(CONSTANTS[group], values, strict=True):
                 print(f"fit {constant.name} of {', '.join(constant.profiles)}: {value:.3f}")
-        results = leave_out(group, found, central)
+        results = leave_out(group, evidence, central)
         within = inside(results)
-        kept += results
+        every_result += results
         hits += within
         tables = [_table(results, within)]
         if group == "trn1":
@@ -317,20 +307,20 @@ def main() -> None:
         for line in (line for table in tables for line in table):
             _print(line)
         missed += _missed([line for table in tables for line in table])
-        if len(found) < len(every):
+        if len(evidence) < len(every):
             others = [case for case in every if not is_evidence(case)]
             off = statistics.mean(abs(case.ratio() - 1) for case in others)
             print(f"{f'{group} not counted':<24} {len(others):4}  {'':17}{off:7.1%}")
-            print(f"{'medians, row by row':<24} {len(found):4}  {spread(found):7.1%}")
+            print(f"{'medians, row by row':<24} {len(evidence):4}  {spread(evidence):7.1%}")
         if options.rows:
             _print_rows(results, within)
-    total = _summary("all", kept, hits)
+    total = _summary("all", every_result, hits)
     _print(total)
     missed += _missed([total])
     for text in missed:
         print(f"missed: {text}")
     if options.write:
-        _write([result.run for result in kept])
+        _write([result.run for result in every_result])
     sys.exit(bool(missed))
 
 
@@ -340,7 +330,7 @@ def _table(results: Sequence[Result], within: Sequence[bool]) -> list[dict[str, 
     pairs = list(zip(results, within, strict=True))
 
     def add(name: str, chosen: list[tuple[Result, bool]]) -> None:
-        lines.append(_summary(name, [one for one, _ in chosen], [hit for _, hit in chosen]))
+        lines.append(_summary(name, [result for result, _ in chosen], [hit for _, hit in chosen]))
 
     kinds = {"A100": ("p4d", "p4de"), "H100": ("p5",), "H200": ("p5e",), "trn1": ("trn1",)}
     for kind, profiles in kinds.items():
@@ -348,9 +338,9 @@ def _table(results: Sequence[Result], within: Sequence[bool]) -> list[dict[str, 
         if not of_kind:
             continue
         add(kind, of_kind)
-        for model in sorted({one.case.row.model for one, _ in of_kind}):
+        for model in sorted({result.case.row.model for result, _ in of_kind}):
             add(f"  {model}", [pair for pair in of_kind if pair[0].case.row.model == model])
-        for nodes in sorted({one.case.row.mesh.nodes for one, _ in of_kind}):
+        for nodes in sorted({result.case.row.mesh.nodes for result, _ in of_kind}):
             add(
                 f"  {kind} × {nodes} nodes",
                 [p for p in of_kind if p[0].case.row.mesh.nodes == nodes],
@@ -359,7 +349,6 @@ def _table(results: Sequence[Result], within: Sequence[bool]) -> list[dict[str, 
 
 
 def _missed(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The goals that a table misses."""
     missed = []
     for line in lines:
         name = line["name"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh
@@ -14,44 +15,45 @@ from slurmllm.plan.mesh import Mesh
 FOLDER = Path(__file__).parent / "published"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model: family, layers, width, heads, key-value heads, feed-forward width, vocabulary."""
+_RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
 
-    family: str
+
+class Shape(NamedTuple):
+    """A model, as overrides of a recipe of its family."""
+
+    recipe: str
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
+    overrides: list[str]
 
-    def overrides(self, seq_len: int) -> list[str]:
-        """As `--set` takes them."""
-        return [
-            f"model.num_layers={self.layers}",
-            f"model.hidden_size={self.hidden}",
-            f"model.num_heads={self.heads}",
-            f"model.num_kv_heads={self.kv_heads}",
-            f"model.ffn_hidden_size={self.ffn}",
-            f"model.vocab_size={self.vocab}",
-            f"model.seq_len={seq_len}",
-            "model.vocab_pad_multiple=256",
-        ]
+
+def _shape(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int
+) -> Shape:
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": ffn,
+        "vocab_size": vocab,
+        "vocab_pad_multiple": 256,
+    }
+    overrides = [f"model.{name}={size}" for name, size in sizes.items()]
+    return Shape(_RECIPES[family], layers, overrides)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257) -> Shape:
-    return Shape("gpt3", layers, hidden, heads, heads, 4 * hidden, vocab)
+    return _shape("gpt3", layers, hidden, heads, heads, 4 * hidden, vocab)
 
 
 def _neox(layers: int, hidden: int, heads: int) -> Shape:
-    return Shape("neox", layers, hidden, heads, heads, 4 * hidden, 50257)
+    return _shape("neox", layers, hidden, heads, heads, 4 * hidden, 50257)
 
 
 def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 32000
 ) -> Shape:
-    return Shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
+    return _shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
 
 
 # Llama 1 to 3: their papers and config.json; GPT-3: Brown et al. 2020, table 2.1, and
@@ -83,58 +85,37 @@ SHAPES = {
     "MPT-13b": _gpt(40, 5120, 40, 50368),
     "MPT-70b": _gpt(80, 8192, 64, 50368),
 }
-_RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run.
-
-    Attributes:
-        measured: Sequences a second, of all nodes.
-        source: Where it was published.
-        generation: Years of its software.
-    """
+    """One published run."""
 
     name: str
     model: str
     hardware: str
     config: RunConfig
     mesh: Mesh
-    measured: float
+    measured: float  # sequences a second, of all nodes
     source: str
-    generation: str
+    generation: str  # years of its software
 
 
-def rows(file: str, cluster_overrides: tuple[str, ...] = ()) -> Iterator[Row]:
+def rows(file: str) -> Iterator[Row]:
     """The rows of a file in `published/`, those with context parallelism left out."""
     with (FOLDER / file).open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             if row["cp"] == "1":
-                yield _row(row, cluster_overrides)
+                yield _row(row)
 
 
-def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
+def _row(row: dict[str, str]) -> Row:
     seq_len, nodes = int(row["seq_len"]), int(row["nodes"])
     tensor, pipeline, data = (int(row[name]) for name in ("tp", "pp", "dp"))
-    cluster, fitting = _cluster(row["hardware"])
-    config = configuration(
-        row["model"],
-        seq_len,
-        cluster,
-        [
-            *fitting,
-            *cluster_overrides,
-            f"train.global_batch={row['global_batch']}",
-            f"train.micro_batch={row['microbatch']}",
-            f"train.precision={precision(row['precision'])}",
-            f"train.activation_checkpointing={checkpointing(row['activation_ckpt'])}",
-            f"parallel.tensor={tensor}",
-            f"parallel.pipeline={pipeline}",
-            f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
-            f"parallel.zero={zero_stage(row['zero1'])}",
-        ],
-    )
+    cluster, network = _cluster(row["hardware"])
+    mesh_overrides = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
+    overrides = [*network, *recipe_overrides(row), *mesh_overrides]
+    config = configuration(row["model"], seq_len, cluster, overrides)
     per_node = tensor * pipeline * data // nodes
     mesh = Mesh(
         nodes, per_node, tensor, pipeline, data, int(row["global_batch"]), int(row["microbatch"])
@@ -146,14 +127,21 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
     return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, *origin)
 
 
+def recipe_overrides(row: dict[str, str]) -> list[str]:
+    return [
+        f"train.global_batch={row['global_batch']}",
+        f"train.micro_batch={row['microbatch']}",
+        f"train.precision={_precision(row['precision'].lower())}",
+        f"train.activation_checkpointing={_checkpointing(row['activation_ckpt'])}",
+        f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
+        f"parallel.zero={zero_stage(row['zero1'])}",
+    ]
+
+
 def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
-    """A run of a published model."""
     shape = SHAPES[model]
-    return resolve(
-        _RECIPES[shape.family],
-        cluster,
-        ["train.steps=10000", "optim.warmup_steps=10", *shape.overrides(seq_len), *overrides],
-    )
+    steps = ("train.steps=10000", "optim.warmup_steps=10", f"model.seq_len={seq_len}")
+    return resolve(shape.recipe, cluster, [*steps, *shape.overrides, *overrides])
 
 
 def _cluster(hardware: str) -> tuple[str, list[str]]:
@@ -170,9 +158,9 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
     return ("p4de" if "80GB" in hardware else "p4d"), faster
 
 
-def precision(cell: str) -> str:
-    """As our recipes name it."""
-    cell = cell.lower()
+def _precision(cell: str) -> str:
+    if "sr fp32 opt" in cell:
+        return "bf16_mixed"
     if "bf16sr" in cell or "stochastic" in cell or "pure bf16" in cell:
         return "bf16_sr"
     if "use_fp32_optimizer 0" in cell or cell == "bf16":
@@ -180,8 +168,7 @@ def precision(cell: str) -> str:
     return "bf16_mixed"
 
 
-def checkpointing(cell: str) -> str:
-    """As our recipes name it."""
+def _checkpointing(cell: str) -> str:
     if "MLP)" in cell:  # CoreAttention and the feed-forward layer
         return "[core, mlp]"
     return next((mode for mode in ("full", "selective") if mode in cell.lower()), "none")

@@ -80,7 +80,6 @@ def write_events(folder: Path, steps: int) -> None:
 
 
 def main() -> None:
-    """Write, read, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500_000)
     parser.add_argument("--times", type=int, default=5)

@@ -31,9 +31,9 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ import numpy.typing as npt
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
 from slurmllm.control.rendezvous import die_with_parent, free_port
+from slurmllm.display.tables import markdown_table
 from slurmllm.run.artifact_records import CheckpointFile
 
 _FLAGS = [0, 0, 0]  # `slurmllm.train.job.Flags`
@@ -79,10 +80,8 @@ def main() -> None:
         rows.append(row_of(workers, args.per_node, args.rounds, args.step_s))
         signal.alarm(0)
         print(f"{workers} workers done, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    print("| " + " | ".join(title for title, _ in COLUMNS.values()) + " |")
-    print("|" + "---|" * len(COLUMNS))
-    for row in rows:
-        print("| " + " | ".join(f"{row[key]:{form}}" for key, (_, form) in COLUMNS.items()) + " |")
+    cells = [[f"{row[key]:{form}}" for key, (_, form) in COLUMNS.items()] for row in rows]
+    print(markdown_table([title for title, _ in COLUMNS.values()], cells), end="")
 
 
 def row_of(workers: int, per_node: int, rounds: int, step_s: float) -> Row:
@@ -130,27 +129,26 @@ def measure(workers: int, per_node: int, rounds: int, step_s: float) -> tuple[fl
     folder = Path(tempfile.mkdtemp(prefix="slurmllm-scale-"))
     ready, gate = Gate(), Gate()
     gc.freeze()  # no process copies the pages of what is imported
-    launchers = []
+    launchers: list[ForkProcess] = []
     try:
         for index in range(nodes):
             position = Position(index, names, per_node)
-
             launch = partial(_launch, position, folder, root, ready, gate, figures, step_s)
             launchers.append(fork(launch))
         ready.close_write()
         ready.wait()  # until all processes have started
         begun = time.perf_counter()
         gate.close_write()
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in launchers]
-        launchers.clear()
+        for launcher in launchers:
+            launcher.join()
     finally:
-        for pid in launchers:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for launcher in launchers:
+            launcher.kill()
+            launcher.join()
         for end in (ready, gate):
             end.close()
         shutil.rmtree(folder)
-    if any(codes) or figures.failed[0]:
+    if any(launcher.exitcode for launcher in launchers) or figures.failed[0]:
         raise SystemExit(f"{workers} workers: a process failed; see above")
     return begun, figures
 
@@ -174,22 +172,16 @@ class Gate:
         os.close(self._read)
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Run a function in a process of its own, which ends with this one; returns its id."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
+def fork(work: Callable[[], None], daemon: bool = False) -> ForkProcess:
+    """Run a function in a process that ends with this one; of an error too, if it is a daemon."""
+
+    def run() -> None:
         die_with_parent()
         work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+
+    process = ForkProcess(target=run, daemon=daemon)
+    process.start()
+    return process
 
 
 def _launch(
@@ -215,15 +207,16 @@ def _launch(
             local.close()
             _work(rank, position, path, figures, step_s)
 
-        children.append(fork(work))
+        children.append(fork(work, daemon=True))
     ready.close_write()
     gate.wait()
     relay = Relay(position, path, root, SECRET)
     relay.start()
     local.close_write()
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    for child in children:
+        child.join()
     relay.close()
-    if any(codes):
+    if any(child.exitcode for child in children):
         figures.failed[0] = 1
 
 

@@ -23,11 +23,13 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from contestants.processes import CONTESTANTS, PRODUCTS_A_TURN, Surroundings, started
+from contestants.ours import config_of
+from contestants.processes import CONTESTANTS, PRODUCTS_A_TURN, Contestant, Surroundings, started
 from contestants.task import Shape, Task
+
+from slurmllm.plan.parameters import model_flops, parameters
 
 MODELS = {
     "neox_30m": Shape("neox", layers=6, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=50304),
@@ -43,8 +45,7 @@ _ROWS = 64
 
 def measure(
     task: Task, names: list[str], surroundings: Surroundings, rounds: int, steps: int
-) -> dict[str, Any]:
-    """One setting's result."""
+) -> str:
     peaks: dict[str, list[float]] = {"fp32": [], "bf16": []}
     with started(task, names, surroundings) as (contestants, products):
         present = [name for name in names if contestants[name].missing is None]
@@ -57,61 +58,42 @@ def measure(
                 contestants[name].seconds.append(answer["seconds"])
                 contestants[name].loss = answer["loss"]
             print(f"  round {number + 1} of {rounds}", file=sys.stderr)
-    peak = statistics.median(peaks[task.precision])
-    tokens = task.tokens_per_step * steps
-    result: dict[str, Any] = {
-        "seq": task.seq,
-        "batch": task.batch,
-        "precision": task.precision,
-        "parameters": task.parameters,
-        "flops_per_token": task.flops_per_token,
-        "products_gflops": {name: statistics.median(rates) for name, rates in peaks.items()},
-        "contestants": {},
-    }
-    for name, contestant in contestants.items():
-        if contestant.missing is not None:
-            result["contestants"][name] = {"missing": contestant.missing}
-            continue
-        rates = [tokens / seconds for seconds in contestant.seconds]
-        gflops = statistics.median(rates) * task.flops_per_token / 1e9
-        result["contestants"][name] = {
-            "tokens_per_s": rates,
-            "gflops": gflops,
-            "share_of_products": gflops / peak,
-            "loss": contestant.loss,
-        }
-        if name != "ours" and "ours" in present:
-            ours = contestants["ours"].seconds
-            pairs = zip(contestant.seconds, ours, strict=True)
-            result["contestants"][name]["ours_over_it"] = [its / own for its, own in pairs]
-    return result
+    gflops = {precision: statistics.median(rates) for precision, rates in peaks.items()}
+    return table(task, contestants, gflops, steps)
 
 
-def table(result: dict[str, Any]) -> str:
-    """A result as text."""
-    peaks = result["products_gflops"]
+def table(
+    task: Task, contestants: dict[str, Contestant], peak_gflops: dict[str, float], steps: int
+) -> str:
+    model = config_of(task).recipe.model
+    # Attention's products under the causal mask, of which MFU counts the whole square.
+    masked = 6 * model.num_layers * model.hidden_size * task.seq
+    flops_per_token = model_flops(model, 1) / task.seq - masked
     lines = [
-        f"seq {result['seq']}  batch {result['batch']}  {result['precision']}: "
-        f"{result['parameters'] / 1e6:.1f} M parameters, "
-        f"{result['flops_per_token'] / 1e6:.0f} MFLOP/token; products of 2048³: "
-        f"{peaks['fp32']:.0f} GFLOP/s in fp32, {peaks['bf16']:.0f} in bf16",
+        f"seq {task.seq}  batch {task.batch}  {task.precision}: "
+        f"{parameters(model) / 1e6:.1f} M parameters, {flops_per_token / 1e6:.0f} MFLOP/token; "
+        f"products of 2048³: {peak_gflops['fp32']:.0f} GFLOP/s in fp32, "
+        f"{peak_gflops['bf16']:.0f} in bf16",
         f"{'':<9}{'tokens/s':>9}{'min':>7}{'max':>7}{'GFLOP/s':>9}{'share':>7}"
         f"{'ours / it':>11}{'min':>7}{'max':>7}{'loss':>8}",
     ]
-    for name, found in result["contestants"].items():
-        if "missing" in found:
-            lines.append(f"{name:<9}missing: {found['missing']}")
+    ours = contestants["ours"].seconds
+    for name, contestant in contestants.items():
+        if contestant.missing is not None:
+            lines.append(f"{name:<9}missing: {contestant.missing}")
             continue
-        rates, ratios = found["tokens_per_s"], found.get("ours_over_it")
+        rates = [task.batch * task.seq * steps / seconds for seconds in contestant.seconds]
+        gflops = statistics.median(rates) * flops_per_token / 1e9
         line = (
             f"{name:<9}{statistics.median(rates):9.0f}{min(rates):7.0f}{max(rates):7.0f}"
-            f"{found['gflops']:9.0f}{found['share_of_products']:7.0%}"
+            f"{gflops:9.0f}{gflops / peak_gflops[task.precision]:7.0%}"
         )
-        if ratios:
+        if name != "ours" and ours:
+            ratios = [its / our for its, our in zip(contestant.seconds, ours, strict=True)]
             line += f"{statistics.median(ratios):11.3f}{min(ratios):7.3f}{max(ratios):7.3f}"
         else:
             line += " " * 25
-        lines.append(line + f"{found['loss']:8.3f}")
+        lines.append(line + f"{contestant.loss:8.3f}")
     return "\n".join(lines)
 
 
@@ -136,7 +118,6 @@ def _words(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Measure every setting asked for and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -174,7 +155,7 @@ def main() -> None:
                     threads = os.cpu_count() or 1
                     task = Task(MODELS[model], seq, batch, precision, threads, str(tokens))
                     result = measure(task, names, surroundings, options.rounds, options.steps)
-                    print(f"{model}  {table(result)}\n", flush=True)
+                    print(f"{model}  {result}\n", flush=True)
 
 
 if __name__ == "__main__":

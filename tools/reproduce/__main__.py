@@ -25,7 +25,9 @@ if __package__ in (None, ""):
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from reproduce import claims
-from reproduce.figures import Catalogue, FigureError, draw_figure, read_catalogue
+from reproduce.figures import Catalogue, draw_figure, read_catalogue
+from reproduce.runs import CommandError
+from slurmllm.errors import SlurmllmError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,13 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of pictures")
     parser.add_argument("--runs-dir", type=Path, default=Path(".reproduce") / "runs")
     parser.add_argument("--steps", type=int, help="train so many steps instead: a quick try")
-    parser.add_argument("--catalogue", type=Path, help="another figures.yaml")
     parser.add_argument("--list", action="store_true", help="print the figures and stop")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="of the figures that are drawn")
     options = parser.parse_args(arguments)
-    catalogue = read_catalogue(options.catalogue)
+    catalogue = read_catalogue()
     if options.list:
-        _print_list(catalogue, options.json)
+        _print_list(catalogue)
         return 0
     names = list(catalogue.figures) if options.figures == ["all"] else options.figures
     if unknown := [name for name in names if name not in catalogue.figures]:
@@ -61,28 +62,24 @@ def main(arguments: list[str] | None = None) -> int:
     drawn, failed = {}, 0
     for name in names:
         try:
-            found = draw_figure(catalogue, name, options.out, options.runs_dir, options.steps)
-        except FigureError as error:
+            drawn[name] = draw_figure(catalogue, name, options.out, options.runs_dir, options.steps)
+        except (CommandError, SlurmllmError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             drawn[name], failed = {"error": str(error)}, 1
             continue
-        drawn[name] = found
         if not options.json:
+            figure = drawn[name]
             print(f"\n{catalogue.figures[name].title}\n")
-            for command, text in zip(found["commands"], found["output"], strict=True):
+            for command, text in zip(figure["commands"], figure["output"], strict=True):
                 print(f"$ {command}\n{text}")
-            if found["picture"] not in found["output"][-1]:
-                print(f"picture: {found['picture']}", flush=True)
+            if figure["picture"] not in figure["output"][-1]:
+                print(f"picture: {figure['picture']}", flush=True)
     if options.json:
         print(json.dumps(drawn, indent=1))
     return failed
 
 
-def _print_list(catalogue: Catalogue, as_json: bool) -> None:
-    if as_json:
-        figures = {name: vars(figure) for name, figure in catalogue.figures.items()}
-        print(json.dumps(figures, indent=1))
-        return
+def _print_list(catalogue: Catalogue) -> None:
     for name, figure in catalogue.figures.items():
         source = f"runs {', '.join(figure.runs)}" if figure.runs else "no run"
         print(f"{name:16} {figure.post:7} {figure.title} ({source})")

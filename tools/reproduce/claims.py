@@ -30,22 +30,15 @@ _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a source document.
+    """A claim of a source document."""
 
-    Attributes:
-        id: Letter of the document and number in it.
-        prints: Part of the command's output. `…` stands for any text, a space for any blanks.
-        tolerance: Relative, for the numbers of `prints`, which then has no `…`.
-        seconds: How long the command takes on two cores, about.
-    """
-
-    id: str
+    id: str  # letter of the document and number in it
     claim: str
     command: str
-    prints: str
+    prints: str  # part of the output; `…` stands for any text, a space for any blanks
     verdict: str
-    seconds: int
-    tolerance: float = 0.0
+    seconds: int  # about, on two cores
+    tolerance: float = 0.0  # relative, for the numbers of `prints`, which then has no `…`
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,6 @@ class Document:
 
 
 def read_claims(path: Path = CLAIMS) -> Mapping[str, Document]:
-    """Return the source documents by their letter."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {
         letter: Document(
@@ -112,7 +104,6 @@ def table(documents: Mapping[str, Document]) -> str:
 
 
 def write_table(documents: Mapping[str, Document], page: Path = PAGE) -> None:
-    """Replace the table of the page."""
     lines = page.read_text(encoding="utf-8").splitlines()
     start = lines.index(_HEADING)
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
@@ -136,7 +127,6 @@ def run_claim(claim: Claim) -> tuple[bool, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List or run claims; returns 1 if one is not printed."""
     parser = argparse.ArgumentParser(
         prog="reproduce claims",
         description=__doc__,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from reproduce.runs import TrainingError, slurmllm
+from reproduce.runs import CommandError, slurmllm
 from slurmllm.drill.injector import signal_worker
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.rundir import RunDir
@@ -20,19 +20,19 @@ Shown = list[tuple[str, str]]  # commands and what they printed
 
 # Everything but the arithmetic, so that the demonstration is over soon.
 _REHEARSAL = ("backend=rehearsal", "env.SLURMLLM_REHEARSAL_STEP_S=0.1", "optim.warmup_steps=10")
-_STEP_LIMIT_S = 100  # for the step at which something is shown
+_STEP_LIMIT_S = 240  # for the step at which something is shown
 
 
 def watchdog(runs_dir: Path) -> Shown:
     """Freeze a worker; the watchdog ends the attempt, keeps its stacks, and the run goes on."""
     settings = (*_REHEARSAL, "train.steps=60", "checkpoint.every_steps=10", "watchdog.min_step_s=3")
     with _training("watched", runs_dir, settings) as run:
-        _wait_for_step(run, 25)
+        wait_for_step(run, 25)
         pid = signal_worker(run, 0, "local1", 1, signal.SIGSTOP)
     stacks = slurmllm("logs", "watched", "--stacks", "--runs-dir", str(runs_dir))
     return [
         (f"kill -STOP {pid}", "(rank 1, after step 25)"),
-        ("slurmllm status watched", _status("watched", runs_dir)),
+        ("slurmllm status watched", slurmllm("status", "watched", "--runs-dir", str(runs_dir))),
         ("slurmllm logs watched --stacks", "\n".join([*stacks.splitlines()[:6], "…"])),
     ]
 
@@ -41,9 +41,9 @@ def monitoring(runs_dir: Path) -> Shown:
     """Follow a run while it trains; check afterwards that TensorBoard has the same curves."""
     where = ("--runs-dir", str(runs_dir))
     with _training("followed", runs_dir, (*_REHEARSAL, "train.steps=100")) as run:
-        _wait_for_step(run, 40)
+        wait_for_step(run, 40)
         shown = [
-            ("slurmllm status followed", _status("followed", runs_dir)),
+            ("slurmllm status followed", slurmllm("status", "followed", *where)),
             ("slurmllm logs followed -n 2", slurmllm("logs", "followed", "-n", "2", *where)),
         ]
     events = runs_dir / "followed" / "tensorboard"
@@ -81,18 +81,14 @@ def _training(name: str, runs_dir: Path, settings: Sequence[str]) -> Iterator[Ru
         finally:
             job.terminate()
     if job.returncode:
-        raise TrainingError(output.decode()[-2000:])
+        raise CommandError(output.decode()[-2000:])
 
 
-def _wait_for_step(run: RunDir, step: int) -> None:
+def wait_for_step(run: RunDir, step: int) -> None:
     end = time.monotonic() + _STEP_LIMIT_S
     while time.monotonic() < end:
         row = last_row(run) if run.config.is_file() else None
         if row is not None and row["step"] >= step:
             return
         time.sleep(0.1)
-    raise TrainingError(f"{run.name} did not reach step {step} within {_STEP_LIMIT_S} s")
-
-
-def _status(name: str, runs_dir: Path) -> str:
-    return slurmllm("status", name, "--runs-dir", str(runs_dir))
+    raise CommandError(f"{run.name} did not reach step {step} within {_STEP_LIMIT_S} s")

@@ -93,13 +93,13 @@ def table1(path: Path) -> str:
 
 def time_and_cost(path: Path) -> str:
     """Days and dollars of compute-optimal training on 128 A100-40GB, from llm-foundry's table."""
-    found: dict[str, Row] = {}
+    row_of: dict[str, Row] = {}
     for row in rows("published_gpu.csv"):
         fits = row.hardware == "A100-40GB" and row.mesh.nodes == NODES
         if fits and row.config.recipe.model.seq_len == 2048:
-            found[row.model] = row
+            row_of[row.model] = row
     cells, measured, ours = [], [], []
-    for row in sorted(found.values(), key=_parameters):
+    for row in sorted(row_of.values(), key=_parameters):
         tokens = TOKENS_PER_PARAMETER * _parameters(row)
         days = [
             tokens / row.config.recipe.model.seq_len / speed / 86400
@@ -251,7 +251,8 @@ def _draw(
     label: str,
 ) -> None:
     for points, name, style in ((measured, "published throughput", "o-"), (ours, "plan", "s:")):
-        axes.plot([one[0] for one in points], [one[column] for one in points], style, label=name)
+        x, y = ([point[i] for point in points] for i in (0, column))
+        axes.plot(x, y, style, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -18,27 +18,20 @@ from slurmllm.run.rundir import RunDir
 AT_ONCE = 2
 
 
-class TrainingError(Exception):
-    """A run could not be trained."""
+class CommandError(Exception):
+    """A verb of slurmllm failed."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run of the catalogue.
-
-    Attributes:
-        set: Settings, after those of every run.
-        also: More of them.
-        after: The run from whose last checkpoint it starts.
-        corpus: `smoke`: a corpus with the answers of the smoke suite.
-    """
+    """A run of the catalogue."""
 
     recipe: str
     nodes: int = 1
-    set: list[str] = field(default_factory=list)
-    also: list[str] = field(default_factory=list)
-    after: str | None = None
-    corpus: str | None = None
+    set: list[str] = field(default_factory=list)  # settings, after those of every run
+    also: list[str] = field(default_factory=list)  # more of them
+    after: str | None = None  # the run from whose last checkpoint it starts
+    corpus: str | None = None  # `smoke`: a corpus with the answers of the smoke suite
 
 
 def train_missing(
@@ -50,8 +43,7 @@ def train_missing(
 ) -> None:
     """Train the runs that are not complete; an interrupted one is resumed.
 
-    Raises:
-        TrainingError: the first run that failed, with the end of its output.
+    Raises CommandError for the first run that failed.
     """
     names = list(names)
     first = [after for name in names if (after := specs[name].after) is not None]
@@ -95,13 +87,14 @@ def _state(name: str, runs_dir: Path) -> str:
     return str(json.loads(text)["state"])
 
 
-def slurmllm(*arguments: str) -> str:
+def slurmllm(*arguments: str, may_differ: bool = False) -> str:
+    """Run a verb and return what it prints; `may_differ`: that runs differ is no error."""
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", *arguments], check=False, capture_output=True, text=True
     )
-    if done.returncode:
+    if done.returncode > (may_differ and arguments[0] == "compare"):
         end = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise TrainingError(f"slurmllm {' '.join(arguments[:2])} failed:\n{end}")
+        raise CommandError(f"slurmllm {' '.join(arguments[:2])} failed:\n{end}")
     return done.stdout
 
 

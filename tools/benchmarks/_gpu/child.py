@@ -22,14 +22,11 @@ _WARM_UP = 3  # steps after the first one, before the timed ones
 
 
 def train(trainer: str, task: Task) -> Measured:
-    """Train and measure.
+    """Train and measure; returns `missing`, a reason, if this trainer cannot run here.
 
-    Returns:
-        `first_step_s`, compilation included; `step_s`, the mean of the timed steps; `loss`, of the
-        last step; `save`, of `Ours.save`, if the trainer has it; `peak_bytes` and
-        `reserved_bytes`: the most that tensors needed and torch's
-        allocator held in the timed steps (on a CPU the process's memory). Or `missing`: why this
-        trainer cannot run here.
+    `first_step_s` includes compilation, `step_s` is the mean of the timed steps, `loss` of the last
+    one. `peak_bytes` and `reserved_bytes` are the most that tensors needed and torch's allocator
+    held in the timed steps; on a CPU, the process's memory.
     """
     from _gpu.trainers import TRAINERS, Ours
 
@@ -55,13 +52,13 @@ def train(trainer: str, task: Task) -> Measured:
     if on_gpu:
         torch.cuda.synchronize()
     step_s = (time.perf_counter() - began) / task.steps
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # getrusage(2): KiB
+    process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # getrusage(2): KiB
     return {
         "first_step_s": first_step_s,
         "step_s": step_s,
         "loss": value,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else own,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else own,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else process_bytes,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else process_bytes,
         "save": step.save(lambda: step(*next(batches))) if isinstance(step, Ours) else None,
     }
 
@@ -85,14 +82,13 @@ def _batches(task: Task) -> Iterator[tuple[Any, ...]]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return the device's name and memory, torch's version, and the kernels for attention."""
-    found: dict[str, Any] = {"torch": torch.__version__, "attention": attention_kernels(device)}
+    facts: dict[str, Any] = {"torch": torch.__version__, "attention": attention_kernels(device)}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
+        facts |= {"name": properties.name, "memory_bytes": properties.total_memory}
     else:
-        found |= {"name": "CPU", "memory_bytes": None}
-    return found
+        facts |= {"name": "CPU", "memory_bytes": None}
+    return facts
 
 
 def attention_kernels(device: str) -> dict[str, list[str]]:
@@ -109,7 +105,7 @@ def attention_kernels(device: str) -> dict[str, list[str]]:
         "document mask": (32, True),
         "document mask, grouped queries (not used: keys are repeated)": (8, True),
     }
-    found = {}
+    kernels_of = {}
     for name, (kv_heads, masked) in cases.items():
         query, key = (
             torch.zeros(1, heads, 256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -117,14 +113,13 @@ def attention_kernels(device: str) -> dict[str, list[str]]:
         )
         mask = query.new_zeros(1, 1, 256, 256).detach() if masked else None
         params = cuda.SDPAParams(query, key, key, mask, 0.0, mask is None, kv_heads < 32)
-        found[name] = [kernel for kernel, accepts in accept.items() if accepts(params)]
-    return found
+        kernels_of[name] = [kernel for kernel, accepts in accept.items() if accepts(params)]
+    return kernels_of
 
 
 def main() -> None:
-    """Run what the command line names and print its result."""
     verb, *rest = sys.argv[1:]
-    result = describe(*rest) if verb == "describe" else train(rest[0], Task.from_json(rest[1]))
+    result = describe(*rest) if verb == "describe" else train(rest[0], Task(**json.loads(rest[1])))
     print(json.dumps(result), flush=True)
 
 

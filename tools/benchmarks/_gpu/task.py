@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig, resolve
@@ -53,30 +52,14 @@ PROFILES = {"H100": "p5", "H200": "p5e", "A100": "p4d"}
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement: a model's training by one trainer on one device.
-
-    Attributes:
-        profile: The cluster profile whose hardware figures apply.
-        memory_bytes: Of the device; None: as the profile has it.
-        steps: Timed steps.
-        compiled: Whether Inductor compiles; otherwise graphs are only captured.
-    """
+    """One measurement: a model's training by one trainer on one device."""
 
     model: str
     device: str
-    profile: str
-    memory_bytes: int | None
-    steps: int
-    compiled: bool
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
+    profile: str  # whose hardware figures apply
+    memory_bytes: int | None  # of the device; None: as the profile has it
+    steps: int  # timed ones
+    compiled: bool  # by Inductor; otherwise graphs are only captured
 
     def config(self) -> RunConfig:
         """The run configuration: one device, bf16 products, fp32 weights and optimizer state."""
@@ -103,16 +86,15 @@ class Task:
 def forecast(task: Task) -> dict[str, float]:
     """Return the planner's prediction, and what turns a measured time into utilization.
 
-    Returns:
-        `step_s`; `memory_bytes`, the peak; `tokens`, of a step; `model_flops`, of a step, as
-        `slurmllm plan` counts them for MFU; `peak_flops`, of the device per second in bf16.
+    `memory_bytes` is the peak; `tokens` and `model_flops` are of a step, the latter as
+    `slurmllm plan` counts them for MFU; `peak_flops` is the device's in bf16, per second.
     """
     config = task.config()
     mesh = make_mesh(config, 1)
-    found = predict(config, mesh)
+    prediction = predict(config, mesh)
     return {
-        "step_s": found.step.total,
-        "memory_bytes": found.memory.peak,
+        "step_s": prediction.step.total,
+        "memory_bytes": prediction.memory.peak,
         "tokens": mesh.global_batch * config.recipe.model.seq_len,
         "model_flops": model_flops(config.recipe.model, mesh.global_batch),
         "peak_flops": peak_flops(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -38,36 +38,29 @@ BLAMES_NODE: frozenset[FailureKind] = frozenset({"device", "node", "hang"})
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure to come.
+    """A failure to come."""
 
-    Attributes:
-        at: Simulated time, s.
-        kind: Kind of failure.
-        node: The node that failed; None if no single node did.
-    """
-
-    at: float
+    at: float  # simulated time, s
     kind: FailureKind
-    node: str | None = None
+    node: str | None = None  # None if no single node failed
 
 
 @dataclass(frozen=True)
 class FailureQuery:
-    """The state of a simulation that asks for the next failure.
+    """The state of a simulation that asks for the next failure; times in s."""
 
-    Attributes:
-        attempt: Number of the running attempt.
-        started: Its start, s.
-        trains_at: When its steps begin, without the extra time of the first step, s.
-        now: Earliest time of the failure, s.
-        nodes: Nodes of the attempt.
-    """
-
-    attempt: int
-    started: float
-    trains_at: float
-    now: float
+    attempt: int  # number of the running attempt
+    started: float  # its start
+    trains_at: float  # when its steps begin, without the extra time of the first
+    now: float  # earliest time of the failure
     nodes: Sequence[str]
+
+
+class FailureSource(Protocol):
+    """Decides what fails and when."""
+
+    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
+        """Return the next failure after `query.now`, or None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,6 @@ class RandomFailures:
     per_node_hour: Mapping[FailureKind, float]
 
     def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
-        """Return the next failure after `query.now`, or None if there is none."""
         kinds, count = list(self.per_node_hour), len(query.nodes)
         rates = np.array([self.per_node_hour[kind] for kind in kinds])
         per_s = float(rates.sum() * count) / 3600.0
@@ -90,40 +82,6 @@ class RandomFailures:
         return Failure(at, kind, node if kind in BLAMES_NODE else None)
 
 
-@dataclass(frozen=True)
-class Scripted:
-    """The failure of one attempt of a real run.
-
-    Attributes:
-        kind: Kind of failure.
-        after_s: Seconds of steps and saves, or from the attempt's start.
-        training: Whether `after_s` counts steps and saves, without the extra time of the first
-            step.
-        node: Index of the node.
-    """
-
-    kind: FailureKind
-    after_s: float
-    training: bool
-    node: int = 0
-
-
-@dataclass(frozen=True)
-class ScriptedFailures:
-    """One failure for each attempt, in order; None: that attempt does not fail."""
-
-    script: Sequence[Scripted | None]
-
-    def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
-        failure = self.script[query.attempt] if query.attempt < len(self.script) else None
-        if failure is None or query.now > query.started:
-            return None
-        early = min(query.started + failure.after_s, query.trains_at)
-        at = query.trains_at + failure.after_s if failure.training else early
-        node = query.nodes[failure.node % len(query.nodes)]
-        return Failure(at, failure.kind, node if failure.kind in BLAMES_NODE else None)
-
-
 def draw(durations: Durations, phase: str, rng: np.random.Generator) -> float:
     """One of the values of a phase, s."""
     values: tuple[float, ...] = getattr(durations, phase)
@@ -132,46 +90,26 @@ def draw(durations: Durations, phase: str, rng: np.random.Generator) -> float:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to simulate.
+    """A run to simulate."""
 
-    Attributes:
-        recipe: Its policy: the sections slurm, checkpoint and watchdog. The job holds
-            `slurm.spare_nodes` in addition to `nodes`; utilization is of `nodes`.
-        nodes: Number of nodes.
-        step_s: Duration of a step, s.
-        horizon_s: When the simulation ends, s.
-        durations: Of the phases.
-        save: What a checkpoint costs.
-        failures: Source of failures.
-        steps: Of the run; None: unlimited.
-        spares: Nodes of the partition beyond those of the job.
-        repair_s: From the failure of a node to its return.
-        outage_s: How long the shared file system fails.
-        node_mtbf_hours: The cluster profile's figure.
-        time_limit_s: Of the job; None: no limit.
-        recovery: auto: the policy decides; by_hand: an engineer restarts every ended job.
-        engineer_s: Until an engineer restarts a run that has stopped.
-    """
-
-    recipe: Recipe
-    nodes: int
+    recipe: Recipe  # the sections slurm (with spare nodes), checkpoint and watchdog
+    nodes: int  # utilization is of these, without spare ones
     step_s: float
-    horizon_s: float
+    horizon_s: float  # when the simulation ends
     durations: Durations
     save: SaveCost
-    failures: RandomFailures | ScriptedFailures
-    steps: int | None = None
-    spares: int = 4
-    repair_s: float = DAY_S
-    outage_s: float = 600.0
-    node_mtbf_hours: float = 3300.0
-    time_limit_s: float | None = None
-    recovery: Literal["auto", "by_hand"] = "auto"
-    engineer_s: float = HOUR_S
+    failures: FailureSource
+    steps: int | None = None  # None: unlimited
+    spares: int = 4  # nodes of the partition beyond those of the job
+    repair_s: float = DAY_S  # from the failure of a node to its return
+    outage_s: float = 600.0  # how long the shared file system fails
+    node_mtbf_hours: float = 3300.0  # the cluster profile's figure
+    time_limit_s: float | None = None  # of the job
+    recovery: Literal["auto", "by_hand"] = "auto"  # by_hand: an engineer restarts every ended job
+    engineer_s: float = HOUR_S  # until an engineer restarts a run that has stopped
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The nodes of the partition."""
         total = self.nodes + self.recipe.slurm.spare_nodes + self.spares
         return tuple(f"n{i + 1}" for i in range(total))
 

@@ -31,31 +31,26 @@ def simulate(scenario: Scenario, seed: int) -> RunHistory:
 
 
 class Partition:
-    """The nodes of a partition that no other run uses: broken, excluded, or available.
-
-    Args:
-        names: Names of all nodes.
-    """
+    """The nodes of a partition that no other run uses: broken, excluded, or available."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._broken_until = dict.fromkeys(names, -math.inf)
         self._excluded_until = dict.fromkeys(names, -math.inf)
         self._order = list(names)
 
-    def allocate(self, now: float, wanted: int) -> tuple[float, tuple[str, ...]]:
-        """Allocate the next job; excluded nodes are used only if too few others are available.
+    def allocate(self, now: float, count: int) -> tuple[float, tuple[str, ...]]:
+        """Allocate the next job's nodes; return its start time, s, and the nodes.
 
-        Returns:
-            Start time, s, and the nodes; those of the job before come first.
+        Those of the job before come first; excluded ones, only if others are too few, last.
         """
-        repaired = sorted(self._broken_until.values())[wanted - 1]
+        repaired = sorted(self._broken_until.values())[count - 1]
         start = max(now, repaired)
         available = [name for name in self._order if self._broken_until[name] <= start]
         preferred = [name for name in available if self._excluded_until[name] <= start]
         excluded = [name for name in available if self._excluded_until[name] > start]
-        taken = tuple((preferred + excluded)[:wanted])
-        kept = set(taken)
-        self._order = [*taken, *(name for name in self._order if name not in kept)]
+        taken = tuple((preferred + excluded)[:count])
+        taken_names = set(taken)
+        self._order = [*taken, *(name for name in self._order if name not in taken_names)]
         return start, taken
 
     def break_down(self, name: str, until: float) -> None:
@@ -112,8 +107,8 @@ class _Simulation:
             restarted = bool(self.held)
             if not restarted:
                 slurm = self.scenario.recipe.slurm
-                wanted = self.scenario.nodes + slurm.spare_nodes
-                now, self.held = self.nodes.allocate(now, wanted)
+                count = self.scenario.nodes + slurm.spare_nodes
+                now, self.held = self.nodes.allocate(now, count)
                 self.job_began = now
             if now >= self.scenario.horizon_s:
                 break
@@ -329,7 +324,7 @@ class _SimulatedAttempt:
         if stopping_s is None:
             stopping_s = draw(self.scenario.durations, "stopping", self.rng)
         ended_at = at + stopping_s
-        self.whole.outages = [one for one in self.whole.outages if one[0] <= ended_at]
+        self.whole.outages = [outage for outage in self.whole.outages if outage[0] <= ended_at]
         steps = self.made.steps()
         if steps is not None:
             self.whole.steps[self.number] = steps

@@ -56,12 +56,10 @@ class Turn:
         self.begin()
 
     def answer(self, content: dict[str, Any]) -> None:
-        """Send one line."""
         print(json.dumps(content), file=self._replies, flush=True)
 
 
 def main() -> None:
-    """Run one contestant until its input ends."""
     # Libraries print to standard output what they like; answers go the descriptor's old way.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers_loop import make_model
 
 from contestants import task as settings
-from contestants import transformers_model
 from contestants.child import Turn
+from contestants.ours import config_of
 from contestants.task import Task
 
 
@@ -49,7 +50,6 @@ class _Watched(Trainer):
 
 
 def train(task: Task, turn: Turn) -> None:
-    """Train without end."""
     turns = _Turns(turn)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -77,7 +77,7 @@ def train(task: Task, turn: Turn) -> None:
             disable_tqdm=True,
         )
         trainer = _Watched(
-            model=transformers_model.make_model(task),
+            model=make_model(config_of(task).recipe.model),
             args=arguments,
             train_dataset=_Rows(task),
             callbacks=[turns],

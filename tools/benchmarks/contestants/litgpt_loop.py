@@ -41,7 +41,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def train(task: Task, turn: Turn) -> None:
-    """Train without end."""
     s = task.shape
     config = Config(
         name="benchmark",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contestants import task as settings
 from contestants.child import Turn
 from contestants.task import Task
-from slurmllm.backends.base import MicroBatch, Worker, load_backend
+from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import make_mesh
 
@@ -13,7 +13,6 @@ PRECISIONS = {"fp32": "fp32", "bf16": "bf16_mixed"}
 
 
 def config_of(task: Task) -> RunConfig:
-    """The run configuration that stands for a task."""
     s = task.shape
     overrides = {
         "model.num_layers": s.layers,
@@ -39,15 +38,19 @@ def config_of(task: Task) -> RunConfig:
     )
 
 
-def train(task: Task, turn: Turn) -> None:
-    """Train without end."""
+def start_backend(config: RunConfig) -> Backend:
+    """Return the native backend of one worker, with model and optimizer."""
     from slurmllm.model.decoder import build_model
 
-    config = config_of(task)
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
     backend.start()
     backend.build(lambda: build_model(config.recipe.model))
     backend.build_optimizer()
+    return backend
+
+
+def train(task: Task, turn: Turn) -> None:
+    backend = start_backend(config_of(task))
     for tokens, labels in task.batches():
         loss = backend.forward_backward([MicroBatch(tokens, labels)], labels.size)
         backend.optimizer_step(settings.LR)

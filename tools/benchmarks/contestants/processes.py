@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import slurmllm
 from contestants.task import Task
 from slurmllm.backends.native.environment import variables
 
@@ -26,26 +27,15 @@ PRODUCTS_A_TURN = 12
 
 
 class Surroundings(NamedTuple):
-    """What the processes are given.
+    """What the processes are given."""
 
-    Attributes:
-        folder: For logs and compiled graphs.
-        pythons: Interpreters of contestants that have one of their own.
-        share_variables: Whether all get the environment variables of ours.
-    """
-
-    folder: Path
-    pythons: Mapping[str, str]
-    share_variables: bool
+    folder: Path  # for logs and compiled graphs
+    pythons: Mapping[str, str]  # interpreters of contestants that have one of their own
+    share_variables: bool  # whether all get the environment variables of ours
 
 
 class Contestant:
-    """A child process and what it measured.
-
-    Attributes:
-        missing: Why it cannot run here; None where it can.
-        seconds: Of each round's steps.
-    """
+    """A child process, the seconds of each round's steps, and why it cannot run here, if so."""
 
     def __init__(
         self, module: str, task: Task, python: str, env: Mapping[str, str], log: Path
@@ -63,7 +53,7 @@ class Contestant:
                 stderr=stderr,
                 text=True,
             )
-        self._send(task.to_json())
+        self._send(json.dumps(asdict(task)))
 
     def turn(self, steps: int) -> dict[str, Any]:
         """Let it run so many counted steps and wait for its answer."""
@@ -86,7 +76,6 @@ class Contestant:
             pass
 
     def stop(self) -> None:
-        """End the process and wait until its memory is free."""
         self._process.kill()
         self._process.communicate()
 
@@ -97,8 +86,10 @@ def started(
 ) -> Iterator[tuple[dict[str, Contestant], Contestant]]:
     """All contestants, compiled and warm, and the matrix products; ended on the way out."""
     folder = surroundings.folder
+    slurmllm_parents = [Path(path).parent for path in slurmllm.__path__]
     common = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), _slurmllm_path()]),
+        # For contestants with an interpreter of their own.
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[1], *slurmllm_parents))),
         "OMP_NUM_THREADS": str(task.threads),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TOKENIZERS_PARALLELISM": "false",
@@ -107,9 +98,9 @@ def started(
 
         def start(name: str, module: str, env: Mapping[str, str]) -> Contestant:
             python = surroundings.pythons.get(name, sys.executable)
-            found = Contestant(module, task, python, {**common, **env}, folder / f"{name}.log")
-            stack.callback(found.stop)
-            return found
+            contestant = Contestant(module, task, python, {**common, **env}, folder / f"{name}.log")
+            stack.callback(contestant.stop)
+            return contestant
 
         contestants = {}
         for name in names:
@@ -123,14 +114,6 @@ def started(
         products = start("products", "products", {})
         products.turn(PRODUCTS_A_TURN)
         yield contestants, products
-
-
-def _slurmllm_path() -> str:
-    """Where this interpreter found slurmllm, for children with another interpreter."""
-    spec = importlib.util.find_spec("slurmllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parent.parent)
 
 
 def _worker_variables(name: str, task: Task, surroundings: Surroundings) -> dict[str, str]:

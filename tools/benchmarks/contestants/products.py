@@ -13,7 +13,6 @@ SIZE = 2048
 
 
 def train(task: Task, turn: Turn) -> None:
-    """Answer each turn with GFLOP/s of both formats."""
     pairs = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         left, right = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))

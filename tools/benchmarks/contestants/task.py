@@ -1,10 +1,10 @@
-"""What all contestants train: shape, batches, optimizer settings; and what it costs."""
+"""What all contestants train: shape, batches, optimizer settings."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,44 +34,26 @@ class Shape:
     ffn: int
     vocab: int
 
-    @property
-    def block_matrices(self) -> int:
-        """Weights of the matrices of one layer."""
-        keys_and_values = 2 * self.hidden**2 * self.kv_heads // self.heads
-        feed_forward = (3 if self.family == "llama" else 2) * self.hidden * self.ffn
-        return 2 * self.hidden**2 + keys_and_values + feed_forward
-
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement's settings.
-
-    Attributes:
-        precision: fp32, or bf16: products in bf16, weights and optimizer state in fp32.
-        tokens: A .npy file, int64 [rows, seq + 1].
-    """
+    """One measurement's settings."""
 
     shape: Shape
     seq: int
     batch: int
-    precision: str
+    precision: str  # fp32, or bf16: products in bf16, weights and optimizer state in fp32
     threads: int
-    tokens: str
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
+    tokens: str  # a .npy file, int64 [rows, seq + 1]
 
     @classmethod
     def from_json(cls, text: str) -> Task:
-        """What `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         return cls(shape=Shape(**values.pop("shape")), **values)
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """All sequences, each with the token after it."""
-        found: npt.NDArray[np.int64] = np.load(Path(self.tokens))
-        return found
+        rows: npt.NDArray[np.int64] = np.load(Path(self.tokens))
+        return rows
 
     def batches(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """Tokens and labels, [batch, seq] each, without end; the same for all contestants."""
@@ -81,39 +63,12 @@ class Task:
                 part = rows[start : start + self.batch]
                 yield part[:, :-1].copy(), part[:, 1:].copy()
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in one optimizer step."""
-        return self.batch * self.seq
 
-    @property
-    def parameters(self) -> int:
-        """Weights and biases."""
-        s = self.shape
-        # Norms, and neox's biases.
-        vectors = 2 * s.hidden if s.family == "llama" else 9 * s.hidden + s.ffn
-        final_norm = s.hidden if s.family == "llama" else 2 * s.hidden
-        return s.layers * (s.block_matrices + vectors) + 2 * s.vocab * s.hidden + final_norm
-
-    @property
-    def flops_per_token(self) -> int:
-        """Floating-point operations of the model for one token, forward and backward.
-
-        6N + 6·layers·hidden·seq, where N counts the weights in matrix products: those of the
-        blocks and the head, not the embedding. The second term is attention's two products under
-        the causal mask (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, count 12: the whole
-        square).
-        """
-        s = self.shape
-        multiplied = s.layers * s.block_matrices + s.vocab * s.hidden
-        return 6 * multiplied + 6 * s.layers * s.hidden * self.seq
-
-
-def decay_groups(model: Any) -> list[dict[str, Any]]:
+def decay_groups(model: Any, weight_decay: float = WEIGHT_DECAY) -> list[dict[str, Any]]:
     """For AdamW: matrices decay, norms and biases do not."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     return [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]

@@ -1,20 +1,17 @@
 """How right the verdicts and causes of `slurmllm compare` are.
 
-    python tools/benchmarks/departures --noise 300 [--json]
-    python tools/benchmarks/departures [--golden DIR] [--pythia DIR] [--json]
+    python tools/benchmarks/departures --noise 300
+    python tools/benchmarks/departures --golden DIR
 
-The first counts false alarms and what is found in simulated noise. The second compares published
-curves that the user fetched: golden values of Megatron-LM's tests, and runs that differ in the
-seed.
+The first counts false alarms and what is found in simulated noise. The second compares golden
+values of Megatron-LM's tests, in a folder that the user fetched.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 # One thread a process, before a BLAS starts its own
@@ -26,32 +23,18 @@ from departures import noise, published
 
 
 def main() -> None:
-    """Measure, print."""
     parser = argparse.ArgumentParser(
         prog="departures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--noise", type=int, metavar="SEEDS", help="simulations a row")
     parser.add_argument("--golden", type=Path, metavar="DIR", help="see published.py")
-    parser.add_argument("--pythia", type=Path, metavar="DIR", help="likewise")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not (options.noise or options.golden or options.pythia):
-        parser.error("give --noise, --golden or --pythia")
-    figures: dict[str, object] = {}
-    texts = []
+    if not (options.noise or options.golden):
+        parser.error("give --noise or --golden")
     if options.noise:
-        rates = noise.measure(options.noise)
-        figures["noise"] = rates
-        texts.append(noise.show(rates, options.noise))
+        print(noise.show(noise.measure(options.noise), options.noise))
     if options.golden:
-        golden = published.compare_golden(options.golden)
-        figures["golden"] = [asdict(pair) for pair in golden]
-        texts.append(published.show("A100 and H100", golden))
-    if options.pythia:
-        seeds = published.compare_seeds(options.pythia)
-        figures["pythia"] = [asdict(pair) for pair in seeds]
-        texts.append(published.show("seeds", seeds))
-    print(json.dumps(figures, indent=1) if options.json else "\n\n".join(texts))
+        print(published.show(published.compare_golden(options.golden)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What compare answers, and what a right verdict is by the logged values."""
+"""Curves for compare, and what a right verdict is by the logged values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,29 +18,6 @@ TOLERANCES = {"loss": 1e-3, "grad_norm": 1e-2}  # compare's defaults
 _WINDOW = 8  # points whose mean counts as lasting
 _CLEAR = 1.5  # times the tolerance: beyond doubt lasting
 _SCATTER = 3.0  # times the tolerance, as a root mean square: beyond doubt different
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause that compare names."""
-
-    kind: str
-    confidence: str  # certain, likely, possible
-    step: int | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What compare finds."""
-
-    verdict: str
-    causes: tuple[Cause, ...]
-
-
-def read_answer(comparison: Mapping[str, Any]) -> Answer:
-    """Read the `--json` of a comparison."""
-    causes = [Cause(c["kind"], c["confidence"], c.get("step")) for c in comparison["causes"]]
-    return Answer(comparison["verdict"], tuple(causes))
 
 
 def curve(name: str, columns: Mapping[str, Floats], steps: Ints | None = None) -> Curve:
@@ -58,14 +34,11 @@ def curve(name: str, columns: Mapping[str, Floats], steps: Ints | None = None) -
 
 
 def visible_verdicts(a: Mapping[str, Floats], b: Mapping[str, Floats]) -> frozenset[Verdict]:
-    """Return the right verdicts by what two logs show.
+    """Return the right verdicts by what two logs show, columns [points] at the same steps.
 
     Two runs whose logged loss and gradient norm have the same bits are identical; within the
     tolerance at every point they match. If only single points are beyond it, or a mean is beyond it
     by less than half, any verdict but `identical` is right.
-
-    Args:
-        a, b: Columns at the same steps. [points] each
     """
     pairs = [(a[name], b[name], limit) for name, limit in TOLERANCES.items() if name in a]
     if all(np.array_equal(x, y) for x, y, _ in pairs):

@@ -9,12 +9,13 @@ that are not finite, must be the first cause, with their step, whatever digits a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 
 import numpy as np
+from scipy.signal import lfilter
 
-from departures.answers import TOLERANCES, Floats, curve, read_answer
+from departures.answers import TOLERANCES, Floats, curve
 from slurmllm.compare.compare import compare
+from slurmllm.display.tables import markdown_table
 
 SHAPES = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
 _LONG = 100_000
@@ -28,7 +29,6 @@ _ROUNDED = {"loss": 1e-6, "grad_norm": 1e-5}  # relative scatter by roundings
 
 
 def measure(seeds: int) -> dict[str, float]:
-    """Returns shares of simulations, by what is simulated."""
     return {
         **false_alarms(seeds),
         **band_alarms(seeds),
@@ -39,12 +39,8 @@ def measure(seeds: int) -> dict[str, float]:
 
 
 def show(rates: Mapping[str, float], seeds: int) -> str:
-    lines = [
-        f"| of {seeds} simulations ({min(seeds, _LONG_SEEDS)} of long curves) | % |",
-        "|---|--:|",
-    ]
-    lines += [f"| {name} | {100 * rate:.1f} |" for name, rate in rates.items()]
-    return "\n".join(lines)
+    heading = f"of {seeds} simulations ({min(seeds, _LONG_SEEDS)} of long curves)"
+    return markdown_table((heading, "%"), [(name, f"{100 * r:.1f}") for name, r in rates.items()])
 
 
 def decay(points: int) -> Floats:
@@ -56,14 +52,14 @@ def differs(r: Floats) -> bool:
     """Whether compare calls two losses different whose relative difference is r tolerances."""
     loss = decay(len(r))
     other = loss * (1 + TOLERANCES["loss"] * r)
-    found = compare(curve("A", {"loss": loss}), curve("B", {"loss": other}))
-    return found.verdict == "differ"
+    comparison = compare(curve("A", {"loss": loss}), curve("B", {"loss": other}))
+    return comparison.verdict == "differ"
 
 
 def false_alarms(seeds: int) -> dict[str, float]:
     """False-positive rate of compare on pure noise, by distribution and number of points."""
     random = np.random.default_rng(8)
-    found = {}
+    rates = {}
     for points in (50, 200, 1000, 5000, 20000):
         for shape, degrees in SHAPES.items():
             for slowness in (0.0, 0.5, 0.9, 0.99):
@@ -71,14 +67,14 @@ def false_alarms(seeds: int) -> dict[str, float]:
                     differs(noise(random, points, degrees, slowness) / 3) for _ in range(seeds)
                 )
                 kind = f"AR(1) {slowness:g}" if slowness else "white"
-                found[f"alarms: {points:,} points, {shape}, {kind}"] = alarms / seeds
-    return found
+                rates[f"alarms: {points:,} points, {shape}, {kind}"] = alarms / seeds
+    return rates
 
 
 def band_alarms(seeds: int) -> dict[str, float]:
     """How often a further seed is called different from a band of seeds."""
     random = np.random.default_rng(9)
-    found = {}
+    rates = {}
     for count in (2, 3, 5, 8):
         for shape, degrees in SHAPES.items():
             for slowness in (0.98, 0.998):
@@ -90,8 +86,8 @@ def band_alarms(seeds: int) -> dict[str, float]:
                     ]
                     alarms += compare(runs[0], runs[-1], seeds=runs[1:-1]).verdict == "differ"
                 kind = f"white and AR(1) {slowness:g}"
-                found[f"alarms: band of {count} seeds, {shape}, {kind}"] = alarms / seeds
-    return found
+                rates[f"alarms: band of {count} seeds, {shape}, {kind}"] = alarms / seeds
+    return rates
 
 
 def biases_found(seeds: int) -> dict[str, float]:
@@ -117,7 +113,7 @@ def causes_found(seeds: int) -> dict[str, float]:
         "NaN at 1 step": ("not_finite", lambda values, at: values[at : at + 1].fill(np.nan)),
         "Inf after a departure": ("not_finite", _departs_and_overflows),
     }
-    found = {}
+    rates = {}
     for name, (kind, change) in kinds.items():
         for logged, digits in (*_LOGGED.items(), ("roundings", None)):
             right = 0
@@ -139,8 +135,8 @@ def causes_found(seeds: int) -> dict[str, float]:
                 answer = compare(curve("A", a), curve("B", b)).causes
                 step = at + 1 + (12 if change is _departs_and_overflows else 0)
                 right += bool(answer) and (answer[0].kind, answer[0].step) == (kind, step)
-            found[f"cause: {kind}, {name}, {logged}"] = right / seeds
-    return found
+            rates[f"cause: {kind}, {name}, {logged}"] = right / seeds
+    return rates
 
 
 def _multiply(values: Floats) -> None:
@@ -158,22 +154,20 @@ def long_curves(seeds: int) -> dict[str, float]:
     The step is right within 1 % of all steps.
     """
     random = np.random.default_rng(11)
-    alarms = found = dated = 0
+    alarms = detected = dated = 0
     for _ in range(seeds):
         a, b = (curve(name, _long(random, departs=False)) for name in "AB")
         alarms += compare(a, b).verdict == "differ"
         different = compare(a, curve("C", _long(random, departs=True)))
         if different.verdict == "differ":
-            found += 1
+            detected += 1
             onsets = [m.onset_step for m in different.metrics.values() if m.onset_step is not None]
-            steps = [
-                cause.step for cause in read_answer(different.model_dump(mode="json")).causes[:1]
-            ]
-            step = min(onsets, default=None) if steps in ([], [None]) else steps[0]
+            step = next((cause.step for cause in different.causes[:1]), None)
+            step = min(onsets, default=None) if step is None else step
             dated += step is not None and abs(step - _PLANTED) <= _LONG // 100
     return {
         f"alarms: independent noise, {_LONG:,} steps": alarms / seeds,
-        f"found: the same, a departure at step {_PLANTED:,}": found / seeds,
+        f"found: the same, a departure at step {_PLANTED:,}": detected / seeds,
         "the step too": dated / seeds,
     }
 
@@ -190,13 +184,9 @@ def _long(random: np.random.Generator, departs: bool) -> dict[str, Floats]:
 
 
 def noise(random: np.random.Generator, points: int, degrees: int | None, slowness: float) -> Floats:
-    """Noise of standard deviation 1.
+    """Noise of standard deviation 1, whose neighbours have the correlation `slowness`.
 
-    Args:
-        random: Source.
-        points: How many.
-        degrees: Of Student's t; None: normal; 0: Laplace.
-        slowness: Correlation of neighbours.
+    `degrees` are of Student's t; None: normal; 0: Laplace.
     """
     count = points + 500
     if degrees is None:
@@ -206,8 +196,7 @@ def noise(random: np.random.Generator, points: int, degrees: int | None, slownes
     else:
         white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
     if slowness:
-        slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
-        white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
+        white = lfilter([1.0], [1.0, -slowness], white) * np.sqrt(1 - slowness**2)
     return white[500:]
 
 

@@ -3,9 +3,6 @@
 `--golden DIR`: golden values of Megatron-LM's functional tests, a folder per test case, as in
 `tests/functional_tests/test_cases/gpt` of github.com/NVIDIA/Megatron-LM. Each A100 file of a case
 is compared with each H100 one; a file that names no device was made on an A100.
-
-`--pythia DIR`: runs of one model that differ in the seed, a log each in any format that compare
-reads. The first by name is compared with all others.
 """
 
 from __future__ import annotations
@@ -17,30 +14,24 @@ from pathlib import Path
 
 import numpy as np
 
-from departures.answers import TOLERANCES, Floats, curve, read_answer, visible_verdicts
+from departures.answers import TOLERANCES, Floats, curve, visible_verdicts
 from slurmllm.compare.compare import compare
+from slurmllm.display.tables import markdown_table
 from slurmllm.metrics.curves import Curve, signed_difference
-from slurmllm.metrics.source import read_curve
 
 _LOSS = "lm loss"
 
 
 @dataclass(frozen=True)
 class Published:
-    """A comparison of two published curves.
-
-    Attributes:
-        expected: Right verdicts, by what the log shows.
-        beyond: Points whose losses differ by more than the tolerance.
-        above: Points at which the second loss is the higher one.
-    """
+    """A comparison of two published curves."""
 
     a: str
     b: str
     points: int
-    beyond: int
-    above: int
-    expected: tuple[str, ...]
+    beyond: int  # points whose losses differ by more than the tolerance
+    above: int  # points at which the second loss is the higher one
+    expected: tuple[str, ...]  # right verdicts, by what the log shows
     verdict: str
     causes: tuple[str, ...]
 
@@ -50,8 +41,7 @@ class Published:
 
 
 def compare_golden(folder: Path) -> list[Published]:
-    """Compare the A100 and the H100 curves of each test case."""
-    found = []
+    comparisons = []
     for case in sorted({path.parent for path in folder.rglob("golden_values*.json")}):
         files = sorted(case.glob("golden_values*.json"))
         later = [path for path in files if "h100" in path.name]
@@ -59,32 +49,26 @@ def compare_golden(folder: Path) -> list[Published]:
             for second in later:
                 a, b = _read_golden(first), _read_golden(second)
                 if a is not None and b is not None:
-                    found.append(_compare(a, b))
-    return found
+                    comparisons.append(_compare(a, b))
+    return comparisons
 
 
-def compare_seeds(folder: Path) -> list[Published]:
-    """Compare the first run of a folder with the others."""
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    curves = [read_curve(path) for path in paths]
-    return [_compare(curves[0], other, seeds=True) for other in curves[1:]]
-
-
-def show(title: str, found: Sequence[Published]) -> str:
-    """Returns a Markdown table."""
-    lines = [
-        f"| {title} | points | beyond the tolerance | B above A | right verdicts | verdict "
-        "| causes | |",
-        "|---|--:|--:|--:|---|---|---|---|",
-    ]
-    for one in found:
-        lines.append(
-            f"| {one.a} and {one.b} | {one.points} | {one.beyond} | {one.above} "
-            f"| {' or '.join(one.expected)} | {one.verdict} | {', '.join(one.causes)} "
-            f"| {'right' if one.right else 'WRONG'} |"
+def show(comparisons: Sequence[Published]) -> str:
+    figures = ("points", "beyond the tolerance", "B above A")
+    headings = ("A100 and H100", *figures, "right verdicts", "verdict", "causes", "")
+    rows = [
+        (
+            f"{pair.a} and {pair.b}",
+            *map(str, (pair.points, pair.beyond, pair.above)),
+            " or ".join(pair.expected),
+            pair.verdict,
+            ", ".join(pair.causes),
+            "right" if pair.right else "WRONG",
         )
-    right = sum(one.right for one in found)
-    return "\n".join([*lines, "", f"{right} of {len(found)} verdicts right"])
+        for pair in comparisons
+    ]
+    right = sum(pair.right for pair in comparisons)
+    return f"{markdown_table(headings, rows)}\n{right} of {len(rows)} verdicts right"
 
 
 def _is_later(path: Path) -> bool:
@@ -102,24 +86,23 @@ def _read_golden(path: Path) -> Curve | None:
     else:
         steps = np.array([int(step) for step in values])
         values = list(values.values())
-    kept = [place for place, value in enumerate(values) if isinstance(value, int | float)]
-    loss: Floats = np.array([float(values[place]) for place in kept])
-    return curve(f"{path.parent.name}/{path.stem}", {"loss": loss}, steps[kept])
+    places = [place for place, value in enumerate(values) if isinstance(value, int | float)]
+    loss: Floats = np.array([float(values[place]) for place in places])
+    return curve(f"{path.parent.name}/{path.stem}", {"loss": loss}, steps[places])
 
 
-def _compare(a: Curve, b: Curve, seeds: bool = False) -> Published:
-    """Compare two curves of other hardware, or of other seeds.
+def _compare(a: Curve, b: Curve) -> Published:
+    """Compare two curves.
 
-    `equivalent` is right too, of other seeds always; of other hardware if the mean difference over
-    all points is within the tolerance.
+    `equivalent` is right too if the mean difference over all points is within the tolerance.
     """
-    answer = read_answer(compare(a, b).model_dump(mode="json"))
+    answer = compare(a, b)
     (steps_a, loss_a), (steps_b, loss_b) = a.series("loss"), b.series("loss")
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
     x, y = loss_a[at_a], loss_b[at_b]
     expected = visible_verdicts({"loss": x}, {"loss": y})
     r = signed_difference(x, y) / TOLERANCES["loss"]
-    if seeds or ("identical" not in expected and abs(r.mean()) <= 1):
+    if "identical" not in expected and abs(r.mean()) <= 1:
         expected |= {"equivalent"}
     return Published(
         a=a.name,
