@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,10 @@ class Replica:
         url: str = self.file_system.unstrip_protocol(self.path(step))
         return url.removeprefix("file://")
 
-    def require_own(self, group: str | None) -> None:
-        """Make the run's folder on a local file system; refuse one that others may write to."""
+    def make_folder(self, group: str | None) -> None:
+        """Make the run's folder on a local file system; StorageError if users outside `group` may
+        write to it.
+        """
         if "file" not in self.file_system.protocol:
             return
         with _storage_errors("use", self.folder):
@@ -95,12 +97,18 @@ class Replica:
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Remove incomplete replicas, and all but the `keep` saved last, which need not be the
-        highest steps: after a roll-back those may be older.
+        """Remove incomplete replicas, and all but the `keep` saved last (by time: after a roll-back
+        higher steps may be older). Those stay whose manifest cannot be read; all, if no other is
+        complete.
         """
-        saved_at = {step: self.manifest(step).saved_at for step in self.steps()}
+        saved_at = dict[int, float]()
+        complete = self.steps()
+        for step in complete:
+            with suppress(StorageError):
+                saved_at[step] = self.manifest(step).saved_at
         newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
-        for step in self._folders():
+        unreadable = set(complete) - saved_at.keys()
+        for step in set(self._folders()) - unreadable:
             if newest and step not in newest:
                 with _storage_errors("remove", self.path(step)):
                     self._remove(step)
@@ -211,7 +219,7 @@ class ReplicaCopier:
             self._thread.start()
 
     def finish(self, limit_s: float) -> bool:
-        """Wait up to `limit_s` for all copies; return whether they completed."""
+        """Wait up to `limit_s` for all copies; return whether they ended, failed or not."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._pending is None and self._copying is None, max(0.0, limit_s)

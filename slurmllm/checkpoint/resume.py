@@ -54,7 +54,7 @@ def find_resumable(
         try:
             replica = open_replica(backend.config.recipe.checkpoint, run.name)
             if replica is not None:
-                replica.require_own(backend.config.cluster.trusted_group)
+                replica.make_folder(backend.config.cluster.trusted_group)
                 replica_steps = usable_steps(run, replica)
         except StorageError as error:  # the run's own checkpoints do not depend on it
             log.warning("%s", error)

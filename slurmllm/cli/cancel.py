@@ -33,7 +33,7 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
     """Cancel the jobs of each RUN, or of a sweep.
 
     The workers save a checkpoint before they exit, if Slurm gives them the time. Nothing is
-    cancelled if a name is wrong; a run that cannot be cancelled does not keep the others.
+    cancelled if a name is wrong; if one run cannot be cancelled, the others still are.
     """
     from slurmllm.slurm.client import SlurmClient
 

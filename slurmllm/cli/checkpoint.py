@@ -85,7 +85,10 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @click.argument("run", shell_complete=options.complete_run)
 @click.option(
-    "--verify", "verifying", is_flag=True, help="Verify sizes and checksums of all files."
+    "--verify",
+    "verifying",
+    is_flag=True,
+    help="Verify sizes and checksums of all files but replicas'.",
 )
 @options.runs_dir
 @options.as_json

@@ -90,7 +90,8 @@ input_options = options.grouped(
         "--zstd-long",
         type=click.IntRange(10, 31),
         default=27,
-        help="Largest window of .zst files, as in `zstd --long`: 31 takes 2 GiB per process.",
+        help="Largest window of .zst files, log2 of bytes, as in `zstd --long`: 31 takes 2 GiB per "
+        "process.",
     ),
 )
 overwrite = click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")

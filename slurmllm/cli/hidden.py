@@ -66,7 +66,7 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 @_ATTEMPT
 @click.pass_context
 def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
-    """Train on one device (called by the launcher)."""
+    """Run one worker of an attempt of RUN, a run directory (called by the launcher)."""
     from slurmllm.log import setup_logging
     from slurmllm.run.rundir import RunDir
 
@@ -104,9 +104,9 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
 @click.option("--nodes", type=int, required=True)
 @click.option("--workers", type=int, required=True, help="On each node.")
 @click.option("--device", required=True)
-@click.option("--address", required=True)
-@click.option("--port", required=True)
-@click.option("--floor", required=True)
+@click.option("--address", required=True, help="Of the rendezvous.")
+@click.option("--port", required=True, help="Of the rendezvous.")
+@click.option("--floor", required=True, help="GB/s; below it, pairs of nodes are measured.")
 @click.pass_context
 def allreduce(
     ctx: click.Context, nodes: int, workers: int, device: str, address: str, port: str, floor: str

@@ -95,8 +95,8 @@ price = click.option(
     "(us-east-1/1y); or, with one profile, dollars for an hour of one node.  [default: on_demand]",
 )
 set_value = set_option(
-    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; --set "
-    "may be omitted; repeatable. env.NAME without a value passes on a variable of this shell."
+    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4 (which alone "
+    "works too); repeatable. env.NAME without a value passes on a variable of this shell."
 )
 _profile = functools.partial(
     click.option, "--cluster", metavar="PROFILE", shell_complete=complete_recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,12 +13,13 @@ from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
 from slurmllm.display.tables import print_table
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, UserError
-from slurmllm.run.rundir import find_run
+from slurmllm.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.config.resolve import RunConfig
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.prepare import PreparedRun, RunRequest
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 )
 @click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
 @click.option("--smoke", is_flag=True, help="Train 20 steps only, the schedule scaled: a test.")
-@click.option("--steps", type=click.IntRange(min=1), help="As --smoke, with so many steps.")
+@click.option("--steps", type=click.IntRange(min=1), help="As --smoke, with this many steps.")
 @sweeps.sweep_options
 @options.run_options("the recipe's")
 @click.pass_context
@@ -113,12 +114,16 @@ def _check_options(
     fetch: bool,
     sweep: SweepOptions,
 ) -> None:
-    if shared.local and nodes[0] is not None:
-        raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
+    _check_range(nodes[0], shared.local)
     if sweep.max_running is not None and shared.settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     if data == "builtin" and fetch:
         raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
+
+
+def _check_range(least: int | None, local: bool) -> None:
+    if local and least is not None:
+        raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
 
 
 def _request(
@@ -141,7 +146,7 @@ def _request(
 
 
 def _finish(ctx: click.Context, run: SubmittedRun, as_json: bool) -> None:
-    """Run a recorded run's stages here, or print the jobs that were submitted."""
+    """Run the stages here if local or in an allocation; else print the submitted jobs."""
     if run.sent is not None and run.sent.local:
         ctx.exit(_run_and_report(run, as_json))
     _print_submission(run, as_json)
@@ -170,8 +175,9 @@ def print_warnings(prepared: PreparedRun) -> None:
 def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
     prepared, summary = submitted.prepared, submitted.to_dict()
+    verb = click.get_current_context().info_name
     for reason in prepared.refusals:
-        click.echo(f"warning: submit would refuse this: {reason}", err=True)
+        click.echo(f"warning: {verb} would refuse this: {reason}", err=True)
     if as_json:
         options.echo_json(summary, indent=None)
         prepared.require_startable()
@@ -187,7 +193,9 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     for variable, name in prepared.shell_defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     if (line := prepared.command_line) is not None:
-        click.echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
+        click.echo(
+            f"# ── the command, {prepared.config.workers_per_node} processes on each node\n{line}\n"
+        )
     if "precompile" not in prepared.stages:
         click.echo("# ── no precompile stage")
     for stage in prepared.stages:
@@ -222,7 +230,7 @@ def _print_submission(submitted: SubmittedRun, as_json: bool) -> None:
     degrees = f"tensor {mesh.tensor}, pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
     if (command := prepared.command_line) is not None:
         click.echo(f"command    {command}")
-        degrees = f"{prepared.config.workers_per_node} of the command on each node"
+        degrees = f"{prepared.config.workers_per_node} processes of the command on each node"
     click.echo(f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}")
     _print_choice(prepared)
     click.echo("next       " + f"slurmllm status {run.name}")
@@ -279,8 +287,9 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
 @options.nodes(help="Number of nodes, or a range.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
-    help="Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
-    "batch cannot change: the checkpoints depend on them."
+    help="Change a value, such as parallel.tensor=8 (which alone works too); repeatable. Model, "
+    "data, seed and global batch cannot change, except with --from-scratch: the checkpoints depend "
+    "on them."
 )
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
@@ -309,7 +318,6 @@ def resume(
     """
     from slurmllm.config.load import load
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import SubmittedRun, start
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
@@ -320,19 +328,22 @@ def resume(
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
     if included:
-        include_nodes(run_dir, client, included)
-        if is_active(run_dir, client):  # a pending job uses them
+        others: dict[str, object] = {"--nodes": nodes, "--cluster": cluster, "--set": overrides}
+        others |= {"--from-scratch": from_scratch, **dict(settings.values())}
+        if _include(run_dir, client, included, [name for name in others if others[name]]):
             if shared.as_json:
                 fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
                 options.echo_json(fields, indent=None)
             return
     with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):
         last = require_ended(run_dir, client, shared.force)
-        most, allocation = None if nodes is None else nodes[1], None
-        count, local = options.nodes_and_mode(last, most, shared.local)
+        max_nodes, allocation = None if nodes is None else nodes[1], None
+        count, local = options.nodes_and_mode(last, max_nodes, shared.local)
         if shared.in_allocation:
-            before = most or (last.nodes if last else None)
-            local, (allocation, count) = False, _held_nodes(before, {"--local": shared.local})
+            requested = max_nodes or (last.nodes if last else None)
+            refused = {"--local": shared.local, **dict(settings.values())}
+            local, (allocation, count) = False, _held_nodes(requested, refused)
+        _check_range(nodes and nodes[0], local)
         config = load(run_dir.config, trusted=True)
         request = _request(config, count, shared, local=local, run=run_dir)
         changes = Changes(cluster, overrides, settings, from_scratch)
@@ -345,3 +356,14 @@ def resume(
         commands.ignore_output_errors()
         submitted = start(prepared, local or shared.in_allocation, allocation)
     _finish(ctx, submitted, shared.as_json)
+
+
+def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], others: Sequence[str]) -> bool:
+    """Include nodes; return whether the run is active, whose jobs use them and no `others`."""
+    from slurmllm.status.runs import is_active
+
+    if (active := is_active(run, client)) and others:
+        text = f"run {run.name} is pending or runs: only --include can change it"
+        raise UserError(f"{text}; leave out {others[0]}, or cancel the run first")
+    include_nodes(run, client, nodes)
+    return active

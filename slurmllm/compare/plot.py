@@ -34,7 +34,7 @@ _COLORS = ("#12466b", "#a3195b", "#2a8c6e", "#6b5b95", "#8a6d1f", "#4a4a4a")
 _METRIC_COLORS = {"loss": "#7a1f5c", "grad_norm": "#2a8c6e"}
 _MAX_POINTS = 1200  # of a line: one for each column of the picture
 _MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
-_MEANS = 300  # of a longer line, over its values, which are pale
+_MEANS = 300  # points of the line of means that is drawn over a longer line's pale values
 _METRIC_STYLES = {"loss": "-", "grad_norm": ":"}
 LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
 
@@ -50,7 +50,9 @@ class Drawn(NamedTuple):
 
 
 def default_path(a: Curve, *others: Curve) -> Path:
-    """`reports/compare-<A>-<B>….png` of the first that is a run, else in this folder."""
+    """Return `reports/compare-<A>-<B>….png` of the first curve that is a run, else a path in the
+    current folder.
+    """
     curves = (a, *others)
     runs = (curve.path for curve in curves if curve.path.is_dir() and curve.kind == "run")
     return report_path("compare", [curve.name for curve in curves], next(runs, None))
@@ -63,7 +65,7 @@ def align(
     from_step: int | None,
     to_step: int | None,
 ) -> tuple[Curve, list[Drawn]]:
-    """Return A and the curves that it was compared with, their steps counted alike."""
+    """Return A and the curves that it was compared with, their steps shifted as there."""
     axis, drawn = comparisons[0].alignment.axis, []
     for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
         shifts = comparison.a.shift, comparison.b.shift
@@ -141,7 +143,7 @@ def _draw_curves(
     band: SeedBand | None,
 ) -> None:
     axis = drawn[0].comparison.alignment.axis
-    handles, late = [], []
+    handles, late, is_long = [], [], False
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
     for label, curve, color, width in lines:
         if metric in curve.columns:
@@ -150,8 +152,8 @@ def _draw_curves(
             if metric in curve.absent:
                 there &= ~curve.absent[metric]
             values = np.where(np.isfinite(column[there]), column[there], np.nan)  # NaN: a gap
-            if len(values) > _MAX_POINTS:
-                late.append(values[len(values) // 50 :])
+            late.append(values[len(values) // 50 :])
+            is_long |= len(values) > _MAX_POINTS
             style = {"color": color, "linewidth": width, "solid_capstyle": "round"}
             style |= {"marker": "o" if len(values) < 3 else "", "markersize": width + 4}
             _draw_line(axes, places[there], values, **style)
@@ -159,6 +161,7 @@ def _draw_curves(
             there = ~curve.absent.get(name, np.isnan(curve.columns[name]))
             points = curve.positions(axis)[there], curve.columns[name][there]
             axes.plot(*points, color=color, linewidth=0.8, ls="--", marker="D", markersize=4)
+            late.append(points[1])
         handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
         handles += _mark_restarts(axes, curve, label, color, axis, span)
     if band is not None:
@@ -169,7 +172,7 @@ def _draw_curves(
         axes.legend(handles=handles, loc="upper right")
     finite = np.concatenate([*late, np.empty(0)])
     finite = np.clip(finite[np.isfinite(finite)], -_MAX_VALUE, _MAX_VALUE)
-    if finite.size:
+    if is_long and finite.size:
         # The first steps of a long run would flatten the rest: they are cut off at the top.
         margin = 0.06 * float(np.ptp(finite)) or 1.0
         axes.set_ylim(float(finite.min()) - margin, float(finite.max()) + margin)
@@ -190,7 +193,7 @@ def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> list[Li
     axes.fill_between(
         positions[::every], low[::every], high[::every], color="#9a9a9a", alpha=0.35, linewidth=0
     )
-    label = f"band of {len(band.names)} seeds, single points"
+    label = f"band of {len(band.names)} seeds, for single points"
     return [Line2D([], [], color="#9a9a9a", alpha=0.35, linewidth=8, label=label)]
 
 

@@ -39,9 +39,8 @@ from slurmllm.data.sources.tokenized import (
 )
 from slurmllm.errors import DataError
 
-# Approximate number of digests per sort; most files of digests, all open at the same time.
-_BUCKET_DOCUMENTS = 1 << 20
-_MOST_BUCKETS = 256
+_BUCKET_DOCUMENTS = 1 << 20  # approximate number of digests per sort
+_MOST_BUCKETS = 256  # files of digests, all open at once
 _DIGEST = np.dtype([("high", np.uint64), ("low", np.uint64), ("document", np.int64)])
 _AT_ONCE = 1 << 20
 # The index stores lengths as int32.
@@ -84,7 +83,7 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
     total = sum(shard.record.documents for shard in shards)
     buckets = min(1 + total // _BUCKET_DOCUMENTS, _MOST_BUCKETS)
     with ExitStack() as stack:
-        # A byte a document: on the disk, like the digests.
+        # `keep` has a byte per document: it is on the disk, as the digests are.
         keep_file, *files = (
             stack.enter_context(tempfile.TemporaryFile(dir=scratch)) for _ in range(buckets + 1)
         )
@@ -113,7 +112,7 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
 
 
 def column_size(shards: Iterable[FinishedShard], column: str) -> int:
-    """Return the bytes of a column of text, or the items of lists."""
+    """Return the bytes of a text column, or the items of a list column, of kept documents."""
     return sum(int(lengths.sum()) for lengths in _lengths(shards, column))
 
 
@@ -183,7 +182,8 @@ def write_arrow(
 ) -> tuple[str, ...]:
     """Write the kept documents of all shards; return the names of the columns.
 
-    `sizes` are the bytes of text of each column. The sparse file in `work` takes no space.
+    `sizes`: column of text → bytes; `inputs`: names of files, for the column `source`. The sparse
+    file in `work` takes no space.
     """
     buffers: list[_Buffer] = []
     for column, size in sizes.items():
@@ -258,7 +258,7 @@ def _record_batch(
 
 
 def _stream_begin(schema: pa.Schema) -> bytes:
-    """Return the schema's message, padded by the magic's size: the footer's offsets are correct."""
+    """Return the schema's message, padded by the magic's size, for the footer's offsets."""
     # Four bytes, the int32 size of the rest, the rest.
     message: bytes = schema.serialize().to_pybytes()
     rest = message[8:] + bytes(len(FILE_BEGIN))

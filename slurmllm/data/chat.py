@@ -24,10 +24,11 @@ Rendered = tuple[str, list[Span]]
 
 
 class ChatFormat:
-    """The chat template of a tokenizer, and prompt and completion as text with or without one.
+    """Renders conversations, prompts and completions by a tokenizer's chat template; without one,
+    prompts and completions are unchanged.
 
-    A child process renders (`sandbox.py`), the same one for many documents. Only next to a file
-    named tokenizer.json are there a template and special tokens.
+    A child process (`sandbox.py`) renders many documents. A template and special tokens are read
+    only if `tokenizer` is named tokenizer.json.
 
     Attributes:
         end_token: The tokenizer config's `eos_token`, None if it has none.
@@ -57,10 +58,10 @@ class ChatFormat:
         if template is not None:
             settings = {"template": template, "tokens": self._tokens, "source": str(self.source)}
             self._sandbox = Sandbox("slurmllm.data.conversation", settings)
-            list(self._ask([]))
+            list(self._ask([]))  # starts the child: an invalid template is an error at once
 
     def conversations(self, texts: Sequence[str]) -> Iterator[Rendered]:
-        """Render conversations, JSON as a corpus has it."""
+        """Yield text and trained spans of conversations, each a row's `messages` in JSON."""
         self.require_template()
         yield from self._ask([[text] for text in texts])
 
@@ -73,7 +74,7 @@ class ChatFormat:
             )
 
     def texts(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the texts of prompts and completions: up to the completion, and after that."""
+        """Return for each (prompt, completion) the text up to the completion, and that after it."""
         if self._sandbox is None:
             return list(pairs)
         return [(before, after) for before, after in self._ask(pairs)]
@@ -93,7 +94,7 @@ class ChatFormat:
         assert self._sandbox is not None
         try:
             yield from self._sandbox.ask(requests)
-        except OverflowError as error:
+        except OverflowError as error:  # a limit of the sandbox
             raise template_error(str(self.source), error) from error
         except ValueError as error:
             raise DataError(str(error)) from error

@@ -86,11 +86,13 @@ class WorkerProcess:
         self._send((spec, PREFETCH_BATCHES, os.getpid()))
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """Send the positions of the worker's slots and the draws so far; see `SlotGroup`."""
+        """Send `positions` and `counts` (sequences drawn so far) for `SlotGroup`."""
         self._send((self.slots, positions, counts))
 
     def next_batch(self) -> tuple[Integers, Integers, Tokens, Marks]:
-        """Return the next batch as `SlotGroup` does; the worker's errors are raised."""
+        """Return the next batch as `SlotGroup` does; its errors are raised, NodeError or
+        StorageError if it has ended.
+        """
         try:
             message = pickle.load(self._stdout)  # noqa: S301 (its own child)
         except (EOFError, pickle.UnpicklingError):  # the second: cut off
@@ -147,7 +149,9 @@ def main() -> NoReturn:
     try:
         sources, _ = open_all(spec)
         group = SlotGroup(spec, sources, *_receive())
-        threading.Thread(target=_receive, daemon=True).start()  # until the end of stdin
+        threading.Thread(
+            target=_receive, daemon=True
+        ).start()  # exits this process at the end of stdin
         while True:
             outgoing.put(group.next_batch())
     except BaseException as error:

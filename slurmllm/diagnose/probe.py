@@ -44,7 +44,10 @@ class Nodes(Protocol):
         """Name or address of the first node, as all others reach it."""
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """Start a command on every node, with its output in the processes' pipes."""
+        """Start a command on every node, by one srun or (locally) a process a node.
+
+        Both outputs go to the process's pipe.
+        """
 
 
 class LaunchError(SlurmError):
@@ -115,7 +118,8 @@ class NodeReport:
     # The node's clock minus this machine's; None before the first line. A line arrives after it was
     # sent, so each line gives a lower bound: the highest is the best.
     clock_ahead_s: float | None = None
-    silence: str = ""  # why it has not reported all: srun's message that names it, or the time
+    # End of the message why it has not reported all: srun's line that names it, or the time waited.
+    silence: str = ""
 
     def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
@@ -186,8 +190,9 @@ def collect(
         return None
     seconds = time.monotonic() - started
     failure = launch_failure(processes, seconds, lines, names)
-    late = seconds >= limit_s  # srun is ended from here: its exit code shows nothing
+    late = seconds >= limit_s  # this process ended srun: its exit code shows nothing
     silent = all(report.clock_ahead_s is None for report in reports.values())
+    # After the time limit, only a cause that srun's messages name counts.
     if failure and silent and (not late or failure.fault not in ("unknown", "result")):
         raise LaunchError(failure)
     ended = f": {failure.text}" if failure else f" in {seconds:.1f} s"
@@ -197,7 +202,7 @@ def collect(
 
 
 def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
-    """Return the findings if the checks did not start because of some nodes: others may be fit."""
+    """Return findings of checks that did not start: accused nodes fail, others get a warning."""
     statuses = {name: fail if name in failure.accused else warn for name in names}
     message = f"no response: {failure.text}"
     return {
@@ -279,7 +284,7 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
 def _version_findings(
     versions: Mapping[str, Mapping[str, str]], limits: HealthChecks
 ) -> Iterator[tuple[str, Finding]]:
-    """(node, finding) of each node that reports versions: those of most nodes are right."""
+    """Yield (node, finding) of each node that reports versions: is it as most nodes are?"""
     reporting = {name: of_node for name, of_node in versions.items() if of_node}
     majority = {}  # library → its version on more than half of the nodes, else ""
     for library in {library for of_node in reporting.values() for library in of_node}:

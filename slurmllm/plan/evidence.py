@@ -1,17 +1,16 @@
 """How far a prediction is from published runs, and the interval that follows from it.
 
 `published_runs.csv` has the runs that `tools/benchmarks/planner.py` predicts, each with the ratio
-of predicted to published throughput where the constants were fitted to the other models only. The
+of predicted to published throughput, with constants fitted to the other models only. The
 interval of a prediction is
 
     predicted · exp(± w · (1 + d / 2))
 
-where w is the 90 % quantile of |ln ratio| of the runs on the same hardware (of those on all GPUs,
-or on trn1, where there are none) and d the number of octaves (factors of 2) that the prediction is
-outside the range of those runs by model size, nodes and their devices, sequence length, tensor and
-pipeline degree, added up, and one more with `parallel.shard_nodes`, which no published run has;
-without runs on the same hardware d is 2. Hardware is the same if peak
-and memory of a device are, whatever the profile is called.
+w is the 90 % quantile of |ln ratio| of the runs on the same hardware; if there are none, of those
+on all GPUs or on trn1. d is how many octaves (factors of 2) the prediction is outside the range of
+the runs on the same hardware, summed over model size, nodes and their devices, sequence length,
+tensor and pipeline degree; 2 if there are none. `parallel.shard_nodes`, which no published run has,
+adds 1. Hardware is the same if peak and memory of a device are, whatever the profile is called.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from slurmllm.plan.step import StepTime, step_time
 FILE = Path(__file__).parent / "published_runs.csv"
 _SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
 _COPIES = 1.0  # octaves that copies of shards count for: a guess, as no published run has them
-_FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
+_FAR = 2.0  # octaves outside the range from which a prediction is `beyond`
 Status = Literal["interpolated", "extrapolated", "beyond"]
 _STATUS: dict[Status, str] = {
     "interpolated": "interpolated between published runs on this hardware",
@@ -71,7 +70,7 @@ class MeasuredRun:
 COLUMNS = tuple(field.name for field in fields(MeasuredRun))
 # In JSON.
 _SHOWN = [name for name in COLUMNS if name not in ("profile", "parameters", "left_out")]
-# What a run is near to or far from another by → as messages call it.
+# Fields by which the distance of runs is measured → their names in messages.
 _AXES = {
     "parameters": "model size",
     "nodes": "nodes",
@@ -88,8 +87,8 @@ class RunEvidence:
 
     Attributes:
         reasons: Why the prediction is not interpolated: what is outside which range.
-        nearest: The run of the same hardware whose model size, nodes, sequence length and degrees
-            differ by the fewest octaves; None without a run on this hardware.
+        nearest: The run of the same hardware that differs by the fewest octaves, summed over
+            `_AXES`; None without a run on this hardware.
         lower, upper: The interval, sequences/s; None without a run on this kind of device.
     """
 
@@ -131,7 +130,7 @@ def evidence_text(candidate: LayoutEstimate) -> str:
 
 
 def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
-    """Yield a layout's interval, how near the published runs are, and what an assumption does."""
+    """Yield a layout's interval, the nearest published run, and speeds over an assumed range."""
     published = evidence(candidate)
     yield f"evidence       {evidence_text(candidate)}"
     if (near := published.nearest) is not None:
@@ -175,7 +174,7 @@ def published_runs() -> tuple[MeasuredRun, ...]:
 
 
 def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, float]:
-    """Return the axes on which a point is outside the range of the runs → octaves."""
+    """Return axis → octaves by which a point is outside the runs' range; {"": _FAR} if none."""
     octaves = {}
     points = [run.point for run in runs]
     for axis in _AXES:
@@ -253,7 +252,9 @@ def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
 
 
 def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
-    """Return sequences/s at both bounds of an assumed network efficiency; None if measured."""
+    """Return sequences/s at both bounds of an assumed network efficiency; None if it is
+    measured, or on one node.
+    """
     config, mesh = candidate.config, candidate.mesh
     hardware = config.cluster.hardware
     if hardware is None or hardware.network_efficiency_range is None or mesh.nodes == 1:

@@ -1,9 +1,9 @@
 """The logs of a node's workers: on the node's disk, collected into the run directory.
 
 Rank 0 writes to the log of the stage. The others write to files on the disk of their node, so that
-thousands of workers do not keep files open on the shared file system. The launcher collects them as
-docs/status.md says, the last time before the node's record shows how the workers ended. If the
-node's disk refuses, the workers write into the run directory.
+thousands of workers do not keep files open on the shared file system. The launcher copies requested
+logs during the attempt and all at its end (docs/status.md), before it writes the node's final
+record. If the node's disk cannot be written, the workers write into the run directory.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from slurmllm.run.safe_files import (
 )
 
 MIRROR_S = 2.0  # interval between copies of a log that is asked for
-MOST_BYTES = 64 << 20  # of a log that is copied at a time: its beginning and its end
+MOST_BYTES = 64 << 20  # of one log per copy: the first BEGIN_BYTES and the end
 BEGIN_BYTES = 1 << 20
 # <stage>_<attempt>-<start of the attempt, Unix time in ms>-<node>: if a run is removed, another one
 # may have its name and its attempt's number.
 _FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
-_LOG = re.compile(r"^rank_(\d{5,})(?:\.log)?$")
+_LOG = re.compile(r"^rank_(\d{5,})(?:\.log)?$")  # a log, or a request for it
 
 log = logging.getLogger(__name__)
 
 
 class RankLogs:
-    """The logs of the workers that this launcher starts; `look_s` is between looks for requests."""
+    """The logs of the workers that this launcher starts; `look_s`: seconds between checks for
+    requests.
+    """
 
     def __init__(
         self, config: RunConfig, run: RunDir, record: AttemptRecord, node: str, look_s: float
@@ -88,14 +90,14 @@ class RankLogs:
         with suppress(OSError):
             names = {entry.name for entry in attempt.log_requests.iterdir()}
         ranks = set(self._files.copied)
-        if attempt.log_request(None).name not in names:
+        if attempt.log_request(None).name not in names:  # a request for all ranks
             ranks &= _ranks(names)
         self._files.copy(ranks, requested=True)
         interval_s = min(MIRROR_S, self._look_s) if ranks else self._look_s
         self._next_look = time.monotonic() + interval_s
 
     def collect(self) -> None:
-        """Copy all logs and remove them, unless the run directory refuses; after the workers."""
+        """After the workers have ended: copy all logs, then remove them unless a copy failed."""
         if self._files is not None:
             self._files.collect()
             self._files = None
@@ -146,7 +148,7 @@ class _LocalFiles:
         return complete
 
     def collect(self) -> bool:
-        """Copy all logs and remove them, unless the run directory refuses."""
+        """Copy all logs, then remove them unless a copy failed."""
         with self.lock:
             complete = self.copy(self.copied)
             if complete:
@@ -190,10 +192,10 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
         if match is None or (match[1] == stage and int(match[2]) >= attempt):
             continue
         of_stage, number = cast("Stage", match[1]), int(match[2])
-        with suppress(OSError):  # its launcher may live: with --local several use one disk
-            files, record = _LocalFiles(folder, run, of_stage, number), None
-            with suppress(StorageError):
-                record = AttemptRecord.find(run.attempt(of_stage, number).record)
+        # Its launcher may live (with --local several use one disk), or its record be unreadable.
+        with suppress(OSError, StorageError):
+            record = AttemptRecord.find(run.attempt(of_stage, number).record)
+            files = _LocalFiles(folder, run, of_stage, number)
             if record is not None and round(record.started_at * 1000) == int(match[3]):
                 files.register()
             if files.collect() and files.copied:

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
-    """Run one worker of an attempt: return 0 finished, 75 stopped and saved, else a failure's code.
+    """Run one worker of an attempt: return 0 finished, 75 stopped, else a failure's exit code.
 
-    The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and SLURMLLM_NODE. A
-    worker that fails with open process groups ends the process instead of returning, because
-    closing a group without its peers may block forever.
+    The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, SLURMLLM_NODE and
+    SLURMLLM_SHARING. A worker that fails with open process groups ends the process instead of
+    returning, because closing a group without its peers may block forever.
     """
     started = time.time()
     stop = StopRequest()
@@ -100,7 +100,7 @@ def make_hooks(job: Job) -> list[Hook]:
 
     Metrics come before the checkpoint, so that the rows of all its steps are on disk; the guard
     before it, so that a diverged step is recorded but not saved; the evaluation too, so that a
-    saved step has its losses. Memory is read before a save uses some, and after the guard.
+    saved step has its losses. Memory is read after the guard, and before a save uses some.
     """
     from slurmllm.train.hooks import monitoring
     from slurmllm.train.hooks.checkpoint import CheckpointHook
@@ -115,15 +115,16 @@ def make_hooks(job: Job) -> list[Hook]:
         return [*hooks, EvaluationHook(job)] if evaluates else hooks
     if job.worker.rank == 0:
         hooks += [monitoring.MetricsHook(job), monitoring.ProgressHook(job)]
-        with diagnostic("TensorBoard"):  # its protobuf may be of a version that it does not take
+        with diagnostic("TensorBoard"):  # protobuf may be of a version that it does not accept
             from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
             tensorboard = TensorBoardHook(job)
             hooks.append(tensorboard)
     hooks.append(monitoring.GuardHook(job))
-    if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
+    # Trainium's memory is not read, only that of processes that take its place.
+    if job.config.cluster.device != "neuron" or not job.backend.deferred_metrics:
         hooks.append(monitoring.MemoryHook(job))
-    hooks += [make_own_hook(job, name, tensorboard) for name in job.config.recipe.hooks]
+    hooks += [make_plugin_hook(job, name, tensorboard) for name in job.config.recipe.hooks]
     if evaluates:
         hooks.append(EvaluationHook(job, tuple(hooks)))
     if job.config.recipe.profile.steps is not None:
@@ -133,7 +134,7 @@ def make_hooks(job: Job) -> list[Hook]:
     return [*hooks, CheckpointHook(job)]
 
 
-def make_own_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> Hook:
+def make_plugin_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> Hook:
     context = HookContext(
         name,
         job.config,

@@ -127,6 +127,11 @@ def test_the_last_saved_are_kept(run: RunDir, replica: Replica) -> None:
     replica.file_system.rm_file(replica.path(20, "manifest.json"))
     replica.retain(keep=2)
     assert not replica.file_system.exists(replica.path(20))
+    save_at(run, 30)
+    replica.put(run.checkpoint(30))
+    replica.file_system.pipe_file(replica.path(15, "manifest.json"), b"damaged")
+    replica.retain(keep=1)
+    assert replica.steps() == [15, 30], "what cannot be read stays, and the others are retained"
 
 
 def test_replicas_that_a_resume_ignores(run: RunDir, replica: Replica) -> None:

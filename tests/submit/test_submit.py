@@ -253,6 +253,22 @@ def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]
     assert "leave out --dry-run" in fails(2, *how, "--include", "n1")
 
 
+def test_resume_refuses_what_would_have_no_effect(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted_run(fake, inputs, "--name", "r")
+    for change in (("--set", "train.log_every=5"), ("-N", "2"), ("--from-scratch",), ("-t", "9")):
+        message = fails(2, "resume", "r", "--include", "n1", *change)
+        assert "only --include can change it" in message
+    call("cancel", "r")
+    assert "a range is for Slurm's jobs" in fails(2, "resume", "r", "--local", "-N", "2-4")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for change in (("-t", "9"), ("-p", "trn1"), ("-N", "2-4")):
+        message = fails(2, "resume", "r", "--in-allocation", *change)
+        assert "--in-allocation and" in message
+        assert "exclude each other" in message
+
+
 def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     runs = [submitted_run(fake, inputs, "--name", name) for name in ("a", "b", "c")]
     assert "no run 'nosuch'" in fails(2, "cancel", "a", "nosuch")

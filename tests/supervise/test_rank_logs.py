@@ -159,6 +159,12 @@ def test_logs_stay_while_the_run_directory_refuses(
     logs.collect()
     assert "it stays there until the next attempt" in caplog.text
     run.logs.unlink()
+    record = run.attempt("train", 0).record
+    text = record.read_text()
+    record.write_text("{")
+    collect_leftovers(config, run, "train", 1)
+    assert content(run, 1) is None, "it is not known whose they are"
+    record.write_text(text)
     collect_leftovers(config, run, "train", 1)
     assert content(run, 1) == "precious\n"
 

@@ -10,6 +10,7 @@ import pytest
 from amounts import sample
 
 from slurmllm.errors import DivergenceError
+from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
@@ -146,6 +147,8 @@ def test_rows_are_complete_and_read_late(tmp_path: Path, data: tuple[str, str]) 
     parts = {"forward_backward_s", "optimizer_s"}
     assert parts.isdisjoint(rows(run, 0)[-1]), "the host's clock cannot tell them apart"
     assert parts <= rows(RunDir(tmp_path / "at_once"), 0)[-1].keys()
+    memory = [event.step for event in read_events(run, 0) if event.kind == "memory"]
+    assert memory == [4, 9], "before a save, and at the end"
 
 
 @pytest.mark.parametrize(

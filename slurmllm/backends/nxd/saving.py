@@ -37,7 +37,7 @@ from slurmllm.run.rundir import fsync_dir
 class NxdSaving(ShardWrite):
     """A checkpoint that NxD writes into an existing folder.
 
-    `rank` is this worker's in the pipeline, among the replicas, in the tensor-parallel group.
+    `rank`: this worker's ranks in its pipeline, data-parallel and tensor-parallel groups.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ def forget() -> None:
 def load(directory: Path, model: Any, optimizer: Any) -> None:
     """Load a checkpoint written on the same mesh (collective).
 
-    In two calls: in one, ZeRO-1 takes its shards from weights that are not loaded yet. With the
-    tag: without one, NxD chooses by the files' times.
+    Two calls: in a single one ZeRO-1 would take its shards from weights not loaded yet. The tag is
+    passed because NxD would otherwise choose by the files' times.
     """
     nxd.load_checkpoint(str(directory), tag=TAG, model=model)
     nxd.load_checkpoint(str(directory), tag=TAG, optimizer=optimizer)

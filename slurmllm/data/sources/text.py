@@ -1,7 +1,7 @@
 """Documents of an Arrow corpus, tokenized when they are read.
 
-For fine-tuning, of prompts with completions only the completion is trained, and of conversations
-only the assistant's turns.
+Of prompts with completions only the completion is trained, of conversations only the assistant's
+turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurmllm.data.sources.base import (
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 
-# Upper bound of the text that a resume inside a long document tokenizes again.
+# About the text that a resume inside a long document tokenizes again; more if it has no cut.
 PIECE_BYTES = 64 << 10
 # Text of one call: the library's results need some 100 times the memory of the text.
 _CALL_BYTES = 1 << 20
@@ -152,7 +152,8 @@ class TextSource(_ArrowSource):
 def _piece_bounds(data: memoryview, piece: int) -> tuple[int, int]:
     """Return begin and end of a piece: the first cuts in and after its share of the bytes.
 
-    A piece whose share has no cut is empty: all pieces together search each byte twice.
+    A piece whose share has no cut is empty, so that all pieces together search each byte at most
+    twice.
     """
     begin, next_begin = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
     if piece:

@@ -138,7 +138,7 @@ def _make_copier(job: Job) -> ReplicaCopier | None:
         replica = open_replica(config, job.run.name)
         if replica is None:
             return None
-        replica.require_own(job.config.cluster.trusted_group)
+        replica.make_folder(job.config.cluster.trusted_group)
     except StorageError as error:
         log.warning(error)
         return None
