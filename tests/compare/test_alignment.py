@@ -40,13 +40,24 @@ def test_intervals_that_do_not_are_interpolated_at_the_sparser(interval: int, ot
     assert differ.diagnosis.kind == "unknown"
 
 
-def test_nothing_is_interpolated_across_a_gap() -> None:
+def test_gaps_counters_set_back_and_axes_that_are_not_known() -> None:
     steps = np.concatenate((every(7, 301), every(7, 1000, 700)))
     a = curve("a", every(10), loss=smooth(every(10)))
     result = Alignment(a, curve("b", steps, loss=smooth(steps)), "step", None, None)
     points = result.of("loss")
     assert not ((points.steps > 301) & (points.steps < 700)).any()
     np.testing.assert_allclose(points.a, points.b, rtol=1e-3)
+    a = curve("a", every(1, 9), loss=smooth(every(1, 9)), tokens=every(1, 9) * 8.0)
+    b = curve("b", every(1, 9), loss=smooth(every(1, 9)))
+    with pytest.raises(RunError, match=r"B \(b\) has no number of tokens .*--tag tokens="):
+        Alignment(a, b, "tokens", None, None)
+    steps = every(1, 100)
+    tokens = steps * 10.0
+    tokens[50] = 20.0
+    a, b = (curve(n, steps, loss=smooth(steps), tokens=tokens) for n in "ab")
+    result = Alignment(a, b, "tokens", None, None)
+    assert len(result.positions) == 99
+    assert (np.diff(result.positions) > 0).all()
 
 
 @pytest.mark.parametrize("axis", ["tokens", "samples"])
@@ -65,20 +76,3 @@ def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
     assert any("compare --by tokens" in warning for warning in by_step.warnings)
     assert by_step.diagnosis is not None
     assert by_step.diagnosis.kind == "batches"
-
-
-def test_an_axis_that_is_not_known_names_the_curve_and_the_remedy() -> None:
-    a = curve("a", every(1, 9), loss=smooth(every(1, 9)), tokens=every(1, 9) * 8.0)
-    b = curve("b", every(1, 9), loss=smooth(every(1, 9)))
-    with pytest.raises(RunError, match=r"B \(b\) has no number of tokens .*--tag tokens="):
-        Alignment(a, b, "tokens", None, None)
-
-
-def test_a_counter_that_was_set_back_has_no_place_twice() -> None:
-    steps = every(1, 100)
-    tokens = steps * 10.0
-    tokens[50] = 20.0
-    a, b = (curve(n, steps, loss=smooth(steps), tokens=tokens) for n in "ab")
-    result = Alignment(a, b, "tokens", None, None)
-    assert len(result.positions) == 99
-    assert (np.diff(result.positions) > 0).all()

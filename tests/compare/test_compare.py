@@ -133,13 +133,10 @@ def test_the_tolerance_decides(compared) -> None:
     assert not compared(a, norm, tolerances={"grad_norm": 4e-3}).match
 
 
-def test_exact_tells_zero_from_minus_zero(compared) -> None:
+def test_exact_tells_one_bit_and_zero_from_minus_zero(compared) -> None:
     a, b = [make_row(1, grad_norm=0.0)], [make_row(1, grad_norm=-0.0)]
     assert compared(a, b, tolerances={"grad_norm": 0.0}).match
     assert not compared(a, b, tolerances={"exact": True}).match
-
-
-def test_exact_finds_one_bit(compared) -> None:
     rows = make_rows(1, 50)
     rows[24]["loss"] = math.nextafter(rows[24]["loss"], 0)
     assert compared(make_rows(1, 50), rows, tolerances={"loss": 1e-12}).match
@@ -157,17 +154,23 @@ def schedule(step_count: str, **fields: object) -> list[float]:
     return [float(f"{learning_rate(optim, 100, step):.5g}") for step in range(1, 51)]
 
 
+def settings_of(compared, *schedules: list[float]) -> tuple[str, ...]:
+    """The settings that differ, of runs with these learning rates that part at step 21."""
+    a, b = (
+        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
+        for rates in schedules
+    )
+    settings: tuple[str, ...] = compared(a, departed(b, 0.05, 21)).settings
+    return settings
+
+
 @pytest.mark.parametrize("decay", ["cosine", "constant"])
 @pytest.mark.parametrize(
     "counts", list(itertools.combinations(("from_1", "nemo", "transformers"), 2))
 )
 def test_schedules_that_count_steps_differently(compared, counts, decay: str) -> None:
     """With the five digits of another framework's log."""
-    a, b = (
-        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
-        for rates in (schedule(count, decay=decay) for count in counts)
-    )
-    (cause,) = compared(a, departed(b, 0.05, 21)).settings
+    (cause,) = settings_of(compared, *(schedule(count, decay=decay) for count in counts))
     text = "the learning-rate schedules differ only in how they number steps"
     assert cause.endswith(f": {text} (optim.step_count): A uses {counts[0]}, B uses {counts[1]}")
 
@@ -176,24 +179,17 @@ def test_schedules_that_count_steps_differently(compared, counts, decay: str) ->
     "fields", [{"warmup_steps": 20}, {"min_lr": 5e-4}, {"lr": 9.9e-4}, {"decay": "linear"}]
 )
 def test_other_schedules_are_not_called_another_count(compared, fields) -> None:
-    a, b = (
-        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
-        for rates in (schedule("from_1"), schedule("nemo", **fields))
-    )
-    (cause,) = compared(a, departed(b, 0.05, 21)).settings
+    (cause,) = settings_of(compared, schedule("from_1"), schedule("nemo", **fields))
     assert cause.startswith("learning rates differ from step 1 ")
     assert "count" not in cause
 
 
-def test_another_batch_is_the_cause(compared) -> None:
+def test_another_batch_or_skipped_tokens_are_the_cause(compared) -> None:
     rows = departed(scaled(make_rows(1, 50), "tokens", 1.0, 1), 0.05, 1)
     result = compared(make_rows(1, 50), rows)
     assert result.reason.endswith("cause (certain): tokens per step differ (4,096 and 8,192)")
     single = compared(make_rows(1, 1), rows[:1])
     assert single.settings == ("tokens per step differ (4,096 and 8,192)",)
-
-
-def test_skipped_tokens_are_named_where_they_begin(compared) -> None:
     rows = [row | {"tokens": row["tokens"] + 4096 * (row["step"] > 30)} for row in make_rows(1, 50)]
     result = compared(make_rows(1, 50), rows)
     assert result.settings == ("tokens trained on differ from step 31 (126,976 and 131,072)",)
@@ -214,9 +210,6 @@ def test_different_lengths_compare_the_common_steps(compared) -> None:
     result = compared(make_rows(1, 50), rows)
     assert result.only_in_a == result.b.missing == ((7, 7), (20, 21))
     assert "B (b) lacks steps 7, 20–21" in result.warnings
-
-
-def test_a_range_of_steps(compared) -> None:
     rows = scaled(make_rows(1, 50), "loss", 0.1, 31)
     result = compared(make_rows(1, 50), rows, from_step=5, to_step=30)
     assert result.match
@@ -238,7 +231,7 @@ def without(rows: list[Row], metric: str) -> list[Row]:
     return [{name: value for name, value in row.items() if name != metric} for row in rows]
 
 
-def test_no_loss_is_unusable(compared) -> None:
+def test_no_loss_is_unusable_and_no_gradient_norm_a_warning(compared) -> None:
     with pytest.raises(RunError, match="no loss in"):
         compared(make_rows(1, 5), without(make_rows(1, 5), "loss"))
     odd, even = make_rows(1, 6), make_rows(1, 6)
@@ -246,9 +239,6 @@ def test_no_loss_is_unusable(compared) -> None:
         del row["loss"]
     with pytest.raises(RunError, match="a loss at different steps only"):
         compared(odd, even)
-
-
-def test_no_gradient_norm_is_a_warning(compared) -> None:
     result = compared(make_rows(1, 5), without(make_rows(1, 5), "grad_norm"))
     assert result.match
     assert list(result.metrics) == ["loss"]

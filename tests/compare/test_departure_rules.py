@@ -85,7 +85,7 @@ def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> 
     assert np.median(off) == 0
 
 
-def test_other_batches_from_a_step_on() -> None:
+def test_other_batches_and_a_drift_begin_at_their_first_point() -> None:
     random = np.random.default_rng(6)
     for place in (300, 555, 700):
         r = 0.1 * random.standard_normal(1000)
@@ -94,9 +94,6 @@ def test_other_batches_from_a_step_on() -> None:
         assert result.rule == "noise"
         assert result.onset is not None
         assert abs(result.onset - place) <= 3
-
-
-def test_a_drift_out_of_nothing_begins_at_its_first_point() -> None:
     r = np.concatenate((np.zeros(400), 1e-4 * 1.05 ** np.arange(300)))
     result = detect_divergence(r, TAU)
     assert (result.rule, result.onset) == ("lasting", 400)
@@ -111,7 +108,7 @@ def test_a_single_point_far_out(sigma: float) -> None:
     assert (result.rule, result.onset, result.lasting) == ("outlier", 640, None)
 
 
-def test_few_points_are_judged_one_by_one() -> None:
+def test_few_points_no_tolerance_and_points_on_one_side() -> None:
     r = np.full(19, 0.5)
     assert detect_divergence(r, TAU).rule is None
     r[7:10] = -1.01
@@ -119,22 +116,21 @@ def test_few_points_are_judged_one_by_one() -> None:
     assert (result.rule, result.onset) == ("pointwise", 7)
     assert result.lasting is not None
     assert (result.lasting.first, result.lasting.last) == (7, 9)
-
-
-def test_a_tolerance_of_nothing_admits_nothing() -> None:
     r = np.zeros(100)
     assert detect_divergence(r, 0.0).rule is None
     r[50] = 1e-16
     assert detect_divergence(r, 0.0).onset == 50
     r[50:] = 1e-16
     assert detect_divergence(r, 0.0).rule == "lasting"
+    r = np.full(11, 1.2)
+    r[5] = 40.0  # which hides the mean in its own error
+    assert detect_divergence(r, TAU, shared=0.0).rule == "lasting"
+    r[::2] = 0.8
+    assert detect_divergence(r, TAU, shared=0.0).rule != "lasting"
 
 
 @settings(max_examples=amount(25, of=100))
-@given(
-    st.lists(st.floats(-2, 2), min_size=1, max_size=200),
-    st.floats(0, 1),
-)
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=200), st.floats(0, 1))
 def test_any_differences_are_judged(values: list[float], tolerance: float) -> None:
     r = np.array(values)
     result, mirrored = (detect_divergence(values, tolerance) for values in (r, -r))
@@ -159,14 +155,6 @@ def test_a_bias_of_twice_the_tolerance_is_found(points: int) -> None:
     assert sum(result.rule == "lasting" for result in results) >= 95
     assert sum(result.onset == 0 for result in results if result.rule) >= 90
     assert np.median([result.power for result in results]) < 2
-
-
-def test_points_on_one_side_and_beyond_the_tolerance() -> None:
-    r = np.full(11, 1.2)
-    r[5] = 40.0  # which hides the mean in its own error
-    assert detect_divergence(r, TAU, shared=0.0).rule == "lasting"
-    r[::2] = 0.8
-    assert detect_divergence(r, TAU, shared=0.0).rule != "lasting"
 
 
 def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:

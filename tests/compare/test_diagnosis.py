@@ -102,16 +102,13 @@ def test_a_bad_rank(compared) -> None:
     assert "slurmllm health" in comparison.reason
 
 
-def test_another_batch_or_forward_pass_at_one_step(compared) -> None:
+def test_another_batch_or_update_at_one_step(compared) -> None:
     rows = changed(grad_norm=(K, drift(0.5)), loss=(K, drift(0.3)), param_norm=(K, drift(1e-4)))
     comparison = compared(rows)
     assert diagnosed(comparison) == ("model", K)
     assert {"batches", "data", "mesh"} < set(kinds(comparison))
     assert not {"optimizer", "lr"} & set(kinds(comparison))
     assert "no column before" in comparison.causes[0].evidence
-
-
-def test_another_update(compared) -> None:
     rows = changed(
         param_norm=(K, drift(1e-2)), loss=(K + 1, drift(0.1)), grad_norm=(K + 1, drift(0.2))
     )
@@ -129,18 +126,12 @@ def test_a_learning_rate_and_nothing_that_cannot_matter(compared) -> None:
     assert comparison.settings == (f"learning rates differ from step {K} (0.001 and 0.002)",)
 
 
-def test_data_in_another_order(compared) -> None:
+def test_data_in_another_order_and_other_weights(compared) -> None:
     rows = changed(loss=(1, scattered(0.1, 0.06)), grad_norm=(1, scattered(0.3)))
     assert diagnosed(compared(rows)) == ("batches", 1)
     assert diagnosed(compared(rows, {"train.seed": 2})) == ("seed", 1)
-
-
-def test_another_seed_of_the_weights(compared) -> None:
-    rows = changed(
-        loss=(1, scattered(0.02, 0.02)),
-        grad_norm=(1, scattered(0.1)),
-        param_norm=(1, lambda _: 1.001),
-    )
+    norms = {"grad_norm": (1, scattered(0.1)), "param_norm": (1, lambda _: 1.001)}
+    rows = changed(loss=(1, scattered(0.02, 0.02)), **norms)
     assert diagnosed(compared(rows)) == ("seed", 1)
 
 
@@ -267,13 +258,10 @@ def test_norms_of_few_digits_prove_that_losses_far_apart_are_logged(asked, digit
     assert first(asked(a, b, "three"))[:2] == cause
 
 
-def test_a_constant_factor_of_the_norm_may_be_of_the_gradients(asked) -> None:
+def test_a_factor_of_the_norm_and_weight_decay_off_from_the_start(asked) -> None:
     comparison = asked(make_rows(1, 120), changed(grad_norm=(1, lambda _: 2.0)))
     assert first(comparison)[:2] == ("logging", "likely")
     assert {"gradient", "mesh", "batches"} < set(kinds(comparison))
-
-
-def test_weight_decay_off_from_the_start(asked) -> None:
     b = changed(param_norm=(1, drift(0.02)), loss=(2, drift(-5e-3)), grad_norm=(2, drift(0.1)))
     assert first(asked(make_rows(1, 120), b)) == ("optimizer", "likely", 1)
     comparison = asked(make_rows(1, 120), b, "three")
@@ -281,7 +269,7 @@ def test_weight_decay_off_from_the_start(asked) -> None:
     assert {cause.confidence for cause in comparison.causes} == {"possible"}
 
 
-def test_shifted_labels_are_no_rounding(asked) -> None:
+def test_factors_of_a_noisy_loss(asked) -> None:
     a = noisy(make_rows(1, 120))
     b = noisy(make_rows(1, 120), 1)
     for row in b:
@@ -290,9 +278,6 @@ def test_shifted_labels_are_no_rounding(asked) -> None:
         comparison = asked(a, b, columns)
         assert not {"rounding", "precision"} & set(kinds(comparison))
         assert "data" in kinds(comparison)
-
-
-def test_half_a_percent_on_the_loss_is_another_log(asked) -> None:
     a, b = noisy(make_rows(1, 120)), noisy(make_rows(1, 120))
     for row in b:
         row["loss"] *= 1.005
@@ -317,16 +302,13 @@ def test_other_seeds_are_no_other_hardware(asked, columns: str) -> None:
     assert not {"rounding"} & set(kinds(comparison)[:4])
 
 
-def test_points_ten_steps_apart_date_nothing(asked) -> None:
+def test_points_ten_steps_apart_and_the_loss_by_itself_name_nothing(asked) -> None:
     b = changed(grad_norm=(K, drift(0.5)), loss=(K + 1, drift(0.3)), param_norm=(K, drift(1e-3)))
     comparison = asked(make_rows(1, 120), b, every=10)
     assert {cause.confidence for cause in comparison.causes} == {"possible"}
     assert {"gradient", "model", "mesh", "optimizer", "unknown"} < set(kinds(comparison))
     assert "between steps 60 and 70" in comparison.causes[0].evidence
     assert "10 steps apart" in comparison.causes[0].evidence
-
-
-def test_the_loss_by_itself_names_nothing(asked) -> None:
     comparison = asked(make_rows(1, 120), changed(loss=(K, drift(0.3))), "loss")
     assert first(comparison) == ("unknown", "possible", K)
     assert {"lr", "gradient", "logging"} < set(kinds(comparison))

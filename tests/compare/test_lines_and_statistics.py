@@ -16,7 +16,7 @@ def described(a: Floats, b: Floats, *, shape: bool = True) -> Statistics:
     return statistics(points, signed_difference(a, b), shape=shape)
 
 
-def test_figures_of_a_constant_offset() -> None:
+def test_figures_of_a_constant_offset_and_figures_that_do_not_exist() -> None:
     a = 3 + np.sin(np.arange(200.0))
     figures = described(a, a * 1.25)
     for value in (figures.max_rel_diff, figures.mean_rel_diff, figures.median_rel_diff):
@@ -30,9 +30,6 @@ def test_figures_of_a_constant_offset() -> None:
     assert sum(window.points for window in figures.windows) == 200
     assert figures.windows[3].mean_signed_rel_diff == pytest.approx(0.2)
     assert described(a * 1.25, a).windows[3].mean_signed_rel_diff == pytest.approx(-0.2)
-
-
-def test_figures_that_do_not_exist() -> None:
     constant = np.full(30, 0.1)
     assert described(constant, constant).correlation is None
     nothing = described(np.full(4, np.nan), np.ones(4))

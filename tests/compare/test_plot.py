@@ -125,15 +125,14 @@ def test_a_long_run_is_its_means_over_pale_values(
     assert low < 2 - 3 * 0.1 < 2 + 3 * 0.1 < high
 
 
-def test_where_the_picture_goes(make_run: MakeRun, make_file: MakeFile) -> None:
+def test_where_the_picture_goes_and_that_it_cannot_be_written(
+    make_run: MakeRun, make_file: MakeFile, tmp_path: Path
+) -> None:
     run = read_curve(make_run("r", make_rows(1, 5)).path)
     file = read_curve(make_file("odd name", make_rows(1, 5)))
     assert default_path(run, file) == run.path / "reports" / "compare-r-odd_name.png"
     assert default_path(file, run) == run.path / "reports" / "compare-odd_name-r.png"
     assert default_path(file, file) == Path("compare-odd_name-odd_name.png")
-
-
-def test_a_picture_that_cannot_be_written(make_file: MakeFile, tmp_path: Path) -> None:
     a = make_file("a", make_rows(1, 5))
     with pytest.raises(StorageError, match=r"cannot write the picture .*--no-plot"):
         drawn(a, a, a / "below" / "a-file.png")

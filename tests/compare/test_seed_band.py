@@ -57,9 +57,6 @@ def test_a_curve_that_turns_away_late_is_found_there() -> None:
     assert result.record.excess > 1
     assert result.record.first_outside_step is not None
     assert 1100 <= result.record.first_outside_step <= 1300
-
-
-def test_a_single_point_outside() -> None:
     random = np.random.default_rng(14)
     runs = np.stack([seed(random, 500, 0.005, 0.0) for _ in range(5)])
     runs[-1, 250] *= 2

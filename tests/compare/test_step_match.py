@@ -43,7 +43,9 @@ NANOGPT = "iter {step}: loss {loss:.12f}"
 TITAN = "step:  {step}  loss:  {loss:.12f}"
 
 
-def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
+def test_known_formats_are_shifted_by_their_convention_unless_the_values_differ(
+    tmp_path: Path,
+) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
     for first, second, shifts in ((a, b, (1, 0)), (b, a, (0, 1)), (a, a, (0, 0))):
@@ -53,11 +55,8 @@ def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
     comparison = compare(a, b)
     assert comparison.a.shift_reason == "nanoGPT counts steps from 0"
     assert (comparison.a.first_step, comparison.b.first_step) == (1, 1)
-
-
-def test_values_overrule_the_convention(tmp_path: Path) -> None:
-    a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)  # a user's loop that counts from 1
-    b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
+    # The values overrule the convention: a user's loop that counts from 1
+    a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)
     comparison = compare(a, b)
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("identical", 0, 0)
 
@@ -103,7 +102,7 @@ def test_micro_iterations_and_samples_are_no_steps(tmp_path: Path) -> None:
     assert not [w for w in compare(micro, micro).warnings if "--by" in w]
 
 
-def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
+def test_batches_one_ahead_and_other_noise_are_no_shift(tmp_path: Path) -> None:
     losses = noisy()
     curves = []
     for ahead in (0, 1):
@@ -113,9 +112,6 @@ def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
         curves.append(read_curve(path, {"step": "n", "loss": "nll"}))
     comparison = compare(*curves)
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("differ", 0, 0)
-
-
-def test_other_noise_is_not_shifted(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
     for seed in range(1, 9):
         comparison = compare(a, curve_of(tmp_path, "b.jsonl", noisy(seed=seed), 0))

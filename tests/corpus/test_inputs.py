@@ -49,7 +49,7 @@ def test_what_is_read_in_which_order(folder: Path) -> None:
     assert actual["in/sub/deep/y.txt.zst"] == ("text", "zstd")
 
 
-def test_what_is_passed_over_is_said(folder: Path) -> None:
+def test_what_is_passed_over_is_said_and_broken_links_are_refused(folder: Path) -> None:
     notes: list[str] = []
     find_inputs(["in", "in/sub"], on_note=notes.append)
     assert notes == [
@@ -61,9 +61,6 @@ def test_what_is_passed_over_is_said(folder: Path) -> None:
     find_inputs(["in"], "text", on_note=notes.append)
     find_inputs(["in"], exclude=[Path("in/no.pdf"), Path("in/a.doc")], on_note=notes.append)
     assert len(notes) == 2
-
-
-def test_broken_links(folder: Path) -> None:
     Path("in/c.txt").symlink_to("gone.txt")
     for argument in ("in", "in/*.txt"):
         with pytest.raises(DataError, match=r"in/c.txt is a link to gone.txt, .*: No such file"):
@@ -97,7 +94,7 @@ def save_dataset(folder: Path, texts: list[list[str]]) -> None:
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
 
 
-def test_saved_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_datasets_and_their_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     parts = [[str(index)] for index in range(3)]
     save_dataset(tmp_path / "in" / "d", parts)
@@ -115,9 +112,6 @@ def test_saved_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         DataError, match=r"state.json names data-00001-of-00003.arrow, which is missing"
     ):
         names("in")
-
-
-def test_datasets_of_several_splits(tmp_path: Path) -> None:
     for split in ("train", "test"):
         save_dataset(tmp_path / "d" / split, [[split]])
     (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))

@@ -44,7 +44,7 @@ def test_small_corpora_are_counted(tmp_path: Path, tokenizer: Path, texts: list[
     assert sum(bucket.share for bucket in report.lengths.histogram) == pytest.approx(1)
 
 
-def test_large_corpora_are_sampled(
+def test_large_corpora_are_sampled_and_token_ids_counted(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "COUNTED_SIZE", 1000)
@@ -59,12 +59,6 @@ def test_large_corpora_are_sampled(
     assert (counted.tokens_are, counted.tokens_error) == ("exact", 0)
     assert 0 < estimate.tokens_error < 0.1 * counted.tokens
     assert abs(estimate.tokens - counted.tokens) < 1.5 * estimate.tokens_error
-
-
-def test_token_ids_need_no_sample_to_be_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inspection, "COUNTED_SIZE", 1000)
     monkeypatch.setattr(inspection, "SAMPLED_DOCUMENTS", 5)
     np.save(tmp_path / "t.npy", np.arange(100_000, dtype=np.uint16) % 999)
     report = inspect_corpus(open_source(tmp_path / "t.npy", None, None))
@@ -89,7 +83,7 @@ def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) 
     assert "tiny_neox: 50 steps x 64 tokens" in shown.stdout
 
 
-def test_prompts_and_completions_are_distinguished(tmp_path: Path, tokenizer: Path) -> None:
+def test_what_is_trained_of_prompts_and_conversations(tmp_path: Path, tokenizer: Path) -> None:
     prompts = [f"what is {i}? " for i in range(9)]
     corpus = arrow(tmp_path / "p.arrow", prompt=prompts, completion=["a number"] * 9)
     result = inspect(corpus, "--tokenizer", tokenizer, "--json", "--sequences", 1)
@@ -98,9 +92,6 @@ def test_prompts_and_completions_are_distinguished(tmp_path: Path, tokenizer: Pa
     assert parts[1] == ("a number<|endoftext|>", True)
     assert parts[0][0] in prompts
     assert parts[0][1] is False
-
-
-def test_what_is_trained_of_conversations(tmp_path: Path, tokenizer: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(tokenizer.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(

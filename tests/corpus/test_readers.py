@@ -288,7 +288,7 @@ def test_json_lines_mean_the_same_in_blocks_of_any_size(
     assert len(documents) + len(errors) == len(filled)
 
 
-def test_faults_name_the_line_in_later_blocks(
+def test_faults_name_the_line_in_later_blocks_and_the_row_of_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", 200)
@@ -302,9 +302,6 @@ def test_faults_name_the_line_in_later_blocks(
     documents, (error,) = read(path, skip=True)
     assert documents == ["good"] * 200
     assert error.endswith("a.txt: byte 601 is not UTF-8 (0xe9)")
-
-
-def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
     bad = pa.array([b"a", None, b"\xff", b"b"], pa.binary()).view(pa.string())
     table = pa.table({"text": bad, "number": [1, 2, 3, 4]})
     pq.write_table(table, tmp_path / "a.parquet")

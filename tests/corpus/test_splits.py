@@ -93,12 +93,8 @@ def test_a_card_names_splits_of_any_name(tmp_path: Path) -> None:
     assert files == ["en/test-1.jsonl"]
     assert "3 files such as not/listed.jsonl; --split chooses (held_out, train, all)" in notes[1]
     assert read(tmp_path, "held_out")[0] == ["x/train.jsonl", "y.jsonl"]
-    for damaged in (
-        "---\nconfigs: [a\n---\n",
-        "---\nconfigs: 5\n---",
-        "---\nconfigs: [{data_files: 5}]\n",
-    ):
-        (tmp_path / "README.md").write_text(damaged)
+    for damaged in ("[a\n---\n", "5\n---", "[{data_files: 5}]\n"):
+        (tmp_path / "README.md").write_text(f"---\nconfigs: {damaged}")
         read(tmp_path, "all")
 
 
@@ -129,13 +125,8 @@ def test_a_cache_s_splits_are_those_that_its_record_names(tmp_path: Path) -> Non
     folder = tmp_path / "in"
     folder.mkdir()
     table = pa.table({"text": ["a"]})
-    for name in (
-        "x-sft.arrow",
-        "x-gen-00000-of-00002.arrow",
-        "x-gen-00001-of-00002.arrow",
-        "cache-1.arrow",
-    ):
-        with pa.ipc.new_stream(str(folder / name), table.schema) as stream:
+    for name in ("x-sft", "x-gen-00000-of-00002", "x-gen-00001-of-00002", "cache-1"):
+        with pa.ipc.new_stream(str(folder / f"{name}.arrow"), table.schema) as stream:
             stream.write_table(table)
     (folder / "dataset_info.json").write_text('{"splits": {"sft": {}, "gen": {}}}')
     with pytest.raises(DataError, match=r"several splits \(sft, gen\)"):

@@ -166,7 +166,9 @@ def test_labels_of_a_packed_batch(tmp_path: Path, corpus: Path) -> None:
     assert sorted(untrained.any(axis=1).tolist()) == [False, False, True, True]
 
 
-def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
+def test_another_template_is_another_tokenizer_and_eos_of_the_config_ends_documents(
+    tmp_path: Path,
+) -> None:
     path = folder(tmp_path, CHATML)
     spec = StreamSpec([(write_prompts(tmp_path / "c.arrow", ROWS), 1.0)], path, 12, 4, 1)
     (stream,) = streams(spec)
@@ -176,9 +178,6 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
     folder(tmp_path, " " + CHATML)
     with pytest.raises(DataError, match=r"tokenizer \(fingerprint\)"):
         streams(spec)[0].load_state(state)
-
-
-def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
     path = folder(tmp_path, eos_token="<|im_end|>")
     content = path.read_text().replace("<|endoftext|>", "<|other|>")
     path.write_text(content)

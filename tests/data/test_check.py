@@ -39,16 +39,13 @@ def check(
     return tokens
 
 
-def test_counted_tokens(corpus: Path, tokenizer: Path, texts: list[str]) -> None:
+def test_counted_tokens_and_corpora_shorter_than_one_batch(
+    corpus: Path, tokenizer: Path, texts: list[str], tmp_path: Path
+) -> None:
     encoder = TokenEncoder(tokenizer)
     tokens = sum(len(encoder.encode(text)) for text in texts)
     assert check(corpus, tokenizer, 320, seq_len=tokens, global_batch=1) == tokens
     assert check(corpus, tokenizer, 400, seq_len=8, global_batch=8) is None
-
-
-def test_shorter_than_one_batch(corpus: Path, tokenizer: Path, texts: list[str]) -> None:
-    encoder = TokenEncoder(tokenizer)
-    tokens = sum(len(encoder.encode(text)) for text in texts)
     message = f"has {tokens} tokens in 97 documents, .* 1 x model.seq_len {tokens + 1} = "
     with pytest.raises(DataError, match=message):
         check(corpus, tokenizer, 320, seq_len=tokens + 1, global_batch=1)
@@ -59,6 +56,10 @@ def test_shorter_than_one_batch(corpus: Path, tokenizer: Path, texts: list[str])
     corpora = [(corpus, 0.5), (corpus, 1.0)]
     with pytest.raises(DataError, match=message):
         check_corpora(StreamSpec(corpora, tokenizer, tokens, 5, 1, 320))
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE({"</s>": 999, "a": 1}, [])).save(str(path))
+    with pytest.raises(DataError, match="has 1000 token ids"):
+        check(corpus, path, 500, 1, 1)
 
 
 def test_documents_held_out_do_not_count(
@@ -90,13 +91,6 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     assert check(tmp_path / "t.npy", None, 300, 5, 5) is None
     with pytest.raises(DataError, match=r"data.mask is document, .*t\.npy are unknown; set"):
         check(tmp_path / "t.npy", None, 300, 10, 5, mask="document")
-
-
-def test_ids_with_gaps_count_to_the_largest(corpus: Path, tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    Tokenizer(models.BPE({"</s>": 999, "a": 1}, [])).save(str(path))
-    with pytest.raises(DataError, match="has 1000 token ids"):
-        check(corpus, path, 500, 1, 1)
 
 
 def test_bad_corpora(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:

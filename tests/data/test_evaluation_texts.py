@@ -35,12 +35,9 @@ def training(tmp_path: Path) -> StreamSpec:
     return StreamSpec([(path, 1.0)], tmp_path / "tokenizer.json", 32, 8, 1, 320, validation=0.1)
 
 
-def test_other_text_is_fine(tmp_path: Path, training: StreamSpec) -> None:
+def test_other_text_and_text_that_is_trained_on(tmp_path: Path, training: StreamSpec) -> None:
     other = corpus(tmp_path, "other", [f"{text} too" for text in TEXTS])
     assert check_evaluation_texts(training, {"other": other}) == []
-
-
-def test_text_that_is_trained_on(tmp_path: Path, training: StreamSpec) -> None:
     some = corpus(tmp_path, "some", [*TEXTS[:50], "not in it " * 50])
     (warning,) = check_evaluation_texts(training, {"some": some})
     # Of the 50, about 5 are held out.
@@ -48,6 +45,9 @@ def test_text_that_is_trained_on(tmp_path: Path, training: StreamSpec) -> None:
     assert 40 <= count < 50
     assert "of the first 51 documents" in warning
     assert "remove them from data.corpus" in warning
+    long = StreamSpec(training.corpora, training.tokenizer, 5000, 8, 1, 320, validation=0.1)
+    with pytest.raises(DataError, match=r"data.validation: .* on the held-out side.* raise"):
+        check_evaluation_texts(long, {})
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,6 @@ def test_text_that_cannot_be_evaluated(
         np.save(path, ids.astype(np.uint16))
     with pytest.raises(DataError, match=message):
         check_evaluation_texts(training, {name: str(path)})
-
-
-def test_held_out_documents_shorter_than_a_sequence(training: StreamSpec) -> None:
-    long = StreamSpec(training.corpora, training.tokenizer, 5000, 8, 1, 320, validation=0.1)
-    with pytest.raises(DataError, match=r"data.validation: .* on the held-out side.* raise"):
-        check_evaluation_texts(long, {})
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_documents_read_together_equal_those_read_singly(
         assert together.marks[begin:end].tolist() == [BEGINS] + [0] * (end - begin - 1)
 
 
-def test_hashes_do_not_need_the_column(tmp_path: Path, tokenizer: Path) -> None:
+def test_hashes_without_their_column_and_rows_of_numpy(tmp_path: Path, tokenizer: Path) -> None:
     texts = ["x", "", "é"]
     paths = [write_texts(tmp_path / f"{ids}.arrow", texts, ids=ids) for ids in (True, False)]
     # Of another tool.
@@ -47,9 +47,6 @@ def test_hashes_do_not_need_the_column(tmp_path: Path, tokenizer: Path) -> None:
         hashes = [document_hash(text.encode()) for text in texts]
         assert source.document_hashes(np.arange(3)).tolist() == hashes
         assert len(whole(source, 0)) == 2
-
-
-def test_numpy_rows_are_documents(tmp_path: Path) -> None:
     source = open_source(save(tmp_path / "t.npy", np.arange(12).reshape(4, 3), "uint8"), None, 12)
     assert len(source) == 4
     assert source.read([(2, 0), (0, 0)]).tokens.tolist() == [6, 7, 8, 0, 1, 2]

@@ -14,7 +14,9 @@ from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
 from slurmllm.errors import DataError
 
 
-def test_any_text_comes_back(tokenizer: Path) -> None:
+def test_any_text_comes_back_and_settings_of_the_file_lose_no_token(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     encoder = TokenEncoder(tokenizer)
     text = "  größer 東京 \t\x00\r\n🙂 never <|endoftext|> seen in training"
     ids = encoder.encode(text)
@@ -22,15 +24,6 @@ def test_any_text_comes_back(tokenizer: Path) -> None:
     assert ids[-1] == encoder.end_of_document == 0
     assert 0 not in ids[:-1], "a document cannot forge its end"
     assert encoder.decode(ids) == text + "<|endoftext|>"
-
-
-def test_training_is_deterministic(texts: list[str]) -> None:
-    first = train_tokenizer(texts, 400)
-    assert first == train_tokenizer(iter(texts), 400)
-    assert Tokenizer.from_str(first).get_vocab_size() == 400
-
-
-def test_settings_of_the_file_lose_no_token(tmp_path: Path, tokenizer: Path) -> None:
     settings = Tokenizer.from_file(str(tokenizer))
     settings.enable_truncation(5)
     settings.enable_padding(length=100)
@@ -38,14 +31,19 @@ def test_settings_of_the_file_lose_no_token(tmp_path: Path, tokenizer: Path) -> 
     settings.save(str(other))
     text = "the quick brown fox jumps over a lazy dog " * 3
     assert np.array_equal(TokenEncoder(other).encode(text), TokenEncoder(tokenizer).encode(text))
-
-
-def test_llama_end_of_document(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE({"</s>": 7, "a": 1}, [])).save(str(path))
     encoder = TokenEncoder(path)
     assert encoder.end_of_document == 7
     assert encoder.num_ids == 8
+
+
+def test_training_is_deterministic_and_its_vocabulary_large_enough(texts: list[str]) -> None:
+    first = train_tokenizer(texts, 400)
+    assert first == train_tokenizer(iter(texts), 400)
+    assert Tokenizer.from_str(first).get_vocab_size() == 400
+    with pytest.raises(DataError, match=r"vocabulary of 256 cannot hold .* at least 257"):
+        train_tokenizer(["a"], 256)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +74,6 @@ def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
     path.write_text(json.dumps({**tokenizer, "normalizer": {"type": "Precompiled"}}))
     with pytest.raises(DataError, match=r"is not a tokenizer.json of the tokenizers library"):
         TokenEncoder(path)
-
-
-def test_vocabulary_too_small() -> None:
-    with pytest.raises(DataError, match=r"vocabulary of 256 cannot hold .* at least 257"):
-        train_tokenizer(["a"], 256)
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:

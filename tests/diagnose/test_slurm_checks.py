@@ -35,34 +35,22 @@ def client(request: pytest.FixtureRequest) -> SlurmClient:
     return SlurmClient()
 
 
-def test_a_sound_cluster_passes(client: SlurmClient) -> None:
+def test_a_sound_cluster_and_profiles_that_do_not_fit_it(client: SlurmClient) -> None:
     findings = look(client)
     assert states(findings) == {"ok"}, findings
     assert findings["partition"].value == "main, the default"
     assert findings["nodes"].value == "5 of 5 usable"
-
-
-def test_a_partition_that_is_not_there_fails_and_the_others_are_named(client: SlurmClient) -> None:
     findings = look(client, partition="nosuch")
     assert findings["partition"].status == "fail"
     assert "partitions: main" in str(findings["partition"].value)
     assert {findings[name].status for name in ("nodes", "CPUs", "devices")} == {"skipped"}
     assert exit_code(findings.values()) == 2
-
-
-def test_the_profiles_partition_is_the_one_looked_at(client: SlurmClient) -> None:
     findings = look(client, profile("local", "cluster.partition=main"))
     assert findings["partition"].value == "main"
     assert look(client, profile("local", "cluster.partition=x"))["partition"].status == "fail"
-
-
-def test_nodes_with_other_cpus_than_the_profile_says_warn(client: SlurmClient) -> None:
     findings = look(client, profile("local", "cluster.cpus_per_node=96"))
     assert findings["CPUs"].status == "warn"
     assert states(findings, "CPUs") == {"ok"}
-
-
-def test_a_profile_of_gpus_fails_where_slurm_has_none(client: SlurmClient) -> None:
     findings = look(client, profile("p4d"))
     assert (findings["devices"].status, findings["devices"].blame) == ("fail", "user")
 
@@ -114,6 +102,12 @@ def test_lost_nodes_warn_and_a_partition_of_lost_nodes_fails() -> None:
     assert (findings.status, findings.value) == ("warn", "2 of 4 usable; n1 down*, n2 drained")
     slurm.states.update(dict.fromkeys(slurm.states, "down"))
     assert look(slurm)["nodes"].status == "fail"
+    slurm = FakeSlurm(("n1", "n2"))
+    slurm.states["n2"], slurm.reasons["n2"] = "drained", "Duplicate jobid"
+    findings = look(slurm)["nodes"]
+    assert "`scontrol update NodeName=n2 State=RESUME`" in findings.fix
+    slurm.reasons["n2"] = "bad disk"
+    assert look(slurm)["nodes"].fix == "`sinfo --list-reasons`"
 
 
 def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
@@ -125,15 +119,6 @@ def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
     slurm.cpus, slurm.gres = 128, ""
     findings = look(slurm, profile("trn1"))
     assert (findings["devices"].status, findings["CPUs"].status) == ("skipped", "ok")
-
-
-def test_a_node_that_refused_a_second_copy_of_a_job_is_explained() -> None:
-    slurm = FakeSlurm(("n1", "n2"))
-    slurm.states["n2"], slurm.reasons["n2"] = "drained", "Duplicate jobid"
-    findings = look(slurm)["nodes"]
-    assert "`scontrol update NodeName=n2 State=RESUME`" in findings.fix
-    slurm.reasons["n2"] = "bad disk"
-    assert look(slurm)["nodes"].fix == "`sinfo --list-reasons`"
 
 
 def test_a_partition_of_several_kinds_is_judged_by_the_nodes_that_the_profile_requests() -> None:

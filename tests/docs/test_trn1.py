@@ -114,7 +114,9 @@ def test_the_page_has_the_runs_that_were_published() -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
-def test_ours_is_what_the_dry_run_prints(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_is_what_the_dry_run_prints_and_every_difference_is_explained(
+    section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (arguments,) = COMMAND.findall(section)
     settings = printed(arguments, monkeypatch)
     if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
@@ -133,10 +135,6 @@ def test_ours_is_what_the_dry_run_prints(section: str, monkeypatch: pytest.Monke
                 if name in ours or (name.startswith(COMPLETE) and name != "parallel.shard_nodes")
             }
         assert ours == expected, heading
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
-def test_every_difference_is_explained(section: str) -> None:
     notes = set(re.findall(r"^- \*\*(\([a-z]\))", PAGE.read_text(), flags=re.M))
     for heading, rows in tables(section).items():
         for name, (ours, theirs, why) in rows.items():

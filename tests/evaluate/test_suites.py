@@ -156,15 +156,8 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_suite(str(path))
     places = [fault.partition(":")[0] for fault in error.value.faults]
-    tasks = "groups.0.tasks"
-    assert sorted(places) == [
-        f"{tasks}.0.shots",
-        f"{tasks}.1.task",
-        f"{tasks}.2",
-        "groups.1.tasks",
-        "name",
-        "suite",
-    ]
+    tasks = [f"groups.0.tasks.{place}" for place in ("0.shots", "1.task", "2")]
+    assert sorted(places) == [*tasks, "groups.1.tasks", "name", "suite"]
     assert "must be fields and values, such as {task: piqa} (is 'piqa')" in str(error.value)
     path.write_text(
         "name: s\ngroups:\n  - {name: g, tasks: [{task: t}]}\n"
@@ -275,10 +268,7 @@ def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> Non
     newer.write_text('{"format": 9, "results": []}')
     scores, warnings = score_tables(run)
     assert [row.name for row in scores[0].rows] == ["nq_open"]
-    assert [str(path) in line for path, line in zip((newer, cut), warnings, strict=True)] == [
-        True,
-        True,
-    ]
+    assert all(str(path) in line for path, line in zip((newer, cut), warnings, strict=True))
 
 
 def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
@@ -287,9 +277,6 @@ def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
     save_suite(run, LocatedSuite(suite_of_tasks(["sciq"], None), Path()))
     suite = read_suite(run.evaluation_suite("tasks"))
     assert [row.title for row in suite.rows()] == ["piqa 0-shot", "piqa 5-shot", "sciq"]
-
-
-def test_only_and_with_shots() -> None:
     suite = find_suite("hlat").suite
     assert [row.title for row in suite.only(["gsm8k_cot"]).rows()] == ["gsm8k"]
     with pytest.raises(UserError, match="not in suite hlat"):

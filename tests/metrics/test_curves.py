@@ -75,10 +75,28 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_place(make_run: MakeRun) -
         read_curve(run.path)
 
 
-def test_a_single_file_of_several_attempts(make_file: MakeFile) -> None:
+def test_files_with_several_attempts_gaps_and_rows_that_lack_a_metric(make_file: MakeFile) -> None:
     curve = read_curve(make_file("all", [*make_rows(4, 9, 1), *make_rows(1, 5, 0)]))
     assert curve.attempts.tolist() == [0] * 3 + [1] * 6
     assert curve.overlap_rows == 2
+    rows = [make_row(step) for step in (1, 2, 3, 5, 6, 7, 11, 12)]
+    curve = read_curve(make_file("m", rows))
+    assert curve.gaps == ((4, 4), (8, 10))
+    assert describe_ranges(curve.gaps) == "4, 8–10"
+    tenth = [make_row(step) for step in (10, 20, 30, 60, 70, 80)]
+    assert read_curve(make_file("m", tenth)).gaps == ((40, 50),)
+    rows = make_rows(1, 6)
+    for row in rows[::2]:
+        del row["grad_norm"]
+    for row in rows:
+        del row["param_norm"]
+        row["of_a_newer_version"] = {"a": 1}
+    curve = read_curve(make_file("m", rows))
+    steps, values = curve.series("grad_norm")
+    assert steps.tolist() == [2, 4, 6]
+    assert np.isfinite(values).all()
+    assert curve.series("param_norm")[0].size == 0
+    assert curve.series("loss")[0].size == 6
 
 
 def test_rows_without_an_attempt_belong_to_their_file(make_run: MakeRun) -> None:
@@ -87,15 +105,6 @@ def test_rows_without_an_attempt_belong_to_their_file(make_run: MakeRun) -> None
         del row["attempt"]
     curve = read_curve(make_run("r", *files).path)  # the second ended before its first step
     assert (curve.attempts[-1], curve.restarts.tolist(), curve.warnings) == (2, [5], ())
-
-
-def test_gaps_are_named(make_file: MakeFile) -> None:
-    rows = [make_row(step) for step in (1, 2, 3, 5, 6, 7, 11, 12)]
-    curve = read_curve(make_file("m", rows))
-    assert curve.gaps == ((4, 4), (8, 10))
-    assert describe_ranges(curve.gaps) == "4, 8–10"
-    tenth = [make_row(step) for step in (10, 20, 30, 60, 70, 80)]
-    assert read_curve(make_file("m", tenth)).gaps == ((40, 50),)
 
 
 def test_values_that_are_no_finite_number(tmp_path: Path) -> None:
@@ -130,21 +139,6 @@ def test_values_that_are_no_number_at_all(tmp_path: Path, row: str, fault: str) 
     path.write_text(f'{{"step": 1, "attempt": 0}}\n{{"step": 2, {row}}}\n')
     with pytest.raises(RunError, match=rf"m\.jsonl:2: {fault}"):
         read_curve(path)
-
-
-def test_a_metric_that_some_rows_lack(make_file: MakeFile) -> None:
-    rows = make_rows(1, 6)
-    for row in rows[::2]:
-        del row["grad_norm"]
-    for row in rows:
-        del row["param_norm"]
-        row["of_a_newer_version"] = {"a": 1}
-    curve = read_curve(make_file("m", rows))
-    steps, values = curve.series("grad_norm")
-    assert steps.tolist() == [2, 4, 6]
-    assert np.isfinite(values).all()
-    assert curve.series("param_norm")[0].size == 0
-    assert curve.series("loss")[0].size == 6
 
 
 @given(st.lists(st.tuples(floats, floats), min_size=1))

@@ -49,10 +49,12 @@ def test_a_frameworks_lines(example: dict[str, Any], tmp_path: Path) -> None:
     assert all("is the value of one device" in warning for warning in curve.warnings)
 
 
-def test_every_text_format_has_an_example() -> None:
+def test_every_format_has_an_example_and_is_documented() -> None:
     elsewhere = {"Hugging Face Trainer", "torchtune"}  # the files below
     text = {name for name, log_format in log_formats().items() if log_format.lines}
     assert text - elsewhere <= {example["format"] for example in LINES}
+    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert f"Known are {', '.join(log_formats())}." in docs
 
 
 def test_the_hugging_face_trainers_output_equals_its_trainer_state() -> None:
@@ -177,11 +179,7 @@ def test_olmos_files_of_one_step(tmp_path: Path) -> None:
     ("key", "row", "name"),
     [
         ("global_step", {"loss/out": 2.5, "optim/grad_norm": 1.0, "optim/lr": 1e-4}, "lingua"),
-        (
-            "current_steps",
-            {"total_steps": 9, "loss": 2.5, "lr": 1e-4, "percentage": 0.5},
-            "LLaMA-Factory",
-        ),
+        ("current_steps", {"total_steps": 9, "loss": 2.5, "percentage": 0.5}, "LLaMA-Factory"),
         ("step", {"learning/loss": 2.5, "learning/grad_norm": 1.0}, "MaxText"),
     ],
 )
@@ -239,6 +237,9 @@ def test_a_log_of_two_runs_is_reported(tmp_path: Path) -> None:
     assert f"{path}:51: 50 steps of 50 occur a second time with other values, as if" in warning
     path.write_text("\n".join(runs[0] + runs[0]))  # a training that was started again
     assert read_curve(path).warnings == ()
+    rows = [f"iter {step}: loss {loss}" for step, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
+    path.write_bytes(f"\n\r 10%\r\n{rows[0]}\r\n\n{rows[1]}\n{rows[2]}".encode())
+    assert read_curve(path).warnings[0].startswith(f"{path}:6: steps are not in order")
 
 
 @pytest.mark.parametrize("suffix", [".log", ".csv", ".jsonl", ".json"])
@@ -266,18 +267,6 @@ def test_steps_out_of_order_are_reported_once(suffix: str, tmp_path: Path) -> No
     assert decreasing.startswith(f"{place}: steps are not in order: 4 decrease and 0 occur again")
     assert read_curve(path).steps.tolist() == [1, 2, 3, 4, 5]
     assert warnings((1, 3.0), (2, 2.9), (2, 2.9), (3, 2.7)) == ()  # drawn again
-
-
-def test_the_line_of_a_log_is_its_line_in_an_editor(tmp_path: Path) -> None:
-    path = tmp_path / "x.log"
-    rows = [f"iter {step}: loss {loss}" for step, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
-    path.write_bytes(f"\n\r 10%\r\n{rows[0]}\r\n\n{rows[1]}\n{rows[2]}".encode())
-    assert read_curve(path).warnings[0].startswith(f"{path}:6: steps are not in order")
-
-
-def test_the_documentation_lists_every_format() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    assert f"Known are {', '.join(log_formats())}." in docs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,11 @@ from slurmllm.plan.mesh import make_mesh
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")
 
 AUTO = "parallel=auto"
-ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=1"
+OVERRIDES = (
+    *("parallel.tensor=8", "parallel.pipeline=2", "parallel.sequence=true", "parallel.zero=1"),
+    *("train.micro_batch=auto", "train.micro_batch=2", "cluster.hardware.memory_gib=4000"),
+)
+TIGHT = "cluster.hardware.memory_gib=1"
 
 
 def settled(config: RunConfig, nodes: int) -> RunConfig:
@@ -39,19 +43,7 @@ def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:
     recipe=st.sampled_from(["neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_1.3b"]),
     cluster=st.sampled_from(["trn1", "trn1n", "p4d"]),
     nodes=st.sampled_from([1, 2, 3, 4, 8, 12, 64, 100]),
-    overrides=st.sets(
-        st.sampled_from(
-            [
-                "parallel.tensor=8",
-                "parallel.pipeline=2",
-                "parallel.sequence=true",
-                "parallel.zero=1",
-                "train.micro_batch=auto",
-                "train.micro_batch=2",
-                ROOMY,
-            ]
-        )
-    ),
+    overrides=st.sets(st.sampled_from(OVERRIDES)),
 )
 def test_what_is_chosen_fits_and_keeps_what_is_set(
     recipe: str, cluster: str, nodes: int, overrides: set[str]

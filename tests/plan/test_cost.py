@@ -25,7 +25,7 @@ def candidate(recipe: str, nodes: int, seq_per_s: float, *overrides: str) -> Lay
     return LayoutEstimate(config, mesh, MemoryUse({}, 1), StepTime(**seconds), 0.0)
 
 
-def test_tokens_per_dollar_of_the_aws_post() -> None:
+def test_tokens_per_dollar_and_scaling_of_the_aws_post() -> None:
     """3.2 million for GPT-NeoX 20B, says the post, whose own throughput and price make 3.30."""
     neox = candidate("neox_20b", 4, 13.6)
     result = cost(neox, None, RESERVED)
@@ -33,6 +33,9 @@ def test_tokens_per_dollar_of_the_aws_post() -> None:
     assert result.tokens_per_usd == pytest.approx(3.2e6, rel=0.04)
     assert result.usd_per_hour == pytest.approx(30.36)
     assert cost(neox, None, RESERVED, effective=0.9).tokens_per_usd == result.tokens_per_usd
+    assert scaling([(1, 10.4), (4, 35.8)]) == pytest.approx([1.0, 0.86], abs=0.001)
+    assert scaling([(16, 54.3), (4, 13.6)]) == pytest.approx([0.998, 1.0], abs=0.001)
+    assert scaling([]) == []
 
 
 def test_spare_nodes_cost_what_the_others_do() -> None:
@@ -64,7 +67,7 @@ def test_a_billion_tokens_on_demand(
     assert result.tokens - a_step < 10**9 <= result.tokens
 
 
-def test_losses_are_bought_and_waits_are_not() -> None:
+def test_losses_are_bought_and_waits_where_nodes_are_paid_while_waiting() -> None:
     layout = candidate("neox_20b", 4, 13.6)
     free, lossy = cost(layout, None, 10.0), cost(layout, None, 10.0, effective=0.9, goodput=0.8)
     assert free.steps == layout.config.recipe.train.steps == 10_000
@@ -75,10 +78,6 @@ def test_losses_are_bought_and_waits_are_not() -> None:
     )
     assert lossy.usd == pytest.approx(lossy.node_hours * 10)
     assert cost(layout, None, 10.0, effective=0.9).hours == pytest.approx(free.hours / 0.9)
-
-
-def test_waits_are_bought_where_nodes_are_paid_while_waiting() -> None:
-    layout = candidate("neox_20b", 4, 13.6)
     free = cost(layout, None, RESERVED, 0.9, 0.8)
     paid = cost(layout, None, RESERVED, 0.9, 0.8, waits_are_paid=True)
     assert (free.waiting_usd, paid.hours) == (0, free.hours)
@@ -86,13 +85,6 @@ def test_waits_are_bought_where_nodes_are_paid_while_waiting() -> None:
     assert paid.usd is not None
     assert paid.usd == pytest.approx(paid.hours * 4 * RESERVED)
     assert paid.waiting_usd == pytest.approx(paid.usd - free.usd)
-
-
-def test_scaling_of_the_aws_post() -> None:
-    """Pythia 6.9B, 1 to 4 nodes: 86 %; GPT-NeoX 20B, 4 to 16 nodes: as good as perfect."""
-    assert scaling([(1, 10.4), (4, 35.8)]) == pytest.approx([1.0, 0.86], abs=0.001)
-    assert scaling([(16, 54.3), (4, 13.6)]) == pytest.approx([0.998, 1.0], abs=0.001)
-    assert scaling([]) == []
 
 
 def test_counts_of_tokens() -> None:

@@ -28,7 +28,7 @@ def layout(recipe: str, nodes: int, *overrides: str, cluster: str | None = None)
     return predict(config, make_mesh(config, nodes))
 
 
-def test_a_published_layout_is_interpolated() -> None:
+def test_how_near_a_layout_is_to_published_ones() -> None:
     item = layout("neox_20b", 16, "train.global_batch=16384")
     result = evidence(item)
     assert (result.status, result.reasons) == ("interpolated", ())
@@ -38,6 +38,15 @@ def test_a_published_layout_is_interpolated() -> None:
     assert result.upper is not None
     assert result.lower < 54.3 < result.upper, "as AWS published"
     assert result.lower * result.upper == pytest.approx(item.seq_per_s**2)
+    fast = layout("neox_20b", 4, "train.global_batch=16384", "cluster.hardware.memory_gb_s=2000")
+    result = evidence(fast)
+    assert result.status == "beyond"
+    assert "is above the highest published on this hardware for models of half" in result.reasons[0]
+    other = evidence(layout("gpt3_1.3b", 2, cluster="p6-b200"))
+    assert (other.status, other.nearest, other.generations) == ("beyond", None, "")
+    assert other.reasons == ("no published run on p6-b200",)
+    none = evidence(layout("tiny_neox", 1, cluster="local"))
+    assert (none.status, none.lower, none.upper) == ("beyond", None, None)
 
 
 def test_the_interval_is_wider_the_farther_away() -> None:
@@ -54,21 +63,6 @@ def test_the_interval_is_wider_the_farther_away() -> None:
     assert far.reasons == ("nodes 256 is outside 1 to 64 of the published runs",)
     near = evidence(layout("neox_20b", 128, "train.global_batch=131072"))
     assert near.status == "extrapolated"
-
-
-def test_more_than_anyone_published_is_marked() -> None:
-    fast = layout("neox_20b", 4, "train.global_batch=16384", "cluster.hardware.memory_gb_s=2000")
-    result = evidence(fast)
-    assert result.status == "beyond"
-    assert "is above the highest published on this hardware for models of half" in result.reasons[0]
-
-
-def test_hardware_without_published_runs() -> None:
-    other = evidence(layout("gpt3_1.3b", 2, cluster="p6-b200"))
-    assert (other.status, other.nearest, other.generations) == ("beyond", None, "")
-    assert other.reasons == ("no published run on p6-b200",)
-    none = evidence(layout("tiny_neox", 1, cluster="local"))
-    assert (none.status, none.lower, none.upper) == ("beyond", None, None)
 
 
 def test_evidence_goes_by_the_devices_not_by_the_profile(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from slurmllm.plan.parameters import parameter_shapes, share_of
 
 _CORES = 32
 # Which no recipe has.
-_LARGER = {
-    "gpt3_175b": "num_layers=96 hidden_size=12288 num_heads=96 ffn_hidden_size=49152",
-}
+_LARGER = {"gpt3_175b": "num_layers=96 hidden_size=12288 num_heads=96 ffn_hidden_size=49152"}
 
 # Where it ran: neuronx-nemo-megatron's scripts (bf16_sr without ZeRO) with the AWS posts and logs
 # that measured them; the Megatron-LM port (gpt3_6.7b without checkpointing); neuronx-distributed's
@@ -88,22 +86,13 @@ def layout(row: str) -> tuple[RunConfig, Mesh]:
     return run(name, *settings, f"parallel.sequence={str(not rest).lower()}"), mesh
 
 
-def fits(row: str) -> bool:
+@pytest.mark.parametrize("row", [*_RAN.strip().splitlines(), *_DID_NOT.strip().splitlines()])
+def test_what_ran_fits_and_what_did_not_does_not(row: str) -> None:
     config, mesh = layout(row)
     assert config.cluster.hardware is not None
     stage = mesh.tensor * mesh.data
     peaks = [sum(neuron_memory(config, mesh, stage * p).values()) for p in range(mesh.pipeline)]
-    return max(peaks) <= config.cluster.hardware.usable_bytes
-
-
-@pytest.mark.parametrize("row", _RAN.strip().splitlines())
-def test_what_ran_fits(row: str) -> None:
-    assert fits(row)
-
-
-@pytest.mark.parametrize("row", _DID_NOT.strip().splitlines())
-def test_what_did_not_run_does_not_fit(row: str) -> None:
-    assert not fits(row)
+    assert (max(peaks) <= config.cluster.hardware.usable_bytes) == (row in _RAN)
 
 
 def test_activations_as_korthikanti_without_dropout() -> None:

@@ -77,7 +77,7 @@ def test_profiles_have_the_newest_prices_of_the_tables() -> None:
     assert all(0 < item.usd < 1000 and item.source and item.date for item in _shipped())
 
 
-def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path) -> None:
+def test_a_profile_without_a_price_and_null(tmp_path: Path) -> None:
     values = yaml.safe_load((clusters_dir() / "p4d.yaml").read_text("utf-8"))
     del values["price"]
     path = tmp_path / "mine.yaml"
@@ -85,10 +85,6 @@ def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path)
     result = select_price(cluster(str(path)), None)
     assert result is not None
     assert (result.usd, result.region) == (21.957642, "us-east-1")
-
-
-def test_null_is_no_price(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
     path.write_text("extends: p5\nprice: null\ninstance_type: p5.48xlarge\n")
     config = cluster(str(path))
     assert select_price(config, None) is None

@@ -110,6 +110,11 @@ def test_what_is_refused_has_a_reason() -> None:
     assert any("does not divide the 128 workers" in reason for reason in twenty)
     mixed = plan(resolve("llama2_70b"), 32).refused
     assert any("bf16_mixed" in reason for reason in mixed), "NxD needs ZeRO-1 for master weights"
+    with pytest.raises(ConfigError, match="--nodes: 0 is less than 1"):
+        plan(resolve("llama2_7b"), 0)
+    bare = resolve("tiny_neox", overrides=["cluster.hardware=null"])
+    with pytest.raises(ConfigError, match="slurmllm calibrate"):
+        plan(bare, 1)
 
 
 def test_the_minimum_is_the_fewest_nodes_that_fit() -> None:
@@ -124,14 +129,6 @@ def test_the_minimum_is_the_fewest_nodes_that_fit() -> None:
     assert not plan(config, fewest - 1, fixed).fitting
     never = resolve("llama2_70b", overrides=["cluster.hardware.memory_gib=0.5"])
     assert not fitting_changes(never, 4, load_environment("nxd").unsupported)
-
-
-def test_faults() -> None:
-    with pytest.raises(ConfigError, match="--nodes: 0 is less than 1"):
-        plan(resolve("llama2_7b"), 0)
-    bare = resolve("tiny_neox", overrides=["cluster.hardware=null"])
-    with pytest.raises(ConfigError, match="slurmllm calibrate"):
-        plan(bare, 1)
 
 
 @settings(max_examples=amount(8, of=100))

@@ -49,12 +49,8 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     assert facts.usd == pytest.approx(7.59 * facts.used.node_hours if facts.used else 0)
     assert facts.tokens_per_usd_bought == pytest.approx(60 * 256 * 2048 / (facts.usd or 1))
     assert facts.tokens_per_usd_bought < rate.tokens_per_usd
-    assert (facts.state, facts.restarts, facts.steps, facts.parameters) == (
-        "done",
-        1,
-        60,
-        20_552_994_816,
-    )
+    assert (facts.state, facts.restarts, facts.steps) == ("done", 1, 60)
+    assert facts.parameters == 20_552_994_816
     (checkpoint,) = facts.saved
     assert (checkpoint.step, checkpoint.state, checkpoint.seconds) == (30, "removed", 2.0)
 
@@ -78,9 +74,6 @@ def test_scaling_is_against_the_fewest_nodes(tmp_path: Path) -> None:
     assert [row.rate.nodes for row in rows] == [4, 8, 16]
     assert [row.efficiency for row in rows] == pytest.approx([1.0, 40 / 27.2, 54.3 / 54.4])
     assert [row.degrees for row in rows] == [(8, 4, 4), (8, 4, 8), (8, 4, 16)]
-
-
-def test_a_run_on_two_node_counts_has_a_row_for_each(tmp_path: Path) -> None:
     nodes = tuple(f"m{i}" for i in range(8))
     run = make_reported_run(RunDir(tmp_path / "r"), nodes=4)
     record = run.attempt("train", 1).record

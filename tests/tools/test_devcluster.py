@@ -44,13 +44,7 @@ class Cluster:
     def submit(self, folder: Path, script: str, *options: str) -> str:
         """Submit a batch script that prints to `folder/out`; its job's id."""
         (folder / "job.sh").write_text(f"#!/bin/bash\n{script}")
-        fixed_options = (
-            "--output",
-            str(folder / "out"),
-            "--open-mode=append",
-            "--chdir",
-            str(folder),
-        )
+        fixed_options = (f"--output={folder}/out", "--open-mode=append", f"--chdir={folder}")
         return self.run("sbatch", "--parsable", *fixed_options, *options, str(folder / "job.sh"))
 
     def sacct(self, job: str) -> list[str]:
@@ -130,12 +124,9 @@ def cluster(new_cluster: Callable[[], Cluster], shared: Path) -> Cluster:
     return cluster
 
 
-def test_every_node_is_idle_and_has_its_own_name(cluster: Cluster) -> None:
+def test_every_node_is_idle_and_has_a_name_disk_and_processes_of_its_own(cluster: Cluster) -> None:
     assert cluster.status() == {f"n{k}": ("idle", "on") for k in (1, 2, 3)}
     assert sorted(cluster.run("srun", "-N3", "hostname").split()) == ["n1", "n2", "n3"]
-
-
-def test_a_node_has_a_disk_and_processes_of_its_own(cluster: Cluster) -> None:
     cluster.run("srun", "-N1", "-w", "n1", "touch", "/var/tmp/mine")
     count = "ls -d /proc/[0-9]* | wc -l; ls /var/tmp"
     printed, *files = cluster.run("srun", "-N1", "-w", "n2", "sh", "-c", count).split()

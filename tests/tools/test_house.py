@@ -43,10 +43,11 @@ class Plan:
 
         return public()
 '''
+SOURCES = {"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND}
 
 
 def test_what_is_counted() -> None:
-    figures = house.figures({"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND})
+    figures = house.figures(SOURCES)
     assert (figures["modules"], figures["package lines"]) == (2, 29)
     assert figures["class names defined twice"] == 1
     assert figures["fmt: skip"] == 1
@@ -54,23 +55,16 @@ def test_what_is_counted() -> None:
     assert figures["comments, % of the lines of code"] == 100 / 12
 
 
-def test_pronouns_are_counted_where_they_name_a_value() -> None:
+def test_pronouns_hard_functions_and_modules_that_import_each_other() -> None:
     text = "for one in runs:\n    found = one\ndef f(given, *, kept=3): return lambda own: found\n"
     assert house.pronouns(house.nodes_of(text)) == 5
-
-
-def test_long_and_branching_functions() -> None:
     branching = "def f(a):\n    return " + " or ".join(f"a == {n}" for n in range(27)) + "\n"
     long = "def g():\n" + "    h()\n" * 60
     texts = branching + long, "def g():\n" + "    h()\n" * 59
     hard, fair = (house.hard_functions(house.nodes_of(text)) for text in texts)
     assert (hard, fair) == ([("f", 2, 26), ("g", 61, 0)], [])
-
-
-def test_modules_that_import_each_other() -> None:
-    sources = {"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND}
-    assert house.file_cycles(sources) == [["slurmllm.a", "slurmllm.b"]]
-    assert house.file_cycles({**sources, "slurmllm/b.py": "x = 1\n"}) == []
+    assert house.file_cycles(SOURCES) == [["slurmllm.a", "slurmllm.b"]]
+    assert house.file_cycles({**SOURCES, "slurmllm/b.py": "x = 1\n"}) == []
 
 
 def test_a_figure_above_its_budget() -> None:

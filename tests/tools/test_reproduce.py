@@ -145,10 +145,6 @@ def test_the_catalogue_holds_together() -> None:
         used |= {*figure.runs}
     assert used == set(catalogue.runs)
 
-
-def test_the_page_has_each_figure_with_its_command() -> None:
-    from reproduce.figures import read_catalogue
-
     page = (DOCS / "reproduce.md").read_text(encoding="utf-8")
     for name, figure in read_catalogue().figures.items():
         assert re.search(rf"\bpython tools/reproduce {name}[`\n]", page), name

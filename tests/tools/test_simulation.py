@@ -113,9 +113,6 @@ def test_a_failure_costs_what_it_costs() -> None:
     assert second.started_at == pytest.approx(first.ended_at + 125)
     assert first.blamed_nodes[0] not in second.nodes
     assert account_node_hours(history).steps_lost == 14
-
-
-def test_a_save_under_way_does_not_count() -> None:
     history = scripted(Scripted("network", 60 * 10 + 20, training=True))
     assert history.attempts[0].checkpoint_after is None
     assert history.attempts[0].steps_lost == 61  # one step in what the save left free
@@ -164,9 +161,6 @@ def test_the_storage_is_missed_at_the_next_save() -> None:
     assert history.attempts[0].last_step == 60
     unnoticed = scripted(Scripted("storage", 640, training=True), outage_s=300)
     assert [a.ending for a in unnoticed.attempts] == ["done"]
-
-
-def test_without_spares_the_run_waits_for_a_repair() -> None:
     history = scripted(Scripted("device", 999, training=True), spares=0, repair_s=HOUR_S)
     first, second = break_down_time(history)
     assert second.start - first.end == pytest.approx(HOUR_S)
