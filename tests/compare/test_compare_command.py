@@ -255,9 +255,7 @@ def seeded(number: int, factor: float = 1.0) -> list[dict[str, Any]]:
     ]
 
 
-def test_seeds_of_one_side_are_the_tolerance(
-    run_command, make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_seeds_of_a_side_are_its_tolerance(run_command, make_run: MakeRun, tmp_path: Path) -> None:
     for number in range(5):
         make_run(f"s{number}", seeded(number))
     make_run("worse", seeded(9, 1.05))

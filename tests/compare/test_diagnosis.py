@@ -144,7 +144,7 @@ def test_data_in_another_order_and_other_weights(compared) -> None:
         ("train.micro_batch", 4, "mesh", "meshes differ (micro_batch 2 and 4)"),
     ],
 )
-def test_settings_that_change_the_curves(
+def test_settings_of_curves(
     compared, setting: str, value: Setting, kind: str, message: str
 ) -> None:
     first = 2 if kind == "optimizer" else 1  # another update shows in the next step's loss

@@ -96,7 +96,7 @@ def test_reasons_are_whole_and_the_legend_is_free(
     assert not any(legend.overlaps(axes.bbox) for axes in panels)
 
 
-def test_shifted_steps_are_drawn_shifted(
+def test_shifted_steps_are_drawn(
     make_file: MakeFile, tmp_path: Path, figures: list[Figure]
 ) -> None:
     a = read_curve(make_file("a", make_rows(1, 30)))

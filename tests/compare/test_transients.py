@@ -71,9 +71,7 @@ def jump(*steps: int, by: float = 1.25) -> Callable[[int], float]:
 
 @pytest.mark.parametrize("write", [jsonl, megatron])
 @pytest.mark.parametrize(("steps", "at"), [((25,), "step 25"), ((40, 41, 60), "steps 40–41, 60")])
-def test_differences_after_which_the_values_are_the_same_again(
-    a, tmp_path, write, steps, at
-) -> None:
+def test_differences_after_which_values_are_the_same_again(a, tmp_path, write, steps, at) -> None:
     other = write(tmp_path / f"b.{'log' if write is megatron else 'jsonl'}", trained(jump(*steps)))
     result = of_files(a, other)
     assert result.verdict == "differ"

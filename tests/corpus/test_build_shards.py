@@ -140,7 +140,7 @@ def test_damaged_shards_are_read_again(inputs: Path) -> None:
     assert content(inputs) == content(inputs, "whole.arrow")
 
 
-def test_a_shard_damaged_before_the_join_is_named(
+def test_shards_damaged_before_the_join_are_named(
     inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = build_module._write_missing_shards
@@ -231,9 +231,7 @@ def test_a_killed_build_continues(many: Path, how: str) -> None:
     assert content(many, out) == content(many, "whole.arrow")
 
 
-def test_locks_a_folder_that_is_removed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_a_folder_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, check = WorkFolder(tmp_path / ".out.build"), safe_files._check_own
 
     def check_removed(descriptor: int, path: Path) -> int:

@@ -174,9 +174,7 @@ def test_servers_that_are_not_there_or_silent(
         download(server, tmp_path)
 
 
-def test_a_hub_that_refuses(
-    server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gated_hub(server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face's file system reports a gated repository as a file that is not there."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url.rstrip("/"))
     server.faults["api/models/org/gated"] = {"status": 401}

@@ -166,7 +166,7 @@ def test_labels_of_a_packed_batch(tmp_path: Path, corpus: Path) -> None:
     assert sorted(untrained.any(axis=1).tolist()) == [False, False, True, True]
 
 
-def test_another_template_is_another_tokenizer_and_eos_of_the_config_ends_documents(
+def test_another_template_is_another_tokenizer_and_eos_ends_documents(
     tmp_path: Path,
 ) -> None:
     path = folder(tmp_path, CHATML)

@@ -227,9 +227,7 @@ def test_tools_and_their_calls(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_conversations_that_cannot_be_rendered(
-    tmp_path: Path, template: str, row: Any, message: str
-) -> None:
+def test_conversations_not_rendered(tmp_path: Path, template: str, row: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"document 0 of .*c.arrow: .*{message}"):
         read(tmp_path, folder(tmp_path / "t", template), row)
 

@@ -71,9 +71,7 @@ WEIGHTS = st.lists(
 
 @settings(max_examples=amount(15, of=60))
 @given(weights=WEIGHTS, global_batch=st.integers(1, 40), seed=st.integers(0, 2**32))
-def test_shares_are_exact_at_every_moment(
-    weights: list[float], global_batch: int, seed: int
-) -> None:
+def test_shares_are_exact_at_each_draw(weights: list[float], global_batch: int, seed: int) -> None:
     blend = Blend(weights, 1, seed, [0] * len(weights))
     exact = [Fraction(str(weight)) for weight in weights]
     for draws in range(1, 200):

@@ -64,7 +64,7 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_worker_is_light_bounded_and_ends_by_no_signal_to_the_whole_job(
+def test_a_worker_is_light_bounded_and_ignores_signals_to_its_job(
     stream: PackedStream,
 ) -> None:
     # At once, while the interpreter starts, and again at work.
@@ -148,9 +148,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["idle", "forked", "exit"])
-def test_no_worker_outlives_its_parent(
-    tmp_path: Path, corpus: Path, tokenizer: Path, how: str
-) -> None:
+def test_workers_end_with_a_parent(tmp_path: Path, corpus: Path, tokenizer: Path, how: str) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     command = [sys.executable, str(script), str(corpus), str(tokenizer), how]

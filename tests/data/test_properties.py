@@ -185,7 +185,7 @@ def test_splits_depend_only_on_content_and_need_a_token_on_each_side(tmp_path: P
         PackedStream(spec, 0, 1).next_batch()
 
 
-def test_a_resume_reads_one_piece_a_slot(
+def test_pieces_of_a_resume(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "PIECE_BYTES", 4096)

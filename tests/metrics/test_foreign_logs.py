@@ -218,7 +218,7 @@ LINES: dict[str, Callable[[int, float], str]] = {
     ("damage", "suffix"),
     [("cut", ".log"), ("flipped", ".jsonl"), ("appended", ".csv"), ("no end", ".log")],
 )
-def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
+def test_a_damaged_gzip_file_is_read_to_the_damage(
     damage: str, suffix: str, tmp_path: Path
 ) -> None:
     lines = [LINES[suffix](step, loss) for step, loss in enumerate(LOSSES)]

@@ -83,9 +83,7 @@ def test_the_hugging_face_trainers_output_equals_its_trainer_state() -> None:
         ("run-abc123.wandb", range(1, 7), ("Hugging Face Trainer", 1, "steps")),
     ],
 )
-def test_files_of_loggers(
-    name: str, steps: range, convention: tuple[str, int, str], tmp_path: Path
-) -> None:
+def test_loggers(name: str, steps: range, convention: tuple[str, int, str], tmp_path: Path) -> None:
     path = tmp_path / name
     if name.endswith(".wandb"):  # one of its records spans two blocks
         path.write_bytes(gzip.decompress((FOLDER / f"{name}.gz").read_bytes()))

@@ -104,7 +104,7 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
         (np.float16, "half_val", 2.5, int(np.float16(2.5).view(np.uint16))),
     ],
 )
-def test_scalars_that_are_tensors(
+def test_scalars_as_tensors(
     tmp_path: Path, dtype: Any, field: str, value: float, stored: Any
 ) -> None:
     proto = make_tensor_proto(value, dtype)

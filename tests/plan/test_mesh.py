@@ -25,9 +25,7 @@ from slurmllm.plan.mesh import load_mesh, make_mesh, micro_batches, save_mesh
         ("two", 1, "the 1 workers of 1 node × 1; choose 2 nodes,"),
     ],
 )
-def test_a_mesh_that_does_not_fit_names_one_that_does(
-    recipe: str, nodes: int, message: str
-) -> None:
+def test_meshes_that_do_not_fit_name_one_that_does(recipe: str, nodes: int, message: str) -> None:
     changes = {
         "one": ["train.global_batch=1", "train.micro_batch=1"],
         "two": ["parallel.tensor=2"],

@@ -293,9 +293,7 @@ def test_a_job_has_its_nodes_clock_if_it_asks_for_it(cluster: Cluster, tmp_path:
     cluster.run("scancel", job)
 
 
-def test_a_second_cluster_beside_the_first(
-    cluster: Cluster, new_cluster: Callable[[], Cluster]
-) -> None:
+def test_a_second_cluster_beside_it(cluster: Cluster, new_cluster: Callable[[], Cluster]) -> None:
     second = new_cluster()
     shown = second.tool("up", "--nodes", "2")
     assert f"export SLURM_CONF={second.root}/slurm.conf" in shown
@@ -313,9 +311,7 @@ def test_a_second_cluster_beside_the_first(
     assert "no cluster" in second.tool("env", code=3)
 
 
-def test_what_a_cluster_leaves_after_an_unclean_end(
-    new_cluster: Callable[[], Cluster], tmp_path: Path
-) -> None:
+def test_what_an_unclean_end_leaves(new_cluster: Callable[[], Cluster], tmp_path: Path) -> None:
     cluster, shared = new_cluster(), tmp_path / "shared"
     up = ("up", "--nodes=1", "--network", f"--shared={shared}", "--shared-mb=16")
     cluster.tool(*up)

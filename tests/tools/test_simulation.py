@@ -82,9 +82,7 @@ def scripted(*script: Scripted, **changed: Any) -> RunHistory:
     st.integers(0, 2**20),
     st.sampled_from([None, 1, 500]),
 )
-def test_every_step_counts_once(
-    rates: dict[FailureKind, float], seed: int, steps: int | None
-) -> None:
+def test_steps_count_once(rates: dict[FailureKind, float], seed: int, steps: int | None) -> None:
     planned = scenario(rates=rates, steps=steps, time_limit_s=8 * HOUR_S, horizon_s=DAY_S)
     history = simulate(planned, seed)
     used = account_node_hours(history)
