@@ -20,14 +20,12 @@ from slurmllm.train.schedules import learning_rate
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
-    """The rows with a metric changed by a share from a step on."""
     return [
         row | {metric: row[metric] * (1 + share)} if row["step"] >= first else row for row in rows
     ]
 
 
 def departed(rows: list[Row], share: float, first: int) -> list[Row]:
-    """The rows with loss and gradient norm changed by a share from a step on."""
     return scaled(scaled(rows, "loss", share, first), "grad_norm", 2 * share, first)
 
 
@@ -101,7 +99,7 @@ def test_a_schedule_changed_at_a_resume_is_not_the_fault_of_the_resume(make_run:
     assert "at the resume of attempt 1 or before (certain)" in unrecorded
 
 
-def test_a_departure_is_found_at_its_step(compared) -> None:
+def test_a_departure_is_found_at_its_step_by_the_tolerance(compared) -> None:
     result = compared(make_rows(1, 50), scaled(make_rows(1, 50), "loss", -0.012, 37))
     assert (result.verdict, result.match) == ("differ", False)
     assert result.reason.startswith("loss diverges at step 37: 1.2e-2 relative, tolerance 1e-3")
@@ -115,9 +113,6 @@ def test_a_departure_is_found_at_its_step(compared) -> None:
     assert loss.mean_rel_diff == pytest.approx(0.012 * 14 / 50)
     assert not loss.bit_identical
     assert norm.bit_identical
-
-
-def test_the_tolerance_decides(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 50), "loss", 5e-4, 11)
     within = compared(a, b)
     assert within.verdict == "match"
@@ -308,13 +303,11 @@ def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
     other = {"path": "b.arrow", "fingerprint": "34cd", "documents": 9, "weight": 1.0}
     result = compare(a, curve("b", 0.05, corpora=[other], seed=2))
     differences = ("corpora a.arrow (12ab) and b.arrow (34cd)", "seed 1 and 2")
-    assert result.data is not None
     assert (result.data.same, result.data.differences) == (False, differences)
     cause = f"they did not see the same data: {', '.join(differences)}"
     assert result.reason.endswith(f"; cause (certain): {cause}")
     moved = {"path": "/elsewhere/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 7.0}
     result = compare(a, curve("c", 0, corpora=[moved]))
-    assert result.data is not None
     assert result.data.same
     assert not result.settings
 
@@ -333,12 +326,10 @@ def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
     assert result.reason.endswith("; cause (certain): B skipped batches 26–30")
     assert result.overlaps["b"].rows == 0, "rows that were undone are not made again"
     assert not result.warnings
-    assert result.data is not None
     assert result.data.differences == ("B skipped batches 26–30",)
     assert compare(curve("c", skip), curve("d", skip)).match
     third = compare(curve("e"), curve("f", skip), letter="C")
     assert third.reason.endswith("; cause (certain): C skipped batches 26–30")
-    assert third.data is not None
     assert third.data.differences == ("C skipped batches 26–30",)
 
 
@@ -355,6 +346,5 @@ def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> No
     result = compared(rows(1, False), rows(2, True))
     assert result.verdict == "differ"
     onset = result.metrics["loss"].onset_step
-    assert onset is not None
     assert abs(onset - 900) <= 5
     assert [cause.step for cause in result.causes] == [onset]

@@ -77,8 +77,6 @@ def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> 
         r[place:] -= size
         result = detect_divergence(r, TAU)
         assert result.rule == "lasting"
-        assert result.onset is not None
-        assert result.lasting is not None
         assert result.lasting.last == points - 1
         assert result.lasting.size == pytest.approx(size, abs=3 * sigma)
         off.append(abs(result.onset - place))
@@ -93,7 +91,6 @@ def test_other_batches_and_a_drift_begin_at_their_first_point() -> None:
         r[place:] = 10 * random.standard_normal(1000 - place)
         result = detect_divergence(r, TAU)
         assert result.rule == "noise"
-        assert result.onset is not None
         assert abs(result.onset - place) <= 3
     r = np.concatenate((np.zeros(400), 1e-4 * 1.05 ** np.arange(300)))
     result = detect_divergence(r, TAU)
@@ -115,7 +112,6 @@ def test_few_points_no_tolerance_and_points_on_one_side() -> None:
     r[7:10] = -1.01
     result = detect_divergence(r, TAU)
     assert (result.rule, result.onset) == ("pointwise", 7)
-    assert result.lasting is not None
     assert (result.lasting.first, result.lasting.last) == (7, 9)
     r = np.zeros(100)
     assert detect_divergence(r, 0.0).rule is None
@@ -140,7 +136,6 @@ def test_any_differences_are_judged(values: list[float], tolerance: float) -> No
     if not (np.abs(r) > tolerance).any():
         assert result.rule is None
     if result.rule is not None:
-        assert result.onset is not None
         assert 0 <= result.onset < len(r)
     if result.lasting is not None:
         assert 0 <= result.lasting.first <= result.lasting.last < len(r)
@@ -165,7 +160,6 @@ def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:
     assert detect_divergence(r, TAU, identical=0).rule is None
     result = detect_divergence(r, TAU, identical=80)
     assert result.rule == "lasting"
-    assert result.onset is not None
     assert result.onset >= 80
     assert detect_divergence(r / 10, TAU, identical=80).rule is None
     r[80:] = 0
@@ -221,6 +215,5 @@ def test_shared_noise() -> None:
     assert abs(correlation) < 0.4
     same = a * (1 + noise[2] / 10)
     correlation = shared_noise(a, same, (same - a) / a)
-    assert correlation is not None
     assert correlation > 0.95
     assert shared_noise(np.ones(9), np.ones(9), np.zeros(9)) is None

@@ -44,7 +44,6 @@ def _a_shard_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_inputs(folder: Path, more: str = "") -> Path:
-    """Write a folder of files with some equal documents."""
     folder.mkdir()
     for index in range(FILES):
         rows = [{"text": f"{number % 70} of {index % 4}"} for number in range(100)]
@@ -77,7 +76,6 @@ def content(inputs: Path, out: str = "out.arrow") -> tuple[bytes, bytes]:
 
 
 def fail(inputs: Path, bad_line: str = '{"text": "a"', **options: Any) -> None:
-    """Add a file that cannot be read, build, and take the file away."""
     (inputs / "9.jsonl").write_text(bad_line)
     with pytest.raises(DataError, match=r"9.jsonl:1"):
         build(inputs, **options)
@@ -125,7 +123,6 @@ def test_a_shard_with_errors_is_reused_only_with_skip_bad(inputs: Path) -> None:
     write_shard(shard, work)
     assert load_shard(work.shard(shard.name), skip_bad=False) is None
     record = load_shard(work.shard(shard.name), skip_bad=True)
-    assert record is not None
     assert record.bad == 1
 
 
@@ -317,7 +314,6 @@ def test_shards_on_slurm(inputs: Path, slurm: Any) -> None:
 @pytest.mark.parametrize("how", ["scancel", "interrupt"])
 def test_jobs_that_end_early(many: Path, slurm: Any, how: str) -> None:
     process = start(many, f"slurm-{how}.arrow", "--slurm")
-    assert process.stderr is not None
     array = process.stderr.readline().decode().split()[2].strip(":")
     work = WorkFolder.of(many.parent / f"slurm-{how}.arrow")
     wait_for(work.running)

@@ -192,7 +192,6 @@ def test_corrupt_archives(tmp_path: Path, ending: str, monkeypatch: pytest.Monke
 
 
 def by_lines(data: bytes, text_by: str) -> list[str]:
-    """What text files mean, line by line."""
     data = data.removeprefix(b"\xef\xbb\xbf")
     if text_by == "document":
         return [data.decode().replace("\r\n", "\n")]
@@ -238,7 +237,6 @@ def test_text_means_the_same_in_any_blocks(pieces: list[str], mark: bool, block:
 
 
 def one_by_one(data: bytes) -> list[str]:
-    """What JSON lines mean, line by line."""
     documents = []
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         try:

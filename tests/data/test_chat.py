@@ -38,7 +38,6 @@ ROWS = [("What is 1 + 1?", "2"), ("  Größe? ", '東京 {"a": 1}'), ("", "")]
 
 
 def folder(path: Path, template: Any = None, **config: Any) -> Path:
-    """A tokenizer.json with special tokens, and its config."""
     tokenizer = Tokenizer.from_str(train_tokenizer(["What is it?"] * 3, 300))
     special = ("<s>", "<|im_start|>", "<|im_end|>")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
@@ -81,7 +80,6 @@ def test_templates_render_as_in_transformers(tmp_path: Path, template: Any, eos:
 
 
 def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]:
-    """The inputs and the trained tokens of a document."""
     encoder = TokenEncoder(tokenizer)
     read = open_source(write_prompts(path / "c.arrow", [row]), encoder, None).read([(0, 0)])
     untrained = (read.marks & UNTRAINED) > 0

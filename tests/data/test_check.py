@@ -42,7 +42,6 @@ def check(
     global_batch: int,
     **settings: Any,
 ) -> int | None:
-    """Of one corpus."""
     spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, global_batch, 1, vocab_size, **settings)
     (tokens,) = check_corpora(spec)
     return tokens

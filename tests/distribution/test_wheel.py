@@ -39,7 +39,6 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of wheel and source archive, as `make dist` makes them."""
     folder = tmp_path_factory.mktemp("dist")
     command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder)
     call(*command, ROOT, cwd=folder)
@@ -66,7 +65,6 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(python: Path, folder: Path) -> None:
-    """Use the installed package from an empty folder."""
     command = python.parent / "slurmllm"
     script = "import slurmllm; print(slurmllm.__file__, slurmllm.load_recipe('neox_20b').backend)"
     path, backend = call(python, "-c", script, cwd=folder).split()
@@ -137,7 +135,6 @@ def steps() -> list[tuple[str, str]]:
 
 
 def copied() -> list[tuple[list[str], str]]:
-    """Sources of the build folder and target of each COPY."""
     lines = (shlex.split(arguments) for name, arguments in steps() if name == "COPY")
     return [(line[:-1], line[-1]) for line in lines if not line[0].startswith("--from=")]
 

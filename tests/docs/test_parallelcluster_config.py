@@ -131,7 +131,6 @@ def test_the_scripts_that_the_nodes_fetch_install_what_doctor_and_the_page_name(
         assert pinned.startswith(f"{series[0]}.")
     assert re.search(r"\n  torch==2\.9\.\d\n", script)
     port = resolve("tiny_neox", "trn1").cluster.master_port
-    assert port is not None
     assert f"RESERVED_PORTS={port}-{port + 1},62182" in script
     body = (ROOT / "sbatch" / "train.sbatch").read_text(encoding="utf-8")
     assert "ports=$SLURMLLM_MASTER_PORT-$((SLURMLLM_MASTER_PORT + 1)),62182" in body

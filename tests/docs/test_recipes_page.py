@@ -21,8 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def docs_fields() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_fields", ROOT / "tools" / "docs_fields.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script

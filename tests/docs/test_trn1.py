@@ -53,7 +53,6 @@ def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
 
 
 def shown(value: Any) -> str:
-    """A value as the page writes it."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, bool):
@@ -98,7 +97,6 @@ def with_ours(section: str, settings: dict[str, dict[str, str]]) -> str:
 
 
 def same(ours: str, theirs: str) -> bool:
-    """Whether two cells hold one value, numbers however they are written."""
     try:
         return float(ours.strip("`")) == float(theirs.strip("`"))
     except ValueError:

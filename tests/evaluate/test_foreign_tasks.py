@@ -28,7 +28,6 @@ ALLOWED = "--allow-code-execution"
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What the code writes, if it runs."""
     return tmp_path / "code ran"
 
 

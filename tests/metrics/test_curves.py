@@ -216,7 +216,6 @@ def test_the_newest_attempt_s_value_of_a_step(run: RunDir) -> None:
     losses = [(e.step, e.attempt, e.values["held_out"]) for e in evaluations.values()]
     assert losses == [(10, 0, 5.0), (20, 1, 4.0), (40, 1, 0.0)]
     last = last_evaluation(run)
-    assert last is not None
     assert last.step == 40
     curve = read_run(run.path)
     assert curve.validation == {"val_loss": "held_out", "val_loss/wiki": "wiki"}

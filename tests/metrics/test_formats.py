@@ -43,7 +43,6 @@ def test_a_frameworks_lines(example: dict[str, Any], tmp_path: Path) -> None:
     curve = read_curve(path)
     assert curve.steps.tolist() == list(steps)
     assert example["values"].items() <= first_row(curve).items()
-    assert curve.convention is not None
     assert (curve.convention.format, curve.convention.steps_from) == (example["format"], first)
     assert not curve.invented_steps
     assert all("is the value of one device" in warning for warning in curve.warnings)
@@ -65,7 +64,6 @@ def test_the_hugging_face_trainers_output_equals_its_trainer_state() -> None:
     rows = [row for row in state if "loss" in row]
     for curve in (text, document):
         assert curve.steps.tolist() == [row["step"] for row in rows]
-        assert curve.convention is not None
         assert curve.convention.loss_is_mean
     np.testing.assert_array_equal(document.columns["loss"], [row["loss"] for row in rows])
     for metric, key in (("loss", "loss"), ("grad_norm", "grad_norm"), ("lr", "learning_rate")):
@@ -93,7 +91,6 @@ def test_loggers(name: str, steps: range, convention: tuple[str, int, str], tmp_
     assert curve.steps.tolist() == list(steps)
     assert curve.series("loss")[1].tolist() == LOSSES
     read = curve.convention
-    assert read is not None
     assert (read.format, read.steps_from, read.counts) == convention
 
 
@@ -169,7 +166,6 @@ def test_olmos_files_of_one_step(tmp_path: Path) -> None:
     curve = read_curve(locate(str(tmp_path), ROOT))
     assert curve.steps.tolist() == [10, 20]
     assert curve.columns["loss"].tolist() == [13.0, 23.0]
-    assert curve.convention is not None
     assert curve.convention.format == "OLMo-core"
 
 
@@ -186,7 +182,6 @@ def test_json_lines(key: str, row: dict[str, float], name: str, tmp_path: Path) 
     path.write_text("".join(json.dumps({key: step, **row}) + "\n" for step in (1, 2)))
     curve = read_curve(path)
     assert curve.columns["loss"].tolist() == [2.5, 2.5]
-    assert curve.convention is not None
     assert curve.convention.format == name
 
 

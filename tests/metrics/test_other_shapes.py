@@ -335,7 +335,7 @@ def test_test_sets_and_golden_values_of_megatron(write: WriteLog) -> None:
     check(read_curve(write("b.json", json.dumps(old))), range(5, 201, 5))
 
 
-def test_rows_of_json_in_other_shapes(write: WriteLog) -> None:
+def test_rows_of_json_tensors_and_scalars_of_numpy(write: WriteLog) -> None:
     rows = [{"step": step, "loss": loss, "grad_norm": None} for step, loss in points()]
     quoted = [{"step": f"{s}", "loss": f"{x}"} for s, x in points()]
     for name, text in (
@@ -346,9 +346,6 @@ def test_rows_of_json_in_other_shapes(write: WriteLog) -> None:
         ("e.jsonl", "\n".join(map(json.dumps, quoted))),
     ):
         assert "grad_norm" not in check(read_curve(write(name, text))).columns, "null is absent"
-
-
-def test_tensors_and_scalars_of_numpy(write: WriteLog) -> None:
     for text in (
         "{{'loss': tensor({loss}, device='cuda:0'), 'grad_norm': np.float64(0.5), 'step': {step}}}",
         "{{'loss': tensor({loss},\n  device='cuda:0', grad_fn=<NllLossBackward0>),\n"

@@ -108,7 +108,6 @@ def test_rows_of_the_trainer_take_the_fast_way() -> None:
     rows[7] = rows[7].model_copy(update={"loss": math.nan})
     lines = "".join(row.model_dump_json(exclude_none=True) + "\n" for row in rows).encode()
     part = read_uniform(lines, 0)
-    assert part is not None
     assert part.columns["tokens"].tolist() == [row.tokens for row in rows]
     np.testing.assert_array_equal(part.columns["loss"], [row.loss for row in rows])
     half = lines.index(b'{"step":25')

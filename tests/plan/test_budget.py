@@ -135,7 +135,6 @@ def test_rank_lower_compares_the_lower_end_of_the_interval() -> None:
     # Without published runs, the prediction is compared.
     local = plan_recipe(resolve("tiny_neox", "p5"), [1], anything, None, None, "lower")
     candidate = local.points()[0].candidate
-    assert candidate is not None
     cpu = replace(
         candidate.config, cluster=candidate.config.cluster.model_copy(update={"device": "cpu"})
     )

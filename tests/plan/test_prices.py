@@ -66,7 +66,6 @@ def test_which_price_is_used(
     profile: str, price: str | None, usd: float, region: str | None, day: str | None
 ) -> None:
     result = select_price(cluster(profile), None if price is None else parse_price(price))
-    assert result is not None
     assert (result.usd, result.region, result.date) == (usd, region, day)
     assert str(result).startswith(f"${usd:,.2f} per node hour, ")
 
@@ -77,7 +76,6 @@ def test_profiles_have_the_newest_prices_of_the_tables() -> None:
         if profile.price is None or profile.instance_type is None:
             continue
         listed = select_price(cluster(name), PriceChoice(region="us-east-1"))
-        assert listed is not None
         assert (profile.price.on_demand, profile.price.date) == (listed.usd, listed.date), name
         assert profile.price.source
     assert select_price(cluster("local"), None) is None
@@ -90,7 +88,6 @@ def test_a_profile_without_a_price_and_null(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     result = select_price(cluster(str(path)), None)
-    assert result is not None
     assert (result.usd, result.region) == (21.957642, "us-east-1")
     path.write_text("extends: p5\nprice: null\ninstance_type: p5.48xlarge\n")
     config = cluster(str(path))
@@ -112,7 +109,6 @@ def test_a_profile_without_a_price_and_null(tmp_path: Path) -> None:
 def test_which_nodes_are_paid_while_they_wait(tmp_path: Path) -> None:
     def billed(profile: str, price: str | None) -> bool:
         result = select_price(cluster(profile), None if price is None else parse_price(price))
-        assert result is not None
         return result.bills_waiting
 
     assert not any(billed(*item) for item in (("p5", None), ("p4d", "on_demand"), ("p5", "40")))
@@ -124,7 +120,7 @@ def test_which_nodes_are_paid_while_they_wait(tmp_path: Path) -> None:
     assert not billed(str(mine), None)
 
 
-def test_an_unknown_price_names_the_known_ones() -> None:
+def test_an_unknown_price_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--price 1y: unknown for p5\.48xlarge; known: on_demand"
     ):
@@ -133,6 +129,15 @@ def test_an_unknown_price_names_the_known_ones() -> None:
         ConfigError, match="--price on_demand: unknown for local; no price is known"
     ):
         select_price(cluster("local"), parse_price("on_demand"))
+    table = read_prices(write(tmp_path))
+    result = select_price(cluster("p5"), parse_price("1y"), table)
+    assert result == NodePrice(
+        30.5, "1y", "eu-north-1", "2026-11-01", "our contract", "p5.48xlarge"
+    )
+    price = select_price(cluster("p4d", "name=mine"), None, table)  # by the profile's name
+    assert price.usd == 11.0
+    with pytest.raises(ConfigError, match="--price on_demand: unknown for p5"):
+        select_price(cluster("p5"), None, table)  # neither the profile's nor a shipped one
 
 
 def test_amounts_of_dollars() -> None:
@@ -151,19 +156,6 @@ def test_old_prices_are_warned_of() -> None:
     assert price.warning("p5", day(2026, 6, 30)) is None
     assert "of 2026-01-01, 7 months ago" in (price.warning("p5", day(2026, 8, 1)) or "")
     assert NodePrice(1.0).warning("p5") is None
-
-
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
-    table = read_prices(write(tmp_path))
-    result = select_price(cluster("p5"), parse_price("1y"), table)
-    assert result == NodePrice(
-        30.5, "1y", "eu-north-1", "2026-11-01", "our contract", "p5.48xlarge"
-    )
-    price = select_price(cluster("p4d", "name=mine"), None, table)  # by the profile's name
-    assert price is not None
-    assert price.usd == 11.0
-    with pytest.raises(ConfigError, match="--price on_demand: unknown for p5"):
-        select_price(cluster("p5"), None, table)  # neither the profile's nor a shipped one
 
 
 @pytest.mark.parametrize(
@@ -255,8 +247,6 @@ def test_losses_are_bought_and_waits_where_nodes_are_paid_while_waiting() -> Non
     free = cost(layout, None, RESERVED, 0.9, 0.8)
     paid = cost(layout, None, RESERVED, 0.9, 0.8, waits_are_paid=True)
     assert (free.waiting_usd, paid.hours) == (0, free.hours)
-    assert free.usd is not None
-    assert paid.usd is not None
     assert paid.usd == pytest.approx(paid.hours * 4 * RESERVED)
     assert paid.waiting_usd == pytest.approx(paid.usd - free.usd)
 

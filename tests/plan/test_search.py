@@ -195,15 +195,12 @@ def test_a_batch_on_either_side_of_what_the_nodes_cannot_share(nodes: int) -> No
         assert str(item).startswith(f"--set {item.options[1]}: {100 * percent / 256:.2g} % ")
 
 
-def test_a_fixed_micro_batch_and_chunks_are_kept() -> None:
+def test_fixes_keep_what_is_fixed_and_are_a_recipe_s_own_mesh_s_too() -> None:
     settings = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.micro_batch=2"]
     config = resolve("tiny_neox", overrides=[*settings, "cluster.devices_per_node=4"])
     fixed = ["parallel.tensor", *(setting.partition("=")[0] for setting in settings)]
     changes = [item.options[1] for item in near(config, 3, *fixed)]
     assert changes == ["1", "train.global_batch=24"]
-
-
-def test_a_recipe_s_own_mesh_gets_the_same_fixes() -> None:
     config = resolve("neox_20b")
     unsupported = load_environment("nxd").unsupported
     fixes = mesh_fixes(config, 12, unsupported)

@@ -222,7 +222,6 @@ def test_too_little_to_go_by(tmp_path: Path, attempts: Sequence[list[Line]], mes
 
 
 def profile(folder: Path, config: RunConfig, **changed: Any) -> str:
-    """A profile with hardware figures, as a file."""
     values = config.cluster.model_dump(mode="json") | {"name": "measured"} | changed
     path = folder / "measured.yaml"
     path.write_text(json.dumps(values))

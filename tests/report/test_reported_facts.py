@@ -38,7 +38,6 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     # Table 1 of the post: GPT-NeoX 20B on 4 nodes at $7.59: 13.6 seq/s are 3.3 M tokens/$.
     facts = read(make_reported_run(RunDir(tmp_path / "r"), seq_per_s=13.6))
     rate = facts.rate
-    assert rate is not None
     assert (rate.nodes, rate.workers, rate.steps, rate.first_steps) == (4, 128, 60, 60)
     assert rate.seq_per_s_first_500 == pytest.approx(13.6)
     assert rate.usd_per_hour == pytest.approx(30.36)
@@ -60,7 +59,6 @@ def test_the_first_500_steps_alone(tmp_path: Path) -> None:
     rows = [make_row(s, seq_per_s=10.0 if s <= 500 else 20.0) for s in range(1, 1001)]
     write_rows(run.metrics(0), rows)
     rate = read(run).rate
-    assert rate is not None
     assert (rate.first_steps, rate.seq_per_s_first_500, rate.seq_per_s) == (500, 10.0, 15.0)
     assert (rate.nodes, rate.mfu, rate.tokens_per_usd) == (None, None, None)
 

@@ -59,7 +59,6 @@ class Cluster:
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 120) -> float:
-    """Wait until `condition` holds; the seconds it took."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < limit_s, f"not after {limit_s} s"

@@ -169,7 +169,6 @@ OF_HARNESS = [pytest.mark.long, pytest.mark.skipif(not HARNESS, reason="lm_eval 
     ],
 )
 def test_a_run_is_trained_once_and_evaluated(name: str, run_name: str, tmp_path: Path) -> None:
-    """Two steps of it."""
     where = ("--out", str(tmp_path / "out"), "--runs-dir", str(tmp_path / "runs"))
 
     def draw() -> dict[str, Any]:

@@ -35,8 +35,6 @@ class Scripted:
 
 @dataclass(frozen=True)
 class ScriptedFailures:
-    """One failure for each of the first attempts."""
-
     script: Sequence[Scripted]
 
     def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
