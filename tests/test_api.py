@@ -120,9 +120,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdlib: tuple[Path, 
     return tmp_path
 
 
-def test_the_example_of_the_page_submits_jobs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_s_example_submits_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeSlurm([f"n{number}" for number in range(8)])
     cluster.partition, cluster.cpus, cluster.gres = "gpu", 192, "gpu:8"
     monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
@@ -139,9 +137,7 @@ def test_the_example_of_the_page_submits_jobs(
     assert repr(variables["plan"]) == "<Plan of llama3_8b on p5, nodes 4, 8>"
 
 
-def test_errors_are_exceptions_and_nothing_is_printed(
-    runs: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_raised_and_not_printed(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for call, kind, text in (
         (lambda: slurmllm.load_recipe("tiny_neo"), ConfigError, "did you mean 'tiny_neox'"),
         (lambda: slurmllm.plan_run("llama2_70b", 0), UserError, "whole numbers from 1"),

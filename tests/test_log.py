@@ -27,7 +27,6 @@ def run(rank: int | None = None, **env: str) -> list[str]:
 def test_records_have_time_level_node_rank_and_component() -> None:
     first, second = run(rank=5)
     line = parse_line(first)
-    assert line is not None
     assert line.time > 1e9
     assert line[1:] == ("INFO", "n3", 5, "slurmllm.train.loop", "step 3")
     assert (first[10], first[23] in "+-") == ("T", True)  # ISO 8601, milliseconds, UTC offset

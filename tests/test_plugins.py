@@ -137,9 +137,7 @@ def test_an_installed_part_is_imported_only_when_it_is_named(install: Install) -
     folder = install("plug_lazy", "raise RuntimeError('imported')", hooks="lazy = plug_lazy:Hook")
     assert plugins.is_known("hooks", "lazy")
     part = PluginRef("hooks", "lazy", "hooks.lazy")
-    assert plugins.versions([part], ["plug_lazy"]) == {
-        "plug_lazy": plugins.versions([], ["plug_lazy"])["plug_lazy"]
-    }
+    assert plugins.versions([part], ["plug_lazy"]) == plugins.versions([], ["plug_lazy"])
     assert plugins.versions([part], []) == {"plug_lazy": "1.5"}
     assert plugins.module_file("plug_lazy") == folder / "plug_lazy.py"
     assert plugins.module_file("plug_lazy.no.such") is None
@@ -181,6 +179,8 @@ def test_settings_are_the_keyword_only_parameters() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             plugins.check_settings(kind, "p", settings, count)
+    with pytest.raises(ConfigError, match=r"optim.settings: .*but optim.name is adamw"):
+        small_config("optim.settings.momentum=0.9")
 
 
 def test_a_family_of_another_package(install: Install) -> None:
@@ -263,11 +263,6 @@ def test_faults_of_hooks_and_optimizers(install: Install) -> None:
         ("optim.name=no_arguments", "cannot be called with 2 positional"),
     ):
         assert message in texts(*settings.split()), message
-
-
-def test_settings_need_an_optimizer_that_has_them() -> None:
-    with pytest.raises(ConfigError, match=r"optim.settings: .*but optim.name is adamw"):
-        small_config("optim.settings.momentum=0.9")
 
 
 def test_a_resume_warns_of_another_version(

@@ -20,14 +20,12 @@ from slurmllm.train.schedules import learning_rate
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
-    """The rows with a metric changed by a share from a step on."""
     return [
         row | {metric: row[metric] * (1 + share)} if row["step"] >= first else row for row in rows
     ]
 
 
 def departed(rows: list[Row], share: float, first: int) -> list[Row]:
-    """The rows with loss and gradient norm changed by a share from a step on."""
     return scaled(scaled(rows, "loss", share, first), "grad_norm", 2 * share, first)
 
 
@@ -101,7 +99,7 @@ def test_a_schedule_changed_at_a_resume_is_not_the_fault_of_the_resume(make_run:
     assert "at the resume of attempt 1 or before (certain)" in unrecorded
 
 
-def test_a_departure_is_found_at_its_step(compared) -> None:
+def test_a_departure_is_found_at_its_step_by_the_tolerance(compared) -> None:
     result = compared(make_rows(1, 50), scaled(make_rows(1, 50), "loss", -0.012, 37))
     assert (result.verdict, result.match) == ("differ", False)
     assert result.reason.startswith("loss diverges at step 37: 1.2e-2 relative, tolerance 1e-3")
@@ -115,9 +113,6 @@ def test_a_departure_is_found_at_its_step(compared) -> None:
     assert loss.mean_rel_diff == pytest.approx(0.012 * 14 / 50)
     assert not loss.bit_identical
     assert norm.bit_identical
-
-
-def test_the_tolerance_decides(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 50), "loss", 5e-4, 11)
     within = compared(a, b)
     assert within.verdict == "match"
@@ -133,13 +128,10 @@ def test_the_tolerance_decides(compared) -> None:
     assert not compared(a, norm, tolerances={"grad_norm": 4e-3}).match
 
 
-def test_exact_tells_zero_from_minus_zero(compared) -> None:
+def test_exact_tells_one_bit_and_zero_from_minus_zero(compared) -> None:
     a, b = [make_row(1, grad_norm=0.0)], [make_row(1, grad_norm=-0.0)]
     assert compared(a, b, tolerances={"grad_norm": 0.0}).match
     assert not compared(a, b, tolerances={"exact": True}).match
-
-
-def test_exact_finds_one_bit(compared) -> None:
     rows = make_rows(1, 50)
     rows[24]["loss"] = math.nextafter(rows[24]["loss"], 0)
     assert compared(make_rows(1, 50), rows, tolerances={"loss": 1e-12}).match
@@ -157,17 +149,23 @@ def schedule(step_count: str, **fields: object) -> list[float]:
     return [float(f"{learning_rate(optim, 100, step):.5g}") for step in range(1, 51)]
 
 
+def settings_of(compared, *schedules: list[float]) -> tuple[str, ...]:
+    """The settings that differ, of runs with these learning rates that part at step 21."""
+    a, b = (
+        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
+        for rates in schedules
+    )
+    settings: tuple[str, ...] = compared(a, departed(b, 0.05, 21)).settings
+    return settings
+
+
 @pytest.mark.parametrize("decay", ["cosine", "constant"])
 @pytest.mark.parametrize(
     "counts", list(itertools.combinations(("from_1", "nemo", "transformers"), 2))
 )
 def test_schedules_that_count_steps_differently(compared, counts, decay: str) -> None:
     """With the five digits of another framework's log."""
-    a, b = (
-        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
-        for rates in (schedule(count, decay=decay) for count in counts)
-    )
-    (cause,) = compared(a, departed(b, 0.05, 21)).settings
+    (cause,) = settings_of(compared, *(schedule(count, decay=decay) for count in counts))
     text = "the learning-rate schedules differ only in how they number steps"
     assert cause.endswith(f": {text} (optim.step_count): A uses {counts[0]}, B uses {counts[1]}")
 
@@ -176,24 +174,17 @@ def test_schedules_that_count_steps_differently(compared, counts, decay: str) ->
     "fields", [{"warmup_steps": 20}, {"min_lr": 5e-4}, {"lr": 9.9e-4}, {"decay": "linear"}]
 )
 def test_other_schedules_are_not_called_another_count(compared, fields) -> None:
-    a, b = (
-        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
-        for rates in (schedule("from_1"), schedule("nemo", **fields))
-    )
-    (cause,) = compared(a, departed(b, 0.05, 21)).settings
+    (cause,) = settings_of(compared, schedule("from_1"), schedule("nemo", **fields))
     assert cause.startswith("learning rates differ from step 1 ")
     assert "count" not in cause
 
 
-def test_another_batch_is_the_cause(compared) -> None:
+def test_another_batch_or_skipped_tokens_are_the_cause(compared) -> None:
     rows = departed(scaled(make_rows(1, 50), "tokens", 1.0, 1), 0.05, 1)
     result = compared(make_rows(1, 50), rows)
     assert result.reason.endswith("cause (certain): tokens per step differ (4,096 and 8,192)")
     single = compared(make_rows(1, 1), rows[:1])
     assert single.settings == ("tokens per step differ (4,096 and 8,192)",)
-
-
-def test_skipped_tokens_are_named_where_they_begin(compared) -> None:
     rows = [row | {"tokens": row["tokens"] + 4096 * (row["step"] > 30)} for row in make_rows(1, 50)]
     result = compared(make_rows(1, 50), rows)
     assert result.settings == ("tokens trained on differ from step 31 (126,976 and 131,072)",)
@@ -214,9 +205,6 @@ def test_different_lengths_compare_the_common_steps(compared) -> None:
     result = compared(make_rows(1, 50), rows)
     assert result.only_in_a == result.b.missing == ((7, 7), (20, 21))
     assert "B (b) lacks steps 7, 20–21" in result.warnings
-
-
-def test_a_range_of_steps(compared) -> None:
     rows = scaled(make_rows(1, 50), "loss", 0.1, 31)
     result = compared(make_rows(1, 50), rows, from_step=5, to_step=30)
     assert result.match
@@ -238,7 +226,7 @@ def without(rows: list[Row], metric: str) -> list[Row]:
     return [{name: value for name, value in row.items() if name != metric} for row in rows]
 
 
-def test_no_loss_is_unusable(compared) -> None:
+def test_no_loss_is_unusable_and_no_gradient_norm_a_warning(compared) -> None:
     with pytest.raises(RunError, match="no loss in"):
         compared(make_rows(1, 5), without(make_rows(1, 5), "loss"))
     odd, even = make_rows(1, 6), make_rows(1, 6)
@@ -246,9 +234,6 @@ def test_no_loss_is_unusable(compared) -> None:
         del row["loss"]
     with pytest.raises(RunError, match="a loss at different steps only"):
         compared(odd, even)
-
-
-def test_no_gradient_norm_is_a_warning(compared) -> None:
     result = compared(make_rows(1, 5), without(make_rows(1, 5), "grad_norm"))
     assert result.match
     assert list(result.metrics) == ["loss"]
@@ -318,13 +303,11 @@ def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
     other = {"path": "b.arrow", "fingerprint": "34cd", "documents": 9, "weight": 1.0}
     result = compare(a, curve("b", 0.05, corpora=[other], seed=2))
     differences = ("corpora a.arrow (12ab) and b.arrow (34cd)", "seed 1 and 2")
-    assert result.data is not None
     assert (result.data.same, result.data.differences) == (False, differences)
     cause = f"they did not see the same data: {', '.join(differences)}"
     assert result.reason.endswith(f"; cause (certain): {cause}")
     moved = {"path": "/elsewhere/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 7.0}
     result = compare(a, curve("c", 0, corpora=[moved]))
-    assert result.data is not None
     assert result.data.same
     assert not result.settings
 
@@ -343,12 +326,10 @@ def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
     assert result.reason.endswith("; cause (certain): B skipped batches 26–30")
     assert result.overlaps["b"].rows == 0, "rows that were undone are not made again"
     assert not result.warnings
-    assert result.data is not None
     assert result.data.differences == ("B skipped batches 26–30",)
     assert compare(curve("c", skip), curve("d", skip)).match
     third = compare(curve("e"), curve("f", skip), letter="C")
     assert third.reason.endswith("; cause (certain): C skipped batches 26–30")
-    assert third.data is not None
     assert third.data.differences == ("C skipped batches 26–30",)
 
 
@@ -365,6 +346,5 @@ def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> No
     result = compared(rows(1, False), rows(2, True))
     assert result.verdict == "differ"
     onset = result.metrics["loss"].onset_step
-    assert onset is not None
     assert abs(onset - 900) <= 5
     assert [cause.step for cause in result.causes] == [onset]

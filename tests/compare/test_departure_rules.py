@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.compare.divergence import detect_divergence
+from slurmllm.compare.statistics import extrapolated, largest, shared_noise
 from slurmllm.metrics.curves import Floats
 
 TAU = 1.0
@@ -76,8 +77,6 @@ def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> 
         r[place:] -= size
         result = detect_divergence(r, TAU)
         assert result.rule == "lasting"
-        assert result.onset is not None
-        assert result.lasting is not None
         assert result.lasting.last == points - 1
         assert result.lasting.size == pytest.approx(size, abs=3 * sigma)
         off.append(abs(result.onset - place))
@@ -85,18 +84,14 @@ def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> 
     assert np.median(off) == 0
 
 
-def test_other_batches_from_a_step_on() -> None:
+def test_other_batches_and_a_drift_begin_at_their_first_point() -> None:
     random = np.random.default_rng(6)
     for place in (300, 555, 700):
         r = 0.1 * random.standard_normal(1000)
         r[place:] = 10 * random.standard_normal(1000 - place)
         result = detect_divergence(r, TAU)
         assert result.rule == "noise"
-        assert result.onset is not None
         assert abs(result.onset - place) <= 3
-
-
-def test_a_drift_out_of_nothing_begins_at_its_first_point() -> None:
     r = np.concatenate((np.zeros(400), 1e-4 * 1.05 ** np.arange(300)))
     result = detect_divergence(r, TAU)
     assert (result.rule, result.onset) == ("lasting", 400)
@@ -111,30 +106,28 @@ def test_a_single_point_far_out(sigma: float) -> None:
     assert (result.rule, result.onset, result.lasting) == ("outlier", 640, None)
 
 
-def test_few_points_are_judged_one_by_one() -> None:
+def test_few_points_no_tolerance_and_points_on_one_side() -> None:
     r = np.full(19, 0.5)
     assert detect_divergence(r, TAU).rule is None
     r[7:10] = -1.01
     result = detect_divergence(r, TAU)
     assert (result.rule, result.onset) == ("pointwise", 7)
-    assert result.lasting is not None
     assert (result.lasting.first, result.lasting.last) == (7, 9)
-
-
-def test_a_tolerance_of_nothing_admits_nothing() -> None:
     r = np.zeros(100)
     assert detect_divergence(r, 0.0).rule is None
     r[50] = 1e-16
     assert detect_divergence(r, 0.0).onset == 50
     r[50:] = 1e-16
     assert detect_divergence(r, 0.0).rule == "lasting"
+    r = np.full(11, 1.2)
+    r[5] = 40.0  # which hides the mean in its own error
+    assert detect_divergence(r, TAU, shared=0.0).rule == "lasting"
+    r[::2] = 0.8
+    assert detect_divergence(r, TAU, shared=0.0).rule != "lasting"
 
 
 @settings(max_examples=amount(25, of=100))
-@given(
-    st.lists(st.floats(-2, 2), min_size=1, max_size=200),
-    st.floats(0, 1),
-)
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=200), st.floats(0, 1))
 def test_any_differences_are_judged(values: list[float], tolerance: float) -> None:
     r = np.array(values)
     result, mirrored = (detect_divergence(values, tolerance) for values in (r, -r))
@@ -143,7 +136,6 @@ def test_any_differences_are_judged(values: list[float], tolerance: float) -> No
     if not (np.abs(r) > tolerance).any():
         assert result.rule is None
     if result.rule is not None:
-        assert result.onset is not None
         assert 0 <= result.onset < len(r)
     if result.lasting is not None:
         assert 0 <= result.lasting.first <= result.lasting.last < len(r)
@@ -161,14 +153,6 @@ def test_a_bias_of_twice_the_tolerance_is_found(points: int) -> None:
     assert np.median([result.power for result in results]) < 2
 
 
-def test_points_on_one_side_and_beyond_the_tolerance() -> None:
-    r = np.full(11, 1.2)
-    r[5] = 40.0  # which hides the mean in its own error
-    assert detect_divergence(r, TAU, shared=0.0).rule == "lasting"
-    r[::2] = 0.8
-    assert detect_divergence(r, TAU, shared=0.0).rule != "lasting"
-
-
 def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:
     random = np.random.default_rng(12)
     r = np.zeros(160)
@@ -176,7 +160,6 @@ def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:
     assert detect_divergence(r, TAU, identical=0).rule is None
     result = detect_divergence(r, TAU, identical=80)
     assert result.rule == "lasting"
-    assert result.onset is not None
     assert result.onset >= 80
     assert detect_divergence(r / 10, TAU, identical=80).rule is None
     r[80:] = 0
@@ -204,3 +187,33 @@ def test_scatter_that_the_curves_share_must_be_the_same_throughout() -> None:
     growing = steady * np.linspace(0, 1, 160)
     assert detect_divergence(growing, TAU, shared=0.95).rule == "noise"
     assert detect_divergence(growing, TAU, shared=0.1).rule is None
+
+
+CHANCE = 0.05
+
+
+@pytest.mark.parametrize("index", [3.0, 6.0])
+@pytest.mark.parametrize("points", [50, 800])
+def test_a_power_law_goes_beyond_as_often_as_was_asked(index: float, points: int) -> None:
+    random = np.random.default_rng(1)
+    beyond = 0
+    for _ in range(1000):
+        top = largest(random.pareto(index, points) + 1, 512)
+        beyond += top[0] > extrapolated(top, points, 4, 4 / CHANCE)
+    assert beyond / 1000 < 1.3 * CHANCE
+    if points == 800:  # enough to tell the index
+        assert beyond / 1000 > CHANCE / 2
+
+
+def test_shared_noise() -> None:
+    random = np.random.default_rng(2)
+    trend = 2 + 6 * np.exp(-5 * np.arange(300) / 300)
+    noise = 0.02 * random.standard_normal((3, 300))
+    a, b = trend * (1 + noise[0]), trend * (1 + noise[1])
+    correlation = shared_noise(a, b, (b - a) / a)
+    assert correlation is not None
+    assert abs(correlation) < 0.4
+    same = a * (1 + noise[2] / 10)
+    correlation = shared_noise(a, same, (same - a) / a)
+    assert correlation > 0.95
+    assert shared_noise(np.ones(9), np.ones(9), np.zeros(9)) is None

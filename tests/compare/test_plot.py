@@ -96,7 +96,7 @@ def test_reasons_are_whole_and_the_legend_is_free(
     assert not any(legend.overlaps(axes.bbox) for axes in panels)
 
 
-def test_shifted_steps_are_drawn_shifted(
+def test_shifted_steps_are_drawn(
     make_file: MakeFile, tmp_path: Path, figures: list[Figure]
 ) -> None:
     a = read_curve(make_file("a", make_rows(1, 30)))
@@ -130,15 +130,14 @@ def test_a_long_run_is_its_means_over_pale_values(
     assert figures[1].axes[0].get_ylim()[1] > 12
 
 
-def test_where_the_picture_goes(make_run: MakeRun, make_file: MakeFile) -> None:
+def test_where_the_picture_goes_and_that_it_cannot_be_written(
+    make_run: MakeRun, make_file: MakeFile, tmp_path: Path
+) -> None:
     run = read_curve(make_run("r", make_rows(1, 5)).path)
     file = read_curve(make_file("odd name", make_rows(1, 5)))
     assert default_path(run, file) == run.path / "reports" / "compare-r-odd_name.png"
     assert default_path(file, run) == run.path / "reports" / "compare-odd_name-r.png"
     assert default_path(file, file) == Path("compare-odd_name-odd_name.png")
-
-
-def test_a_picture_that_cannot_be_written(make_file: MakeFile, tmp_path: Path) -> None:
     a = make_file("a", make_rows(1, 5))
     with pytest.raises(StorageError, match=r"cannot write the picture .*--no-plot"):
         drawn(a, a, a / "below" / "a-file.png")

@@ -1,8 +1,9 @@
-"""Steps counted from 0 or 1, and losses averaged over logging intervals."""
+"""Steps counted from 0 or 1, losses averaged over intervals, and curves on other axes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from slurmllm.cli.main import cli
+from slurmllm.compare.alignment import Alignment
 from slurmllm.compare.compare import compare
-from slurmllm.metrics.curves import Curve
+from slurmllm.errors import RunError
+from slurmllm.metrics.curves import Curve, Floats, Ints, Setting
 from slurmllm.metrics.source import read_curve
 
 Values = NDArray[np.float64]
@@ -43,7 +46,9 @@ NANOGPT = "iter {step}: loss {loss:.12f}"
 TITAN = "step:  {step}  loss:  {loss:.12f}"
 
 
-def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
+def test_known_formats_are_shifted_by_convention_or_by_values(
+    tmp_path: Path,
+) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
     for first, second, shifts in ((a, b, (1, 0)), (b, a, (0, 1)), (a, a, (0, 0))):
@@ -53,11 +58,8 @@ def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
     comparison = compare(a, b)
     assert comparison.a.shift_reason == "nanoGPT counts steps from 0"
     assert (comparison.a.first_step, comparison.b.first_step) == (1, 1)
-
-
-def test_values_overrule_the_convention(tmp_path: Path) -> None:
-    a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)  # a user's loop that counts from 1
-    b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
+    # The values overrule the convention: a user's loop that counts from 1
+    a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)
     comparison = compare(a, b)
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("identical", 0, 0)
 
@@ -103,7 +105,7 @@ def test_micro_iterations_and_samples_are_no_steps(tmp_path: Path) -> None:
     assert not [w for w in compare(micro, micro).warnings if "--by" in w]
 
 
-def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
+def test_batches_one_ahead_and_other_noise_are_no_shift(tmp_path: Path) -> None:
     losses = noisy()
     curves = []
     for ahead in (0, 1):
@@ -113,9 +115,6 @@ def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
         curves.append(read_curve(path, {"step": "n", "loss": "nll"}))
     comparison = compare(*curves)
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("differ", 0, 0)
-
-
-def test_other_noise_is_not_shifted(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
     for seed in range(1, 9):
         comparison = compare(a, curve_of(tmp_path, "b.jsonl", noisy(seed=seed), 0))
@@ -213,3 +212,67 @@ def test_our_own_runs_refuse_what_does_nothing(tmp_path: Path) -> None:
     ):
         code, output = run(str(tmp_path / "a"), str(tmp_path / "b"), option, value)
         assert (code, "does nothing" in output) == (2, True), output
+
+
+def curve(name: str, steps: Ints, settings: Mapping[str, Setting] = {}, **columns: Floats) -> Curve:
+    attempts = np.zeros(len(steps), dtype=np.int64)
+    return Curve(name, Path(name), steps, attempts, columns, settings=settings)
+
+
+def smooth(steps: Ints, scale: float = 1.0) -> Floats:
+    return np.asarray(scale * (3 + 5 * np.exp(-steps / 200)))
+
+
+def every(interval: int, last: int = 1000, first: int | None = None) -> Ints:
+    return np.arange(first or interval, last + 1, interval)
+
+
+@pytest.mark.parametrize(("interval", "other"), [(10, 7), (7, 10)])
+def test_intervals_that_do_not_are_interpolated_at_the_sparser(interval: int, other: int) -> None:
+    a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (interval, other))
+    result = compare(a, b)
+    assert result.alignment.method == "interpolated"
+    assert result.alignment.points == 99  # from 10 to 990
+    assert result.match, result.reason
+    assert any("interpolated at the 99 points" in warning for warning in result.warnings)
+    higher = curve("h", every(other), loss=smooth(every(other), 1.02))
+    differ = compare(a, higher)
+    assert not differ.match
+    assert differ.diagnosis.kind == "unknown"
+
+
+def test_gaps_counters_set_back_and_axes_that_are_not_known() -> None:
+    steps = np.concatenate((every(7, 301), every(7, 1000, 700)))
+    a = curve("a", every(10), loss=smooth(every(10)))
+    result = Alignment(a, curve("b", steps, loss=smooth(steps)), "step", None, None)
+    points = result.of("loss")
+    assert not ((points.steps > 301) & (points.steps < 700)).any()
+    np.testing.assert_allclose(points.a, points.b, rtol=1e-3)
+    a = curve("a", every(1, 9), loss=smooth(every(1, 9)), tokens=every(1, 9) * 8.0)
+    b = curve("b", every(1, 9), loss=smooth(every(1, 9)))
+    with pytest.raises(RunError, match=r"B \(b\) has no number of tokens .*--tag tokens="):
+        Alignment(a, b, "tokens", None, None)
+    steps = every(1, 100)
+    tokens = steps * 10.0
+    tokens[50] = 20.0
+    a, b = (curve(n, steps, loss=smooth(steps), tokens=tokens) for n in "ab")
+    result = Alignment(a, b, "tokens", None, None)
+    assert len(result.positions) == 99
+    assert (np.diff(result.positions) > 0).all()
+
+
+@pytest.mark.parametrize("axis", ["tokens", "samples"])
+def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
+    steps = every(1, 400)
+    small = curve("small", steps, {axis: 1}, loss=smooth(steps), tokens=steps * 1024.0)
+    large = curve("large", steps, loss=smooth(2 * steps), tokens=steps * 2048.0)
+    settings = {"model.seq_len": 128}
+    a, b = (curve(c.name, steps, settings, **c.columns) for c in (small, large))
+    result = compare(a, b, axis=axis)  # type: ignore[arg-type]
+    assert (result.match, result.alignment.axis, result.alignment.method) == (True, axis, "exact")
+    assert (result.first_step, result.last_step, result.steps_compared) == (2, 400, 200)
+    assert result.settings == ("tokens per step differ (1,024 and 2,048)",)
+    by_step = compare(a, b)
+    assert not by_step.match
+    assert any("compare --by tokens" in warning for warning in by_step.warnings)
+    assert by_step.diagnosis.kind == "batches"

@@ -60,15 +60,20 @@ def causes(comparison: Comparison) -> list[tuple[str, str, int]]:
     return [(cause.kind, cause.confidence, cause.step) for cause in comparison.causes]
 
 
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    return jsonl(tmp_path / "a.jsonl", trained())
+
+
 def jump(*steps: int, by: float = 1.25) -> Callable[[int], float]:
     return lambda step: by if step in steps else 1.0
 
 
 @pytest.mark.parametrize("write", [jsonl, megatron])
 @pytest.mark.parametrize(("steps", "at"), [((25,), "step 25"), ((40, 41, 60), "steps 40–41, 60")])
-def test_differences_after_which_the_values_are_the_same_again(tmp_path, write, steps, at) -> None:
+def test_differences_after_which_values_are_the_same_again(a, tmp_path, write, steps, at) -> None:
     other = write(tmp_path / f"b.{'log' if write is megatron else 'jsonl'}", trained(jump(*steps)))
-    result = of_files(jsonl(tmp_path / "a.jsonl", trained()), other)
+    result = of_files(a, other)
     assert result.verdict == "differ"
     assert causes(result) == [("transient", "certain", steps[0])]
     assert f"loss and grad_norm differ at {at} only" in result.reason
@@ -76,16 +81,11 @@ def test_differences_after_which_the_values_are_the_same_again(tmp_path, write, 
     assert f"up to step {steps[0] - 1}" in result.reason
 
 
-def test_a_difference_that_passes_under_roundings(tmp_path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
+def test_differences_under_roundings_or_with_few_values_after_them(a, tmp_path) -> None:
     b = jsonl(tmp_path / "b.jsonl", trained(jump(70, 71), scatter=1e-6))
     result = of_files(a, b)
     assert causes(result) == [("transient", "likely", 70)]
     assert "at steps 70–71 only and then no more than before (from step 72)" in result.reason
-
-
-def test_few_values_after_a_difference_make_it_no_certain_transient(tmp_path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
     for step, cause in ((N - 4, "likely"), (N - 1, "possible")):
         result = of_files(a, jsonl(tmp_path / "b.jsonl", trained(jump(step))))
         assert causes(result)[0] == ("transient", cause, step)
@@ -103,8 +103,7 @@ def test_few_values_after_a_difference_make_it_no_certain_transient(tmp_path) ->
     ],
     ids=["from-identical", "early-in-roundings", "late-in-roundings"],
 )
-def test_a_jump_is_no_rounding(tmp_path, factor) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
+def test_a_jump_is_no_rounding(a, tmp_path, factor) -> None:
     kinds = [
         cause.kind for cause in of_files(a, jsonl(tmp_path / "b.jsonl", trained(factor))).causes
     ]
@@ -112,8 +111,7 @@ def test_a_jump_is_no_rounding(tmp_path, factor) -> None:
     assert not {"rounding", "precision", "transient"} & set(kinds)
 
 
-def test_roundings_are_named_only_if_the_largest_difference_is_one(tmp_path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
+def test_roundings_are_named_only_if_the_largest_difference_is_one(a, tmp_path) -> None:
     small = of_files(a, jsonl(tmp_path / "b.jsonl", trained(scatter=1e-6)), exact=True)
     assert causes(small)[0] == ("rounding", "likely", 1)
     rows = trained(jump(N), scatter=1e-6)
@@ -134,10 +132,10 @@ NAN = float("nan")
         (jsonl, 1e-6, "; the first difference is at step 1"),
     ],
 )
-def test_a_run_that_is_not_finite_to_its_end(tmp_path, write, scatter: float, same: str) -> None:
+def test_a_run_that_is_not_finite_to_its_end(a, tmp_path, write, scatter: float, same: str) -> None:
     rows = trained(scatter=scatter)[: K - 1] + [(NAN, NAN)] * (N - K + 1)
     other = write(tmp_path / f"b.{'log' if write is megatron else 'jsonl'}", rows)
-    result = of_files(jsonl(tmp_path / "a.jsonl", trained()), other)
+    result = of_files(a, other)
     assert causes(result)[:2] == [("not_finite", "certain", K), ("gradient", "possible", K)]
     assert [(kind, step) for kind, _, step in causes(result)[2:]] == [("unknown", K)]
     assert result.causes[0].evidence == f"loss is not a finite number in B from step {K} on"
@@ -181,8 +179,7 @@ def test_the_onset_is_an_unequal_point_and_its_figure_is_of_there(tmp_path, begi
     assert {cause.step for cause in result.causes} == {at}
 
 
-def test_the_onset_is_a_point_whose_printed_digits_differ(tmp_path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
+def test_the_onset_is_a_point_whose_printed_digits_differ(a, tmp_path) -> None:
     b = megatron(tmp_path / "b.log", trained(lambda step: 1 + 5e-4 * max(0, step - 30)))
     result = of_files(a, b)
     onset = min(metric.onset_step or N for metric in result.metrics.values())
@@ -203,11 +200,11 @@ def resumed(first: int, size: float, scatter: float = 0.0) -> Rows:
 
 @pytest.mark.parametrize("write", [jsonl, megatron])
 @pytest.mark.parametrize("first", [51, 52])
-def test_a_log_that_was_resumed_where_the_curves_part(tmp_path, write, first: int) -> None:
+def test_a_log_that_was_resumed_where_the_curves_part(a, tmp_path, write, first: int) -> None:
     other = write(
         tmp_path / ("b.log" if write is megatron else "b.jsonl"), resumed(first, 3e-3), RESUMED
     )
-    result = of_files(jsonl(tmp_path / "a.jsonl", trained()), other)
+    result = of_files(a, other)
     assert result.b.restarts == (51,)
     assert causes(result)[0] == ("resume", "likely", 51)
     assert (
@@ -231,8 +228,7 @@ def test_a_resume_of_a_that_keeps_the_learning_rate_for_the_second_place(tmp_pat
     assert result.causes[0].evidence.startswith("A was resumed at step 51")
 
 
-def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(tmp_path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
+def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(a, tmp_path) -> None:
     noisy = resumed(53, 2e-3, scatter=1e-6)
     assert causes(of_files(a, jsonl(tmp_path / "b.jsonl", noisy, RESUMED)))[0][0] == "resume"
     late = of_files(a, jsonl(tmp_path / "c.jsonl", resumed(80, 3e-3), RESUMED))
@@ -274,8 +270,7 @@ def read_curve_of_nothing():  # type: ignore[no-untyped-def]
     return curve("x", {"loss": np.zeros(1)})
 
 
-def test_norms_of_few_digits_that_are_the_same_as_printed_match(tmp_path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", trained())
+def test_norms_of_few_digits_that_are_the_same_as_printed_match(a, tmp_path) -> None:
     rows = [(loss, round(norm, 1)) for loss, norm in trained()]
     (tmp_path / "b.csv").write_text(
         "step,loss,grad_norm\n" + "".join(f"{i},{x!r},{y}\n" for i, (x, y) in enumerate(rows, 1))

@@ -140,7 +140,7 @@ def test_blank_documents_and_duplicates(
     assert manifest.text_bytes == sum(len(text.encode()) for text in expected)
 
 
-def test_prompts_and_completions(tmp_path: Path) -> None:
+def test_prompts_and_completions_and_conversations(tmp_path: Path) -> None:
     rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
     lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
     write(tmp_path / "a.jsonl", lines.encode())
@@ -151,9 +151,6 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
         (p, c, prompt_hash(p.encode(), c.encode()), str(tmp_path / "a.jsonl")) for p, c in rows[:2]
     ]
     assert (built.manifest.empty, built.manifest.duplicates) == (1, 1)
-
-
-def test_conversations(tmp_path: Path) -> None:
     asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     rows = [[asked, answered], [asked], [asked, answered], [asked, {**answered, "content": " "}]]
     lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
@@ -356,9 +353,6 @@ def test_token_files(tmp_path: Path, texts: list[str], tokenizer: Path) -> None:
     assert names_in(tmp_path) == ["a.jsonl", "tokens.bin", "tokens.bin.json", "tokens.idx"]
     run = CliRunner().invoke(data, ["build", *arguments])
     assert isinstance(run.exception, DataError)
-
-
-def test_names_of_token_files() -> None:
     for name in ("a/b.bin", "a/b.idx", "a/b"):
         assert output_paths(Path(name), tokenize=True) == (Path("a/b.bin"), Path("a/b.idx"))
     files = output_paths(Path("my.corpus"), tokenize=True)

@@ -161,15 +161,20 @@ def test_what_is_refused_leaves_no_file(
     assert not left_behind(tmp_path) or faults == {"length": 301_000}
 
 
-def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_are_not_there_or_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: DataServer
+) -> None:
     monkeypatch.setattr(fetch, "_PAUSE_S", 0.0)
     with pytest.raises(InfrastructureError, match=r"HTTPS_PROXY, or set cluster.data_mirrors"):
         Fetch("a", source("http://127.0.0.1:9/a.bin"), tmp_path).run()
+    monkeypatch.setattr(fetch, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(fetch, "_TRIES", 2)
+    server.faults["a.bin"] = {"slow": 0.6}
+    with pytest.raises(InfrastructureError, match="the connection failed 2 times"):
+        download(server, tmp_path)
 
 
-def test_a_hub_that_refuses(
-    server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gated_hub(server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face's file system reports a gated repository as a file that is not there."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url.rstrip("/"))
     server.faults["api/models/org/gated"] = {"status": 401}
@@ -195,16 +200,6 @@ def test_a_sum_that_the_hub_states(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             continue
         with pytest.raises(DataError, match=f"and {stated} is published"):
             run.run()
-
-
-def test_a_server_that_is_silent(
-    server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(fetch, "_TRIES", 2)
-    server.faults["a.bin"] = {"slow": 0.6}
-    with pytest.raises(InfrastructureError, match="the connection failed 2 times"):
-        download(server, tmp_path)
 
 
 def test_two_fetches_at_once(server: DataServer, tmp_path: Path) -> None:

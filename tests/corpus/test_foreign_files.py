@@ -156,7 +156,7 @@ def test_an_array_is_read_as_its_lines(
         (b"[" * 100_000, [], "element 1 of the array: not JSON"),
     ],
 )
-def test_arrays_that_cannot_be_read(
+def test_arrays_that_are_damaged(
     tmp_path: Path, content: bytes, texts: list[str], reason: str
 ) -> None:
     (tmp_path / "a.json").write_bytes(content)

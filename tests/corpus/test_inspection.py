@@ -1,20 +1,27 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.ipc
 import pytest
 from click.testing import CliRunner, Result
-from data.conftest import some_texts
+from data.conftest import names_in, some_texts
 
 from slurmllm.cli.main import cli
+from slurmllm.corpus import builtin
+from slurmllm.corpus.build import CorpusManifest, manifest_path
+from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.data import inspection
-from slurmllm.data.inspection import inspect_corpus
+from slurmllm.data.inspection import check_corpora, inspect_corpus
 from slurmllm.data.sources import open_source
-from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.tokenizer import TokenEncoder, vocab_size_of
+from slurmllm.errors import DataError
 
 
 def arrow(path: Path, **columns: list[str]) -> Path:
@@ -44,7 +51,7 @@ def test_small_corpora_are_counted(tmp_path: Path, tokenizer: Path, texts: list[
     assert sum(bucket.share for bucket in report.lengths.histogram) == pytest.approx(1)
 
 
-def test_large_corpora_are_sampled(
+def test_large_corpora_are_sampled_and_token_ids_counted(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "COUNTED_SIZE", 1000)
@@ -59,12 +66,6 @@ def test_large_corpora_are_sampled(
     assert (counted.tokens_are, counted.tokens_error) == ("exact", 0)
     assert 0 < estimate.tokens_error < 0.1 * counted.tokens
     assert abs(estimate.tokens - counted.tokens) < 1.5 * estimate.tokens_error
-
-
-def test_token_ids_need_no_sample_to_be_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inspection, "COUNTED_SIZE", 1000)
     monkeypatch.setattr(inspection, "SAMPLED_DOCUMENTS", 5)
     np.save(tmp_path / "t.npy", np.arange(100_000, dtype=np.uint16) % 999)
     report = inspect_corpus(open_source(tmp_path / "t.npy", None, None))
@@ -89,7 +90,7 @@ def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) 
     assert "tiny_neox: 50 steps x 64 tokens" in shown.stdout
 
 
-def test_prompts_and_completions_are_distinguished(tmp_path: Path, tokenizer: Path) -> None:
+def test_what_is_trained_of_prompts_and_conversations(tmp_path: Path, tokenizer: Path) -> None:
     prompts = [f"what is {i}? " for i in range(9)]
     corpus = arrow(tmp_path / "p.arrow", prompt=prompts, completion=["a number"] * 9)
     result = inspect(corpus, "--tokenizer", tokenizer, "--json", "--sequences", 1)
@@ -98,9 +99,6 @@ def test_prompts_and_completions_are_distinguished(tmp_path: Path, tokenizer: Pa
     assert parts[1] == ("a number<|endoftext|>", True)
     assert parts[0][0] in prompts
     assert parts[0][1] is False
-
-
-def test_what_is_trained_of_conversations(tmp_path: Path, tokenizer: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(tokenizer.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(
@@ -134,3 +132,35 @@ def test_errors(tmp_path: Path, tokenizer: Path, arguments: list[str], message: 
     result = inspect(*(names.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2, result.output
     assert message in str(result.exception) + result.output
+
+
+def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
+    corpus, tokenizer = stdlib
+    assert platform.python_version() in corpus.name
+    assert platform.python_version() in tokenizer.name
+    check_corpora(StreamSpec([(corpus, 1.0)], tokenizer, 256, 32, 1, builtin.VOCAB_SIZE))
+    assert vocab_size_of(tokenizer.read_text()) == builtin.VOCAB_SIZE
+    manifest = CorpusManifest.load(manifest_path(corpus))
+    assert manifest.documents > 1000
+    assert manifest.text_bytes > 3e6
+    names = [entry.path for entry in manifest.inputs]
+    assert "argparse.py" in names
+    assert not any(name.startswith(("/", "test/", "site-packages")) for name in names)
+    assert any('"""' in text for text in pa.ipc.open_file(corpus).read_all()["text"].to_pylist())
+
+
+def test_the_same_is_made_once(tmp_path: Path, stdlib: tuple[Path, Path]) -> None:
+    inodes = [path.stat().st_ino for path in stdlib]
+    assert ensure_stdlib(stdlib[0].parent) == stdlib
+    assert [path.stat().st_ino for path in stdlib] == inodes
+    corpus, tokenizer = ensure_stdlib(tmp_path, 300)
+    assert corpus.read_bytes() == stdlib[0].read_bytes()
+    assert manifest_path(corpus).read_bytes() == manifest_path(stdlib[0]).read_bytes()
+    assert tokenizer.name.endswith(".300.tokenizer.json")
+    assert names_in(tmp_path) == sorted([corpus.name, manifest_path(corpus).name, tokenizer.name])
+
+
+def test_a_python_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    with pytest.raises(DataError, match=r"no Python sources under .* set data.corpus"):
+        ensure_stdlib(tmp_path / "out")

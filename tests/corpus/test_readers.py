@@ -141,7 +141,7 @@ def test_a_row_that_is_not_utf8_is_left_out_alone(tmp_path: Path, kind: pa.DataT
     assert error.endswith("a.arrow: row 2 of column 'text' is not UTF-8")
 
 
-def test_a_short_text_many_times_is_read_in_chunks(
+def test_a_text_many_times_is_read_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dictionary of one text stands for gigabytes."""
@@ -174,9 +174,7 @@ def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_corrupt_compressed_files(
-    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupt_archives(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmllm.corpus.options.ERROR_EXAMPLES", 10**6)
     packed = bytearray(PACKERS[ending](json_lines([os.urandom(90).hex() for _ in range(2000)])))
     middle = len(packed) // 2
@@ -194,7 +192,6 @@ def test_corrupt_compressed_files(
 
 
 def by_lines(data: bytes, text_by: str) -> list[str]:
-    """What text files mean, line by line."""
     data = data.removeprefix(b"\xef\xbb\xbf")
     if text_by == "document":
         return [data.decode().replace("\r\n", "\n")]
@@ -229,9 +226,7 @@ PIECES = [
 @settings(max_examples=amount(25, of=100))
 @given(st.lists(st.sampled_from(PIECES), max_size=40), st.booleans(), st.integers(1, 9))
 @example(["a", "\n", "\n", " "], False, 2)
-def test_text_means_the_same_in_blocks_of_any_size(
-    pieces: list[str], mark: bool, block: int
-) -> None:
+def test_text_means_the_same_in_any_blocks(pieces: list[str], mark: bool, block: int) -> None:
     data = b"\xef\xbb\xbf" * mark + "".join(pieces).encode()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", max(block, 3))
@@ -242,7 +237,6 @@ def test_text_means_the_same_in_blocks_of_any_size(
 
 
 def one_by_one(data: bytes) -> list[str]:
-    """What JSON lines mean, line by line."""
     documents = []
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         try:
@@ -272,9 +266,7 @@ LINES = st.one_of(
 
 @settings(max_examples=amount(20, of=80))
 @given(st.lists(LINES, max_size=6), st.booleans(), st.integers(3, 100))
-def test_json_lines_mean_the_same_in_blocks_of_any_size(
-    lines: list[str], mark: bool, block: int
-) -> None:
+def test_json_lines_mean_the_same_in_any_blocks(lines: list[str], mark: bool, block: int) -> None:
     # Another first line: a list would be a file of one array, as far as a block shows.
     text = "\n".join(line.replace("\udc00", "") for line in ['{"text": "a"}', *lines])
     data = b"\xef\xbb\xbf" * mark + text.encode("utf-8", "surrogatepass")
@@ -288,7 +280,7 @@ def test_json_lines_mean_the_same_in_blocks_of_any_size(
     assert len(documents) + len(errors) == len(filled)
 
 
-def test_faults_name_the_line_in_later_blocks(
+def test_faults_name_the_line_in_later_blocks_and_the_row_of_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", 200)
@@ -302,9 +294,6 @@ def test_faults_name_the_line_in_later_blocks(
     documents, (error,) = read(path, skip=True)
     assert documents == ["good"] * 200
     assert error.endswith("a.txt: byte 601 is not UTF-8 (0xe9)")
-
-
-def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
     bad = pa.array([b"a", None, b"\xff", b"b"], pa.binary()).view(pa.string())
     table = pa.table({"text": bad, "number": [1, 2, 3, 4]})
     pq.write_table(table, tmp_path / "a.parquet")

@@ -151,7 +151,7 @@ def test_truncated_streams(tmp_path: Path, tokenizer: Path) -> None:
             open_source(path, encoder, None)
 
 
-def test_damage_in_a_later_batch(tmp_path: Path, tokenizer: Path) -> None:
+def test_damage_in_a_later_batch_or_a_dictionary_index(tmp_path: Path, tokenizer: Path) -> None:
     path = write(tmp_path / "s.arrow", pa.table({"text": TEXTS * 46}), 161)
     node = b"".join(number.to_bytes(8, "little") for number in (161, 0))  # rows and nulls
     content = path.read_bytes()
@@ -162,9 +162,6 @@ def test_damage_in_a_later_batch(tmp_path: Path, tokenizer: Path) -> None:
     assert whole(source, 0)
     with pytest.raises(StorageError, match=r"document 161 of .* batch cannot be read: .*length"):
         whole(source, 300)
-
-
-def test_a_damaged_index_of_a_dictionary(tmp_path: Path, tokenizer: Path) -> None:
     column = pa.array(["a", "b", "a"]).dictionary_encode()
     path = write(tmp_path / "s.arrow", pa.table({"text": column}), 3)
     content = path.read_bytes()
@@ -202,7 +199,7 @@ def test_lists_of_token_ids(tmp_path: Path, kind: str, compression: str | None) 
             whole(open_source(path, None, 10), 3)
 
 
-def test_nulls_of_token_ids(tmp_path: Path) -> None:
+def test_nulls_of_ids_and_a_large_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, whole_rows in (([[1], None, [2]], [[1], [], [2]]), ([[1, None, 2]], None)):
         table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
         source = open_source(write(tmp_path / "n.arrow", table, 2), None, 20)
@@ -211,11 +208,6 @@ def test_nulls_of_token_ids(tmp_path: Path) -> None:
                 whole(source, 0)
         else:
             assert [whole(source, row) for row in range(3)] == whole_rows
-
-
-def test_a_large_compressed_batch_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(arrow, "_LARGEST_COPY", 1000)
     texts = pa.table({"text": np.random.default_rng(1).bytes(4000).hex()[:4000].split("0")})
     path = write(tmp_path / "c.arrow", texts, 10_000, compression="zstd")
@@ -265,9 +257,7 @@ def dataset(texts: list[str]) -> Any:
     return datasets.Dataset.from_dict({"text": texts, "n": list(range(len(texts)))})
 
 
-def test_saved_datasets_are_corpora(
-    tmp_path: Path, texts: list[str], tokenizer: Path, dataset: Any
-) -> None:
+def test_saved_datasets(tmp_path: Path, texts: list[str], tokenizer: Path, dataset: Any) -> None:
     encoder = TokenEncoder(tokenizer)
     dataset.save_to_disk(tmp_path / "d", num_shards=3)
     source = open_source(tmp_path / "d", encoder, None)

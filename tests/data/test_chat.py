@@ -38,7 +38,6 @@ ROWS = [("What is 1 + 1?", "2"), ("  Größe? ", '東京 {"a": 1}'), ("", "")]
 
 
 def folder(path: Path, template: Any = None, **config: Any) -> Path:
-    """A tokenizer.json with special tokens, and its config."""
     tokenizer = Tokenizer.from_str(train_tokenizer(["What is it?"] * 3, 300))
     special = ("<s>", "<|im_start|>", "<|im_end|>")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
@@ -81,7 +80,6 @@ def test_templates_render_as_in_transformers(tmp_path: Path, template: Any, eos:
 
 
 def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]:
-    """The inputs and the trained tokens of a document."""
     encoder = TokenEncoder(tokenizer)
     read = open_source(write_prompts(path / "c.arrow", [row]), encoder, None).read([(0, 0)])
     untrained = (read.marks & UNTRAINED) > 0
@@ -166,7 +164,9 @@ def test_labels_of_a_packed_batch(tmp_path: Path, corpus: Path) -> None:
     assert sorted(untrained.any(axis=1).tolist()) == [False, False, True, True]
 
 
-def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
+def test_another_template_is_another_tokenizer_and_eos_ends_documents(
+    tmp_path: Path,
+) -> None:
     path = folder(tmp_path, CHATML)
     spec = StreamSpec([(write_prompts(tmp_path / "c.arrow", ROWS), 1.0)], path, 12, 4, 1)
     (stream,) = streams(spec)
@@ -176,9 +176,6 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
     folder(tmp_path, " " + CHATML)
     with pytest.raises(DataError, match=r"tokenizer \(fingerprint\)"):
         streams(spec)[0].load_state(state)
-
-
-def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
     path = folder(tmp_path, eos_token="<|im_end|>")
     content = path.read_text().replace("<|endoftext|>", "<|other|>")
     path.write_text(content)

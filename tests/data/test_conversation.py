@@ -29,7 +29,6 @@ TOOL = {"type": "function", "function": {"name": "get", "parameters": {}}}
 def folder(
     path: Path, template: str, bos: str = "<s>", eos: str = "<|im_end|>", trim: bool = False
 ) -> Path:
-    """A tokenizer.json with special tokens, and its config."""
     tokenizer = Tokenizer.from_str(train_tokenizer(TEXT, 400))
     # As GPT-2's; it must neither exclude white space from what is trained, nor stay away.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
@@ -50,7 +49,6 @@ def write_conversations(path: Path, rows: list[Any]) -> Path:
 
 
 def read(path: Path, tokenizer: Path, row: Any) -> tuple[list[int], list[bool]]:
-    """Token ids and which of them are trained."""
     source = open_source(
         write_conversations(path / "c.arrow", [row]), TokenEncoder(tokenizer), None
     )
@@ -60,7 +58,6 @@ def read(path: Path, tokenizer: Path, row: Any) -> tuple[list[int], list[bool]]:
 
 
 def trained_texts(path: Path, tokenizer: Path, row: Any) -> list[str]:
-    """The trained parts."""
     encoder = TokenEncoder(tokenizer)
     ids, trained = read(path, tokenizer, row)
     bounds = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
@@ -105,7 +102,6 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path, name: str) -
 
 
 def chat(*texts: str) -> list[dict[str, Any]]:
-    """User and assistant in turn."""
     return [
         {"role": ("user", "assistant")[number % 2], "content": text}
         for number, text in enumerate(texts)
@@ -227,9 +223,7 @@ def test_tools_and_their_calls(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_conversations_that_cannot_be_rendered(
-    tmp_path: Path, template: str, row: Any, message: str
-) -> None:
+def test_conversations_not_rendered(tmp_path: Path, template: str, row: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"document 0 of .*c.arrow: .*{message}"):
         read(tmp_path, folder(tmp_path / "t", template), row)
 

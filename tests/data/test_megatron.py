@@ -29,17 +29,13 @@ def test_documents_are_their_sequences_joined(tmp_path: Path, dtype: str, named:
     assert source.read([(2, 0), (1, 0), (0, 0)]).marks.tolist() == [BEGINS, 0, BEGINS, 0, 0]
 
 
-def test_ends_of_documents_are_added_where_they_lack(tmp_path: Path, tokenizer: Path) -> None:
+def test_ends_of_documents_are_added_where_they_lack_and_long_ones_in_pieces(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_megatron(tmp_path / "m", DOCUMENTS)
     source = open_source(tmp_path / "m", TokenEncoder(tokenizer), 10)
     assert [whole(source, i) for i in range(3)] == [[5, 6, 7, 0], [0], [8, 0]]
-
-
-def test_long_documents_in_pieces(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(tokenized, "PIECE_TOKENS", 16)
-    write_megatron(tmp_path / "m", DOCUMENTS)
     source = open_source(tmp_path / "m", TokenEncoder(tokenizer), 10)
     assert source.num_pieces(3) == 3
     assert source.read([(3, 2)]).tokens.tolist() == [9] * 8 + [0]
@@ -88,7 +84,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         open_source(tokens, None, None)
 
 
-def test_an_index_broken_in_the_middle(tmp_path: Path) -> None:
+def test_an_index_broken_in_the_middle_or_with_modalities_after_it(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "m", DOCUMENTS)
     index = tmp_path / "m.idx"
     data = bytearray(index.read_bytes())
@@ -97,10 +93,6 @@ def test_an_index_broken_in_the_middle(tmp_path: Path) -> None:
     source = open_source(prefix, None, None)
     with pytest.raises(DataError, match=r"document 0 of .*m\.idx \(sequences 0 to 1 of 4\) is not"):
         source.read([(0, 0)])
-
-
-def test_modalities_after_the_index_are_passed_over(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "m", DOCUMENTS)
-    index = tmp_path / "m.idx"
     index.write_bytes(index.read_bytes() + bytes(4))
     assert whole(open_source(prefix, None, None), 0) == [5, 6, 7]

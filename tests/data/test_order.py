@@ -51,9 +51,6 @@ def test_positions_may_be_asked_for_apart(documents: int, stride: int, begin: in
 def test_corpora_of_a_blend_are_in_orders_of_their_own() -> None:
     first, second = (DocumentOrder(100, 3, place).take(np.arange(100)) for place in (0, 1))
     assert not np.array_equal(first, second)
-
-
-def test_a_corpus_of_any_size_takes_no_memory_or_time() -> None:
     values = set(Permutation(10**15, 1, 0).take(np.arange(1000)).tolist())
     assert len(values) == 1000
     assert all(0 <= value < 10**15 for value in values)
@@ -74,9 +71,7 @@ WEIGHTS = st.lists(
 
 @settings(max_examples=amount(15, of=60))
 @given(weights=WEIGHTS, global_batch=st.integers(1, 40), seed=st.integers(0, 2**32))
-def test_shares_are_exact_at_every_moment(
-    weights: list[float], global_batch: int, seed: int
-) -> None:
+def test_shares_are_exact_at_each_draw(weights: list[float], global_batch: int, seed: int) -> None:
     blend = Blend(weights, 1, seed, [0] * len(weights))
     exact = [Fraction(str(weight)) for weight in weights]
     for draws in range(1, 200):
@@ -129,16 +124,13 @@ def test_a_blend_is_the_same_everywhere_and_resumes(
         close([*ranks, *resumed])
 
 
-def test_sequences_come_from_the_corpora_by_weight(two: tuple[Path, Path], tokenizer: Path) -> None:
+def test_sequences_of_two_corpora_and_of_one_twice(two: tuple[Path, Path], tokenizer: Path) -> None:
     decode = TokenEncoder(tokenizer).decode
     texts = [
         decode(row) for row in take(streams(blended(two, tokenizer, 3, 1)), 50).reshape(-1, 17)
     ]
     assert not any("A" in text and "B" in text for text in texts)
     assert sum("b" in text.lower() for text in texts) == 100
-
-
-def test_one_corpus_twice_is_read_in_two_orders(two: tuple[Path, Path], tokenizer: Path) -> None:
     spec = StreamSpec([(two[0], 1.0), (two[0], 1.0)], tokenizer, 16, 2, 5)
     rows = take(streams(spec), 10).reshape(-1, 17)
     assert len({tuple(row) for row in rows.tolist()}) == 20

@@ -64,7 +64,9 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def test_signals_to_the_whole_job_do_not_end_the_worker(stream: PackedStream) -> None:
+def test_a_worker_is_light_bounded_and_ignores_signals_to_its_job(
+    stream: PackedStream,
+) -> None:
     # At once, while the interpreter starts, and again at work.
     for _ in range(2):
         for number in PARENT_SIGNALS:
@@ -72,6 +74,18 @@ def test_signals_to_the_whole_job_do_not_end_the_worker(stream: PackedStream) ->
         for _ in range(20):
             stream.next_batch()
     assert alive(worker_pid(stream))
+    maps = Path(f"/proc/{worker_pid(stream)}/maps").read_text()
+    assert "tokenizers" in maps
+    assert "torch" not in maps
+    # pools of every worker of a node would fight for its cores
+    assert int(stat(worker_pid(stream))[17]) <= 8
+    time.sleep(0.5)
+    before = cpu_s(worker_pid(stream))
+    time.sleep(0.5)
+    assert cpu_s(worker_pid(stream)) - before < 0.1
+    os.kill(worker_pid(stream), signal.SIGKILL)
+    with pytest.raises(NodeError, match=r"\(pid \d+\) was killed by signal 9; .*memory"):
+        take_until_error(stream)
 
 
 def test_workers_do_not_load_torch() -> None:
@@ -85,30 +99,6 @@ def test_a_dropped_stream_ends_its_worker(corpus: Path, tokenizer: Path) -> None
     pid = worker_pid(stream)
     del stream
     assert not alive(pid)
-
-
-def test_the_worker_is_light(stream: PackedStream) -> None:
-    stream.next_batch()
-    maps = Path(f"/proc/{worker_pid(stream)}/maps").read_text()
-    assert "tokenizers" in maps
-    assert "torch" not in maps
-    # pools of every worker of a node would fight for its cores
-    assert int(stat(worker_pid(stream))[17]) <= 8
-
-
-def test_prefetch_is_bounded(stream: PackedStream) -> None:
-    stream.next_batch()
-    time.sleep(0.5)
-    before = cpu_s(worker_pid(stream))
-    time.sleep(0.5)
-    assert cpu_s(worker_pid(stream)) - before < 0.1
-
-
-def test_a_killed_worker_is_a_node_error(stream: PackedStream) -> None:
-    stream.next_batch()
-    os.kill(worker_pid(stream), signal.SIGKILL)
-    with pytest.raises(NodeError, match=r"\(pid \d+\) was killed by signal 9; .*memory"):
-        take_until_error(stream)
 
 
 def test_a_corpus_cut_while_it_is_read(tmp_path: Path, tokenizer: Path) -> None:
@@ -158,15 +148,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["idle", "forked", "exit"])
-def test_no_worker_outlives_its_parent(
-    tmp_path: Path, corpus: Path, tokenizer: Path, how: str
-) -> None:
+def test_workers_end_with_a_parent(tmp_path: Path, corpus: Path, tokenizer: Path, how: str) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     command = [sys.executable, str(script), str(corpus), str(tokenizer), how]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         if how != "exit":
             parent.kill()

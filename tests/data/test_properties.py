@@ -168,15 +168,24 @@ def test_the_split_parts_the_documents(
     assert abs(len(held_out) - validation * 150) < 6 * (validation * 150) ** 0.5
 
 
-def test_splits_depend_only_on_content() -> None:
+def test_splits_depend_only_on_content_and_need_a_token_on_each_side(tmp_path: Path) -> None:
     hashes = np.random.default_rng(1).integers(0, 2**64, 100_000, dtype=np.uint64)
     small, large = (Split("validation", share).document_mask(hashes) for share in (0.05, 0.2))
     assert (small <= large).all()  # a larger share holds out more, not others
     assert abs(large.mean() - 0.2) < 6 * (0.2 * 0.8 / 100_000) ** 0.5
     assert (Split("train", 0.2).document_mask(hashes) != large).all()
+    split = Split("train", 0.5)
+    hashes = {n: document_hash(np.array([n], "<i4").tobytes()) for n in range(64)}
+    held_out = next(
+        n for n, h in hashes.items() if not split.document_mask(np.array([h], np.uint64))[0]
+    )
+    path = write_megatron(tmp_path / "m", [[[held_out]], *([[]] for _ in range(40))])
+    spec = StreamSpec([(path, 1.0)], None, seq_len=8, global_batch=2, seed=1, validation=0.5)
+    with pytest.raises(DataError, match=r"is on the train side of .* and holds a token"):
+        PackedStream(spec, 0, 1).next_batch()
 
 
-def test_a_resume_reads_one_piece_a_slot(
+def test_pieces_of_a_resume(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "PIECE_BYTES", 4096)
@@ -196,15 +205,3 @@ def test_a_resume_reads_one_piece_a_slot(
     stream.load_state(state)
     stream.next_batch()
     assert sum(read) == 4
-
-
-def test_a_side_without_a_token_is_an_error(tmp_path: Path) -> None:
-    split = Split("train", 0.5)
-    hashes = {n: document_hash(np.array([n], "<i4").tobytes()) for n in range(64)}
-    held_out = next(
-        n for n, h in hashes.items() if not split.document_mask(np.array([h], np.uint64))[0]
-    )
-    path = write_megatron(tmp_path / "m", [[[held_out]], *([[]] for _ in range(40))])
-    spec = StreamSpec([(path, 1.0)], None, seq_len=8, global_batch=2, seed=1, validation=0.5)
-    with pytest.raises(DataError, match=r"is on the train side of .* and holds a token"):
-        PackedStream(spec, 0, 1).next_batch()

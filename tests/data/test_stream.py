@@ -66,16 +66,13 @@ def test_states_must_be_of_all_ranks_and_one_moment(corpus: Path, tokenizer: Pat
         merge_states([*states, ranks[0].state()])
 
 
-def test_a_position_beyond_its_document_is_refused(corpus: Path, tokenizer: Path) -> None:
+def test_positions_and_ranks_that_do_not_fit_are_refused(corpus: Path, tokenizer: Path) -> None:
     (rank,) = streams(corpus, tokenizer)
     state = saved([rank])
     state["slots"][0] = [0, 0, 10_000]
     rank.load_state(state)
     with pytest.raises(DataError, match="token 10000 of a part of a document of"):
         rank.next_batch()
-
-
-def test_ranks_must_divide_the_global_batch(corpus: Path, tokenizer: Path) -> None:
     with pytest.raises(DataError, match=r"global_batch 8 is not a multiple of the 3 .*choose 6"):
         streams(corpus, tokenizer, 3)
 
@@ -130,7 +127,9 @@ def recorded(**changed: Any) -> dict[str, Any]:
     return {"corpora": [corpus], "tokenizer": "77", **fields, **changed}
 
 
-def test_written_once_and_held_to(tmp_path: Path) -> None:
+def test_a_record_is_written_once_or_if_damaged_and_held_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = RunDir(tmp_path / "r")
     run.path.mkdir()
     check_data(run, recorded())
@@ -143,11 +142,6 @@ def test_written_once_and_held_to(tmp_path: Path) -> None:
         check_data(run, recorded(corpora=[changed]))
     with pytest.raises(DataError, match="seed 1 and 2"):
         check_data(run, recorded(seed=2))
-
-
-def test_a_damaged_record_is_written_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     run = RunDir(tmp_path)
     run.data.write_text("{")
     check_data(run, recorded())

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from fake_slurm import FakeSlurm
 
+from diagnose.conftest import health
+from slurmllm.cli.main import cli
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose import login_node
@@ -110,9 +115,7 @@ def test_torch_is_judged_by_what_the_profile_needs(
     assert login_node.torch_finding(profile(device)).status == state
 
 
-def test_a_package_that_is_absent_or_too_old_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_packages_absent_or_too_old_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = ["click>=8.1", "rich>=13", "gone>=1", "torch>=2.9", "ruff>=0.6; extra == 'dev'"]
     assert login_node.packages_finding().status == "ok"
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
@@ -149,7 +152,7 @@ def test_no_torch_in_this_process() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_container_is_checked_in_place_of_this_torch(
+def test_a_container_is_checked_in_torch_s_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(login_node, "installed_version", lambda name: None)
@@ -174,3 +177,41 @@ def test_a_container_is_checked_in_place_of_this_torch(
     cluster = resolve("tiny_neox", "p5", overrides).cluster
     assert next(login_node.container_findings(cluster, slurm)).status == "warn"
     assert not list(login_node.container_findings(resolve("tiny_neox").cluster, slurm))
+
+
+def test_a_machine_that_is_fit(tmp_path: Path) -> None:
+    small = "--set=cluster.health.min_node_local_gb=0"
+    text = health(tmp_path / "runs", "--local", "--no-bandwidth", "--nodes=2", small)
+    assert text.startswith("cluster profile local\nnode    state  CPUs")
+    assert "local1" in text
+    assert "0 fail" in text.splitlines()[-1]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_machine_that_lacks_something(tmp_path: Path) -> None:
+    unfit = "--set=cluster.node_local=/nowhere"
+    finding = json.loads(health(tmp_path, "--local", "--no-bandwidth", unfit, "--json", code=3))
+    findings = {f["check"]: f for f in finding["nodes"]["local0"]["findings"]}
+    disk = findings["node-local disk"]
+    assert (finding["exit_code"], disk["status"]) == (3, "fail")
+    assert disk["message"].startswith("/nowhere does not exist; is the disk mounted?")
+    assert findings["memory"]["value"] > 0
+    assert finding["nodes"]["local0"]["versions"]["torch"]
+
+
+def test_the_all_reduce_against_a_floor_that_nobody_reaches(tmp_path: Path) -> None:
+    floor = ("--set=cluster.health.min_allreduce_gb_s=100000",)
+    text = health(tmp_path, "--local", "--nodes=3", *floor, "--json", code=3)
+    nodes: dict[str, Any] = json.loads(text)["nodes"]
+    for node in nodes.values():
+        (finding,) = (f for f in node["findings"] if f["check"] == "all-reduce")
+        assert 0 < finding["value"] < 100000
+        assert "GB/s with the faster of its neighbours" in finding["message"]
+
+
+def test_without_slurm_salloc_is_missing(tmp_path: Path) -> None:
+    arguments = ["health", "--runs-dir", str(tmp_path)]
+    done = CliRunner().invoke(cli, arguments, env={"PATH": str(tmp_path)})
+    assert done.exit_code == 3
+    assert "salloc is not on the PATH" in done.stderr
+    assert "--local" in done.stderr

@@ -31,9 +31,7 @@ def _a_full_disk(slurm: object) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_a_full_disk")
-def test_a_node_that_fails_its_preflight_is_excluded(
-    tmp_path: Path, inputs: tuple[str, ...]
-) -> None:
+def test_a_node_that_fails_preflight_is_excluded(tmp_path: Path, inputs: tuple[str, ...]) -> None:
     bench = Bench(tmp_path / "runs")
     fit = json.loads(health(tmp_path, "--nodelist=n[3-4]", "--json", "--bandwidth"))
     assert (sorted(fit["nodes"]), fit["exit_code"]) == (["n3", "n4"], 0)

@@ -1,9 +1,11 @@
-"""The wheel, installed into an empty environment, works without the checkout."""
+"""The wheel works without the checkout, and the Containerfile builds from what it copies."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -37,7 +39,6 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of wheel and source archive, as `make dist` makes them."""
     folder = tmp_path_factory.mktemp("dist")
     command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder)
     call(*command, ROOT, cwd=folder)
@@ -64,7 +65,6 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(python: Path, folder: Path) -> None:
-    """Use the installed package from an empty folder."""
     command = python.parent / "slurmllm"
     script = "import slurmllm; print(slurmllm.__file__, slurmllm.load_recipe('neox_20b').backend)"
     path, backend = call(python, "-c", script, cwd=folder).split()
@@ -121,3 +121,73 @@ def shipped() -> list[Path]:
     assert images
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return [*files, *(ROOT / image for image in images)]
+
+
+_BUILDERS = {"podman": ("info",), "buildah": ("info",), "docker": ("info",)}
+
+
+def steps() -> list[tuple[str, str]]:
+    """The instructions with their arguments, without comments and line breaks."""
+    text = (ROOT / "Containerfile").read_text()
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "")
+    pairs = (line.partition(" ") for line in text.splitlines() if line)
+    return [(name, arguments.strip()) for name, _, arguments in pairs]
+
+
+def copied() -> list[tuple[list[str], str]]:
+    lines = (shlex.split(arguments) for name, arguments in steps() if name == "COPY")
+    return [(line[:-1], line[-1]) for line in lines if not line[0].startswith("--from=")]
+
+
+def test_what_it_copies_is_there_and_builds_the_wheel(tmp_path: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for sources, target in copied():
+        for source in sources:
+            assert source.split("/")[0] not in ignored
+            path, into = ROOT / source, tmp_path / target
+            if path.is_dir():
+                shutil.copytree(path, into, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                into = into / path.name if target.endswith("/") else into
+                into.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, tmp_path / path.name if target == "./" else into)
+    (build,) = (rest for name, rest in steps() if name == "RUN" and rest.startswith("pip wheel"))
+    command = shlex.split(build.replace("/wheels", str(tmp_path / "out")))
+    # Without a network: with the builder that is installed here.
+    command = [sys.executable, "-m", *command, "--no-build-isolation"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert len([*(tmp_path / "out").glob("slurmllm-*.whl")]) == 1
+
+
+def test_its_shell_is_sound() -> None:
+    for name, arguments in steps():
+        if name == "RUN":
+            subprocess.run(["sh", "-n", "-c", arguments], check=True)
+            command = [Path(sys.executable).parent / "shellcheck", "--shell=sh", "-"]
+            subprocess.run(command, input=arguments, text=True, check=True)
+
+
+def builder() -> str:
+    reasons = []
+    for name, arguments in _BUILDERS.items():
+        if shutil.which(name) is None:
+            reasons.append(f"no {name}")
+            continue
+        done = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return name
+        reasons.append((done.stderr.strip().splitlines() or [f"{name} fails"])[-1])
+    pytest.skip(f"nothing builds images here: {'; '.join(reasons)}")
+
+
+@pytest.mark.long
+def test_the_image_of_the_cpu_is_built_and_plans() -> None:
+    program = builder()
+    tag = "slurmllm-test"
+    command = [program, "build", "--tag", tag, "--build-arg", "DEVICE=cpu"]
+    subprocess.run([*command, "--file", ROOT / "Containerfile", ROOT], check=True)
+    if program == "buildah":  # builds only
+        return
+    run = [program, "run", "--rm", tag, "slurmllm", "plan", "neox_20b", "--nodes", "4"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert "neox_20b on 4 nodes" in done.stdout

@@ -66,7 +66,7 @@ def test_in_and_out(tmp_path: Path) -> None:
         assert torch.equal(tensor, back.state_dict()[name]), name
 
 
-def test_what_it_refuses(tmp_path: Path) -> None:
+def test_what_it_refuses_and_a_recipe_that_takes_it(tmp_path: Path) -> None:
     transformers.MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="sliding_window: 4096 is not supported; it must be None"):
         plan_import(tmp_path)
@@ -74,9 +74,6 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         resolve("tiny_llama", overrides=["model.family=mistral", "model.attention_bias=true"])
     with pytest.raises(ConfigError, match="must be 'neox', 'llama', 'gpt3', 'qwen3' or 'mistral'"):
         resolve("tiny_llama", overrides=["model.family=mistrale"])
-
-
-def test_recipes_take_it() -> None:
     config = resolve("tiny_llama", overrides=["model.family=mistral", "model.num_kv_heads=3"])
     assert config.origins["model.qk_norm"] == "family mistral"
 

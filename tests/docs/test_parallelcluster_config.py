@@ -122,25 +122,18 @@ def test_every_placeholder_can_be_found_by_one_word() -> None:
     assert not re.search(r"\b\d{12}\b", TEXT.replace("000000000000", ""))  # nobody's account
 
 
-def test_the_scripts_that_the_nodes_fetch_are_in_the_folder() -> None:
+def test_the_scripts_that_the_nodes_fetch_install_what_doctor_and_the_page_name() -> None:
     names = set(re.findall(r"s3://\S+/slurmllm/(\S+)", TEXT))
     assert names == {path.name for path in FOLDER.glob("*.sh")}
-
-
-def test_the_script_installs_what_doctor_wants() -> None:
     script = (FOLDER / "neuron.sh").read_text(encoding="utf-8")
     for distribution, (_, series, pinned) in NEURON_PACKAGES.items():
         assert f"\n  {distribution}=={pinned}\n" in script
         assert pinned.startswith(f"{series[0]}.")
     assert re.search(r"\n  torch==2\.9\.\d\n", script)
     port = resolve("tiny_neox", "trn1").cluster.master_port
-    assert port is not None
     assert f"RESERVED_PORTS={port}-{port + 1},62182" in script
     body = (ROOT / "sbatch" / "train.sbatch").read_text(encoding="utf-8")
     assert "ports=$SLURMLLM_MASTER_PORT-$((SLURMLLM_MASTER_PORT + 1)),62182" in body
-
-
-def test_the_page_has_the_versions_of_the_script() -> None:
     script = (FOLDER / "neuron.sh").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "parallelcluster.md").read_text(encoding="utf-8")
     section = page.split("## The Neuron environment")[1].split("\n## ")[0]
@@ -149,8 +142,3 @@ def test_the_page_has_the_versions_of_the_script() -> None:
     assert len(packages) == 6
     assert len(system) == 4
     assert [version for version in (*packages, *system) if version not in section] == []
-
-
-def test_the_wheel_would_carry_the_folder() -> None:
-    included = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"configs" = "slurmllm/_shipped/configs"' in included

@@ -62,14 +62,11 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_a_sound_node_is_left_alone(node: Node) -> None:
+def test_a_sound_node_is_left_alone_and_one_that_lacks_a_chip_drained(node: Node) -> None:
     done = node.health()
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     assert not node.answers.exists()
     assert node.health("show").returncode == 0
-
-
-def test_a_node_that_lacks_a_chip_is_drained(node: Node) -> None:
     (node.root / "dev" / "neuron7").unlink()
     assert node.health().returncode == 0
     assert node.answers.read_text().splitlines() == [

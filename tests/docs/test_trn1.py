@@ -53,7 +53,6 @@ def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
 
 
 def shown(value: Any) -> str:
-    """A value as the page writes it."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, bool):
@@ -98,7 +97,6 @@ def with_ours(section: str, settings: dict[str, dict[str, str]]) -> str:
 
 
 def same(ours: str, theirs: str) -> bool:
-    """Whether two cells hold one value, numbers however they are written."""
     try:
         return float(ours.strip("`")) == float(theirs.strip("`"))
     except ValueError:
@@ -114,7 +112,9 @@ def test_the_page_has_the_runs_that_were_published() -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
-def test_ours_is_what_the_dry_run_prints(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_is_what_the_dry_run_prints_and_every_difference_is_explained(
+    section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (arguments,) = COMMAND.findall(section)
     settings = printed(arguments, monkeypatch)
     if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
@@ -133,10 +133,6 @@ def test_ours_is_what_the_dry_run_prints(section: str, monkeypatch: pytest.Monke
                 if name in ours or (name.startswith(COMPLETE) and name != "parallel.shard_nodes")
             }
         assert ours == expected, heading
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
-def test_every_difference_is_explained(section: str) -> None:
     notes = set(re.findall(r"^- \*\*(\([a-z]\))", PAGE.read_text(), flags=re.M))
     for heading, rows in tables(section).items():
         for name, (ours, theirs, why) in rows.items():

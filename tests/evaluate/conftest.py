@@ -123,7 +123,6 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 def in_processes(run: RunDir | Path, *arguments: object) -> Result:
-    """The command as users have it."""
     path = run.path if isinstance(run, RunDir) else run
     return CliRunner().invoke(cli, ["evaluate", str(path), *map(str, arguments)])
 

@@ -64,7 +64,7 @@ def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate
     assert "0 tasks evaluated, 4 cached, 0 failed" in table.stdout
 
 
-def test_a_damaged_checkpoint_is_skipped(
+def test_damaged_checkpoints_are_skipped(
     learnt: Learnt, evaluate: Evaluate, tmp_path: Path
 ) -> None:
     copy = RunDir(tmp_path / "copy")
@@ -90,9 +90,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert "no checkpoint of step 7" in evaluate(Path(f"{copy.path}@7"), "--suite", "smoke").output
 
 
-def test_a_task_that_fails_does_not_end_the_others(
-    learnt: Learnt, evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_a_failing_task_ends_no_others(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     lines = "custom_dataset: !function slurmllm.evaluate.suites.shipped_lines\n"
@@ -195,9 +193,7 @@ def test_an_interrupted_evaluation_continues(learnt: Learnt, evaluate: Evaluate)
     assert (output["cached"], output["evaluated"]) == (1, 1)
 
 
-def test_a_metric_that_a_task_does_not_have(
-    learnt: Learnt, evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_a_metric_that_a_task_lacks(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
     suite = tmp_path / "own.yaml"
     row = f"task: smoke_choice, folder: {suites_dir() / 'smoke'}"
     suite.write_text(
@@ -212,9 +208,7 @@ def test_a_metric_that_a_task_does_not_have(
     assert "no finite metric 'accuracy'; the task has acc,none" in failed["error"]
 
 
-def test_cuda_where_there_is_none(
-    learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_of_none(learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     logs = list(learnt.run.logs.rglob("*"))
     done = evaluate(learnt.run, "--task", "validation", "--limit", 4, "--device", "cuda")
@@ -259,7 +253,7 @@ def test_the_harness_knows_the_tasks_of_all_suites() -> None:
             assert {row.task for row in rows} - {VALIDATION} <= tasks
 
 
-def test_without_the_harness(
+def test_without_harness(
     learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("evaluate", "harness"):

@@ -20,13 +20,14 @@ pytestmark = needs_harness
 
 TEXT = "doc_to_text: '{{question}}'\n"
 TARGET = "doc_to_target: '{{answer}}'\n"
+BOTH = TEXT + TARGET
+FILES = f"{BOTH}dataset_kwargs: {{data_files: FOLDER/q.json"
 ESCAPE = "{{ cycler.__init__.__globals__.os.system(mark) }}"
 ALLOWED = "--allow-code-execution"
 
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What the code writes, if it runs."""
     return tmp_path / "code ran"
 
 
@@ -64,27 +65,14 @@ def fetch(suite: Path, *more: str) -> Result:
         ("class: !function evil.run\n", "line 6: `!function evil.run`"),
         ("include: ../other.yml\n" + TEXT, "other.yml, line 1: `!function"),
         (TEXT + TARGET + "metric_list: [{metric: FOLDER/evil}]\n", "`metric: /"),
-        (
-            TEXT + TARGET + "generation_kwargs: {custom_generate: FOLDER/evil}\n",
-            "`custom_generate: /",
-        ),
+        (f"{BOTH}generation_kwargs: {{custom_generate: FOLDER/evil}}\n", "`custom_generate: /"),
         (TEXT + TARGET + "dataset_path: pandas\n", "`dataset_path: pandas`"),
         (
             "include: HARNESS/tasks/gsm8k/gsm8k.yaml\ndataset_kwargs: {trust_remote_code: 1}\n",
             "`trust_remote_code: 1`",
         ),
-        (
-            TEXT
-            + TARGET
-            + "dataset_kwargs: {data_files: FOLDER/q.json, cache_dir: FOLDER/copies}\n",
-            "`cache_dir` may copy your files to other folders",
-        ),
-        (
-            TEXT
-            + TARGET
-            + "dataset_kwargs: {data_files: FOLDER/q.json, storage_options: {a: b}}\n",
-            "`storage_options` may copy",
-        ),
+        (f"{FILES}, cache_dir: FOLDER/copies}}\n", "`cache_dir` may copy your files to other"),
+        (f"{FILES}, storage_options: {{a: b}}}}\n", "`storage_options` may copy"),
         ("include: SHIPPED/smoke_sums.yaml\n", "`custom_dataset: <function"),
         (
             "group: own\naggregate_metric_list: [{metric: acc}]\ntask: [logiqa]\n",
@@ -130,9 +118,7 @@ def test_allowed_code_runs(tmp_path: Path, mark: Path) -> None:
         ("{metric_list: [{metric: tasks/evil}]}", "`metric: tasks/evil`"),
     ],
 )
-def test_code_in_a_suite_s_options_is_refused(
-    tmp_path: Path, mark: Path, options: str, reason: str
-) -> None:
+def test_code_in_options_is_refused(tmp_path: Path, mark: Path, options: str, reason: str) -> None:
     done = fetch(write_suite(tmp_path, mark, TEXT + TARGET, options))
     assert done.exit_code == 2, done.output
     assert "options of own in the suite: `" in done.output

@@ -62,7 +62,9 @@ def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
     assert 0 <= count - 1 - spec.seq_len * len(rows) < spec.seq_len
 
 
-def test_by_the_command_line(run: RunDir, evaluate: Evaluate) -> None:
+def test_by_the_command_line_and_without_text(
+    run: RunDir, evaluate: Evaluate, tmp_path: Path
+) -> None:
     asked = ("--task", "validation", "--checkpoint", "all", "--json", "--jobs", 2)
     first = json.loads(evaluate(run, *asked).stdout)
     assert [checkpoint["step"] for checkpoint in first["checkpoints"]] == [90, 180]
@@ -70,6 +72,14 @@ def test_by_the_command_line(run: RunDir, evaluate: Evaluate) -> None:
     assert set(losses) == {"90", "180"}
     repeated = json.loads(evaluate(run, *asked).stdout)
     assert (repeated["evaluated"], repeated["cached"]) == (0, 2)
+    bare = RunDir(tmp_path / "bare")
+    bare.path.mkdir()
+    text = run.config.read_text().replace("validation: 0.1", "validation: 0.0")
+    bare.config.write_text(text)
+    done = evaluate(bare, "--task", "validation")
+    assert done.exit_code == 2
+    assert "data.validation is 0" in done.output
+    assert "--validation-corpus" in done.output
 
 
 def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
@@ -90,14 +100,3 @@ def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) ->
     losses = [values["suites"][0]["rows"][0]["scores"]["180"] for values in output]
     assert losses == [pytest.approx(losses[0]), row["scores"]["180"]]
     assert losses[0] != losses[1]
-
-
-def test_refused_where_nothing_is_held_out(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
-    bare = RunDir(tmp_path / "bare")
-    bare.path.mkdir()
-    text = run.config.read_text().replace("validation: 0.1", "validation: 0.0")
-    bare.config.write_text(text)
-    done = evaluate(bare, "--task", "validation")
-    assert done.exit_code == 2
-    assert "data.validation is 0" in done.output
-    assert "--validation-corpus" in done.output

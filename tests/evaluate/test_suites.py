@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from training_rows import make_rows, write_rows
 
 from slurmllm.errors import ConfigError, UserError
+from slurmllm.evaluate.code_tests import pass_at_k, passes, programs
 from slurmllm.evaluate.plot import draw
 from slurmllm.evaluate.request import task_key
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable, score_tables
@@ -156,15 +158,8 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_suite(str(path))
     places = [fault.partition(":")[0] for fault in error.value.faults]
-    tasks = "groups.0.tasks"
-    assert sorted(places) == [
-        f"{tasks}.0.shots",
-        f"{tasks}.1.task",
-        f"{tasks}.2",
-        "groups.1.tasks",
-        "name",
-        "suite",
-    ]
+    tasks = [f"groups.0.tasks.{place}" for place in ("0.shots", "1.task", "2")]
+    assert sorted(places) == [*tasks, "groups.1.tasks", "name", "suite"]
     assert "must be fields and values, such as {task: piqa} (is 'piqa')" in str(error.value)
     path.write_text(
         "name: s\ngroups:\n  - {name: g, tasks: [{task: t}]}\n"
@@ -275,10 +270,7 @@ def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> Non
     newer.write_text('{"format": 9, "results": []}')
     scores, warnings = score_tables(run)
     assert [row.name for row in scores[0].rows] == ["nq_open"]
-    assert [str(path) in line for path, line in zip((newer, cut), warnings, strict=True)] == [
-        True,
-        True,
-    ]
+    assert all(str(path) in line for path, line in zip((newer, cut), warnings, strict=True))
 
 
 def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
@@ -287,9 +279,6 @@ def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
     save_suite(run, LocatedSuite(suite_of_tasks(["sciq"], None), Path()))
     suite = read_suite(run.evaluation_suite("tasks"))
     assert [row.title for row in suite.rows()] == ["piqa 0-shot", "piqa 5-shot", "sciq"]
-
-
-def test_only_and_with_shots() -> None:
     suite = find_suite("hlat").suite
     assert [row.title for row in suite.only(["gsm8k_cot"]).rows()] == ["gsm8k"]
     with pytest.raises(UserError, match="not in suite hlat"):
@@ -297,3 +286,35 @@ def test_only_and_with_shots() -> None:
     other = suite.with_shots(1)
     assert other.name == "hlat-1shot"
     assert {row.shots for row in other.rows()} == {1, None}
+
+
+GOOD, BAD = "def f(x):\n    return x + 1", "def f(x):\n    return x"
+TESTS = "assert f(1) == 2"
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("x = 1", True),
+        ("assert False", False),
+        ("import os; os._exit(0)", False),
+        ("this is no program", False),
+        ("x = bytearray(1 << 40)", False),
+        ("while True: pass", False),
+    ],
+)
+def test_a_program_passes_by_reaching_its_end(program: str, passed: bool) -> None:
+    assert passes(program, limit_s=1 if "while" in program else 10) is passed
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_good_one() -> None:
+    samples = [BAD, GOOD, BAD, GOOD]
+    scores = pass_at_k([TESTS], [samples], k=[1, 2, 3, 5])
+    for k in (1, 2, 3):
+        subsets = list(combinations(samples, k))
+        assert scores[f"pass@{k}"] == pytest.approx(sum(GOOD in s for s in subsets) / len(subsets))
+    assert "pass@5" not in scores
+
+
+def test_programs_are_prompts_with_what_follows() -> None:
+    assert programs([["b", "c"]], [{"prompt": "a"}]) == [["ab", "ac"]]

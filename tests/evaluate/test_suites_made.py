@@ -126,9 +126,7 @@ def test_the_figures_are_those_by_hand(made: RunDir, evaluate: Evaluate, tmp_pat
     assert ours["logiqa", "acc,none"] > 0
 
 
-def test_options_of_shipped_tasks_and_groups(
-    made: RunDir, evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_options_of_shipped_tasks(made: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
     def asked(tokens: int) -> Result:
         path = tmp_path / f"own{tokens}.yaml"
         options = f"{{generation_kwargs: {{max_gen_toks: {tokens}, until: [Q]}}}}"

@@ -69,9 +69,6 @@ def test_json_lines_that_are_mixed_or_without_a_step(tmp_path: Path) -> None:
     path.write_text("".join(rows[:3]))
     with pytest.raises(RunError, match=r"x.jsonl:2: step is 1.5, not a whole number; .*--tag step"):
         read_curve(path)
-
-
-def test_a_json_document_of_columns(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"step": [1, 2, 3], "loss": [3.0, 2.0, NaN], "name": "a"}')
     np.testing.assert_array_equal(read_curve(path).columns["loss"], [3.0, 2.0, np.nan])
@@ -80,7 +77,7 @@ def test_a_json_document_of_columns(tmp_path: Path) -> None:
         read_curve(path)
 
 
-def test_table_of_lightning_with_blank_cells(tmp_path: Path) -> None:
+def test_tables_of_lightning_and_wandb(tmp_path: Path) -> None:
     lines = ["epoch,step,train_loss,val_loss,lr-AdamW", "0,9,3.0,,", "0,9,,3.1,", "0,19,2.9,,0.1"]
     curve = read_lines(tmp_path, *lines, "0,29,2.", name="metrics.csv")
     assert curve.steps.tolist() == [9, 19]
@@ -88,9 +85,6 @@ def test_table_of_lightning_with_blank_cells(tmp_path: Path) -> None:
     assert curve.series("lr")[0].tolist() == [19]
     assert curve.series("val_loss")[1].tolist() == [3.1]
     assert curve.warnings == (f"{curve.path}:5: skipped the truncated last line",)
-
-
-def test_tables_of_wandb(tmp_path: Path) -> None:
     header = '"Step","one - train/loss","one - train/loss__MIN","one - train/loss__MAX"'
     curve = read_lines(tmp_path, header, "1,3,2,4", "2,2.5,2,4", name="chart.csv")
     assert curve.columns["loss"].tolist() == [3.0, 2.5]
@@ -127,16 +121,10 @@ def test_text_logs_of_a_terminal(tmp_path: Path) -> None:
         assert first_row(curve)[metric] == value
     expected = {"loss": 2.47, "grad_norm": 0.121, "param_norm": 1864.0, "step_time_s": 16.4}
     assert expected.items() <= first_row(curve).items()
-
-
-def test_a_progress_bar_tells_large_steps_by_its_count(tmp_path: Path) -> None:
     lines = [f"E|#| {i}/9 [1s, loss=2, global_step={99990 + i}.0]" for i in range(9)]
     lines += [f"E|#| {i}/9 [1s, loss=2, global_step=1.00e+5]" for i in range(10, 15)]
     steps = read_lines(tmp_path, *lines).steps.tolist()
     assert steps == [*range(99990, 99999), *range(100000, 100005)]
-
-
-def test_a_restart_that_appends_to_the_log(tmp_path: Path) -> None:
     lines = [OURS.format(step=step) for step in (*range(1, 21), *range(16, 31))]
     curve = read_lines(tmp_path, *lines)
     assert curve.steps.tolist() == list(range(1, 31))
@@ -174,9 +162,6 @@ def test_tags_that_differ_are_named(tmp_path: Path) -> None:
     assert "has no 'mine' (--tag loss=mine); loss is taken from 'train_loss'" in elsewhere
     with pytest.raises(RunError, match=r"no 'mine' \(--tag param_norm=mine\); there are"):
         read_curve(path, {"param_norm": "mine"})
-
-
-def test_tags_of_the_command_line() -> None:
     assert parse_tags(["loss=a=b", " lr = my lr "]) == {"loss": "a=b", "lr": "my lr"}
     for wrong in (["loss"], ["=x"], ["los=x"], ["loss=a", "loss=b"]):
         with pytest.raises(UserError, match="--tag"):
@@ -214,6 +199,11 @@ def test_files_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "x.csv.gz").write_bytes(b"step,loss\n1,2.5\n")
     with pytest.raises(RunError, match=r"x\.csv\.gz is not a gzip file.*rename it to x\.csv if"):
         read_curve(tmp_path / "x.csv.gz")
+    path = tmp_path / "x.csv.gz"
+    for text in (b"", b"\x1f", gzip.compress(b"step,loss\n1,2.5\n")[:12]):
+        path.write_bytes(text)
+        with pytest.raises(RunError, match="no metrics in"):
+            read_curve(path)
 
 
 LOSSES = np.random.default_rng(0).random(2_000).tolist()
@@ -228,7 +218,7 @@ LINES: dict[str, Callable[[int, float], str]] = {
     ("damage", "suffix"),
     [("cut", ".log"), ("flipped", ".jsonl"), ("appended", ".csv"), ("no end", ".log")],
 )
-def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
+def test_a_damaged_gzip_file_is_read_to_the_damage(
     damage: str, suffix: str, tmp_path: Path
 ) -> None:
     lines = [LINES[suffix](step, loss) for step, loss in enumerate(LOSSES)]
@@ -254,7 +244,7 @@ def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
         assert len(read) == len(LOSSES) or damage == "cut"
 
 
-def test_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
+def test_cells_that_are_no_numbers_or_were_cut(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text(
         'step,loss,note\n999,2.0,ok\n"1,000",high,ok\n"1,001",low,NA\n1002,n/a,ok\n1003,1.7,ok\n'
@@ -264,10 +254,6 @@ def test_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     assert curve.warnings == (
         f"{path}:3: 'high' in column 'loss' is not a number; such cells are missing values: 2",
     )
-
-
-def test_a_number_that_was_probably_cut_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
     path.write_text("step,loss\n1,2.25\n2,1.9")  # of 1.95
     curve = read_curve(path)
     assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.25])
@@ -296,11 +282,3 @@ def test_endless_logs_are_refused(name: str, tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip(), done.stderr[-500:]
-
-
-def test_nothing_is_left_of_a_gzip_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv.gz"
-    for text in (b"", b"\x1f", gzip.compress(b"step,loss\n1,2.5\n")[:12]):
-        path.write_bytes(text)
-        with pytest.raises(RunError, match="no metrics in"):
-            read_curve(path)

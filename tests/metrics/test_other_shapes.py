@@ -93,9 +93,7 @@ def test_a_bar_of_lightning_with_the_suffix_of_steps(tag: str, write: WriteLog) 
     check(read_curve(write("x.log", *(bar.format(step, tag, loss) for step, loss in points()))))
 
 
-def test_lines_with_bars_and_losses_of_other_data(
-    write: WriteLog,
-) -> None:
+def test_lines_with_bars_and_losses_of_other_data(write: WriteLog) -> None:
     lines = [f"step {step} | loss {loss}" for step, loss in points()]
     for name in ("eval", "heldout", "held-out"):
         check(read_curve(write("x.log", *lines, f"step 40 | {name} loss 9.5")))
@@ -142,19 +140,16 @@ def test_a_table_of_splits_and_of_data_sets(write: WriteLog) -> None:
     check(read_curve(path, where={"set": "c4"}))
 
 
-def test_a_column_that_changes_at_a_restart_separates_nothing(write: WriteLog) -> None:
-    rows = [(step, "n1", loss) for step, loss in points()[:25]]
-    rows += [(step, "n2", loss + 1e-5) for step, loss in points()[19:]]
-    lines = (json.dumps({"step": step, "host": host, "loss": x}) for step, host, x in rows)
-    curve = read_curve(write("x.jsonl", *lines))
-    assert (curve.restarts.tolist(), curve.overlap_rows) == ([20], 6)
-
-
-def test_a_text_that_changes_with_the_time_separates_nothing(write: WriteLog) -> None:
+@pytest.mark.parametrize("column", ["host", "eta"])
+def test_a_column_that_changes_at_a_restart_or_with_the_time(column: str, write: WriteLog) -> None:
     rows = [*points()[:25], *((step, loss + 1e-5) for step, loss in points()[19:])]
+    texts = {
+        "host": ["n1"] * 25 + ["n2"] * 21,
+        "eta": [f"{left // 4} h" for left in range(46, 0, -1)],
+    }
     lines = (
-        json.dumps({"step": step, "eta": f"{(len(rows) - place) // 4} h", "loss": loss})
-        for place, (step, loss) in enumerate(rows)
+        json.dumps({"step": step, column: text, "loss": loss})
+        for (step, loss), text in zip(rows, texts[column], strict=True)
     )
     curve = read_curve(write("x.jsonl", *lines))
     assert (curve.restarts.tolist(), curve.overlap_rows) == ([20], 6)
@@ -186,7 +181,7 @@ def test_bars_that_begin_anew_each_epoch(bar: str, first: int, write: WriteLog) 
 
 @pytest.mark.parametrize("counter", ["", "tokens", "consumed_samples", "epoch"])
 @pytest.mark.parametrize("suffix", [".log", ".csv", ".jsonl"])
-def test_a_counter_that_begins_again_is_counted_on(
+def test_counters_that_begin_again_are_counted_on(
     suffix: str, counter: str, write: WriteLog
 ) -> None:
     rows = [(step if step <= 20 else step - 20, step, loss) for step, loss in points()]
@@ -305,11 +300,8 @@ def test_lines_behind_prefixes(prefix: str, body: str, write: WriteLog) -> None:
 
 
 def test_what_is_no_prefix(write: WriteLog) -> None:
-    for prefix in (
-        "2026-01-01 10:00:00 ",
-        "[2026-01-01 10:00:00,123] ",
-        "2026-01-01 10:00:00,1 - ",
-    ):
+    time = "2026-01-01 10:00:00"
+    for prefix in (f"{time} ", f"[{time},123] ", f"{time},1 - "):
         lines = [f"{prefix}iter {step}: loss {loss}, time 1ms" for step, loss in points()]
         curve = check(read_curve(write("x.log", *lines)))
         assert curve.columns["time"][0] > 1.7e9
@@ -327,7 +319,7 @@ def test_ranks_whose_counter_begins_again_each_epoch(write: WriteLog) -> None:
     assert "Epoch goes on" in curve.invented_steps
 
 
-def test_megatrons_test_set_is_no_validation(write: WriteLog) -> None:
+def test_test_sets_and_golden_values_of_megatron(write: WriteLog) -> None:
     line = " iteration {0:8d}/ 40 | elapsed time per iteration (ms): 5.0 | lm loss: {1:E} |"
     rows = [line.format(step, loss) for step, loss in points()]
     rows += [
@@ -336,9 +328,6 @@ def test_megatrons_test_set_is_no_validation(write: WriteLog) -> None:
     ]
     curve = read_curve(write("x.log", *rows))
     assert curve.series("val_loss")[1].tolist() == [3.5]
-
-
-def test_golden_values_of_megatron(write: WriteLog) -> None:
     values = {str(step): loss for step, loss in points()}
     new = {"lm loss": {"start_step": 1, "end_step": 40, "step_interval": 1, "values": values}}
     check(read_curve(write("a.json", json.dumps(new))))
@@ -346,7 +335,7 @@ def test_golden_values_of_megatron(write: WriteLog) -> None:
     check(read_curve(write("b.json", json.dumps(old))), range(5, 201, 5))
 
 
-def test_rows_of_json_in_other_shapes(write: WriteLog) -> None:
+def test_rows_of_json_tensors_and_scalars_of_numpy(write: WriteLog) -> None:
     rows = [{"step": step, "loss": loss, "grad_norm": None} for step, loss in points()]
     quoted = [{"step": f"{s}", "loss": f"{x}"} for s, x in points()]
     for name, text in (
@@ -357,9 +346,6 @@ def test_rows_of_json_in_other_shapes(write: WriteLog) -> None:
         ("e.jsonl", "\n".join(map(json.dumps, quoted))),
     ):
         assert "grad_norm" not in check(read_curve(write(name, text))).columns, "null is absent"
-
-
-def test_tensors_and_scalars_of_numpy(write: WriteLog) -> None:
     for text in (
         "{{'loss': tensor({loss}, device='cuda:0'), 'grad_norm': np.float64(0.5), 'step': {step}}}",
         "{{'loss': tensor({loss},\n  device='cuda:0', grad_fn=<NllLossBackward0>),\n"

@@ -104,7 +104,7 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
         (np.float16, "half_val", 2.5, int(np.float16(2.5).view(np.uint16))),
     ],
 )
-def test_scalars_that_are_tensors(
+def test_scalars_as_tensors(
     tmp_path: Path, dtype: Any, field: str, value: float, stored: Any
 ) -> None:
     proto = make_tensor_proto(value, dtype)
@@ -152,9 +152,6 @@ def test_restarts_in_one_folder_are_one_curve(tmp_path: Path) -> None:
     assert curve.restarts.tolist() == [41, 71]
     assert (curve.overlap_rows, curve.overlap_identical) == (20, False)
     assert curve.overlap_max_rel_diff == pytest.approx(1 / 43)
-
-
-def test_folders_below(tmp_path: Path) -> None:
     write_events(tmp_path / "logs" / "version_0" / "x.tfevents.1.h", loss_events(1, 3))
     assert read_curve(tmp_path / "logs").steps.tolist() == [1, 2, 3]
     write_events(tmp_path / "logs" / "version_1" / "x.tfevents.1.h", loss_events(1, 3))
@@ -162,7 +159,7 @@ def test_folders_below(tmp_path: Path) -> None:
         read_curve(tmp_path / "logs")
 
 
-def test_an_event_too_large_to_hold_scalars_is_passed_over(
+def test_events_too_large_and_records_that_are_no_events_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binary_logs, "_PIECE_BYTES", 1000)
@@ -172,9 +169,6 @@ def test_an_event_too_large_to_hold_scalars_is_passed_over(
     curve = read_curve(write_events(tmp_path / "x.tfevents.1.h", events))
     assert curve.steps.tolist() == list(range(1, 21))
     assert not curve.warnings
-
-
-def test_records_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.tfevents.1.h"
     with path.open("wb") as stream:
         writer = RecordWriter(stream)
@@ -186,7 +180,7 @@ def test_records_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> 
     assert curve.warnings == (f"{path}: 3 records are not TensorBoard events; skipped them",)
 
 
-def test_a_tag_as_the_step(tmp_path: Path) -> None:
+def test_a_tag_as_the_step_and_metrics_before_events(tmp_path: Path) -> None:
     events = [
         event(i, scalar("my/step", 10.0 * i), scalar("my/loss", 5.0 - i)) for i in range(1, 4)
     ]
@@ -196,9 +190,6 @@ def test_a_tag_as_the_step(tmp_path: Path) -> None:
     assert curve.columns["loss"].tolist() == [4.0, 3.0, 2.0]
     with pytest.raises(RunError, match=r"no loss in .*; there are my/loss, my/step; .*--tag loss="):
         read_curve(path)
-
-
-def test_our_metrics_come_before_our_events(tmp_path: Path) -> None:
     run = tmp_path / "r"
     write_events(run / "tensorboard" / "x.tfevents.1.h", loss_events(1, 9))
     (run / "config.yaml").write_text("name: r\n")

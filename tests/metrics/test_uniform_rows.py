@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,13 @@ import pytest
 from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_rows import make_row, make_rows, write_rows
+from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.errors import RunError
 from slurmllm.metrics import attempt_metrics as reader
 from slurmllm.metrics.attempt_metrics import read_uniform
 from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.row_reader import last_row, read_rows
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import MetricsRow
 
@@ -104,7 +108,6 @@ def test_rows_of_the_trainer_take_the_fast_way() -> None:
     rows[7] = rows[7].model_copy(update={"loss": math.nan})
     lines = "".join(row.model_dump_json(exclude_none=True) + "\n" for row in rows).encode()
     part = read_uniform(lines, 0)
-    assert part is not None
     assert part.columns["tokens"].tolist() == [row.tokens for row in rows]
     np.testing.assert_array_equal(part.columns["loss"], [row.loss for row in rows])
     half = lines.index(b'{"step":25')
@@ -169,3 +172,61 @@ def test_what_a_run_directory_tells_of_the_training(tmp_path: Path) -> None:
     assert (damaged.settings, damaged.nodes) == ({}, {})
     assert "config.yaml is damaged" in damaged.warnings[0]
     assert "attempt.json is damaged" in damaged.warnings[1]
+
+
+def test_last_row_is_the_newest(make_run: MakeRun) -> None:
+    assert last_row(make_run("none")) is None
+    run = make_run("r", make_rows(1, 20), make_rows(16, 18, attempt=1))
+    assert last_row(run) == make_row(18, attempt=1)
+
+
+def test_last_row_passes_over_a_cut_line_and_an_attempt_without_steps(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 5), [])
+    with run.metrics(0).open("a") as stream:
+        stream.write('{"step": 6, "lo')
+    assert last_row(run) == make_row(5)
+    run.metrics(1).write_bytes(b"\0" * 512)
+    assert last_row(run) == make_row(5)
+
+
+def test_last_row_finds_a_row_longer_than_the_tail(make_run: MakeRun) -> None:
+    run = make_run("r", [make_row(1), make_row(2, note="x" * 100_000)])
+    assert (last_row(run) or {})["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "not one whole JSON value"),
+        ("[1, 2]", "a JSON list, not an object"),
+        ('{"loss": 1.0}', "step is absent"),
+        ('{"step": "7"}', "step is '7'"),
+        ('{"step": true}', "step is True"),
+        ('{"step": -1}', "step is -1"),
+        ("[" * 100_000, "not one whole JSON value"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(RunError, match=r"m\.jsonl:2: ") as caught:
+        list(read_rows(path))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 3, "l', b'{"step": 3, "l\n', b"\0" * 40, b'{"a\xc3', b""]
+)
+def test_a_cut_last_line_is_left_out(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n\n{"step": 2}\n' + tail)
+    assert list(read_rows(path)) == [(1, {"step": 1}), (3, {"step": 2})]
+
+
+def test_status_can_read_a_row_without_numpy() -> None:
+    code = (
+        "import sys, slurmllm.metrics.row_reader\n"
+        "found = {'numpy', 'torch', 'pydantic', 'matplotlib'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": "."})

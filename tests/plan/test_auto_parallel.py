@@ -1,7 +1,8 @@
-"""`parallel: auto`: every choice can be submitted, and keeps what was set."""
+"""`parallel: auto`: every choice can be submitted, keeps what was set, and fits."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -15,13 +16,17 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
-from slurmllm.plan.fit_check import choose_parallel
+from slurmllm.plan.fit_check import SLOW, FitCheck, check_fit, choose_parallel
 from slurmllm.plan.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")
 
 AUTO = "parallel=auto"
-ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=1"
+OVERRIDES = (
+    *("parallel.tensor=8", "parallel.pipeline=2", "parallel.sequence=true", "parallel.zero=1"),
+    *("train.micro_batch=auto", "train.micro_batch=2", "cluster.hardware.memory_gib=4000"),
+)
+TIGHT = "cluster.hardware.memory_gib=1"
 
 
 def settled(config: RunConfig, nodes: int) -> RunConfig:
@@ -39,19 +44,7 @@ def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:
     recipe=st.sampled_from(["neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_1.3b"]),
     cluster=st.sampled_from(["trn1", "trn1n", "p4d"]),
     nodes=st.sampled_from([1, 2, 3, 4, 8, 12, 64, 100]),
-    overrides=st.sets(
-        st.sampled_from(
-            [
-                "parallel.tensor=8",
-                "parallel.pipeline=2",
-                "parallel.sequence=true",
-                "parallel.zero=1",
-                "train.micro_batch=auto",
-                "train.micro_batch=2",
-                ROOMY,
-            ]
-        )
-    ),
+    overrides=st.sets(st.sampled_from(OVERRIDES)),
 )
 def test_what_is_chosen_fits_and_keeps_what_is_set(
     recipe: str, cluster: str, nodes: int, overrides: set[str]
@@ -123,3 +116,93 @@ def test_every_way_out_that_is_named_is_one(asked: tuple[str, int, *tuple[str, .
 def test_where_nothing_would_do_it_says_so() -> None:
     error = refused("neox_20b", 4, TIGHT, "parallel.tensor=8", "parallel.zero=0")
     assert "leave out parallel.tensor, parallel.zero, or choose another" in error.faults[-1]
+
+
+WASTEFUL = ("parallel.pipeline=32", "cluster.hardware.memory_gib=4000", "train.micro_batch=1")
+
+
+def looked(config: RunConfig, nodes: int, **how: bool) -> FitCheck:
+    result = check_fit(config, nodes, load_environment(config.backend).unsupported, **how)
+    assert result is not None
+    return result
+
+
+def configured(*overrides: str, recipe: str = "pythia_6.9b") -> RunConfig:
+    return resolve(recipe, overrides=overrides)
+
+
+def with_options(message: str, *overrides: str) -> RunConfig:
+    """The configuration with the options that a message names."""
+    options = re.findall(r"--set (\S+=\S+)", message)
+    assert options
+    return configured(*overrides, *options)
+
+
+def test_a_good_mesh_is_passed() -> None:
+    result = looked(configured(), 4)
+    assert (result.refusals, result.warnings, result.chosen) == ((), (), False)
+    shown = json.loads(json.dumps(result.to_json()))
+    assert shown["best"]["seq_per_s"] * SLOW <= shown["seq_per_s"]
+    assert sum(shown["memory"].values()) == shown["memory_bytes"] <= shown["memory_limit_bytes"]
+    assert sum(shown["parts_s"].values()) == pytest.approx(shown["step_s"])
+    text = r"tensor 8, pipeline 1, data 16, micro batch 2: [\d.,]+ seq/s predicted, MFU \d+ %, "
+    assert re.match(text + r"[\d.]+ of [\d.]+ GiB a worker$", result.line())
+
+
+def test_a_mesh_far_from_the_best_is_warned_of() -> None:
+    result = looked(configured(*WASTEFUL), 8)
+    assert result.refusals == ()
+    (message,) = result.warnings
+    assert result.candidate.seq_per_s < SLOW * result.best.seq_per_s
+    assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", message)
+    better = looked(with_options(message, *WASTEFUL), 8)
+    assert better.warnings == ()
+    assert better.candidate.seq_per_s == pytest.approx(result.best.seq_per_s)
+    # What training is like is not the planner's to change.
+    assert "train." not in message
+
+
+def test_a_mesh_that_does_not_fit_is_refused() -> None:
+    config = configured("parallel.tensor=1")
+    result = looked(config, 4)
+    why, instead = result.refusals
+    assert re.search(r"predicted to need [\d.]+ of [\d.]+ GiB: .*; [\d.]+ GiB too much$", why)
+    assert re.search(r"optimizer [\d.]+[,;]", why)
+    mended = looked(with_options(instead, "parallel.tensor=1"), 4)
+    assert mended.candidate.fits
+    assert mended.refusals == ()
+    forced = looked(config, 4, force=True)
+    assert (forced.refusals, forced.warnings) == ((), (why,))
+
+
+def test_more_nodes_are_named_where_nothing_fits_these() -> None:
+    result = looked(configured("parallel.pipeline=1", recipe="llama2_70b"), 1)
+    assert result.best is None
+    assert re.search(r"^--nodes \d+: .*--set parallel=auto$", result.refusals[-1])
+
+
+def test_rough_figures_refuse_nothing() -> None:
+    for why, overrides in (
+        ("cluster.hardware.rough=true", ("parallel.tensor=1", "train.micro_batch=1")),
+        ("backend=rehearsal", WASTEFUL),
+    ):
+        result = looked(configured(why, *overrides), 8)
+        assert (result.refusals, result.warnings, result.best) == ((), (), None)
+        assert result.line().endswith("by rough figures") == result.rough == ("rough" in why)
+
+
+def test_nothing_is_predicted_without_figures_or_backend() -> None:
+    for fault in ("cluster.hardware=null", "parallel.zero=3"):
+        config = configured(fault)
+        assert check_fit(config, 4, load_environment(config.backend).unsupported) is None
+
+
+def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
+    auto = ("parallel.tensor=8", "train.micro_batch=auto")
+    config = resolve("pythia_6.9b", "p4d", auto)
+    result = looked(config, 4)
+    assert result.candidate.mesh.micro_batch > 1
+    assert not any("train." in message for message in result.warnings)
+    unsupported = load_environment(config.backend).unsupported
+    measured = check_fit(config, 4, unsupported, measured=1)
+    assert measured.candidate.mesh.micro_batch == 1

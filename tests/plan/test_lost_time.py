@@ -244,16 +244,13 @@ def test_no_time_to_train() -> None:
     assert tiny.effective > 0.3
 
 
-def test_extremes() -> None:
+def test_intervals_and_rates_at_their_extremes() -> None:
     assert best_interval_s(100, 50) == 50
     assert best_interval_s(1e9, 50) == 50
     assert best_interval_s(0, 3600) == 0
     assert best_interval_s(1, math.inf) == math.inf
     with pytest.raises(ValueError, match="above 0"):
         best_interval_s(1, 0)
-
-
-def test_the_profile_s_figure_gives_way_to_the_run_s() -> None:
     assert mtbf_s(128, 0, 0.0, 3300) == pytest.approx(3300 * HOUR_S / 128)
     month = 30 * 24 * 128 * HOUR_S
     assert mtbf_s(128, 59, month, 3300) == pytest.approx((3300 + 30 * 24 * 128) * HOUR_S / 60 / 128)

@@ -25,9 +25,7 @@ from slurmllm.plan.mesh import load_mesh, make_mesh, micro_batches, save_mesh
         ("two", 1, "the 1 workers of 1 node × 1; choose 2 nodes,"),
     ],
 )
-def test_a_mesh_that_does_not_fit_names_one_that_does(
-    recipe: str, nodes: int, message: str
-) -> None:
+def test_meshes_that_do_not_fit_name_one_that_does(recipe: str, nodes: int, message: str) -> None:
     changes = {
         "one": ["train.global_batch=1", "train.micro_batch=1"],
         "two": ["parallel.tensor=2"],
@@ -41,7 +39,7 @@ def test_a_mesh_that_does_not_fit_names_one_that_does(
 AUTO = "train.micro_batch=auto"
 
 
-def test_an_unmeasured_micro_batch_is_null_in_the_plan(tmp_path: Path) -> None:
+def test_a_plan_with_an_unmeasured_micro_batch_and_one_that_cannot_be_read(tmp_path: Path) -> None:
     mesh = make_mesh(resolve("tiny_neox", overrides=[AUTO]), 2)
     assert mesh.unmeasured
     assert (mesh.to_json()["micro_batch"], mesh.to_json()["accumulation"]) == (None, None)
@@ -50,6 +48,12 @@ def test_an_unmeasured_micro_batch_is_null_in_the_plan(tmp_path: Path) -> None:
     older = {name: value for name, value in mesh.to_json().items() if name != "replicate"}
     (tmp_path / "plan.json").write_text(json.dumps(older))
     assert load_mesh(tmp_path / "plan.json") == mesh
+    plan = tmp_path / "a_plan.json"
+    with pytest.raises(StorageError, match=r"cannot read .*plan\.json"):
+        load_mesh(plan)
+    plan.write_text('{"nodes": 1}')
+    with pytest.raises(StorageError, match="`slurmllm resume` writes it again"):
+        load_mesh(plan)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +127,6 @@ def test_precompile_takes_whole_replicas(
     config = resolve("tiny_neox", overrides=overrides)
     assert load_environment("native").precompile_nodes(config, nodes) == expected
     assert load_environment("nxd").precompile_nodes(config, nodes) == nodes
-
-
-def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    with pytest.raises(StorageError, match=r"cannot read .*plan\.json"):
-        load_mesh(plan)
-    plan.write_text('{"nodes": 1}')
-    with pytest.raises(StorageError, match="`slurmllm resume` writes it again"):
-        load_mesh(plan)
 
 
 def test_nothing_measures_the_micro_batch_on_neuron_devices() -> None:

@@ -138,9 +138,7 @@ def test_each_figure_beside_its_prediction(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads(check.model_dump_json())["rows"][0]["ratio"] == 0.5 / seconds
 
 
-def test_nxd_reduces_gradients_in_the_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nxd_s_optimizer_reduces_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("backend=nxd")
     run = Run(tmp_path / "r", config).attempt(0, lines(0, 1, 12))
     monkeypatch.setattr(module, "predict", lambda *_: candidate_of(config))
@@ -224,7 +222,6 @@ def test_too_little_to_go_by(tmp_path: Path, attempts: Sequence[list[Line]], mes
 
 
 def profile(folder: Path, config: RunConfig, **changed: Any) -> str:
-    """A profile with hardware figures, as a file."""
     values = config.cluster.model_dump(mode="json") | {"name": "measured"} | changed
     path = folder / "measured.yaml"
     path.write_text(json.dumps(values))
@@ -252,9 +249,7 @@ def test_another_profile_brings_the_figures(tmp_path: Path) -> None:
         ("backend=rehearsal", {}, "backend: rehearsal computes nothing"),
     ],
 )
-def test_what_cannot_be_compared(
-    tmp_path: Path, setting: str, changed: dict[str, Any], message: str
-) -> None:
+def test_refused_runs(tmp_path: Path, setting: str, changed: dict[str, Any], message: str) -> None:
     run = Run(tmp_path / "r", config_of(setting)).attempt(0, lines(0, 1, 20))
     with pytest.raises(ConfigError, match=message):
         check_run_prediction(run.dir, profile(tmp_path, config_of(), **changed))

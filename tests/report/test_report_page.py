@@ -227,14 +227,11 @@ def test_unusable_options(tmp_path: Path) -> None:
         assert (done.exit_code, message in done.stderr) == (2, True), done.output
 
 
-def test_names_are_safe_and_bounded() -> None:
+def test_markdown_is_escaped() -> None:
     facts = [RunFacts(f"{'x' * 300}/../{i}", Path("x.csv"), "csv") for i in range(9)]
     name = default_path(facts).name
     assert len(name) < 200
     assert name.endswith("-and-5-more.html")
-
-
-def test_markdown_is_escaped() -> None:
     blocks = [
         Paragraph("a|b *c*\n<d>", strong="_x_"),
         Bullets(["[l](u)", "\x1b]0;title\x07plain"]),

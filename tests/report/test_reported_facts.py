@@ -38,7 +38,6 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     # Table 1 of the post: GPT-NeoX 20B on 4 nodes at $7.59: 13.6 seq/s are 3.3 M tokens/$.
     facts = read(make_reported_run(RunDir(tmp_path / "r"), seq_per_s=13.6))
     rate = facts.rate
-    assert rate is not None
     assert (rate.nodes, rate.workers, rate.steps, rate.first_steps) == (4, 128, 60, 60)
     assert rate.seq_per_s_first_500 == pytest.approx(13.6)
     assert rate.usd_per_hour == pytest.approx(30.36)
@@ -49,12 +48,8 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     assert facts.usd == pytest.approx(7.59 * facts.used.node_hours if facts.used else 0)
     assert facts.tokens_per_usd_bought == pytest.approx(60 * 256 * 2048 / (facts.usd or 1))
     assert facts.tokens_per_usd_bought < rate.tokens_per_usd
-    assert (facts.state, facts.restarts, facts.steps, facts.parameters) == (
-        "done",
-        1,
-        60,
-        20_552_994_816,
-    )
+    assert (facts.state, facts.restarts, facts.steps) == ("done", 1, 60)
+    assert facts.parameters == 20_552_994_816
     (checkpoint,) = facts.saved
     assert (checkpoint.step, checkpoint.state, checkpoint.seconds) == (30, "removed", 2.0)
 
@@ -64,7 +59,6 @@ def test_the_first_500_steps_alone(tmp_path: Path) -> None:
     rows = [make_row(s, seq_per_s=10.0 if s <= 500 else 20.0) for s in range(1, 1001)]
     write_rows(run.metrics(0), rows)
     rate = read(run).rate
-    assert rate is not None
     assert (rate.first_steps, rate.seq_per_s_first_500, rate.seq_per_s) == (500, 10.0, 15.0)
     assert (rate.nodes, rate.mfu, rate.tokens_per_usd) == (None, None, None)
 
@@ -78,9 +72,6 @@ def test_scaling_is_against_the_fewest_nodes(tmp_path: Path) -> None:
     assert [row.rate.nodes for row in rows] == [4, 8, 16]
     assert [row.efficiency for row in rows] == pytest.approx([1.0, 40 / 27.2, 54.3 / 54.4])
     assert [row.degrees for row in rows] == [(8, 4, 4), (8, 4, 8), (8, 4, 16)]
-
-
-def test_a_run_on_two_node_counts_has_a_row_for_each(tmp_path: Path) -> None:
     nodes = tuple(f"m{i}" for i in range(8))
     run = make_reported_run(RunDir(tmp_path / "r"), nodes=4)
     record = run.attempt("train", 1).record

@@ -43,14 +43,10 @@ def spiky(make_run: MakeRun) -> RunDir:
 
 def answer(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.stderr
-
-    def strict(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    document = json.loads(result.stdout, parse_constant=strict)
+    # What is no JSON, such as NaN, is no dictionary's key.
+    document = json.loads(result.stdout, parse_constant={}.__getitem__)
     assert set(document) == {"runs"}
-    runs = document["runs"]
-    assert isinstance(runs, list)
+    runs: list[dict[str, Any]] = document["runs"]
     return runs
 
 
@@ -110,16 +106,13 @@ def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile)
     assert Path("both.png").is_file()
 
 
-def test_other_frameworks(spikes, tmp_path: Path) -> None:
+def test_other_frameworks_and_strict_json(spikes, tmp_path: Path, make_run: MakeRun) -> None:
     losses = [f"{step},{4.0 if step == 60 else 2.0}" for step in range(1, 101)]
     (tmp_path / "log.csv").write_text("\n".join(["step,my_loss", *losses]) + "\n")
     (run,) = answer(spikes("log.csv", "--tag", "loss=my_loss", "--json"))
     assert [(s["step"], s["height"]) for s in run["spikes"]] == [(60, 2.0)]
     assert run["plot"] == "spikes-log.png"
     assert run["grad_norm"] is None
-
-
-def test_not_finite_is_strict_json(spikes, make_run: MakeRun) -> None:
     make_run("nan", [make_row(step, loss=math.nan, grad_norm=math.inf) for step in range(1, 50)])
     (run,) = answer(spikes("nan", "--json", "--no-plot"))
     assert (run["state"], run["not_finite_steps"], run["growth"]) == ("not_finite", 49, None)
@@ -130,8 +123,6 @@ def test_not_finite_is_strict_json(spikes, make_run: MakeRun) -> None:
     [
         (["absent"], "absent"),
         (["spiky", "--window", "0"], "window 0"),
-        (["spiky", "--threshold", "nan"], "threshold nan"),
-        (["spiky", "--threshold", "-1"], "threshold -1"),
         (["spiky", "--min-gap", "0"], "min-gap 0"),
         (["spiky", "--window", "500"], "steps before it; wait for more steps"),
         (["spiky", "--from-step", "900"], "its own are 1 to 200"),

@@ -44,13 +44,7 @@ class Cluster:
     def submit(self, folder: Path, script: str, *options: str) -> str:
         """Submit a batch script that prints to `folder/out`; its job's id."""
         (folder / "job.sh").write_text(f"#!/bin/bash\n{script}")
-        fixed_options = (
-            "--output",
-            str(folder / "out"),
-            "--open-mode=append",
-            "--chdir",
-            str(folder),
-        )
+        fixed_options = (f"--output={folder}/out", "--open-mode=append", f"--chdir={folder}")
         return self.run("sbatch", "--parsable", *fixed_options, *options, str(folder / "job.sh"))
 
     def sacct(self, job: str) -> list[str]:
@@ -65,7 +59,6 @@ class Cluster:
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 120) -> float:
-    """Wait until `condition` holds; the seconds it took."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < limit_s, f"not after {limit_s} s"
@@ -130,12 +123,9 @@ def cluster(new_cluster: Callable[[], Cluster], shared: Path) -> Cluster:
     return cluster
 
 
-def test_every_node_is_idle_and_has_its_own_name(cluster: Cluster) -> None:
+def test_every_node_is_idle_and_has_a_name_disk_and_processes_of_its_own(cluster: Cluster) -> None:
     assert cluster.status() == {f"n{k}": ("idle", "on") for k in (1, 2, 3)}
     assert sorted(cluster.run("srun", "-N3", "hostname").split()) == ["n1", "n2", "n3"]
-
-
-def test_a_node_has_a_disk_and_processes_of_its_own(cluster: Cluster) -> None:
     cluster.run("srun", "-N1", "-w", "n1", "touch", "/var/tmp/mine")
     count = "ls -d /proc/[0-9]* | wc -l; ls /var/tmp"
     printed, *files = cluster.run("srun", "-N1", "-w", "n2", "sh", "-c", count).split()
@@ -302,9 +292,7 @@ def test_a_job_has_its_nodes_clock_if_it_asks_for_it(cluster: Cluster, tmp_path:
     cluster.run("scancel", job)
 
 
-def test_a_second_cluster_beside_the_first(
-    cluster: Cluster, new_cluster: Callable[[], Cluster]
-) -> None:
+def test_a_second_cluster_beside_it(cluster: Cluster, new_cluster: Callable[[], Cluster]) -> None:
     second = new_cluster()
     shown = second.tool("up", "--nodes", "2")
     assert f"export SLURM_CONF={second.root}/slurm.conf" in shown
@@ -322,9 +310,7 @@ def test_a_second_cluster_beside_the_first(
     assert "no cluster" in second.tool("env", code=3)
 
 
-def test_what_a_cluster_leaves_after_an_unclean_end(
-    new_cluster: Callable[[], Cluster], tmp_path: Path
-) -> None:
+def test_what_an_unclean_end_leaves(new_cluster: Callable[[], Cluster], tmp_path: Path) -> None:
     cluster, shared = new_cluster(), tmp_path / "shared"
     up = ("up", "--nodes=1", "--network", f"--shared={shared}", "--shared-mb=16")
     cluster.tool(*up)

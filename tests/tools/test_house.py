@@ -1,7 +1,8 @@
-"""The figures of `tools/house.py`, on a small tree."""
+"""The figures of `tools/house.py`, on a small tree, and the answers of `tools/audit.py`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,11 @@ class Plan:
 
         return public()
 '''
+SOURCES = {"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND}
 
 
 def test_what_is_counted() -> None:
-    figures = house.figures({"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND})
+    figures = house.figures(SOURCES)
     assert (figures["modules"], figures["package lines"]) == (2, 29)
     assert figures["class names defined twice"] == 1
     assert figures["fmt: skip"] == 1
@@ -54,23 +56,16 @@ def test_what_is_counted() -> None:
     assert figures["comments, % of the lines of code"] == 100 / 12
 
 
-def test_pronouns_are_counted_where_they_name_a_value() -> None:
+def test_pronouns_hard_functions_and_modules_that_import_each_other() -> None:
     text = "for one in runs:\n    found = one\ndef f(given, *, kept=3): return lambda own: found\n"
     assert house.pronouns(house.nodes_of(text)) == 5
-
-
-def test_long_and_branching_functions() -> None:
     branching = "def f(a):\n    return " + " or ".join(f"a == {n}" for n in range(27)) + "\n"
     long = "def g():\n" + "    h()\n" * 60
     texts = branching + long, "def g():\n" + "    h()\n" * 59
     hard, fair = (house.hard_functions(house.nodes_of(text)) for text in texts)
     assert (hard, fair) == ([("f", 2, 26), ("g", 61, 0)], [])
-
-
-def test_modules_that_import_each_other() -> None:
-    sources = {"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND}
-    assert house.file_cycles(sources) == [["slurmllm.a", "slurmllm.b"]]
-    assert house.file_cycles({**sources, "slurmllm/b.py": "x = 1\n"}) == []
+    assert house.file_cycles(SOURCES) == [["slurmllm.a", "slurmllm.b"]]
+    assert house.file_cycles({**SOURCES, "slurmllm/b.py": "x = 1\n"}) == []
 
 
 def test_a_figure_above_its_budget() -> None:
@@ -86,3 +81,38 @@ def test_the_table_of_this_tree() -> None:
     command = [sys.executable, str(ROOT / "tools/house.py"), "--before", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("|  | before | now |\n|---|---|---|\n| modules | ")
+
+
+import audit  # noqa: E402
+
+SOUND = {"name": "click", "version": "8.1", "vulns": []}
+SKIPPED = {"name": "torch", "skip_reason": "Dependency not found on PyPI"}
+FAULT = {"id": "PYSEC-1", "fix_versions": ["3.2"], "aliases": [], "description": "…"}
+
+
+def test_codes() -> None:
+    assert audit.summarize([SOUND], "db")[1] == 0
+    text, code = audit.summarize([SOUND, SKIPPED], "db")
+    assert code == 2
+    assert "1 packages are not in db, or it cannot be reached: torch" in text
+    text, code = audit.summarize([SKIPPED, {**SOUND, "vulns": [FAULT]}], "db")
+    assert code == 1
+    assert "click 8.1: PYSEC-1; fixed in 3.2" in text
+    editable = {"name": "slurmllm", "skip_reason": "distribution marked as editable"}
+    assert audit.summarize([SOUND, editable], "db")[1] == 0
+    assert audit.summarize([], "db")[1] == 2
+
+
+@pytest.mark.long
+def test_without_the_database() -> None:
+    pytest.importorskip("pip_audit")
+    unreachable = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/audit.py")],
+        env=unreachable,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "not done: pypi's database (pypi.org) cannot be reached" in done.stderr

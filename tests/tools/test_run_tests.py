@@ -7,8 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
-assert SPEC is not None
-assert SPEC.loader is not None
 run_tests = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(run_tests)
 

@@ -35,8 +35,6 @@ class Scripted:
 
 @dataclass(frozen=True)
 class ScriptedFailures:
-    """One failure for each of the first attempts."""
-
     script: Sequence[Scripted]
 
     def following(self, query: FailureQuery, rng: np.random.Generator) -> Failure | None:
@@ -82,9 +80,7 @@ def scripted(*script: Scripted, **changed: Any) -> RunHistory:
     st.integers(0, 2**20),
     st.sampled_from([None, 1, 500]),
 )
-def test_every_step_counts_once(
-    rates: dict[FailureKind, float], seed: int, steps: int | None
-) -> None:
+def test_steps_count_once(rates: dict[FailureKind, float], seed: int, steps: int | None) -> None:
     planned = scenario(rates=rates, steps=steps, time_limit_s=8 * HOUR_S, horizon_s=DAY_S)
     history = simulate(planned, seed)
     used = account_node_hours(history)
@@ -113,9 +109,6 @@ def test_a_failure_costs_what_it_costs() -> None:
     assert second.started_at == pytest.approx(first.ended_at + 125)
     assert first.blamed_nodes[0] not in second.nodes
     assert account_node_hours(history).steps_lost == 14
-
-
-def test_a_save_under_way_does_not_count() -> None:
     history = scripted(Scripted("network", 60 * 10 + 20, training=True))
     assert history.attempts[0].checkpoint_after is None
     assert history.attempts[0].steps_lost == 61  # one step in what the save left free
@@ -164,9 +157,6 @@ def test_the_storage_is_missed_at_the_next_save() -> None:
     assert history.attempts[0].last_step == 60
     unnoticed = scripted(Scripted("storage", 640, training=True), outage_s=300)
     assert [a.ending for a in unnoticed.attempts] == ["done"]
-
-
-def test_without_spares_the_run_waits_for_a_repair() -> None:
     history = scripted(Scripted("device", 999, training=True), spares=0, repair_s=HOUR_S)
     first, second = break_down_time(history)
     assert second.start - first.end == pytest.approx(HOUR_S)
