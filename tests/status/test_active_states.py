@@ -6,21 +6,19 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from fake_slurm import FakeSlurm
-from made_records import save_attempt
+from made_records import save_attempt, save_submission
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import RunError
 from slurmllm.run.records import (
-    JobsRecord,
-    Submission,
-    SweepCase,
     SweepRecord,
     UnrecordedEnding,
     comment_with,
@@ -39,8 +37,7 @@ def make(folder: Path, name: str = "r", **sent: object) -> RunDir:
     run.path.mkdir(parents=True)
     run.config.write_text(resolve("tiny_neox").to_yaml())
     if sent:
-        values = {"submitted_at": 0.0, "nodes": 1, "local": False, "first_attempt": 0, **sent}
-        JobsRecord(submissions=(Submission.model_validate(values),)).save(run.jobs)
+        save_submission(run, **sent)
     return run
 
 
@@ -116,31 +113,31 @@ def test_a_process_of_another_machine_that_has_ended(
     assert run_state(run, OneState(allocation)).state == state
 
 
-def test_the_same_process_under_another_name_of_the_machine(tmp_path: Path) -> None:
+@contextmanager
+def living() -> Iterator[dict[str, Any]]:
+    """The fields of a record that name a living process."""
     with subprocess.Popen(["sh", "-c", "read line", "slurmllm"], stdin=subprocess.PIPE) as process:
-        fields = {"pid": process.pid, "process": process_identity(process.pid)}
-        run = make(tmp_path, **{**LOCAL, **fields})
-        shown = run_state(run, FakeSlurm())
-        assert (shown.state, shown.reason) == ("precompiling", f"process {process.pid}")
+        yield {"pid": process.pid, "process": process_identity(process.pid)}
         process.kill()
+
+
+def test_the_same_process_under_another_name_of_the_machine(tmp_path: Path) -> None:
+    with living() as fields:
+        shown = run_state(make(tmp_path, **{**LOCAL, **fields}), FakeSlurm())
+        assert (shown.state, shown.reason) == ("precompiling", f"process {fields['pid']}")
 
 
 def test_runs_of_a_local_sweep_wait(tmp_path: Path) -> None:
     sweep = SweepDir(tmp_path / "s")
     run = make(sweep.path, "s-a")
-    with subprocess.Popen(["sh", "-c", "read line", "slurmllm"], stdin=subprocess.PIPE) as process:
-        fields = {"pid": process.pid, "process": process_identity(process.pid)}
-        case = SweepCase(run="s-a", values={})
-        host = socket.gethostname()
-        SweepRecord(recipe="r", created_at=1.0, cases=(case,), host=host, **fields).save(
-            sweep.record
-        )
+    with living() as fields:
+        case = {"run": "s-a", "values": {}}
+        values = {"recipe": "r", "created_at": 1.0, "cases": [case], "host": socket.gethostname()}
+        SweepRecord.model_validate(values | fields).save(sweep.record)
         shown = run_state(run, FakeSlurm())
-        assert shown.state == "waiting"
-        assert shown.active
-        with pytest.raises(RunError, match=f"process {process.pid} runs it or its sweep"):
+        assert (shown.state, shown.active) == ("waiting", True)
+        with pytest.raises(RunError, match=f"process {fields['pid']} runs it or its sweep"):
             require_ended(run, FakeSlurm())
-        process.kill()
     assert run_state(run, FakeSlurm()).state == "interrupted"
 
 

@@ -12,12 +12,12 @@ from socket import gethostname
 
 import pytest
 from fake_slurm import FakeSlurm
-from made_records import save_manifest
+from made_records import save_manifest, save_submission
 from supervise.starts import attempt_record, start_of
 from training_rows import write_rows
 
 from slurmllm.config.resolve import resolve
-from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import LocalAllocation
@@ -75,8 +75,7 @@ def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
     assert "3 attempts in a row" in endings[-1].evidence[0]
     assert "local0 stopped responding" in endings[-1].evidence
     # A resume counts from its own first attempt.
-    sent = Submission(submitted_at=0.0, nodes=1, local=True, first_attempt=3)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, local=True, first_attempt=3)
     assert attempt(run, LOST).action == "requeue"
 
 
