@@ -91,7 +91,7 @@ def test_learning_rates_are_the_runs_own(tmp_path: Path, schedule: tuple[str, ..
         )
 
 
-def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
+def test_the_steps_follow_from_the_pace_of_the_run_and_drills_are_numbered(tmp_path: Path) -> None:
     assert plan_of(tmp_path).every_steps == 20  # as the recipe: nothing is known
     metrics = RunDir(tmp_path / "r").metrics(0)
     metrics.parent.mkdir(parents=True)
@@ -100,9 +100,7 @@ def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
         metrics.write_text("".join(f'{{"step_time_s":{seconds}}}\n' for seconds in times))
         plan = plan_of(tmp_path)
         assert (plan.every_steps, plan.steps) == (every, 3 * every)
-
-
-def test_drills_are_numbered(tmp_path: Path) -> None:
+    # Drills are numbered.
     (tmp_path / "r-drill-7-save").mkdir()
     assert plan_of(tmp_path).name("worker") == "r-drill-8-worker"
     (results := plan_of(tmp_path).results).parent.mkdir()

@@ -140,8 +140,7 @@ def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: 
 
 
 def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: Path) -> None:
-    ended = {"finish": "done", "stop": "code_error"}
-    for action, ending in ended.items():
+    for action, ending in (("finish", "done"), ("stop", "code_error")):
         run = make(tmp_path, action, "5")
         attempt(run, 0, 1.0, 2.0, action=action, ending=ending, evidence=("why",))
     attempt(make(tmp_path, "runs"), 0, 1.0, None)
