@@ -110,9 +110,13 @@ def test_a_damaged_broadcast_is_replaced_by_the_shared_archive(
     assert values == ["value = 1\n", "value = 22\n"]
 
 
-def test_a_damaged_archive_is_named_and_packed_again_by_the_next_attempt(site: Site) -> None:
+def test_an_archive_of_others_is_refused_and_a_damaged_one_packed_again(site: Site) -> None:
     manifest = ensure_archive(site.runs)
     path = archive_of(manifest)
+    path.chmod(0o666)
+    with pytest.raises(StorageError, match="every user may write to it"):
+        site.install(manifest)
+    path.chmod(0o644)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)  # of the same size, so that only its checksum shows it
@@ -120,10 +124,6 @@ def test_a_damaged_archive_is_named_and_packed_again_by_the_next_attempt(site: S
         site.install(manifest)
     assert [p.name for p in (site.private / "environments").glob("[!.]*/")] == []
     assert site.install(ensure_archive(site.runs)).origin == "archive"
-    # One of others is refused.
-    path.chmod(0o666)
-    with pytest.raises(StorageError, match="every user may write to it"):
-        site.install(manifest)
 
 
 def test_an_environment_whose_interpreter_fails_is_not_used(
