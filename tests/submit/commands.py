@@ -12,6 +12,8 @@ from slurmllm.cli.main import cli
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import RunDir
 
+Inputs = tuple[str, ...]  # corpus and tokenizer, as --set options
+
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli, arguments)
@@ -29,13 +31,13 @@ def fails(code: int, *arguments: str) -> str:
     return result.stderr
 
 
-def submitted(inputs: tuple[str, ...], *more: str) -> dict[str, object]:
+def submitted(inputs: Inputs, *more: str) -> dict[str, object]:
     result = call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
 
-def submitted_run(inputs: tuple[str, ...], *more: str) -> RunDir:
+def submitted_run(inputs: Inputs, *more: str) -> RunDir:
     return RunDir(Path(str(submitted(inputs, *more)["run_dir"])))
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 from made_records import save_manifest
-from submit.commands import call, call_json, fails, submitted, submitted_run
+from submit.commands import Inputs, call, call_json, fails, submitted, submitted_run
 
 from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture
-def run(fake: FakeSlurm, inputs: tuple[str, ...]) -> RunDir:
+def run(fake: FakeSlurm, inputs: Inputs) -> RunDir:
     """A cancelled run with two checkpoints of 1,000 bytes each."""
     run = submitted_run(inputs, "--name", "r")
     call("cancel", "r")
@@ -66,7 +66,7 @@ def test_shared_graphs_free_nothing(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_living_runs_and_other_folders(
-    fake: FakeSlurm, inputs: tuple[str, ...], run: RunDir, tmp_path: Path
+    fake: FakeSlurm, inputs: Inputs, run: RunDir, tmp_path: Path
 ) -> None:
     living = submitted_run(inputs, "--name", "living")
     message = fails(2, "delete", "r", "living", "--yes", "--checkpoints")
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_deleted(run: RunDir, monkeypatch: pytest.Monkey
     assert size(run.path) == before
 
 
-def test_sweeps(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_sweeps(fake: FakeSlurm, inputs: Inputs) -> None:
     submitted(inputs, "--name", "s", "--sweep", "train.seed=1,2")
     sweep = Path("runs/s").absolute()
     assert "pending or running" in fails(2, "delete", "s", "--yes")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_slurm import FakeSlurm
-from submit.commands import call, call_json, fails, submitted, submitted_run
+from submit.commands import Inputs, call, call_json, fails, submitted, submitted_run
 
 from slurmllm.config.load import load
 
 
-def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: Inputs) -> None:
     faulty = '--set=cluster.setup=["true", "if true"]'
     message = fails(2, "submit", "tiny_neox", *inputs, "--name", "r", faulty)
     assert "cluster.setup: line 2: syntax error: unexpected end of file: if true" in message
@@ -22,9 +22,7 @@ def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str
     assert shown.stdout.count("export SLURMLLM_SETUP='module load cuda'") == 2
 
 
-def test_options_after_a_double_dash_are_of_both_jobs(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_options_after_a_double_dash_are_of_both_jobs(fake: FakeSlurm, inputs: Inputs) -> None:
     options = ("--constraint=a100|h100", "--mail-type=END,FAIL", "--gres=gpu:8", "--")
     fake.gres = "gpu:8"
     submitted(inputs, "--name", "r", *options, "--comment=a b")
@@ -59,7 +57,7 @@ def test_options_of_a_stage_replace_generated_ones() -> None:
     assert """export SLURMLLM_SRUN='--mpi=none '"'"'--comment=a b'"'"''""" in train
 
 
-def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: Inputs) -> None:
     fake.refuse_srun = "srun: unrecognized option '--foo'"
     message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
     assert "srun: unrecognized option '--foo'" in message
@@ -67,9 +65,7 @@ def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: tuple[str, ..
     assert fake.jobs == {}
 
 
-def test_a_dependency(
-    fake: FakeSlurm, inputs: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dependency(fake: FakeSlurm, inputs: Inputs, caplog: pytest.LogCaptureFixture) -> None:
     submitted(inputs, "--name", "before")
     first, other = fake.jobs
     submitted(inputs, "--name", "r", f"--dependency=afterok:{other}")
@@ -88,9 +84,7 @@ def test_a_dependency(
     assert "--dependency=afterany:999: Slurm knows no job 999" in caplog.text
 
 
-def test_a_container_is_checked_before_a_job_is_submitted(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_a_container_is_checked_before_a_job_is_submitted(fake: FakeSlurm, inputs: Inputs) -> None:
     options = (
         '--set=cluster.container={"runtime": "%s", "image": "/nosuch.sif", "mounts": ["/no:/x"]}'
     )
@@ -104,7 +98,7 @@ def test_a_container_is_checked_before_a_job_is_submitted(
     assert "pyxis needs srun; leave out --local" in message
 
 
-def test_a_range_of_nodes(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_range_of_nodes(fake: FakeSlurm, inputs: Inputs) -> None:
     few = ("--set", "train.global_batch=8", *inputs)
     run = submitted_run(few, "--name", "r", "--nodes", "2-5")
     script = run.script("train").read_text()

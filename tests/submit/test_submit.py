@@ -14,7 +14,7 @@ import pytest
 import yaml
 from fake_slurm import FakeSlurm
 from made_records import save_manifest
-from submit.commands import call, call_json, fails, graph_manifest, submitted, submitted_run
+from submit.commands import Inputs, call, call_json, fails, graph_manifest, submitted, submitted_run
 
 from slurmllm.backends.environment import requires_graphs
 from slurmllm.config.load import load
@@ -29,7 +29,7 @@ from slurmllm.run.rundir import RunDir
 from slurmllm.submit.run_folder import claim_run
 
 
-def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: Inputs) -> None:
     sent = submitted(inputs, "--partition", "main", "--account", "ml", "--time", "8:00:00")
     run = RunDir(Path(str(sent["run_dir"])))
     assert sent["run"] == "tiny_neox-001"
@@ -50,7 +50,7 @@ def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, 
     assert JobsRecord.load(second.jobs).submissions[0].restart == "chain"
 
 
-def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: Inputs) -> None:
     why = "trn2 is for planning only\n  neuronx-distributed as this project"
     for more in ((), ("--dry-run",)):
         assert why in fails(2, "submit", "neox_20b", "--nodes", "4", "--cluster", "trn2", *more)
@@ -61,7 +61,7 @@ def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: tuple[
 
 
 def test_a_job_that_cannot_be_taken_back_is_named(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit = fake.submit
 
@@ -141,9 +141,7 @@ def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
     assert "warning" not in dry.stderr
 
 
-def test_resume_submits_again_in_the_same_directory(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_resume_submits_again_in_the_same_directory(fake: FakeSlurm, inputs: Inputs) -> None:
     sent = submitted(inputs, "--name", "r")
     assert "is pending or running" in fails(2, "resume", "r")
     call("cancel", "r")
@@ -170,7 +168,7 @@ DAMAGE = {
 @pytest.mark.timeout(60)  # a pipe blocks who opens it
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_resume_writes_damaged_derived_files_again(
-    fake: FakeSlurm, inputs: tuple[str, ...], damage: str
+    fake: FakeSlurm, inputs: Inputs, damage: str
 ) -> None:
     run = submitted_run(inputs, "--name", "r")
     call("cancel", "r")
@@ -191,7 +189,7 @@ def test_resume_writes_damaged_derived_files_again(
 
 
 def test_resume_looks_at_other_weights_to_start_from(
-    fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted_run(inputs, "--name", "r")
     call("cancel", "r")
@@ -212,7 +210,7 @@ def test_resume_looks_at_other_weights_to_start_from(
 
 
 def test_weights_of_a_run_by_its_name(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = submitted_run(inputs, "--name", "source")
     for step in (10, 20, 30):
@@ -227,7 +225,7 @@ def test_weights_of_a_run_by_its_name(
     assert "run source has no checkpoint of step 7; it has: 10, 20, 30" in message
 
 
-def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: Inputs) -> None:
     run = submitted_run(inputs, "--name", "r")
     assert "is pending or running" in fails(2, "resume", "r", "--dry-run")
     call("cancel", "r")
@@ -249,7 +247,7 @@ def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]
     assert "leave out --dry-run" in fails(2, *how, "--include", "n1")
 
 
-def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
     runs = [submitted_run(inputs, "--name", name) for name in ("a", "b", "c")]
     assert "no run 'nosuch'" in fails(2, "cancel", "a", "nosuch")
     assert {job.state for job in fake.jobs.values()} == {"PENDING"}
@@ -272,9 +270,7 @@ def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
     graph_manifest(complete=complete, graphs=2, **sums).save(run.graphs_manifest)
 
 
-def test_graphs_of_an_earlier_run_spare_the_precompile_job(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_graphs_of_an_earlier_run_spare_the_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     first = submitted(inputs, "--name", "first")
     assert first["graphs_from"] is None
     compiled(RunDir(Path(str(first["run_dir"]))))
@@ -304,9 +300,7 @@ def test_graphs_of_an_earlier_run_spare_the_precompile_job(
     assert past["jobs"]["precompile"] is None
 
 
-def test_a_run_without_graphs_has_no_precompile_job(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_a_run_without_graphs_has_no_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     eager = (*inputs, "--set=train.compile=false")
     sent = submitted(eager, "--name", "r")
     assert (sent["jobs"], sent["graphs_from"]) == ({"precompile": None, "train": "1"}, None)
@@ -322,7 +316,7 @@ def test_a_run_without_graphs_has_no_precompile_job(
     assert submitted((*eager, "--time=9"))["jobs"]["precompile"] is None
 
 
-def test_precompile_never(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_precompile_never(fake: FakeSlurm, inputs: Inputs) -> None:
     never = ("--precompile", "never")
     run = submitted_run(inputs, "--name", "first", *never)
     assert [job.after_ok for job in fake.jobs.values()] == [None]
@@ -335,7 +329,7 @@ def test_precompile_never(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     assert submitted(inputs, "--time=9", *never)["jobs"]["precompile"] is None
 
 
-def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: Inputs) -> None:
     auto = ("--set", "train.micro_batch=auto")
     fake.states = dict.fromkeys((f"n{number}" for number in range(1, 9)), "idle")
     sent = submitted(inputs, "--name", "r", *auto)
@@ -364,7 +358,7 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
     assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
 
 
-def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_taken_name(fake: FakeSlurm, inputs: Inputs) -> None:
     submitted(inputs, "--name", "r")
     assert "is a run of recipe 'tiny_neox'" in fails(2, "submit", "tiny_neox", "--name", "r")
     message = fails(2, "submit", "neox_20b", "--nodes", "4", "--name", "r", "--dry-run")
@@ -375,7 +369,7 @@ def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("killed_at", ["directory", "unrecorded job", "precompile job"])
 def test_a_name_after_a_submit_that_was_killed(
-    killed_at: str, fake: FakeSlurm, inputs: tuple[str, ...]
+    killed_at: str, fake: FakeSlurm, inputs: Inputs
 ) -> None:
     run = submitted_run(inputs, "--name", "r")
     sent = JobsRecord.load(run.jobs).submissions[0]
@@ -424,7 +418,7 @@ def test_bad_input(fake: FakeSlurm, command: str, message: str) -> None:
     assert not fake.jobs
 
 
-def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: Inputs, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     corpus = Path(inputs[1].partition("=")[2])
     (tmp_path / "cut.arrow").write_bytes(corpus.read_bytes()[:5000])
@@ -439,7 +433,7 @@ def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: tuple[str, ...], tmp_pa
 
 
 def test_without_slurm_the_way_out_is_named(
-    inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -447,7 +441,7 @@ def test_without_slurm_the_way_out_is_named(
     assert not Path("runs/tiny_neox-001").exists()
 
 
-def test_a_secret_is_in_no_script_and_no_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_secret_is_in_no_script_and_no_job(fake: FakeSlurm, inputs: Inputs) -> None:
     sent = submitted(inputs, "--set", "env.HF_TOKEN=cAnArY")
     run = RunDir(Path(str(sent["run_dir"])))
     assert "# HF_TOKEN: from secrets.json, by the launcher" in run.script("train").read_text()

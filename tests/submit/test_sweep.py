@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fake_slurm import FakeSlurm
+from submit.commands import Inputs
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
@@ -37,7 +38,7 @@ def call(*arguments: str, code: int = 0) -> str:
     return result.stderr if code else result.stdout
 
 
-def submit(inputs: tuple[str, ...], *more: str) -> dict[str, Any]:
+def submit(inputs: Inputs, *more: str) -> dict[str, Any]:
     arguments = ("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *more)
     return dict(json.loads(call(*arguments, "--json")))
 
@@ -47,7 +48,7 @@ def states(*more: str) -> dict[str, str]:
     return {run["name"]: run["state"] for run in runs}
 
 
-def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     dry = call("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *GRID, "--dry-run")
     assert "one precompile stage, for 4 runs" in dry
     assert all(name in dry for name in NAMES)
@@ -75,7 +76,7 @@ def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...])
 
 
 def test_graphs_of_a_sweep_are_reused_by_later_runs(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(inputs, *GRID)
     compiled, later = (RunDir(Path(f"runs/s/{name}").absolute()) for name in (NAMES[0], NAMES[3]))
@@ -86,9 +87,7 @@ def test_graphs_of_a_sweep_are_reused_by_later_runs(
         assert list(reuse.find(load(run.config), 2, False, run)) == [compiled]
 
 
-def test_two_at_a_time_whatever_ends_or_is_cancelled(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_two_at_a_time_whatever_ends_or_is_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
     jobs = [run["train_job"] for run in submit(inputs, *GRID, "--max-running=2")["runs"]]
 
     def running() -> list[str]:
@@ -114,7 +113,7 @@ def test_two_at_a_time_whatever_ends_or_is_cancelled(
 
 
 def test_a_cancelled_run_leaves_the_precompile_job_to_the_others(
-    fake: FakeSlurm, inputs: tuple[str, ...]
+    fake: FakeSlurm, inputs: Inputs
 ) -> None:
     submit(inputs, *GRID)
     fake.start("1")
@@ -129,7 +128,7 @@ def test_a_cancelled_run_leaves_the_precompile_job_to_the_others(
 
 
 def test_a_refusal_leaves_nothing_behind(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept = fake.submit
 
@@ -144,7 +143,7 @@ def test_a_refusal_leaves_nothing_behind(
     assert not Path("runs/s").exists()
 
 
-def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: Inputs) -> None:
     submit(inputs, *GRID)
     sweep = SweepDir(Path("runs/s"))
     for place, name in enumerate(NAMES[:3]):
@@ -184,7 +183,7 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ..
     ],
 )
 def test_bad_input_submits_nothing(
-    fake: FakeSlurm, inputs: tuple[str, ...], options: tuple[str, ...], text: str
+    fake: FakeSlurm, inputs: Inputs, options: tuple[str, ...], text: str
 ) -> None:
     message = call("submit", "tiny_neox", "--nodes=2", *inputs, *options, code=2)
     assert text in " ".join(message.split())
