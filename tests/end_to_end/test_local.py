@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -129,12 +130,9 @@ def test_a_supervisor_killed_outright_leaves_nothing_running(
 def test_a_fault_of_the_user_stops_with_one_message(
     bench: Bench, rehearse: tuple[str, ...], stdlib: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    corpus = stdlib[0]
-    moved = tmp_path / "c.arrow"
-    moved.write_bytes(corpus.read_bytes())
-    manifest = corpus.with_name(f"{corpus.name}.json")
-    manifest_copy = tmp_path / "c.arrow.json"
-    manifest_copy.write_bytes(manifest.read_bytes())
+    corpus, moved = stdlib[0], tmp_path / "c.arrow"
+    shutil.copyfile(corpus, moved)
+    shutil.copyfile(f"{corpus}.json", f"{moved}.json")
     process = bench.start(*rehearse, "--nodes=1", f"--set=data.corpus={moved}", "--name=gone")
     bench.wait_for_step("gone", 12)
     moved.unlink()

@@ -75,10 +75,9 @@ class OneState(FakeSlurm):
 )
 def test_a_state_of_a_job(slurm: str, state: str, text: str, tmp_path: Path) -> None:
     run = make(tmp_path, train_job="7")
-    save_attempt(run, 0, job_id="7", nodes=("n1",), started_at=1.0, ended_at=None)
+    save_attempt(run, job_id="7")
     shown = run_state(run, OneState(slurm))
-    assert shown.state == state
-    assert text in shown.reason
+    assert (shown.state, text in shown.reason) == (state, True)
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -181,16 +180,15 @@ def test_status_and_cancel_on_a_full_disk(full_disk: Path, monkeypatch: pytest.M
 
 
 def test_an_ending_in_a_job_s_comment(tmp_path: Path) -> None:
-    ending = UnrecordedEnding(
-        stage="train", attempt=0, ended_at=5.0, ending="storage_failure", evidence=("full|disk",)
-    )
+    fields = {"stage": "train", "attempt": 0, "ended_at": 5.0, "ending": "storage_failure"}
+    ending = UnrecordedEnding.model_validate({**fields, "evidence": ["full|disk"]})
     comment = comment_with(ending, comment_with(ending, "mine"))
     assert comment.count("slurmllm") == 1
     assert UnrecordedEnding.of_comment(comment) == ending
     assert comment_with(None, comment) == "mine"
     assert UnrecordedEnding.of_comment("mine") is None
     run = make(tmp_path, train_job="7")
-    save_attempt(run, 0, job_id="7", nodes=("n1",), started_at=1.0, ended_at=None)
+    save_attempt(run, job_id="7")
     shown = run_state(run, OneState("PENDING", comment))
     assert "not recorded yet: storage_failure: full|disk" in shown.reason
     shown = run_state(run, OneState("FAILED", comment))

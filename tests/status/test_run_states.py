@@ -121,8 +121,8 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
 
 def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     run = make(tmp_path)
-    save_manifest(run, 10, attempt=0, saved_at=1.0)
-    save_manifest(run, 20, attempt=0, saved_at=2.0)
+    for step in (10, 20):
+        save_manifest(run, step)
     skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
     SkipsRecord(skips=(skip,)).save(run.skips)
     saved = run_state(run, CountingSlurm()).last_checkpoint

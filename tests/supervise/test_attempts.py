@@ -19,6 +19,7 @@ from training_rows import write_rows
 from slurmllm.config.resolve import resolve
 from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import EventLog
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.attempts import (
@@ -218,8 +219,8 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     times = {7: 130.0, 8: 140.0, 9: 155.0, 10: 165.0}
     rows = [{"step": step, "time": at, "step_time_s": 10.0} for step, at in times.items()]
     write_rows(run.metrics(0), rows)
-    save = {"kind": "save", "step": 8, "attempt": 0, "time": 145.0, "waited_s": 5.0}
-    run.events(0).parent.mkdir()
+    EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
+    save = json.loads(run.events(0).read_text()) | {"time": 145.0}
     run.events(0).write_text(json.dumps(save) + '\n{"kind": "sa')
     outcome = timeline(run, record, first_symptom_at=168.0)
     phases |= {"start_up": 10.0, "first_step": 10.0, "training": 33.0}

@@ -101,6 +101,10 @@ def test_a_requeue_continues_one_run_and_repeats_no_step(run: RunDir, config: Ru
     assert {run_id for run_id, _, _ in Memory.got} == {record.run_id}
     assert TrackerRecord.load(run.tracker("wandb")) == record
     assert (record.sent, record.url) == ({0: 45, 1: 200}, "https://tracker/r")
+    # What it lost with a process is sent again.
+    Memory.next = 191  # uploads end with the process
+    send(run, config)
+    assert steps() == [*range(1, 201), *range(191, 201)]
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
@@ -118,14 +122,6 @@ def test_steps_with_other_values_are_sent_again_where_that_is_possible(
     send(run, config)
     assert steps() == [*range(1, 46), *range(41, last + 1)]
     assert {loss for _, _, loss in Memory.got[45:]} == {1.0}
-
-
-def test_what_a_tracker_lost_with_a_process_is_sent_again(run: RunDir, config: RunConfig) -> None:
-    write_rows(run.metrics(0), make_rows(1, 45))
-    send(run, config)
-    Memory.next = 31  # uploads end with the process
-    send(run, config)
-    assert steps() == [*range(1, 46), *range(31, 46)]
 
 
 def test_a_failure_loses_nothing_and_names_no_key(run: RunDir, config: RunConfig) -> None:
