@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.run.records import AttemptRecord
+from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 
 
@@ -30,3 +30,11 @@ def save_manifest(run: RunDir, step: int, **fields: Any) -> None:
     values |= {"save_s": 1.0, "fingerprint": "", "files": files}
     manifest = CheckpointManifest.model_validate({"step": step} | values | fields)
     manifest.save(run.checkpoint(step) / "manifest.json")
+
+
+def save_submission(run: RunDir, **fields: Any) -> Submission:
+    """Record the one submission of a run, by default of one node to Slurm."""
+    values = {"submitted_at": 0.0, "nodes": 1, "local": False, "first_attempt": 0}
+    sent = Submission.model_validate(values | fields)
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    return sent

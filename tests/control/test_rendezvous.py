@@ -64,6 +64,10 @@ def test_the_default_route_with_the_lowest_metric(routes: Path, tmp_path: Path) 
     routes.write_text(HEADER + "\n")
     assert default_interface(routes) is None
     assert default_interface(tmp_path / "none") is None
+    # Of this machine.
+    interface = default_interface()
+    assert interface is None or interface in [name for _, name in socket.if_nameindex()]
+    assert reachable_address("localhost") == "localhost"
 
 
 def test_gloo_and_neuron_are_told_of_it(routes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +101,15 @@ def test_the_address_that_all_nodes_reach(
     assert reachable_address("trn1-dy-1") == expected
 
 
+def in_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3]")
+
+
 def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3]")
+    in_job(monkeypatch)
     allocation = SlurmAllocation(FakeSlurm())
     resolving(monkeypatch, "10.0.0.9", "10.0.0.7", host="10.0.0.7")
     assert allocation.master_addr == "10.0.0.7"
@@ -120,8 +128,7 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
         assert not any(env[SECRET] in word for word in command)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3]")
+    in_job(monkeypatch)
     monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "2")
     resolving(monkeypatch)
     slurm = SlurmAllocation(FakeSlurm())
@@ -133,9 +140,3 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     assert SECRET not in os.environ
     with pytest.raises(ConfigError, match="SLURMLLM_SECRET is not set"):
         own_secret()
-
-
-def test_the_real_machine_answers() -> None:
-    interface = default_interface()
-    assert interface is None or interface in [name for _, name in socket.if_nameindex()]
-    assert reachable_address("localhost") == "localhost"

@@ -134,13 +134,18 @@ def test_a_late_worker_of_an_earlier_attempt_is_refused(
     ]
 
 
-def test_a_second_worker_of_a_rank_is_refused(attacked: Gang) -> None:
+def test_a_second_worker_of_a_rank_and_an_endless_message_are_refused(attacked: Gang) -> None:
     first = attacked.connect(0)
     assert "Connection refused" in failure(lambda: attacked.connect(0))
     attacked.relays[1].start()
     second = attacked.connect(1)
     pending = [plane.reduce([plane.rank], "sum") for plane in (first, second)]
     assert [reduction.result() for reduction in pending] == [[1], [1]]
+    # A message longer than any ends the connection.
+    connection = first._connection
+    assert connection is not None
+    connection.socket.sendall(struct.pack("!BQQ", 1, 0, 1 << 40))
+    assert "Connection closed by peer: rank 0 on n0" in failure(second.barrier)
 
 
 def test_a_worker_of_a_run_of_another_size_is_refused(
@@ -220,24 +225,13 @@ def test_nothing_from_a_false_relay_is_unpickled(
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_message_longer_than_any_ends_the_connection(attacked: Gang) -> None:
+def test_only_the_root_listens_for_other_nodes(attacked: Gang) -> None:
     attacked.relays[1].start()
-    planes = [attacked.connect(rank) for rank in range(2)]
-    connection = planes[0]._connection
-    assert connection is not None
-    connection.socket.sendall(struct.pack("!BQQ", 1, 0, 1 << 40))
-    assert "Connection closed by peer: rank 0 on n0" in failure(planes[1].barrier)
-
-
-def test_the_root_listens_only_where_its_workers_connect() -> None:
+    families = [[server.family for server in relay._servers] for relay in attacked.relays]
+    assert families == [[socket.AF_UNIX, socket.AF_INET], [socket.AF_UNIX]]
+    # Only where its workers connect.
     with listen("127.0.0.1", 0) as server:
         assert server.getsockname()[0] == "127.0.0.1"
     for foreign in ("192.0.2.1", "localhost"):  # behind a translated address; a name
         with listen(foreign, 0) as server:
             assert server.getsockname()[0] == "0.0.0.0"
-
-
-def test_only_the_root_listens_for_other_nodes(attacked: Gang) -> None:
-    attacked.relays[1].start()
-    families = [[server.family for server in relay._servers] for relay in attacked.relays]
-    assert families == [[socket.AF_UNIX, socket.AF_INET], [socket.AF_UNIX]]

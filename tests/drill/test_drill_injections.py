@@ -38,15 +38,11 @@ def spawn(run: RunDir) -> Iterator[Spawn]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(verb: str, node: str = "", code: str = SLEEP) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, SLEEP, "slurmllm", verb, str(run.path)],
-            env={**os.environ, "SLURMLLM_NODE": node},
-        )
+        command = [sys.executable, "-c", code, SLEEP, "slurmllm", verb, str(run.path)]
+        process = subprocess.Popen(command, env={**os.environ, "SLURMLLM_NODE": node})
         started.append(process)
-        command_line = Path(f"/proc/{process.pid}/cmdline")
-        while (
-            verb.encode() not in command_line.read_bytes()
-        ):  # between fork and exec it has another one
+        command_line = Path(f"/proc/{process.pid}/cmdline")  # another one between fork and exec
+        while verb.encode() not in command_line.read_bytes():
             time.sleep(0.01)
         return process
 
@@ -184,8 +180,6 @@ def test_a_step_that_is_not_reached_is_reported(run: RunDir) -> None:
 
     done = injected(run, spec("worker"), end)
     assert done.missed == "attempt 0 ended before step 3"
-
-
-def test_without_a_launcher_the_fault_is_missed(run: RunDir) -> None:
+    # Without a launcher it is missed too.
     metrics(run, 3)
     assert "no launcher of r runs on local1" in inject(run, spec("node")).missed

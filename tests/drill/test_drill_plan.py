@@ -10,7 +10,7 @@ from amounts import amount
 from fake_slurm import FakeSlurm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_records import save_attempt
+from made_records import save_attempt, save_submission
 
 from slurmllm.cli.drill import _echo_row
 from slurmllm.compare.comparison import Tolerances
@@ -20,7 +20,7 @@ from slurmllm.drill.drill import Drill, SlurmRunner
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
 from slurmllm.graphs import reuse
-from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.train.schedules import learning_rate
 
@@ -91,7 +91,7 @@ def test_learning_rates_are_the_runs_own(tmp_path: Path, schedule: tuple[str, ..
         )
 
 
-def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
+def test_the_steps_follow_from_the_pace_of_the_run_and_drills_are_numbered(tmp_path: Path) -> None:
     assert plan_of(tmp_path).every_steps == 20  # as the recipe: nothing is known
     metrics = RunDir(tmp_path / "r").metrics(0)
     metrics.parent.mkdir(parents=True)
@@ -100,9 +100,7 @@ def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
         metrics.write_text("".join(f'{{"step_time_s":{seconds}}}\n' for seconds in times))
         plan = plan_of(tmp_path)
         assert (plan.every_steps, plan.steps) == (every, 3 * every)
-
-
-def test_drills_are_numbered(tmp_path: Path) -> None:
+    # Drills are numbered.
     (tmp_path / "r-drill-7-save").mkdir()
     assert plan_of(tmp_path).name("worker") == "r-drill-8-worker"
     (results := plan_of(tmp_path).results).parent.mkdir()
@@ -124,9 +122,8 @@ def test_a_killed_drill_has_the_rows_of_the_copies_that_ended(
     _echo_row(None)
     with pytest.raises(KeyboardInterrupt):
         drill.run(keep=False)
-    kinds = [
-        DrillResult.model_validate_json(line).kind for line in plan.results.read_text().splitlines()
-    ]
+    lines = plan.results.read_text().splitlines()
+    kinds = [DrillResult.model_validate_json(line).kind for line in lines]
     assert kinds == ["worker", "time_limit"]
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.endswith(("verdict", "failed"))]
@@ -142,8 +139,7 @@ def test_an_unbroken_run_is_its_own_reference(
     plan = plan_of(tmp_path)
     run = plan.run
     assert "never submitted" in str(why_no_reference(plan, ()))
-    sent = Submission(submitted_at=0.0, nodes=2, local=True, first_attempt=0)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    sent = save_submission(run, nodes=2, local=True)
     assert "did not complete steps 1 to 60" in str(why_no_reference(plan, ()))
     save_attempt(run, nodes=("local0", "local1"), first_step=1, last_step=60)
     assert "metrics file is missing" in str(why_no_reference(plan, ()))
@@ -155,5 +151,5 @@ def test_an_unbroken_run_is_its_own_reference(
     assert "have changed" in str(why_no_reference(plan, ()))
     JobsRecord(submissions=(sent, sent)).save(run.jobs)
     assert "resumed by hand" in str(why_no_reference(plan, ()))
-    JobsRecord(submissions=(sent.model_copy(update={"nodes": 3}),)).save(run.jobs)
+    save_submission(run, nodes=3, local=True)
     assert "other nodes" in str(why_no_reference(plan, ()))

@@ -88,10 +88,8 @@ def test_an_exact_resume(tmp_path: Path) -> None:
     assert (resume.verdict, resume.from_step, resume.confidence) == ("exact", SAVED, "certain")
     assert resume.checkpoint.endswith(f"out/step-{SAVED}")
     assert "identical; 30 steps, loss of 1" in resume.confidence_reason
-
-
-def test_a_resume_with_other_batches_differs(tmp_path: Path) -> None:
-    resume = judged(tmp_path, AFTER, lambda s: 1 / s * (1.1 if s > 15 else 1))
+    # With other batches it differs.
+    resume = judged(tmp_path / "other", AFTER, lambda s: 1 / s * (1.1 if s > 15 else 1))
     assert (resume.verdict, resume.differs_from_step) == ("differs", 16)
     assert resume.max_rel_diff == pytest.approx(1 - 1 / 1.1)
     assert (resume.noise, resume.confidence) == (0.0, "certain")
@@ -114,10 +112,8 @@ def test_who_begins_at_step_1_does_not_resume(tmp_path: Path) -> None:
     resume = judged(tmp_path, range(1, STEPS + 1))
     assert (resume.verdict, resume.from_step) == ("began_again", 0)
     assert resume.text == "did not resume: began again at step 1"
-
-
-def test_a_sparse_log_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    resume = judged(tmp_path, (16, 24, 32, 40), every=8, first=(8,))
+    # A sparse log resumes from its checkpoint.
+    resume = judged(tmp_path / "sparse", (16, 24, 32, 40), every=8, first=(8,))
     assert (resume.verdict, resume.from_step) == ("exact", SAVED)
 
 
@@ -219,6 +215,13 @@ def test_files_can_no_longer_grow(run: RunDir) -> None:
     injection = injector.inject(run, fault("full_disk"))
     (pid,) = injection.pids
     assert (injection.step, resource.prlimit(pid, resource.RLIMIT_FSIZE)[0]) == (3, 0)
+    # Without a complete checkpoint a fault waits.
+    record = run.attempt("train", 0).record
+    ended = AttemptRecord.load(record).model_copy(update={"ended_at": 1e9})
+    ended.save(record)
+    command = COMMAND.model_copy(update={"resume": "--from {checkpoint}"})
+    missed = injector.inject(run, fault("worker", trainer=command)).missed
+    assert missed == "attempt 0 ended before step 3 with a complete checkpoint"
 
 
 def test_a_save_is_hit_at_its_first_file(run: RunDir) -> None:
@@ -236,16 +239,6 @@ def test_a_save_is_hit_at_its_first_file(run: RunDir) -> None:
     assert len(injections[0].pids) == 1
 
 
-def test_without_a_complete_checkpoint_a_fault_waits(run: RunDir) -> None:
-    write_rows(run, 0, (3,))
-    record = run.attempt("train", 0).record
-    ended = AttemptRecord.load(record).model_copy(update={"ended_at": 1e9})
-    ended.save(record)
-    command = COMMAND.model_copy(update={"resume": "--from {checkpoint}"})
-    missed = injector.inject(run, fault("worker", trainer=command)).missed
-    assert missed == "attempt 0 ended before step 3 with a complete checkpoint"
-
-
 def drill(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "slurmllm", "drill", "--local", "--json"]
     command += [f"--runs-dir={folder}", "slurm.backoff_s=1", *arguments]
@@ -257,16 +250,10 @@ def drill(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 def test_a_trainer_that_resumes_after_a_kill_and_not_after_a_signal(tmp_path: Path) -> None:
-    code, report = drill(
-        tmp_path,
-        "--kinds=worker,terminate",
-        STEP_LINE,
-        "command.checkpoints={run}/out/step-{step}",
-        "command.completion_file=done",
-        "--",
-        *(sys.executable, str(TRAINERS / "steps.py"), "--out", "{run}/out", "--steps=30"),
-        *("--step-s=0.3", "--save-on=TERM"),
-    )
+    saving = ("command.checkpoints={run}/out/step-{step}", "command.completion_file=done")
+    trainer = (sys.executable, str(TRAINERS / "steps.py"), "--out", "{run}/out", "--steps=30")
+    options = ("--kinds=worker,terminate", STEP_LINE, *saving)
+    code, report = drill(tmp_path, *options, "--", *trainer, "--step-s=0.3", "--save-on=TERM")
     killed, asked = report["drills"]
     assert (code, report["steps"], report["noise"]) == (1, 30, {"loss": 0.0})
     assert (killed["ending"], killed["passed"]) == ("node_failure", True), killed

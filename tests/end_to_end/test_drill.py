@@ -19,10 +19,8 @@ def test_broken_copies_go_on_exactly(bench: Bench, rehearsed: str) -> None:
     assert report["passed"]
     assert report["own_reference"]
     by_kind = {drill["kind"]: drill for drill in report["drills"]}
-    assert {kind: drill["ending"] for kind, drill in by_kind.items()} == {
-        "time_limit": "advance_signal",
-        "save": "node_failure",
-    }
+    endings = {kind: drill["ending"] for kind, drill in by_kind.items()}
+    assert endings == {"time_limit": "advance_signal", "save": "node_failure"}
     assert by_kind["time_limit"]["steps_lost"] == 0
     assert by_kind["save"]["at_step"] == 2 * report["every_steps"]
     # None if the kill comes after the rename, which ends a save.

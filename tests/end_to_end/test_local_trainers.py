@@ -41,11 +41,8 @@ def test_the_signal_to_save_goes_to_what_torchrun_started(bench: Bench) -> None:
     script = bench.runs / "saves.py"
     script.write_text(SAVES)
     run = f"{sys.executable} -m torch.distributed.run --nproc-per-node 1 {script}"
-    command = {
-        "run": run,
-        "save_signal": "USR1",
-        "progress": r"step (?P<step>\d+) loss (?P<loss>\S+)",
-    }
+    progress = r"step (?P<step>\d+) loss (?P<loss>\S+)"
+    command = {"run": run, "save_signal": "USR1", "progress": progress}
     file = bench.runs / "saves.yaml"
     file.write_text(json.dumps({"extends": "trainers/plain", "command": command}))
     process = bench.start("submit", str(file), "--local", "--name=saves")

@@ -1,4 +1,4 @@
-"""On a real Slurm: exclusions, waits that are explained, and requests that never start."""
+"""On a real Slurm: exclusions, and waits that are explained."""
 
 from __future__ import annotations
 
@@ -82,11 +82,8 @@ WAITS = {
     "held": ("hold=true", "", "JobHeldUser", "the user holds it", "scontrol release"),
     "begin": ("begin=now+1hour", "", "BeginTime", "delayed", "StartTime=now"),
     "time": (
-        "",
-        "PartitionName=late-time MaxTime=10",
-        "PartitionTimeLimit",
-        "MaxTime",
-        "TimeLimit=10",
+        *("", "PartitionName=late-time MaxTime=10", "PartitionTimeLimit"),
+        *("MaxTime", "TimeLimit=10"),
     ),
     "node": (
         *(f"nodelist={DRAINED}", f"NodeName={DRAINED} State=DRAIN Reason=disk_is_bad"),
@@ -130,18 +127,3 @@ def test_a_wait_is_explained_and_its_command_ends_it(stage: SceneBench, name: st
             scontrol("update", *RESUMED)
         stage.until(lambda: not waits(), f"{reason} has not ended", every_s=2.0)
         stage.look("cancel", run)
-
-
-@scene()
-def test_a_request_that_slurm_never_starts_is_refused(stage: SceneBench) -> None:
-    with partition("late-never") as late:
-        scontrol("update", f"PartitionName={late}", "MaxTime=10")
-        call = ("submit", "tiny_neox", "--nodes=1", "--name=never", *SMALL, *stage.inputs)
-        call = (*call, f"--partition={late}", "--time=0:30:00")
-        message = stage.call(*call, code=2)
-        assert "--time 0:30:00: partition late-never permits 00:10:00 (MaxTime)" in message
-        assert stage.call(*call, "--dry-run", code=2).count("late-never permits 00:10:00") > 1
-        assert not (stage.runs / "never").exists()
-        assert "needs 8 nodes; partition late-never has 1 suitable" in stage.call(
-            *call[:2], "--nodes=8", *call[3:-1], "--set=train.micro_batch=1", "--time=9", code=2
-        )

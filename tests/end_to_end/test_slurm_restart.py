@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from end_to_end.bench import LEAN, SLOWLY
 from end_to_end.scenes import ALONE, SceneBench, accounted, scene, worker_of
+from made_records import save_submission
 
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.login_node import slurm_findings
-from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
@@ -78,11 +79,8 @@ def test_a_chain_of_jobs(stage: SceneBench) -> None:
     assert sent()[0] == successor
     lost = stage.attempt("chained", 1)["nodes"][1]
     stage.lose_node("chained", lost)
-    assert stage.endings("chained") == [
-        ("advance_signal", "chain"),
-        ("node_failure", "chain"),
-        ("done", "finish"),
-    ]
+    left, failed = ("advance_signal", "chain"), ("node_failure", "chain")
+    assert stage.endings("chained") == [left, failed, ("done", "finish")]
     train, following = sent()
     assert following is None
     jobs.append(str(train))
@@ -120,21 +118,6 @@ def reconfigure(stage: SceneBench, conf: Path, text: str) -> None:
     # Since 23.11 a reconfigured slurmctld starts again.
     ping = ["scontrol", "show", "config"]
     stage.until(lambda: subprocess.run(ping, capture_output=True).returncode == 0, "no slurmctld")
-
-
-@scene(order=ALONE)
-def test_a_site_that_refuses_requeues_gets_a_chain(stage: SceneBench) -> None:
-    conf = Path(os.environ["SLURM_CONF"])
-    before = conf.read_text()
-    assert "JobRequeue=1" in before
-    reconfigure(stage, conf, before.replace("JobRequeue=1", "JobRequeue=0"))
-    try:
-        stage.submit("refusing", *LEAN, "--set=slurm.directives.train.hold=true")
-        (submission,) = JobsRecord.load(RunDir(stage.runs / "refusing").jobs).submissions
-        assert submission.restart == "chain"
-        stage.look("cancel", "refusing")
-    finally:
-        reconfigure(stage, conf, before)
 
 
 @contextmanager
@@ -218,8 +201,7 @@ def test_a_node_that_slurm_has_drained_for_it_is_explained(stage: SceneBench) ->
         run = RunDir(folder / "runs" / "r")
         run.path.mkdir(parents=True)
         run.config.write_text(resolve("tiny_neox").to_yaml())
-        sent = Submission(submitted_at=0.0, nodes=1, local=False, first_attempt=0, train_job=job)
-        JobsRecord(submissions=(sent,)).save(run.jobs)
+        save_submission(run, train_job=job)
         fix = "`scontrol update NodeName=n1 State=RESUME`"
 
         def explained() -> bool:

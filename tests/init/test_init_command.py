@@ -124,7 +124,7 @@ def test_order_of_the_default_cluster(
     assert "$SLURMLLM_CLUSTER=p4d goes before it" in init("--force").stdout
 
 
-def test_a_faulty_configuration(home: Path) -> None:
+def test_a_faulty_configuration(home: Path, fake: FakeSlurm) -> None:
     home.mkdir()
     configuration = home / "config.yaml"
     for text, message in (
@@ -138,15 +138,13 @@ def test_a_faulty_configuration(home: Path) -> None:
     configuration.write_text("cluster: p5\n")
     configuration.chmod(configuration.stat().st_mode | stat.S_IWOTH)  # others may write it
     assert call("recipes", "tiny_neox").exit_code == 2
-
-
-def test_a_configuration_of_another_form_is_left_alone(home: Path, fake: FakeSlurm) -> None:
-    home.mkdir()
-    (home / "config.yaml").write_text("{data_folder: /fsx}\n")
+    # One of another form is left alone.
+    configuration.unlink()
+    configuration.write_text("{data_folder: /fsx}\n")
     done = init("--yes")
     assert done.exit_code == 2
     assert "write into it: cluster: cluster-main.yaml" in done.stderr
-    assert (home / "config.yaml").read_text() == "{data_folder: /fsx}\n"
+    assert configuration.read_text() == "{data_folder: /fsx}\n"
 
 
 def test_without_slurm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,8 @@ def start(command: str, monkeypatch: pytest.MonkeyPatch, python: str = sys.execu
 
 def test_folders_are_shown_once_and_at_the_same_paths() -> None:
     made = Container(runtime="apptainer", image="/a.sif", mounts=("/x:/y:ro",))
-    command = container_arguments(
-        made, "cuda", ["/fsx/runs/r1", "/fsx/runs", Path("/fsx/runs2"), "/local"]
-    )
+    folders = ["/fsx/runs/r1", "/fsx/runs", Path("/fsx/runs2"), "/local"]
+    command = container_arguments(made, "cuda", folders)
     binds = "--bind /fsx/runs:/fsx/runs --bind /fsx/runs2:/fsx/runs2 --bind /local:/local"
     assert shlex.join(command) == f"apptainer exec --nv {binds} --bind /x:/y:ro /a.sif"
 

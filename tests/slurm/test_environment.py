@@ -23,6 +23,7 @@ from slurmllm.slurm import client
 from slurmllm.slurm.arrays import slurm_options
 from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient, UnansweredError, step_options
 from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
+from slurmllm.slurm.setup import limits_script
 from slurmllm.supervise import allocation
 
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}
@@ -94,20 +95,21 @@ def test_a_job_id_alone_is_no_allocation(monkeypatch: pytest.MonkeyPatch) -> Non
         allocation.allocate_nodes(resolve("tiny_neox", "local"), [], "health")
 
 
-def program(folder: Path, name: str, body: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
+Commands = Callable[[str, str], None]
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    def add(name: str, body: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return lambda name, body: program(tmp_path, name, body)
+    return add
 
 
 def test_every_command_of_the_client_starts_without_them(
-    commands: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sinfo", "srun"):
         commands(name, f"env | grep -E '{OF_SLURM}' >> {tmp_path}/seen; pwd; echo 7")
@@ -132,7 +134,7 @@ def test_every_command_of_the_client_starts_without_them(
 
 @pytest.mark.parametrize("case", ["appears", "never", "unknown"])
 def test_an_sbatch_without_an_answer(
-    case: str, commands: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: str, commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(client, "ADOPTION_S", 0.2)
     monkeypatch.setattr(client, "_RETRY_S", 0.05)
@@ -153,25 +155,19 @@ def test_an_sbatch_without_an_answer(
 
 
 def test_limits_of_the_submitting_shell_are_undone() -> None:
-    from slurmllm.slurm.setup import limits_script
+    def run(before: str, after: str = "") -> subprocess.CompletedProcess[str]:
+        script = "\n".join([before, *limits_script(), after])
+        return subprocess.run(["bash", "-c", script], capture_output=True, text=True)
 
-    limits_text = "\n".join(limits_script()) + "\n"
-
-    shell = (
-        "ulimit -S -t 60; ulimit -S -f 100; ulimit -S -u 900; ulimit -S -s 900; ulimit -S -c 9\n"
-    )
+    shell = (f"ulimit -S -{limit}" for limit in ("t 60", "f 100", "u 900", "s 900", "c 9"))
     show = 'for l in t f u s c; do echo "$l $(ulimit -S -$l) $(ulimit -H -$l)"; done'
-    done = subprocess.run(
-        ["bash", "-c", f"{shell}{limits_text}{show}"], capture_output=True, text=True
-    )
+    done = run("; ".join(shell), show)
     limits = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     for name in "tfu":
         assert len(set(limits[name].split())) == 1, limits
     assert limits["s"].startswith(("8192 ", "unlimited "))
     assert limits["c"].startswith("0 ")
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -t 700\n{limits_text}"], capture_output=True, text=True
-    )
+    done = run("ulimit -t 700")
     assert done.returncode == 2
     assert "CPU time of a process to 700 s (ulimit -t, RLIMIT_CPU)" in done.stderr
 

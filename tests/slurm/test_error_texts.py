@@ -35,9 +35,10 @@ def test_a_pattern_takes_linear_time(row: ErrorText) -> None:
         assert times[1] < 0.05 + 16 * times[0], word
 
 
-def failed(
-    *lines: str, command: Sequence[str] = (), nodes: Sequence[str] = ("n1", "n2", "n3")
-) -> LaunchFailure:
+NODES = ["n1", "n2", "n3"]
+
+
+def failed(*lines: str, command: Sequence[str] = (), nodes: Sequence[str] = NODES) -> LaunchFailure:
     process = subprocess.Popen(
         [sys.executable, "-c", "raise SystemExit(1)", *command], stdout=subprocess.DEVNULL
     )
@@ -58,12 +59,7 @@ TASK = "srun: error: Task launch for StepId=5.0 failed on node"
     [
         ([f"{TASK} n2: Job credential expired", ABORTED, STEP, KILLED], "node", 0, ["n2"]),
         ([KILLED, f"{TASK} n2: Unspecified error"], "node", 1, ["n2"]),
-        (
-            [f"{TASK} n{i}: Job credential expired" for i in (1, 2, 3)],
-            "node",
-            2,
-            ["n1", "n2", "n3"],
-        ),
+        ([f"{TASK} {node}: Job credential expired" for node in NODES], "node", 2, NODES),
         ([f"{TASK} n1: Job credential revoked", KILLED], "job", 0, ["n1"]),
         (["srun: error: task 2 launch failed: Slurmd could not connect IO"], "node", 0, ["n3"]),
         (["srun: error: Aborting, can not test connection to node 1."], "network", 0, ["n2"]),

@@ -32,6 +32,10 @@ def test_the_lines_run_in_the_script_itself(tmp_path: Path) -> None:
     file = tmp_path / "env.sh"
     file.write_text('false\ndeclare -x GREETING="hello $NAME\'s"\n')  # its own failures are its own
     assert run("NAME='a b'  # a comment", f"source {file}") == (0, "hello a b's\n", "")
+    # A line that exits is a failure.
+    code, output, errors = run("exit 0", then="echo body")
+    assert (code, output) == (2, "")
+    assert "line 1 failed with exit code 0: exit 0" in errors
 
 
 @pytest.mark.parametrize(
@@ -43,12 +47,6 @@ def test_the_first_failing_line_is_named_and_the_rest_do_not_run(line: str, code
     assert (result, output) == (0, message)  # the body goes on: the supervisor records it
     assert errors.endswith(message)
     assert run(line, stop=True)[0] == 2
-
-
-def test_a_line_that_exits_is_a_failure() -> None:
-    code, output, errors = run("exit 0", then="echo body")
-    assert (code, output) == (2, "")
-    assert "line 1 failed with exit code 0: exit 0" in errors
 
 
 def test_each_task_of_srun_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +69,6 @@ def test_faults_are_found_before_anything_is_submitted() -> None:
     assert len(result) == 2
     assert result[0] == "cluster.setup: line 2: syntax error: unexpected end of file: if true"
     assert result[1].startswith("cluster.setup: line 3: ")
-
-
-def test_shellcheck_warns() -> None:
     assert setup_warnings(["source /opt/intel/setvars.sh", "X=1", 'source "$X/activate"']) == []
     (warning,) = setup_warnings(["true", "cd /scratch"])
     assert warning.startswith("cluster.setup: line 2: Use 'cd ... || exit'")

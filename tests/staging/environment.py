@@ -13,16 +13,8 @@ from packaging.requirements import Requirement
 
 import slurmllm
 
-LARGE = (
-    "torch",
-    "scipy",
-    "matplotlib",
-    "plotly",
-    "grpcio",
-    "pillow",
-    "hf-xet",
-    "tensorboard-data-server",
-)
+LARGE = ("torch", "scipy", "matplotlib", "plotly", "grpcio", "pillow", "hf-xet")
+LARGE += ("tensorboard-data-server",)
 
 
 def make_environment(folder: Path, without: tuple[str, ...] = LARGE) -> Path:
@@ -30,11 +22,11 @@ def make_environment(folder: Path, without: tuple[str, ...] = LARGE) -> Path:
 
     slurmllm itself is found through a .pth file, as in an editable install.
     """
-    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    site.mkdir(parents=True)
-    programs = folder / "bin"
-    programs.mkdir()
-    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    site, programs = folder / "lib" / version / "site-packages", folder / "bin"
+    for path in (site, programs):
+        path.mkdir(parents=True)
+    base = Path(sys.base_prefix) / "bin" / version
     for name in ("python", "python3"):
         (programs / name).symlink_to(base)
     (folder / "pyvenv.cfg").write_text(

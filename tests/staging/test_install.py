@@ -57,6 +57,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         staged.use.close()
 
 
+def change(site: Site, value: int) -> Path:
+    """Make another environment, and its archive."""
+    (site.sources / "module.py").write_text(f"value = {value}\n")
+    return ensure_archive(site.runs)
+
+
 def archive_of(manifest: Path) -> Path:
     return manifest.with_name(EnvironmentManifest.load(manifest).archive)
 
@@ -81,9 +87,7 @@ def test_a_source_that_changes_while_it_is_packed_is_refused(
 ) -> None:
     listings = iter((site.contents(), site.contents()))
     monkeypatch.setattr(archive, "environment_contents", lambda: next(listings))
-    monkeypatch.setattr(
-        Contents, "difference", lambda self, other: "path/0/module.py", raising=True
-    )
+    monkeypatch.setattr(Contents, "difference", lambda *_: "path/0/module.py")
     with pytest.raises(StorageError, match=r"path/0/module\.py was changed while"):
         ensure_archive(site.runs)
     assert list((site.runs / ".environments").glob("*.tar*")) == []
@@ -98,8 +102,7 @@ def test_a_damaged_broadcast_is_replaced_by_the_shared_archive(
     first = site.install(manifest, broadcast)
     assert first.origin == "archive"
     assert "does not match its manifest" in caplog.text
-    (site.sources / "module.py").write_text("value = 22\n")  # another environment
-    manifest = ensure_archive(site.runs)
+    manifest = change(site, 22)
     archive_of(manifest).rename(broadcast)
     second = site.install(manifest, broadcast)
     assert second.origin == "broadcast"
@@ -107,9 +110,13 @@ def test_a_damaged_broadcast_is_replaced_by_the_shared_archive(
     assert values == ["value = 1\n", "value = 22\n"]
 
 
-def test_a_damaged_archive_is_named_and_packed_again_by_the_next_attempt(site: Site) -> None:
+def test_an_archive_of_others_is_refused_and_a_damaged_one_packed_again(site: Site) -> None:
     manifest = ensure_archive(site.runs)
     path = archive_of(manifest)
+    path.chmod(0o666)
+    with pytest.raises(StorageError, match="every user may write to it"):
+        site.install(manifest)
+    path.chmod(0o644)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)  # of the same size, so that only its checksum shows it
@@ -117,13 +124,6 @@ def test_a_damaged_archive_is_named_and_packed_again_by_the_next_attempt(site: S
         site.install(manifest)
     assert [p.name for p in (site.private / "environments").glob("[!.]*/")] == []
     assert site.install(ensure_archive(site.runs)).origin == "archive"
-
-
-def test_an_archive_of_others_is_refused(site: Site) -> None:
-    manifest = ensure_archive(site.runs)
-    archive_of(manifest).chmod(0o666)
-    with pytest.raises(StorageError, match="every user may write to it"):
-        site.install(manifest)
 
 
 def test_an_environment_whose_interpreter_fails_is_not_used(
@@ -167,9 +167,8 @@ def test_old_environments_are_removed_unless_they_are_in_use(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roots = []
-    for value in range(3):
-        (site.sources / "module.py").write_text(f"value = {'1' * (value + 1)}\n")
-        staged = site.install(ensure_archive(site.runs))
+    for value in (1, 11, 111):
+        staged = site.install(change(site, value))
         roots.append(staged.root)
         staged.use.close()
     ago = time.time() - install.MAX_AGE_S - 60
@@ -177,13 +176,11 @@ def test_old_environments_are_removed_unless_they_are_in_use(
         os.utime(root / MARKER, (ago, ago))
     with open_lock(roots[0].with_name(f"{roots[0].name}.use")) as use:
         fcntl.flock(use, fcntl.LOCK_SH)
-        (site.sources / "module.py").write_text("value = 55555\n")
-        newest = site.install(ensure_archive(site.runs))
+        newest = site.install(change(site, 55555))
     assert [root.exists() for root in roots] == [True, False, True]
     newest.use.close()
     monkeypatch.setattr(install, "MAX_BYTES", 1)  # now all but the one that is installed go
-    (site.sources / "module.py").write_text("value = 666666\n")
-    last = site.install(ensure_archive(site.runs))
+    last = site.install(change(site, 666666))
     assert [root.exists() for root in (*roots, newest.root)] == [False] * 4
     assert read_marker(last.root) is not None
 
@@ -192,21 +189,18 @@ def test_old_archives_are_removed(site: Site, monkeypatch: pytest.MonkeyPatch) -
     first = ensure_archive(site.runs)
     ago = time.time() - archive.MAX_AGE_S - 60
     os.utime(first, (ago, ago))
-    (site.sources / "module.py").write_text("value = 22\n")
-    second = ensure_archive(site.runs)
+    second = change(site, 22)
     assert not first.exists()
     assert len(list(second.parent.glob("*.tar*"))) == 1
     monkeypatch.setattr(archive, "MAX_BYTES", 1)
-    (site.sources / "module.py").write_text("value = 333\n")
-    third = ensure_archive(site.runs)
+    third = change(site, 333)
     assert not second.exists()
     assert archive_of(third).is_file()
 
 
 def test_the_own_environment_has_what_a_worker_needs() -> None:
     names = {file.name for file in environment_contents().files}
-    assert any(name.endswith("/slurmllm/train/worker.py") for name in names)
-    assert any(name.endswith("/slurmllm/run/error_patterns.yaml") for name in names)
-    assert any(name.endswith("/numpy/__init__.py") for name in names)
-    assert any(name.endswith("/os.py") for name in names)
+    ours = ("/slurmllm/train/worker.py", "/slurmllm/run/error_patterns.yaml")
+    for needed in (*ours, "/numpy/__init__.py", "/os.py"):
+        assert any(name.endswith(needed) for name in names)
     assert not any("/tests/staging/" in name for name in names)  # of the checkout, only packages

@@ -6,7 +6,6 @@ The interpreter is that of a small virtual environment, which is quickly packed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,12 +18,7 @@ from end_to_end.bench import PATIENCE_S, SMALL
 from staging.environment import make_environment
 
 RUN = (
-    "submit",
-    "tiny_neox",
-    "--nodes=2",
-    "--local",
-    "--set=backend=rehearsal",
-    *SMALL,
+    *("submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL),
     *("--set=train.steps=20", "--set=cluster.health.enabled=false", "--set=data.num_workers=0"),
 )
 STAGED = "--set=cluster.stage_environment=true"
@@ -115,11 +109,9 @@ def test_workers_fall_back_if_the_archive_is_damaged(
     for root in bench.environments:
         shutil.rmtree(root)
     (archive,) = (bench.runs / ".environments").glob("*.tar*")
-    with archive.open("r+b") as stream:
-        stream.seek(archive.stat().st_size // 2)
-        byte = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 1]))
+    content = bytearray(archive.read_bytes())
+    content[len(content) // 2] ^= 1
+    archive.write_bytes(content)
     output = bench.run("damaged", STAGED)
     assert "run from the shared environment" in output
     for node in bench.nodes("damaged"):

@@ -6,21 +6,19 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from fake_slurm import FakeSlurm
-from made_records import save_attempt
+from made_records import save_attempt, save_submission
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import RunError
 from slurmllm.run.records import (
-    JobsRecord,
-    Submission,
-    SweepCase,
     SweepRecord,
     UnrecordedEnding,
     comment_with,
@@ -39,8 +37,7 @@ def make(folder: Path, name: str = "r", **sent: object) -> RunDir:
     run.path.mkdir(parents=True)
     run.config.write_text(resolve("tiny_neox").to_yaml())
     if sent:
-        values = {"submitted_at": 0.0, "nodes": 1, "local": False, "first_attempt": 0, **sent}
-        JobsRecord(submissions=(Submission.model_validate(values),)).save(run.jobs)
+        save_submission(run, **sent)
     return run
 
 
@@ -78,10 +75,9 @@ class OneState(FakeSlurm):
 )
 def test_a_state_of_a_job(slurm: str, state: str, text: str, tmp_path: Path) -> None:
     run = make(tmp_path, train_job="7")
-    save_attempt(run, 0, job_id="7", nodes=("n1",), started_at=1.0, ended_at=None)
+    save_attempt(run, job_id="7")
     shown = run_state(run, OneState(slurm))
-    assert shown.state == state
-    assert text in shown.reason
+    assert (shown.state, text in shown.reason) == (state, True)
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -116,31 +112,31 @@ def test_a_process_of_another_machine_that_has_ended(
     assert run_state(run, OneState(allocation)).state == state
 
 
-def test_the_same_process_under_another_name_of_the_machine(tmp_path: Path) -> None:
+@contextmanager
+def living() -> Iterator[dict[str, Any]]:
+    """The fields of a record that name a living process."""
     with subprocess.Popen(["sh", "-c", "read line", "slurmllm"], stdin=subprocess.PIPE) as process:
-        fields = {"pid": process.pid, "process": process_identity(process.pid)}
-        run = make(tmp_path, **{**LOCAL, **fields})
-        shown = run_state(run, FakeSlurm())
-        assert (shown.state, shown.reason) == ("precompiling", f"process {process.pid}")
+        yield {"pid": process.pid, "process": process_identity(process.pid)}
         process.kill()
+
+
+def test_the_same_process_under_another_name_of_the_machine(tmp_path: Path) -> None:
+    with living() as fields:
+        shown = run_state(make(tmp_path, **{**LOCAL, **fields}), FakeSlurm())
+        assert (shown.state, shown.reason) == ("precompiling", f"process {fields['pid']}")
 
 
 def test_runs_of_a_local_sweep_wait(tmp_path: Path) -> None:
     sweep = SweepDir(tmp_path / "s")
     run = make(sweep.path, "s-a")
-    with subprocess.Popen(["sh", "-c", "read line", "slurmllm"], stdin=subprocess.PIPE) as process:
-        fields = {"pid": process.pid, "process": process_identity(process.pid)}
-        case = SweepCase(run="s-a", values={})
-        host = socket.gethostname()
-        SweepRecord(recipe="r", created_at=1.0, cases=(case,), host=host, **fields).save(
-            sweep.record
-        )
+    with living() as fields:
+        case = {"run": "s-a", "values": {}}
+        values = {"recipe": "r", "created_at": 1.0, "cases": [case], "host": socket.gethostname()}
+        SweepRecord.model_validate(values | fields).save(sweep.record)
         shown = run_state(run, FakeSlurm())
-        assert shown.state == "waiting"
-        assert shown.active
-        with pytest.raises(RunError, match=f"process {process.pid} runs it or its sweep"):
+        assert (shown.state, shown.active) == ("waiting", True)
+        with pytest.raises(RunError, match=f"process {fields['pid']} runs it or its sweep"):
             require_ended(run, FakeSlurm())
-        process.kill()
     assert run_state(run, FakeSlurm()).state == "interrupted"
 
 
@@ -184,16 +180,15 @@ def test_status_and_cancel_on_a_full_disk(full_disk: Path, monkeypatch: pytest.M
 
 
 def test_an_ending_in_a_job_s_comment(tmp_path: Path) -> None:
-    ending = UnrecordedEnding(
-        stage="train", attempt=0, ended_at=5.0, ending="storage_failure", evidence=("full|disk",)
-    )
+    fields = {"stage": "train", "attempt": 0, "ended_at": 5.0, "ending": "storage_failure"}
+    ending = UnrecordedEnding.model_validate({**fields, "evidence": ["full|disk"]})
     comment = comment_with(ending, comment_with(ending, "mine"))
     assert comment.count("slurmllm") == 1
     assert UnrecordedEnding.of_comment(comment) == ending
     assert comment_with(None, comment) == "mine"
     assert UnrecordedEnding.of_comment("mine") is None
     run = make(tmp_path, train_job="7")
-    save_attempt(run, 0, job_id="7", nodes=("n1",), started_at=1.0, ended_at=None)
+    save_attempt(run, job_id="7")
     shown = run_state(run, OneState("PENDING", comment))
     assert "not recorded yet: storage_failure: full|disk" in shown.reason
     shown = run_state(run, OneState("FAILED", comment))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked_verbs import run_verb
-from made_records import save_attempt, save_manifest
+from made_records import save_attempt, save_manifest, save_submission
 from training_rows import make_rows, write_rows
 
 from slurmllm.config.load import save
@@ -19,9 +19,7 @@ from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.run.records import (
     FailureRecord,
     Heartbeat,
-    JobsRecord,
     NodeRecord,
-    Submission,
     WorkerPhase,
     WorkerRecord,
 )
@@ -70,8 +68,7 @@ def write_run(folder: Path, attempts: int) -> RunDir:
         save_manifest(run, last, attempt=number, world_size=world, saved_at=began + 298.0)
         write_rows(run.metrics(number), make_rows(first, last, number))
     run.stage_log("train").write_text("train attempt 0 begins\n")
-    sent = Submission(submitted_at=1.7e9, first_attempt=0, nodes=NODES, local=True)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, submitted_at=1.7e9, nodes=NODES, local=True)
     return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
-from made_records import save_attempt, save_manifest
+from made_records import save_attempt, save_manifest, save_submission
+from training_rows import make_row, write_rows
 
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
@@ -20,10 +20,8 @@ from slurmllm.run.records import (
     AttemptRecord,
     Event,
     Heartbeat,
-    JobsRecord,
     SkippedBatches,
     SkipsRecord,
-    Submission,
 )
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, QueuedJob
@@ -54,10 +52,7 @@ def make(folder: Path, name: str = "r", job: str = "7", *overrides: str) -> RunD
     run = RunDir(folder / name)
     run.path.mkdir(parents=True)
     run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100", *overrides]).to_yaml())
-    sent = Submission(
-        submitted_at=0.0, nodes=2, local=False, first_attempt=0, precompile_job="6", train_job=job
-    )
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, nodes=2, precompile_job="6", train_job=job)
     return run
 
 
@@ -67,13 +62,13 @@ def attempt(run: RunDir, number: int, began: float, ended: float | None, **more:
 
 
 def steps(run: RunDir, number: int, first: int, last: int, step_s: float = 2.0) -> None:
-    run.metrics(number).parent.mkdir(exist_ok=True)
     rates = {"loss": 5.0, "seq_per_s": 8 / step_s, "tokens_per_s": 80 / step_s}
     rows = []
     for step in range(first, last + 1):
         times = {"time": 1000.0 + step, "step_time_s": 60.0 if step == first else step_s}
-        rows.append({"step": step, "attempt": number, "tokens": 10 * step, **rates, **times})
-    run.metrics(number).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
+        rows.append(make_row(step, number, tokens=10 * step, **rates, **times))
+    with write_rows(run.metrics(number), rows).open("a") as stream:
+        stream.write('{"step": 9')
 
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
@@ -126,8 +121,8 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
 
 def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     run = make(tmp_path)
-    save_manifest(run, 10, attempt=0, saved_at=1.0)
-    save_manifest(run, 20, attempt=0, saved_at=2.0)
+    for step in (10, 20):
+        save_manifest(run, step)
     skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
     SkipsRecord(skips=(skip,)).save(run.skips)
     saved = run_state(run, CountingSlurm()).last_checkpoint
@@ -145,8 +140,7 @@ def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: 
 
 
 def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: Path) -> None:
-    ended = {"finish": "done", "stop": "code_error"}
-    for action, ending in ended.items():
+    for action, ending in (("finish", "done"), ("stop", "code_error")):
         run = make(tmp_path, action, "5")
         attempt(run, 0, 1.0, 2.0, action=action, ending=ending, evidence=("why",))
     attempt(make(tmp_path, "runs"), 0, 1.0, None)
@@ -178,9 +172,7 @@ def test_a_run_that_was_cancelled_between_attempts(
     local: bool, cancelled_at: float | None, silent: bool, state: str, tmp_path: Path
 ) -> None:
     run = make(tmp_path, "r", "5")
-    sent = JobsRecord.load(run.jobs).submissions[0]
-    sent = sent.model_copy(update={"local": local, "cancelled_at": cancelled_at})
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, train_job="5", local=local, cancelled_at=cancelled_at)
     attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
     assert run_state(run, CountingSlurm(silent)).state == state
 

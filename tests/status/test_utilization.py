@@ -53,10 +53,7 @@ def lost_and_resumed() -> RunHistory:
         ],
         steps={0: steps(1, [7.0, 4.0, 4.0, 4.0, 4.0], 120.0), 1: steps(4, [9.0, 4.0, 4.0], 230.0)},
         waited_s={0: 3.0, 1: 1.0},
-        incarnations=[
-            Incarnation("7", "train", 4, 98.0, 180.0),
-            Incarnation("7", "train", 4, 197.0, 271.0),
-        ],
+        incarnations=[Incarnation("7", "train", 4, *span) for span in ((98, 180), (197, 271))],
         submissions=[90.0],
     )
 
@@ -163,6 +160,7 @@ def test_a_resume_below_the_last_checkpoint_loses_what_lies_between() -> None:
 
 
 _SECONDS = st.floats(0, 1e5, allow_nan=False)
+_PHASES = ["preflight", "cache", "stopping"]
 
 
 @st.composite
@@ -173,19 +171,12 @@ def histories(draw: st.DrawFn) -> RunHistory:
         started = draw(_SECONDS)
         ended = draw(st.none() | st.floats(0, 1e5).map(lambda s, begin=started: begin + s))
         stage = draw(st.sampled_from(["train", "precompile"]))
-        attempts.append(
-            attempt(
-                number,
-                started,
-                ended,
-                stage=stage,
-                job_id=draw(st.sampled_from([None, "1"])),
-                checkpoint_after=draw(st.none() | st.integers(0, 9)),
-                phases_s=draw(
-                    st.dictionaries(st.sampled_from(["preflight", "cache", "stopping"]), _SECONDS)
-                ),
-            )
-        )
+        fields = {
+            "job_id": draw(st.sampled_from([None, "1"])),
+            "checkpoint_after": draw(st.none() | st.integers(0, 9)),
+            "phases_s": draw(st.dictionaries(st.sampled_from(_PHASES), _SECONDS)),
+        }
+        attempts.append(attempt(number, started, ended, stage=stage, **fields))
         seconds = draw(st.lists(st.floats(0, 1e4), max_size=4))
         if seconds and stage == "train":
             made[number] = steps(draw(st.integers(1, 9)), seconds, draw(_SECONDS))
@@ -221,11 +212,10 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     run.attempt("train", 1).record.write_text("{")
     with run.metrics(0).open("a") as stream:
         stream.write('{"step": 6, "att')
-    run.events(0).parent.mkdir()
     saved = {"kind": "save", "step": 3, "attempt": 0, "time": begin, "waited_s": 0.25, "seconds": 1}
-    endless = json.dumps({**saved, "waited_s": 1e308})  # two of them have no finite sum
-    lines = (json.dumps(saved), endless, endless, '{"kind": "sa')
-    run.events(0).write_text("\n".join(lines))
+    endless = saved | {"waited_s": 1e308}  # two of them have no finite sum
+    with write_rows(run.events(0), [saved, endless, endless]).open("a") as stream:
+        stream.write('{"kind": "sa')
     history = read_history(run)
     assert history.waited_s == {0: 0.25}
     assert history.saves == [(0.25, 1.0)]
@@ -253,9 +243,7 @@ def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
     held = json.loads(path.read_text())
     path.write_text(json.dumps(held | {"class": "preempted_kindly", "mood": "calm"}))
     history = read_history(run)
-    assert [(attempt.ended_at, attempt.ending) for attempt in history.attempts] == [
-        (1.7e9 + 3, None)
-    ]
+    assert [(a.ended_at, a.ending) for a in history.attempts] == [(1.7e9 + 3, None)]
     assert history.warnings[0].startswith(f"{path}: class is 'preempted_kindly'; ignoring these")
     path.write_text(json.dumps(held | {"nodes": "n1"}))
     assert "is damaged: nodes" in read_history(run).warnings[0]

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
-from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import RunDir
+
+Inputs = tuple[str, ...]  # corpus and tokenizer, as --set options
 
 
 def call(*arguments: str) -> Result:
@@ -30,14 +31,14 @@ def fails(code: int, *arguments: str) -> str:
     return result.stderr
 
 
-def submitted(fake: FakeSlurm, inputs: tuple[str, ...], *more: str) -> dict[str, object]:
+def submitted(inputs: Inputs, *more: str) -> dict[str, object]:
     result = call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
 
-def submitted_run(fake: FakeSlurm, inputs: tuple[str, ...], *more: str) -> RunDir:
-    return RunDir(Path(str(submitted(fake, inputs, *more)["run_dir"])))
+def submitted_run(inputs: Inputs, *more: str) -> RunDir:
+    return RunDir(Path(str(submitted(inputs, *more)["run_dir"])))
 
 
 def graph_manifest(**fields: object) -> GraphManifest:

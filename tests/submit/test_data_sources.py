@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from corpus.data_server import DataServer, data_server
 from corpus.published import mirror_configuration, publish_wikipedia
 from fake_slurm import FakeSlurm
@@ -43,9 +45,10 @@ def mirrored(
     return published
 
 
-def files_of(result: object) -> tuple[str, str, dict[str, str]]:
+def files_of(result: Result) -> tuple[str, str, dict[str, str]]:
     """Corpus, tokenizer and origins of a submitted run."""
-    shown = json.loads(result.stdout)  # type: ignore[attr-defined]
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
     config = load(RunDir(Path(shown["run_dir"])).config)
     data = config.recipe.data
     return str(data.corpus), str(data.tokenizer), dict(config.origins)
@@ -69,25 +72,20 @@ def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
     dry = call(*NEOX, "--dry-run")
     assert (dry.exit_code, dry.stdout.count("#!/bin/bash")) == (2, 1)  # rehearsed
     assert message in dry.stderr
-    shown = call(*NEOX, "--dry-run", "--json")
-    assert shown.exit_code == 2
-    assert "data fetch" in json.loads(shown.stdout)["refusals"][0]
+    assert "data fetch" in call_json(*NEOX, "--dry-run")["refusals"][0]
     elsewhere = fails(2, *NEOX, "--runs-dir", "other")
     assert f"fetch wikipedia_gpt2 --to {Path.cwd() / 'other' / '.data'}`" in elsewhere
-    swept = call(*NEOX, "--dry-run", "--sweep", "optim.lr=1e-4,2e-4")
-    assert (swept.exit_code, "no training data" in swept.stderr) == (2, True)
     # A tokenizer alone is not complete after --fetch.
-    dry = call(*NEOX, "--data=gpt2_tokenizer", "--fetch", "--dry-run")
-    assert (dry.exit_code, "no training data" in dry.stderr) == (2, True)
+    for options in (["--sweep=optim.lr=1e-4,2e-4"], ["--data=gpt2_tokenizer", "--fetch"]):
+        dry = call(*NEOX, "--dry-run", *options)
+        assert (dry.exit_code, "no training data" in dry.stderr) == (2, True)
 
 
 def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path: Path) -> None:
     before = call(*NEOX, "--fetch", "--dry-run")
     assert before.exit_code == 0
     assert not mirrored.requests
-    sent = call(*NEOX, "--fetch", "--json")
-    assert sent.exit_code == 0, sent.output
-    corpus, tokenizer, origins = files_of(sent)
+    corpus, tokenizer, origins = files_of(call(*NEOX, "--fetch", "--json"))
     folder = tmp_path / "runs" / ".data" / "wikipedia_gpt2"
     assert corpus == str(folder / "my-gpt2_text_document")
     assert tokenizer == str(folder / "tokenizer.json")
@@ -97,8 +95,8 @@ def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path
     assert call(*NEOX, "--fetch").exit_code == 0
     assert len(mirrored.requests) == asked
     # An option takes precedence.
-    (folder / "moved.bin").write_bytes((folder / "my-gpt2_text_document.bin").read_bytes())
-    (folder / "moved.idx").write_bytes((folder / "my-gpt2_text_document.idx").read_bytes())
+    for end in ("bin", "idx"):
+        shutil.copyfile(folder / f"my-gpt2_text_document.{end}", folder / f"moved.{end}")
     moved = call(*NEOX, f"--set=data.corpus={folder}/moved", "--json")
     assert files_of(moved)[:2] == (f"{folder}/moved", "None")
 
@@ -138,24 +136,19 @@ def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
         line = (*NEOX, f"--data={file}")
         assert f"run `slurmllm data fetch {file}`" in fails(2, *line)
         assert call("data", "fetch", str(file)).exit_code == 0
-    sent = call(*line, "--json")
-    assert sent.exit_code == 0, sent.output
-    assert files_of(sent)[0].endswith("/.data/mine/my-gpt2_text_document")
+    assert files_of(call(*line, "--json"))[0].endswith("/.data/mine/my-gpt2_text_document")
 
 
 def test_a_site_has_it_already(
     mirrored: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = call("data", "fetch", "neox_20b", "--to", str(tmp_path / "site"), "--json")
-    (data_set,) = json.loads(done.stdout)["fetched"]
+    (data_set,) = call_json("data", "fetch", "neox_20b", "--to", f"{tmp_path}/site")["fetched"]
     corpus, tokenizer = data_set["corpus"], data_set["tokenizer"]
     profile = tmp_path / "site.yaml"
     profile.write_text(
         f"extends: local\ndata:\n  wikipedia_gpt2: {{corpus: {corpus}, tokenizer: {tokenizer}}}\n"
     )
-    by_profile = call(*NEOX, f"--cluster={profile}", "--json")
-    assert by_profile.exit_code == 0, by_profile.output
-    files = files_of(by_profile)
+    files = files_of(call(*NEOX, f"--cluster={profile}", "--json"))
     assert files[:2] == (corpus, tokenizer)
     assert files[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (site.yaml:3)"
     # The user's own configuration is over the profile's.
@@ -163,8 +156,7 @@ def test_a_site_has_it_already(
     assert "/nosuch" in fails(2, *NEOX, f"--cluster={profile}")
     file = tmp_path / "user" / "config.yaml"
     file.write_text(f"data:\n  wikipedia_gpt2:\n    corpus: {corpus}\n")
-    by_user = call(*NEOX, f"--cluster={profile}", "--json")
-    files = files_of(by_user)
+    files = files_of(call(*NEOX, f"--cluster={profile}", "--json"))
     assert files[:2] == (corpus, "None")
     assert files[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (user/config.yaml:3)"
     file.write_text(f"data_folder: {tmp_path}/site\n")
@@ -194,18 +186,15 @@ def test_a_trial_on_the_built_in_texts(
     """llama2_7b_finetune then needs no weights; llama3_8b's batch is longer than the texts."""
     more = (*REHEARSED[:3], "--set=parallel.pipeline=1", "--set=parallel.sequence=false")
     sent = call("submit", recipe, "--nodes=4", *more, "--data=builtin", "--json", runs)
-    assert sent.exit_code == 0, sent.output
-    assert (
-        f"TRIAL RUN: with --data builtin, {recipe} trains on the source files of this mac"
-        in caplog.text
-    )
+    trial = f"TRIAL RUN: with --data builtin, {recipe} trains on the source files of this mac"
+    assert trial in caplog.text
     corpus, tokenizer, origins = files_of(sent)
     assert "stdlib" in corpus
     assert "stdlib" in tokenizer
     assert origins["data.corpus"] == origins["data.tokenizer"] == "--data builtin"
     run = json.loads(sent.stdout)["run"]
     assert "texts that ship with Python" in call("status", run, runs).stdout
-    assert json.loads(call("status", run, "--json", runs).stdout)["trial"] is True
+    assert call_json("status", run, runs)["trial"] is True
 
 
 def test_other_data(fake: FakeSlurm) -> None:

@@ -90,12 +90,16 @@ def test_a_run_that_others_may_write_to_is_not_resumed(
     prepare(request)
 
 
+def prepare_ours(config: RunConfig, folder: Path, **fields: str | None) -> None:
+    cluster = config.cluster.model_copy(update=fields)
+    prepare(RunRequest(RunConfig(config.recipe, cluster), 1, folder, name="ours"))
+
+
 def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:
     os.umask(0)
     prepare(RunRequest(config, 1, tmp_path, name="mine"))
     assert os.umask(0) == 0o022, "sbatch hands it to the jobs"
-    shared = config.cluster.model_copy(update={"trusted_group": "users"})
-    prepare(RunRequest(RunConfig(config.recipe, shared), 1, tmp_path, name="ours"))
+    prepare_ours(config, tmp_path, trusted_group="users")
     for path in (tmp_path / "mine", *(tmp_path / "mine").rglob("*")):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
     assert (tmp_path / "ours").stat().st_mode & 0o020, "its members share what they may write"
@@ -106,10 +110,8 @@ def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) ->
 def test_the_runs_group_may_read_and_nobody_else(
     tmp_path: Path, config: RunConfig, trusted: str | None
 ) -> None:
-    groups = {"runs_group": "users", "trusted_group": trusted}
-    cluster = config.cluster.model_copy(update=groups)
     os.umask(0)
-    prepare(RunRequest(RunConfig(config.recipe, cluster), 1, tmp_path, name="ours"))
+    prepare_ours(config, tmp_path, runs_group="users", trusted_group=trusted)
     run = tmp_path / "ours"
     limit = 0o027 if trusted is None else 0o007
     for path in (run, *run.rglob("*")):
@@ -124,9 +126,8 @@ def test_the_runs_group_may_read_and_nobody_else(
 @only_root
 def test_a_group_that_runs_cannot_be_given_to(tmp_path: Path, config: RunConfig) -> None:
     def refused(group: str) -> str:
-        cluster = config.cluster.model_copy(update={"runs_group": group})
         with pytest.raises(ConfigError) as caught:
-            prepare(RunRequest(RunConfig(config.recipe, cluster), 1, tmp_path, name="ours"))
+            prepare_ours(config, tmp_path, runs_group=group)
         assert not (tmp_path / "ours").exists()
         return str(caught.value)
 

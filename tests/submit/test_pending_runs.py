@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm
-from submit.commands import call, call_json, fails, submitted
+from submit.commands import Inputs, call, call_json, fails, submitted
 
 
-def test_a_run_that_waits_says_why_and_what_to_do(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_run_that_waits_says_why_and_what_to_do(fake: FakeSlurm, inputs: Inputs) -> None:
     fake.waits = {"1": "PartitionTimeLimit", "2": "Dependency"}
-    shown = call("submit", "tiny_neox", "--nodes", "4", "--name", "r", *inputs)
-    assert shown.exit_code == 0, shown.output
+    submitted(inputs, "--name", "r")
     status = call_json("status", "r")
     assert "precompile job waiting for PartitionTimeLimit: its time" in status["reason"]
     assert "`scontrol update JobId=1 TimeLimit=MAXTIME`" in status["reason"]
@@ -34,9 +33,9 @@ def test_a_run_that_waits_says_why_and_what_to_do(fake: FakeSlurm, inputs: tuple
     ],
 )
 def test_the_nodes_reasons_are_shown(
-    fake: FakeSlurm, inputs: tuple[str, ...], reason: str, node: str, texts: list[str]
+    fake: FakeSlurm, inputs: Inputs, reason: str, node: str, texts: list[str]
 ) -> None:
-    submitted(fake, inputs, "--name", "r")
+    submitted(inputs, "--name", "r")
     fake.states.update(n1="down~", n2="down~")
     fake.reasons = {"n1": node, "n2": node}
     fake.waits = {"1": reason}
@@ -47,7 +46,7 @@ def test_the_nodes_reasons_are_shown(
     assert "bad disk" not in call_json("status", "r")["reason"]  # enough others
 
 
-def test_what_slurm_never_starts_is_refused(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_what_slurm_never_starts_is_refused(fake: FakeSlurm, inputs: Inputs) -> None:
     fake.limits = {"MaxTime": "00:10:00"}
     options = ("submit", "tiny_neox", "--nodes", "4", "--name", "r", *inputs)
     message = fails(2, *options)

@@ -1,8 +1,7 @@
 """Whole generated scripts, against goldens, and values that must not reach a directive.
 
-The goldens in tests/golden/ are written by hand-run of
-`SLURMLLM_WRITE_GOLDENS=1 pytest tests/slurm/test_render.py` and read by people in the diff; a
-missing golden is a failure.
+`SLURMLLM_WRITE_GOLDENS=1 pytest tests/submit/test_render.py` writes the goldens in tests/golden/,
+which people read in the diff; a missing golden is a failure.
 """
 
 from __future__ import annotations
@@ -53,8 +52,11 @@ def text(recipe: str, stage: Stage, nodes: int, *overrides: str, run: str = "/fs
 def test_scripts_are_the_goldens(
     recipe: str, nodes: int, overrides: tuple[str, ...], stage: Stage
 ) -> None:
-    path = GOLDEN / f"{recipe}.{stage}.sbatch"
-    made = text(recipe, stage, nodes, *overrides)
+    assert_golden(f"{recipe}.{stage}", text(recipe, stage, nodes, *overrides))
+
+
+def assert_golden(name: str, made: str) -> None:
+    path = GOLDEN / f"{name}.sbatch"
     if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
         path.write_text(made)
     assert made == path.read_text()
@@ -64,13 +66,12 @@ SITE = ('cluster.setup=["module load cuda/12.4", "X=\'a b\'"]', "cluster.python=
 
 
 MOUNTS = "[/fsx/envs, '/opt/x:/x:ro']"
+WRITABLE, TORCH = "options=[--writable-tmpfs]", "pytorch/pytorch:2.9.0"
 
 
 def container(runtime: str, image: str, *more: str) -> tuple[str, ...]:
-    return tuple(
-        f"cluster.container.{field}"
-        for field in (f"runtime={runtime}", f"image={image}", f"mounts={MOUNTS}", *more)
-    )
+    fields = (f"runtime={runtime}", f"image={image}", f"mounts={MOUNTS}", *more)
+    return tuple(f"cluster.container.{field}" for field in fields)
 
 
 @pytest.mark.parametrize(
@@ -78,21 +79,17 @@ def container(runtime: str, image: str, *more: str) -> tuple[str, ...]:
     [
         ("setup", SITE),
         ("pyxis", (*container("pyxis", "/fsx/images/pytorch.sqsh"), SITE[0])),
-        (
-            "apptainer",
-            (*container("apptainer", "/fsx/a.sif", "options=[--writable-tmpfs]"), SITE[0]),
+        ("apptainer", (*container("apptainer", "/fsx/a.sif", WRITABLE), SITE[0])),
+        *(
+            (name, (*container(name, TORCH), "cluster.device=cuda"))
+            for name in ("docker", "podman")
         ),
-        ("docker", (*container("docker", "pytorch/pytorch:2.9.0"), "cluster.device=cuda")),
-        ("podman", (*container("podman", "pytorch/pytorch:2.9.0"), "cluster.device=cuda")),
     ],
 )
 def test_a_site_s_scripts_are_the_goldens(name: str, overrides: tuple[str, ...]) -> None:
-    path = GOLDEN / f"site_{name}.train.sbatch"
     config = resolve("tiny_neox", overrides=overrides)
-    made = render_run(config, 2, RunDir(Path("/fsx/runs/r1"))).scripts["train"]
-    if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
-        path.write_text(made)
-    assert made == path.read_text()
+    rendered = render_run(config, 2, RunDir(Path("/fsx/runs/r1")))
+    assert_golden(f"site_{name}.train", rendered.scripts["train"])
 
 
 def test_singularity_is_called_as_apptainer_is() -> None:
@@ -137,15 +134,12 @@ def test_the_body_keeps_the_rendezvous_ports_free(
     stage: Stage, allowed: bool, tmp_path: Path
 ) -> None:
     asked, started = tmp_path / "asked", tmp_path / "started"
-    for name, line in (
-        ("sudo", f'echo "$*" >> {asked}; exit {int(not allowed)}'),
-        ("python", f'echo "$*" > {started}'),
-    ):
+    sudo, python = f'echo "$*" >> {asked}; exit {int(not allowed)}', f'echo "$*" > {started}'
+    for name, line in (("sudo", sudo), ("python", python)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    script = render(
-        stage, resolve("neox_20b"), RunDir(tmp_path / "r1"), 4, str(tmp_path / "python")
-    )
+    run, python = RunDir(tmp_path / "r1"), str(tmp_path / "python")
+    script = render(stage, resolve("neox_20b"), run, 4, python)
     path = f"{tmp_path}:{os.environ['PATH']}"
     subprocess.run(["bash", "-c", script], env={"PATH": path}, check=True, capture_output=True)
     assert "ip_local_reserved_ports=41000-41001,62182" in asked.read_text()

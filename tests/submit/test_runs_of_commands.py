@@ -33,9 +33,10 @@ def run(fake: FakeSlurm) -> RunDir:
     rows = [{"step": n, "attempt": 0, "loss": 3.0 - n / 100, "time": 1.0 * n} for n in range(1, 30)]
     write_rows(run.metrics(0), rows)
     for step, changed_at in ((10, 5.0), (20, 39.0)):
-        (run.path / f"outputs/step-{step}").mkdir(parents=True)
-        (run.path / f"outputs/step-{step}/weights").write_bytes(bytes(1000))
-        for path in (run.path / f"outputs/step-{step}/weights", run.path / f"outputs/step-{step}"):
+        folder = run.path / f"outputs/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(1000))
+        for path in (folder / "weights", folder):
             os.utime(path, (changed_at, changed_at))
     (run.path / "outputs/samples.txt").write_text("kept")
     return run
@@ -66,10 +67,7 @@ def test_what_is_of_our_trainings_is_refused(
         (("--smoke",), "shorten it by its own arguments"),
         (("--fetch",), "--fetch needs a model section"),
         (("--data", "builtin"), "has no data (--data builtin); leave"),
-        (
-            ("backend=nxd", "checkpoint.replica=/x"),
-            "no backend (--set backend=nxd), checkpoint",
-        ),
+        (("backend=nxd", "checkpoint.replica=/x"), "no backend (--set backend=nxd), checkpoint"),
         (("command.stps=3",), "did you mean 'steps'?"),
         (("command=null",), "model: missing"),
     ],
@@ -128,10 +126,8 @@ def test_what_is_known_of_it(run: RunDir) -> None:
     assert (status["step"], status["steps"], status["last_checkpoint"]["step"]) == (29, 40, 10)
     listed = call_json("checkpoint", "list", "r")["checkpoints"]
     folders = [str(run.path / f"outputs/step-{step}") for step in (10, 20)]
-    assert [(c["step"], c["path"], c["complete"]) for c in listed] == [
-        (10, folders[0], True),
-        (20, folders[1], False),
-    ]
+    shown = [(c["step"], c["path"], c["complete"]) for c in listed]
+    assert shown == [(10, folders[0], True), (20, folders[1], False)]
     assert "half-written" in call("checkpoint", "list", "r").stdout
     assert call("compare", "r", "r", "--no-plot").stdout.count("bit-identical at all 29 steps") == 1
 
@@ -152,10 +148,8 @@ def test_a_report_has_no_figures_of_a_model(run: RunDir) -> None:
     assert (facts["steps"], facts["planned_steps"], facts["loss"]) == (29, 40, 2.71)
     unknown = ("parameters", "mesh", "mfu", "tokens_per_s", "seq_per_s", "tokens")
     assert {facts[name] for name in unknown} == {None}
-    assert [(c["step"], c["state"]) for c in facts["checkpoints"]] == [
-        (10, "kept"),
-        (20, "damaged"),
-    ]
+    states = {c["step"]: c["state"] for c in facts["checkpoints"]}
+    assert states == {10: "kept", 20: "damaged"}
     page = (run.path / "reports/report.md").read_text()
     assert "| command | python train.py" in page
     assert "tensor" not in page
@@ -167,7 +161,7 @@ def test_delete_keeps_what_the_trainer_has_written(run: RunDir, is_damaged: bool
     if is_damaged:  # it is not known whose the files are
         run.config.write_text("[" * 9)
         assert "the trainer's outputs" in call("delete", "r").output
-    (deleted,) = json.loads(call("delete", "r", "--yes", "--json").stdout)["deleted"]
+    (deleted,) = call_json("delete", "r", "--yes")["deleted"]
     assert deleted["checkpoints"] == (0 if is_damaged else 2)
     assert not deleted["checkpoints_deleted"]
     assert [path.name for path in run.path.iterdir()] == ["outputs"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
 from fake_slurm import FakeSlurm
-from submit.commands import call, fails, submitted
+from submit.commands import Inputs, call, call_json, fails, submitted, submitted_run
 
 from slurmllm.config.load import load
-from slurmllm.run.rundir import RunDir
 
 
-def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: Inputs) -> None:
     faulty = '--set=cluster.setup=["true", "if true"]'
     message = fails(2, "submit", "tiny_neox", *inputs, "--name", "r", faulty)
     assert "cluster.setup: line 2: syntax error: unexpected end of file: if true" in message
@@ -24,18 +22,10 @@ def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str
     assert shown.stdout.count("export SLURMLLM_SETUP='module load cuda'") == 2
 
 
-def test_options_after_a_double_dash_are_of_both_jobs(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
-    options = (
-        "--constraint=a100|h100",
-        "--mail-type=END,FAIL",
-        "--gres=gpu:8",
-        "--",
-        "--comment=a b",
-    )
+def test_options_after_a_double_dash_are_of_both_jobs(fake: FakeSlurm, inputs: Inputs) -> None:
+    options = ("--constraint=a100|h100", "--mail-type=END,FAIL", "--gres=gpu:8", "--")
     fake.gres = "gpu:8"
-    submitted(fake, inputs, "--name", "r", *options)
+    submitted(inputs, "--name", "r", *options, "--comment=a b")
     call("cancel", "r")
     for job in fake.jobs.values():
         lines = ("constraint=a100|h100", "mail-type=END,FAIL", "gres=gpu:8", 'comment="a b"')
@@ -56,7 +46,7 @@ def test_options_of_a_stage_replace_generated_ones() -> None:
     options = '{"partition": "cpu", "exclusive": "user", "time-min": "10"}'
     more = ("--set", f"slurm.directives.precompile={options}", "--partition=gpu")
     srun = ("--set", 'slurm.directives.srun={"mpi": "none", "comment": "a b"}')
-    shown = json.loads(call("submit", "tiny_neox", "--dry-run", "--json", *more, *srun).stdout)
+    shown = call_json("submit", "tiny_neox", "--dry-run", *more, *srun)
     precompile, train = shown["scripts"]["precompile"], shown["scripts"]["train"]
     assert "#SBATCH --partition=gpu\n" in train
     assert "#SBATCH --exclusive\n" in train
@@ -67,7 +57,7 @@ def test_options_of_a_stage_replace_generated_ones() -> None:
     assert """export SLURMLLM_SRUN='--mpi=none '"'"'--comment=a b'"'"''""" in train
 
 
-def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: Inputs) -> None:
     fake.refuse_srun = "srun: unrecognized option '--foo'"
     message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
     assert "srun: unrecognized option '--foo'" in message
@@ -75,12 +65,10 @@ def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: tuple[str, ..
     assert fake.jobs == {}
 
 
-def test_a_dependency(
-    fake: FakeSlurm, inputs: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    submitted(fake, inputs, "--name", "before")
+def test_a_dependency(fake: FakeSlurm, inputs: Inputs, caplog: pytest.LogCaptureFixture) -> None:
+    submitted(inputs, "--name", "before")
     first, other = fake.jobs
-    submitted(fake, inputs, "--name", "r", f"--dependency=afterok:{other}")
+    submitted(inputs, "--name", "r", f"--dependency=afterok:{other}")
     precompile = fake.jobs[max(fake.jobs, key=int)]
     assert f"#SBATCH --dependency=afterok:{other}\n" in precompile.script
     call("cancel", "r")
@@ -88,18 +76,15 @@ def test_a_dependency(
     assert "--dependency" not in fake.jobs[max(fake.jobs, key=int)].script
     fake.finish(first, "FAILED")
     count = len(fake.jobs)
-    message = fails(
-        3, "submit", "tiny_neox", "--name", "s", *inputs, f"--dependency=afterok:{first}"
-    )
+    submit = ("submit", "tiny_neox", "--name", "s", *inputs)
+    message = fails(3, *submit, f"--dependency=afterok:{first}")
     assert f"can never be met: job {first} has ended as FAILED; leave it out" in message
     assert (len(fake.jobs), Path("runs/s").exists()) == (count, False)
-    submitted(fake, inputs, "--name", "s", "--dependency=afterany:999")
+    submitted(inputs, "--name", "s", "--dependency=afterany:999")
     assert "--dependency=afterany:999: Slurm knows no job 999" in caplog.text
 
 
-def test_a_container_is_checked_before_a_job_is_submitted(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_a_container_is_checked_before_a_job_is_submitted(fake: FakeSlurm, inputs: Inputs) -> None:
     options = (
         '--set=cluster.container={"runtime": "%s", "image": "/nosuch.sif", "mounts": ["/no:/x"]}'
     )
@@ -113,24 +98,25 @@ def test_a_container_is_checked_before_a_job_is_submitted(
     assert "pyxis needs srun; leave out --local" in message
 
 
-def test_a_range_of_nodes(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_range_of_nodes(fake: FakeSlurm, inputs: Inputs) -> None:
     few = ("--set", "train.global_batch=8", *inputs)
-    run = Path(str(submitted(fake, few, "--name", "r", "--nodes", "2-5")["run_dir"]))
-    assert "#SBATCH --nodes=2-4\n" in (run / "scripts" / "train.sbatch").read_text()
-    assert "#SBATCH --ntasks-per-node" not in (run / "scripts" / "train.sbatch").read_text()
-    assert "#SBATCH --nodes=1\n" in (run / "scripts" / "precompile.sbatch").read_text()
-    assert load(RunDir(run).config).recipe.slurm.min_nodes == 2
-    assert "3 is not possible with this mesh and global batch; 4 is" in fails(
-        2, "submit", "tiny_neox", "--nodes", "3-8", *few
-    )
-    for wrong in ("4-2", "a-b", "2-"):
-        text = fails(2, "submit", "tiny_neox", "--nodes", wrong, *inputs)
-        assert "is neither a number of nodes" in text
-    assert "a range is for Slurm's jobs" in fails(
-        2, "submit", "tiny_neox", "--nodes", "1-2", "--local", *inputs
-    )
-    graphs = fails(2, "submit", "pythia_6.9b", "--nodes", "2-4", *inputs)
-    assert "graphs of backend nxd are for one node count" in graphs
+    run = submitted_run(few, "--name", "r", "--nodes", "2-5")
+    script = run.script("train").read_text()
+    assert "#SBATCH --nodes=2-4\n" in script
+    assert "#SBATCH --ntasks-per-node" not in script
+    assert "#SBATCH --nodes=1\n" in run.script("precompile").read_text()
+    assert load(run.config).recipe.slurm.min_nodes == 2
+    neither = "is neither a number of nodes"
+    for arguments, message in (
+        (
+            ("tiny_neox", "--nodes=3-8", *few),
+            "is not possible with this mesh and global batch; 4 is",
+        ),
+        *((("tiny_neox", f"--nodes={wrong}", *inputs), neither) for wrong in ("4-2", "a-b", "2-")),
+        (("tiny_neox", "--nodes=1-2", "--local", *inputs), "a range is for Slurm's jobs"),
+        (("pythia_6.9b", "--nodes=2-4", *inputs), "graphs of backend nxd are for one node count"),
+    ):
+        assert message in fails(2, "submit", *arguments)
     fake.cancel(list(fake.jobs))
     call("resume", "r", "--nodes", "2")
-    assert "#SBATCH --nodes=2\n" in (run / "scripts" / "train.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in run.script("train").read_text()

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from fake_slurm import FakeSlurm
 from made_records import save_manifest
-from submit.commands import call, call_json, fails, graph_manifest, submitted, submitted_run
+from submit.commands import Inputs, call, call_json, fails, graph_manifest, submitted, submitted_run
 
 from slurmllm.backends.environment import requires_graphs
 from slurmllm.config.load import load
@@ -24,14 +23,14 @@ from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
 from slurmllm.graphs.reuse import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
+from slurmllm.run.artifact_records import MicroBatchRecord
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.run_folder import claim_run
 
 
-def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    sent = submitted(fake, inputs, "--partition", "main", "--account", "ml", "--time", "8:00:00")
+def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: Inputs) -> None:
+    sent = submitted(inputs, "--partition", "main", "--account", "ml", "--time", "8:00:00")
     run = RunDir(Path(str(sent["run_dir"])))
     assert sent["run"] == "tiny_neox-001"
     assert sent["jobs"] == {"precompile": "1", "train": "2"}
@@ -44,10 +43,14 @@ def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, 
     assert config["origin"]["slurm.partition"] == "--partition"
     assert json.loads(run.plan.read_text())["data"] == 4
     assert JobsRecord.load(run.jobs).submissions[0].train_job == "2"
-    assert submitted(fake, inputs)["run"] == "tiny_neox-002"
+    assert JobsRecord.load(run.jobs).submissions[0].restart == "requeue"
+    fake.config = {"JobRequeue": "0"}  # the site refuses requeues
+    second = submitted_run(inputs)
+    assert second.name == "tiny_neox-002"
+    assert JobsRecord.load(second.jobs).submissions[0].restart == "chain"
 
 
-def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: Inputs) -> None:
     why = "trn2 is for planning only\n  neuronx-distributed as this project"
     for more in ((), ("--dry-run",)):
         assert why in fails(2, "submit", "neox_20b", "--nodes", "4", "--cluster", "trn2", *more)
@@ -58,7 +61,7 @@ def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: tuple[
 
 
 def test_a_job_that_cannot_be_taken_back_is_named(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit = fake.submit
 
@@ -138,10 +141,8 @@ def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
     assert "warning" not in dry.stderr
 
 
-def test_resume_submits_again_in_the_same_directory(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
-    sent = submitted(fake, inputs, "--name", "r")
+def test_resume_submits_again_in_the_same_directory(fake: FakeSlurm, inputs: Inputs) -> None:
+    sent = submitted(inputs, "--name", "r")
     assert "is pending or running" in fails(2, "resume", "r")
     call("cancel", "r")
     resumed = call_json("resume", "r", "--nodes", "2")
@@ -157,57 +158,50 @@ def test_resume_submits_again_in_the_same_directory(
     assert len(JobsRecord.load(run.jobs).submissions) == 3
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:20])
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-DAMAGE = {"cut": cut, "gone": Path.unlink}
+DAMAGE = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:20]),
+    "gone": Path.unlink,
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
 
 
 @pytest.mark.timeout(60)  # a pipe blocks who opens it
-@pytest.mark.parametrize("damage", [*DAMAGE.values(), pipe], ids=[*DAMAGE, "pipe"])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_resume_writes_damaged_derived_files_again(
-    fake: FakeSlurm, inputs: tuple[str, ...], damage: Callable[[Path], object]
+    fake: FakeSlurm, inputs: Inputs, damage: str
 ) -> None:
-    run = submitted_run(fake, inputs, "--name", "r")
+    run = submitted_run(inputs, "--name", "r")
     call("cancel", "r")
     run.micro_batch.parent.mkdir(exist_ok=True)
     run.micro_batch.write_text("{")
     derived = [run.plan, run.script("precompile"), run.script("train")]
     whole = [path.read_text() for path in derived]
     for path in derived:
-        damage(path)
-    shown = call("status", "r", "--json")
-    assert json.loads(shown.stdout)["state"] == "cancelled", shown.output
+        DAMAGE[damage](path)
+    assert call_json("status", "r")["state"] == "cancelled"
     resumed = call("resume", "r")
     assert resumed.exit_code == 0, resumed.output
     for path, text in zip(derived, whole, strict=True):
         assert path.read_text() == text
-        if damage is not cut or path == run.plan:  # a cut script still begins as one
+        if damage != "cut" or path == run.plan:  # a cut script still begins as one
             assert sum(str(path) in line for line in resumed.stderr.splitlines()) == 1
             assert "; written again from config.yaml" in resumed.stderr
 
 
 def test_resume_looks_at_other_weights_to_start_from(
-    fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = submitted(fake, inputs, "--name", "r")
+    run = submitted_run(inputs, "--name", "r")
     call("cancel", "r")
-    run, jobs = RunDir(Path(str(sent["run_dir"]))), len(fake.jobs)
+    jobs = len(fake.jobs)
     assert "nosuch" in fails(2, "resume", "r", "--set", "train.init_from=nosuch")
     assert load(run.config).recipe.train.init_from is None
     assert len(fake.jobs) == jobs
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").mkdir()
     looked_at = []
-    monkeypatch.setattr(
-        "slurmllm.checkpoint.state.require_model", lambda source, model: looked_at.append(source)
-    )
+    require = "slurmllm.checkpoint.state.require_model"
+    monkeypatch.setattr(require, lambda source, model: looked_at.append(source))
     assert call("resume", "r", "--set", "train.init_from=weights").exit_code == 0
     assert load(run.config).recipe.train.init_from == str(tmp_path / "weights")
     call("cancel", "r")
@@ -216,23 +210,23 @@ def test_resume_looks_at_other_weights_to_start_from(
 
 
 def test_weights_of_a_run_by_its_name(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = submitted_run(fake, inputs, "--name", "source")
+    source = submitted_run(inputs, "--name", "source")
     for step in (10, 20, 30):
         save_manifest(source, step)
         (source.checkpoint(step) / "weights").touch()
     (source.checkpoint(30) / "manifest.json").unlink()  # a save that did not finish
     monkeypatch.setattr("slurmllm.checkpoint.state.require_model", lambda *_: None)
     for name, step in (("source", 20), ("source@10", 10)):
-        config = load(submitted_run(fake, (*inputs, "--set", f"train.init_from={name}")).config)
+        config = load(submitted_run((*inputs, "--set", f"train.init_from={name}")).config)
         assert config.recipe.train.init_from == str(source.checkpoint(step))
     message = fails(2, "submit", "tiny_neox", *inputs, "--set", "train.init_from=source@7")
     assert "run source has no checkpoint of step 7; it has: 10, 20, 30" in message
 
 
-def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    run = submitted_run(fake, inputs, "--name", "r")
+def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: Inputs) -> None:
+    run = submitted_run(inputs, "--name", "r")
     assert "is pending or running" in fails(2, "resume", "r", "--dry-run")
     call("cancel", "r")
     save_manifest(run, 10)
@@ -254,9 +248,9 @@ def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]
 
 
 def test_resume_refuses_what_would_have_no_effect(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted_run(fake, inputs, "--name", "r")
+    submitted_run(inputs, "--name", "r")
     for change in (("--set", "train.log_every=5"), ("-N", "2"), ("--from-scratch",), ("-t", "9")):
         message = fails(2, "resume", "r", "--include", "n1", *change)
         assert "only --include can change it" in message
@@ -269,8 +263,8 @@ def test_resume_refuses_what_would_have_no_effect(
         assert "exclude each other" in message
 
 
-def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    runs = [submitted_run(fake, inputs, "--name", name) for name in ("a", "b", "c")]
+def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
+    runs = [submitted_run(inputs, "--name", name) for name in ("a", "b", "c")]
     assert "no run 'nosuch'" in fails(2, "cancel", "a", "nosuch")
     assert {job.state for job in fake.jobs.values()} == {"PENDING"}
     runs[1].jobs.write_text("{")
@@ -292,13 +286,11 @@ def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
     graph_manifest(complete=complete, graphs=2, **sums).save(run.graphs_manifest)
 
 
-def test_graphs_of_an_earlier_run_spare_the_precompile_job(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
-    first = submitted(fake, inputs, "--name", "first")
+def test_graphs_of_an_earlier_run_spare_the_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
+    first = submitted(inputs, "--name", "first")
     assert first["graphs_from"] is None
     compiled(RunDir(Path(str(first["run_dir"]))))
-    second = submitted(fake, inputs, "--name", "second")
+    second = submitted(inputs, "--name", "second")
     assert second["graphs_from"] == "first"
     assert second["jobs"] == {"precompile": None, "train": "3"}
     assert fake.jobs["3"].after_ok is None
@@ -307,9 +299,9 @@ def test_graphs_of_an_earlier_run_spare_the_precompile_job(
     assert JobsRecord.load(run.jobs).submissions[0].precompile_job is None
     text = call("submit", "tiny_neox", "--nodes", "4", "--name", "third", *inputs).stdout
     assert "compiled by run first already; no precompile stage" in text
-    always = submitted(fake, inputs, "--name", "fourth", "--precompile", "always")
+    always = submitted(inputs, "--name", "fourth", "--precompile", "always")
     assert always["graphs_from"] is None
-    other = submitted(fake, inputs, "--name", "fifth", "--set", "train.micro_batch=1")
+    other = submitted(inputs, "--name", "fifth", "--set", "train.micro_batch=1")
     assert other["graphs_from"] is None
     call("cancel", "second")
     resumed = call_json("resume", "second")
@@ -324,43 +316,39 @@ def test_graphs_of_an_earlier_run_spare_the_precompile_job(
     assert past["jobs"]["precompile"] is None
 
 
-def test_a_run_without_graphs_has_no_precompile_job(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_a_run_without_graphs_has_no_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     eager = (*inputs, "--set=train.compile=false")
-    sent = submitted(fake, eager, "--name", "r")
+    sent = submitted(eager, "--name", "r")
     assert (sent["jobs"], sent["graphs_from"]) == ({"precompile": None, "train": "1"}, None)
     assert fake.jobs["1"].after_ok is None
     for options in (["--precompile=always"], ["--set=train.micro_batch=auto"]):
-        assert submitted(fake, (*eager, *options))["jobs"]["precompile"] is not None
+        assert submitted((*eager, *options))["jobs"]["precompile"] is not None
     text = call("submit", "tiny_neox", "--set=backend=rehearsal", "--nodes=2", *inputs).stdout
     assert "graphs     none to compile; no precompile stage" in text
     call("cancel", "r")
     resumed = call_json("resume", "r", "--set=train.compile=true")
     assert resumed["jobs"]["precompile"] is not None
     fake.limits = {"MaxTime": "00:10:00"}  # of a precompile job that is not submitted
-    assert submitted(fake, (*eager, "--time=9"))["jobs"]["precompile"] is None
+    assert submitted((*eager, "--time=9"))["jobs"]["precompile"] is None
 
 
-def test_precompile_never(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_precompile_never(fake: FakeSlurm, inputs: Inputs) -> None:
     never = ("--precompile", "never")
-    first = submitted(fake, inputs, "--name", "first", *never)
-    assert (first["jobs"], first["graphs_from"]) == ({"precompile": None, "train": "1"}, None)
-    assert fake.jobs["1"].after_ok is None
-    run = RunDir(Path(str(first["run_dir"])))
+    run = submitted_run(inputs, "--name", "first", *never)
+    assert [job.after_ok for job in fake.jobs.values()] == [None]
     assert not requires_graphs(load(run.config))
     compiled(run)
-    assert submitted(fake, inputs, "--name", "third", *never)["graphs_from"] == "first"
+    assert submitted(inputs, "--name", "third", *never)["graphs_from"] == "first"
     auto = (*inputs, *never, "--set", "train.micro_batch=auto")
     assert "the precompile stage measures it" in fails(2, "submit", "tiny_neox", *auto)
     fake.limits = {"MaxTime": "00:10:00"}  # of a precompile job that is not submitted
-    assert submitted(fake, inputs, "--time=9", *never)["jobs"]["precompile"] is None
+    assert submitted(inputs, "--time=9", *never)["jobs"]["precompile"] is None
 
 
-def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: Inputs) -> None:
     auto = ("--set", "train.micro_batch=auto")
     fake.states = dict.fromkeys((f"n{number}" for number in range(1, 9)), "idle")
-    sent = submitted(fake, inputs, "--name", "r", *auto)
+    sent = submitted(inputs, "--name", "r", *auto)
     mesh = sent["mesh"]
     assert isinstance(mesh, dict)
     assert (mesh["micro_batch"], mesh["accumulation"], mesh["data"]) == (None, None, 4)
@@ -372,21 +360,11 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
     resumed = call_json("resume", "r")
     assert resumed["jobs"]["precompile"] is not None, "graphs without the micro batch"
     call("cancel", "r")
-    tried = tuple(
-        MicroBatchCandidate(
-            micro_batch=size, seconds_per_sequence=1 / size, peak_bytes=1, first_step_s=1.0
-        )
-        for size in (1, 2)
-    )
-    MicroBatchRecord(
-        micro_batch=2,
-        reason="",
-        candidates=tried,
-        limit_bytes=9,
-        nodes=("n1",),
-        device="cpu",
-        workers=1,
-    ).save(run.micro_batch)
+    times = {"peak_bytes": 1, "first_step_s": 1.0}
+    tried = [{"micro_batch": n, "seconds_per_sequence": 1 / n, **times} for n in (1, 2)]
+    fields = {"candidates": tried, "limit_bytes": 9, "nodes": ["n1"], "device": "cpu", "workers": 1}
+    measured = MicroBatchRecord.model_validate({"micro_batch": 2, "reason": "", **fields})
+    measured.save(run.micro_batch)
     more = call_json("resume", "r", "--nodes", "8")
     assert more["jobs"]["precompile"] is None
     assert (more["mesh"]["micro_batch"], more["mesh"]["global_batch"]) == (1, 8)
@@ -396,8 +374,8 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
     assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
 
 
-def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    submitted(fake, inputs, "--name", "r")
+def test_a_taken_name(fake: FakeSlurm, inputs: Inputs) -> None:
+    submitted(inputs, "--name", "r")
     assert "is a run of recipe 'tiny_neox'" in fails(2, "submit", "tiny_neox", "--name", "r")
     message = fails(2, "submit", "neox_20b", "--nodes", "4", "--name", "r", "--dry-run")
     assert "is a run of recipe 'tiny_neox' (not this one)" in message
@@ -407,9 +385,9 @@ def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("killed_at", ["directory", "unrecorded job", "precompile job"])
 def test_a_name_after_a_submit_that_was_killed(
-    killed_at: str, fake: FakeSlurm, inputs: tuple[str, ...]
+    killed_at: str, fake: FakeSlurm, inputs: Inputs
 ) -> None:
-    run = submitted_run(fake, inputs, "--name", "r")
+    run = submitted_run(inputs, "--name", "r")
     sent = JobsRecord.load(run.jobs).submissions[0]
     run.jobs.unlink()
     if killed_at == "directory":
@@ -418,7 +396,7 @@ def test_a_name_after_a_submit_that_was_killed(
     if killed_at == "precompile job":
         half = sent.model_copy(update={"train_job": None})
         JobsRecord(submissions=(half,)).save(run.jobs)
-    submitted(fake, inputs, "--name", "r")
+    submitted(inputs, "--name", "r")
     last = JobsRecord.load(run.jobs).submissions
     active = {job for job, of in fake.jobs.items() if of.state == "PENDING"}
     assert len(last) == 1
@@ -438,20 +416,11 @@ def test_a_name_after_a_submit_that_was_killed(
         ("submit nosuch", "unknown recipe 'nosuch'"),
         ("submit tiny_neox --cluster moon", "unknown cluster profile 'moon'"),
         ("submit tiny_neox --nodes 3", "--nodes 4: 33 % more nodes; "),
-        (
-            "submit tiny_neox --nodes 3 --set train.micro_batch=auto",
-            "12 % more sequences a step",
-        ),
+        ("submit tiny_neox --nodes 3 --set train.micro_batch=auto", "12 % more sequences a step"),
         ("submit tiny_neox --set train.micro_batch=Auto", "above 0, or auto"),
         ("submit tiny_neox --set data.corpus=no.arrow", "no.arrow"),
-        (
-            "submit neox_20b --nodes 4 --set train.precision=bf16_mixed",
-            "--set parallel.zero=1, or",
-        ),
-        (
-            "submit neox_20b --set cluster.devices_per_node=64",
-            "trn1.32xlarge has 32 NeuronCores",
-        ),
+        ("submit neox_20b --nodes 4 --set train.precision=bf16_mixed", "--set parallel.zero=1, or"),
+        ("submit neox_20b --set cluster.devices_per_node=64", "trn1.32xlarge has 32 NeuronCores"),
         ("submit neox_20b --set backend=native", "TorchNeuron, which is for trn2"),
         ("submit llama2_70b --nodes=32 --cluster=p4d --set parallel.tensor=32", "8 key and value"),
         ("submit tiny_neox --set data.corpus=null", "data.corpus: not set"),
@@ -465,24 +434,22 @@ def test_bad_input(fake: FakeSlurm, command: str, message: str) -> None:
     assert not fake.jobs
 
 
-def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path) -> None:
-    submit = ("submit", "tiny_neox", *inputs)
-    message = fails(2, *submit, "--set", "model.vocab_size=200")
-    assert "300" in message
-    assert "model.vocab_size" in message
-    message = fails(2, *submit, "--set", "train.global_batch=8192", "--set", "model.seq_len=4096")
-    assert "fewer than one global batch" in message
-    broken = tmp_path / "broken.json"
-    broken.write_text("{")
-    assert "broken.json" in fails(2, *submit, "--set", f"data.tokenizer={broken}")
+def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: Inputs, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
     corpus = Path(inputs[1].partition("=")[2])
-    cut = tmp_path / "cut.arrow"
-    cut.write_bytes(corpus.read_bytes()[:5000])
-    assert "cut.arrow" in fails(2, *submit, "--set", f"data.corpus={cut}")
+    (tmp_path / "cut.arrow").write_bytes(corpus.read_bytes()[:5000])
+    for settings, texts in (
+        (["model.vocab_size=200"], ["300", "model.vocab_size"]),
+        (["train.global_batch=8192", "model.seq_len=4096"], ["fewer than one global batch"]),
+        ([f"data.tokenizer={tmp_path}/broken.json"], ["broken.json"]),
+        ([f"data.corpus={tmp_path}/cut.arrow"], ["cut.arrow"]),
+    ):
+        message = fails(2, "submit", "tiny_neox", *inputs, *settings)
+        assert [text for text in texts if text not in message] == []
 
 
 def test_without_slurm_the_way_out_is_named(
-    inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -490,10 +457,8 @@ def test_without_slurm_the_way_out_is_named(
     assert not Path("runs/tiny_neox-001").exists()
 
 
-def test_a_secret_is_in_no_script_and_no_job(
-    fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path
-) -> None:
-    sent = submitted(fake, inputs, "--set", "env.HF_TOKEN=cAnArY")
+def test_a_secret_is_in_no_script_and_no_job(fake: FakeSlurm, inputs: Inputs) -> None:
+    sent = submitted(inputs, "--set", "env.HF_TOKEN=cAnArY")
     run = RunDir(Path(str(sent["run_dir"])))
     assert "# HF_TOKEN: from secrets.json, by the launcher" in run.script("train").read_text()
     assert "cAnArY" not in f"{sent} {fake.jobs}"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import Result
 from fake_slurm import FakeSlurm
-from submit.commands import call
+from submit.commands import call, call_json
 
 from slurmllm.config.load import load
 from slurmllm.run.rundir import RunDir
@@ -24,19 +24,9 @@ name: shelf
 device: cpu
 devices_per_node: 2
 node_local: /var/tmp
-hardware:
-  source: this test
-  bf16_tflops: 1
-  fp32_tflops: 1
-  memory_gib: 1
-  memory_gb_s: 10
-  node_link_gb_s: 1
-  network_gb_s: 0.1
-  matrix_efficiency: 0.5
-  attention_efficiency: 0.5
-  memory_efficiency: 0.5
-  node_link_efficiency: 0.5
-  network_efficiency: 0.5
+hardware: {source: this test, bf16_tflops: 1, fp32_tflops: 1, memory_gib: 1, memory_gb_s: 10,
+  node_link_gb_s: 1, network_gb_s: 0.1, matrix_efficiency: 0.5, attention_efficiency: 0.5,
+  memory_efficiency: 0.5, node_link_efficiency: 0.5, network_efficiency: 0.5}
 """
 NOT_ENOUGH = "cluster.hardware.memory_gib=0.01"
 
@@ -111,19 +101,17 @@ def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: Fak
     submit("--set=parallel=auto")
     before = degrees()
     call("cancel", "r")
-    more = json.loads(call("resume", "r", "--nodes=4", "--json").stdout)
+    more = call_json("resume", "r", "--nodes=4")
     assert degrees() == before
     assert (more["mesh"]["nodes"], more["planner"]["chosen"]) == (4, False)
     call("cancel", "r")
     tight = call("resume", "r", "--set", NOT_ENOUGH)
     assert tight.exit_code == 2
     assert degrees() == before
-    forced = call("resume", "r", "--set", NOT_ENOUGH, "--force")
-    assert forced.exit_code == 0
+    assert call("resume", "r", "--set", NOT_ENOUGH, "--force").exit_code == 0
     call("cancel", "r")
-    roomy = "--set=cluster.hardware.memory_gib=1"
-    anew = call("resume", "r", roomy, "--set=parallel=auto", "--set=parallel.pipeline=2", "--json")
-    assert json.loads(anew.stdout)["planner"]["chosen"]
+    anew = ("cluster.hardware.memory_gib=1", "parallel=auto", "parallel.pipeline=2")
+    assert call_json("resume", "r", *anew)["planner"]["chosen"]
     assert degrees()["pipeline"] == 2
 
 
@@ -134,10 +122,9 @@ def test_the_planner_s_micro_batch_follows_the_nodes(fake: FakeSlurm) -> None:
     assert config.recipe.train.micro_batch == first["mesh"]["micro_batch"]
     assert config.origins["train.micro_batch"].startswith("planner: best of ")
     call("cancel", "r")
-    more = json.loads(call("resume", "r", "--nodes=4", "--json").stdout)
-    assert more["mesh"]["micro_batch"] == 1
+    assert call_json("resume", "r", "--nodes=4")["mesh"]["micro_batch"] == 1
     call("cancel", "r")
-    assert json.loads(call("resume", "r", "--nodes=2", "--json").stdout)["mesh"]["accumulation"] > 1
+    assert call_json("resume", "r", "--nodes=2")["mesh"]["accumulation"] > 1
 
 
 def test_a_recipe_s_auto_without_hardware_figures(

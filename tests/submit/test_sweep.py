@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fake_slurm import FakeSlurm
+from submit.commands import Inputs
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
@@ -37,18 +38,17 @@ def call(*arguments: str, code: int = 0) -> str:
     return result.stderr if code else result.stdout
 
 
-def submit(inputs: tuple[str, ...], *more: str) -> dict[str, Any]:
+def submit(inputs: Inputs, *more: str) -> dict[str, Any]:
     arguments = ("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *more)
     return dict(json.loads(call(*arguments, "--json")))
 
 
 def states(*more: str) -> dict[str, str]:
-    return {
-        run["name"]: run["state"] for run in json.loads(call("status", *more, "--json"))["runs"]
-    }
+    runs = json.loads(call("status", *more, "--json"))["runs"]
+    return {run["name"]: run["state"] for run in runs}
 
 
-def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     dry = call("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *GRID, "--dry-run")
     assert "one precompile stage, for 4 runs" in dry
     assert all(name in dry for name in NAMES)
@@ -68,16 +68,15 @@ def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...])
     # Other shapes have other graphs.
     more = submit(inputs, "--name=t", "--sweep=model.num_layers=2,3", "--sweep=train.seed=1,2")
     assert [run["graphs"][-8:] for run in more["runs"]] == ["graphs-1"] * 2 + ["graphs-2"] * 2
-
-
-def test_runs_without_graphs_wait_for_no_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    sent = submit(inputs, "--sweep=train.compile=true,false")
-    assert [run["graphs"] for run in sent["runs"]] == ["s-graphs-1", None]
-    assert [fake.jobs[run["train_job"]].after_ok for run in sent["runs"]] == ["1", None]
+    # Runs without graphs wait for no job.
+    eager = submit(inputs, "--name=u", "--sweep=train.compile=true,false")
+    (precompile,) = (graphs["precompile_job"] for graphs in eager["graphs"])
+    assert [run["graphs"] for run in eager["runs"]] == ["u-graphs-1", None]
+    assert [fake.jobs[run["train_job"]].after_ok for run in eager["runs"]] == [precompile, None]
 
 
 def test_graphs_of_a_sweep_are_reused_by_later_runs(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(inputs, *GRID)
     compiled, later = (RunDir(Path(f"runs/s/{name}").absolute()) for name in (NAMES[0], NAMES[3]))
@@ -88,18 +87,14 @@ def test_graphs_of_a_sweep_are_reused_by_later_runs(
         assert list(reuse.find(load(run.config), 2, False, run)) == [compiled]
 
 
-def test_two_at_a_time_whatever_ends_or_is_cancelled(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
+def test_two_at_a_time_whatever_ends_or_is_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
     jobs = [run["train_job"] for run in submit(inputs, *GRID, "--max-running=2")["runs"]]
 
     def running() -> list[str]:
         for job in jobs:
             fake.start(job)
-        return [name for name, job in zip("abcd", jobs, strict=True) if active(job)]
-
-    def active(job: str) -> bool:
-        return fake.jobs[job].state == "RUNNING"
+        states = zip("abcd", (fake.jobs[job].state for job in jobs), strict=True)
+        return [name for name, state in states if state == "RUNNING"]
 
     fake.start("1")
     fake.finish("1")
@@ -118,7 +113,7 @@ def test_two_at_a_time_whatever_ends_or_is_cancelled(
 
 
 def test_a_cancelled_run_leaves_the_precompile_job_to_the_others(
-    fake: FakeSlurm, inputs: tuple[str, ...]
+    fake: FakeSlurm, inputs: Inputs
 ) -> None:
     submit(inputs, *GRID)
     fake.start("1")
@@ -133,7 +128,7 @@ def test_a_cancelled_run_leaves_the_precompile_job_to_the_others(
 
 
 def test_a_refusal_leaves_nothing_behind(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept = fake.submit
 
@@ -148,7 +143,7 @@ def test_a_refusal_leaves_nothing_behind(
     assert not Path("runs/s").exists()
 
 
-def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: Inputs) -> None:
     submit(inputs, *GRID)
     sweep = SweepDir(Path("runs/s"))
     for place, name in enumerate(NAMES[:3]):
@@ -188,18 +183,12 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ..
     ],
 )
 def test_bad_input_submits_nothing(
-    fake: FakeSlurm, inputs: tuple[str, ...], options: tuple[str, ...], text: str
+    fake: FakeSlurm, inputs: Inputs, options: tuple[str, ...], text: str
 ) -> None:
-    assert text in " ".join(
-        call("submit", "tiny_neox", "--nodes=2", *inputs, *options, code=2).split()
-    )
+    message = call("submit", "tiny_neox", "--nodes=2", *inputs, *options, code=2)
+    assert text in " ".join(message.split())
     assert not fake.jobs
     assert not Path("runs").exists() or not any(Path("runs").iterdir())
-
-
-def test_too_many_cases() -> None:
-    with pytest.raises(UserError, match="10,000 at most"):
-        grid([f"train.seed={','.join(map(str, range(10001)))}"])
 
 
 def test_a_grid_splits_at_commas_between_values() -> None:
@@ -209,6 +198,8 @@ def test_a_grid_splits_at_commas_between_values() -> None:
         *(("[0.9, 0.99]", "'a,b'"), ("[0.9, 0.99]", "none")),
     ]
     assert name_cases("s", cases)[0].run == "s-betas_0.9_0.95_-mask_a_b_"
+    with pytest.raises(UserError, match="10,000 at most"):
+        grid([f"train.seed={','.join(map(str, range(10001)))}"])
 
 
 def test_a_file_names_its_cases(tmp_path: Path) -> None:
@@ -233,13 +224,8 @@ def test_a_file_names_its_cases(tmp_path: Path) -> None:
 
 
 def test_names_that_are_too_long_or_ambiguous_are_numbers() -> None:
-    values = ["a" * 99, "b" * 99]
-    assert [c.run for c in name_cases("s", [Case({"x.y": v}) for v in values])] == [
-        "s-001",
-        "s-002",
-    ]
-    assert [c.run for c in name_cases("s", [Case({"x.y": v}) for v in ("a/b", "a b")])] == [
-        *("s-001", "s-002")
-    ]
+    for values in (["a" * 99, "b" * 99], ["a/b", "a b"]):
+        cases = name_cases("s", [Case({"x.y": value}) for value in values])
+        assert [case.run for case in cases] == ["s-001", "s-002"]
     with pytest.raises(UserError, match="are equal"):
         name_cases("s", [Case({"x.y": "1"}, "a"), Case({"x.y": "1"}, "b")])

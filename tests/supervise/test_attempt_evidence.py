@@ -20,8 +20,11 @@ from slurmllm.supervise.evidence import gather_evidence
 HANG = HangRecord(found_at=0.0, phase="stepping", step=7, waited_s=90.0, limit_s=60.0)
 
 
+Ended = tuple[RunDir, FakeSlurm]
+
+
 @pytest.fixture
-def ended(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
+def ended(tmp_path: Path) -> Ended:
     """A job of two nodes: n1's worker was killed, n2 reports nothing."""
     run, cluster = RunDir(tmp_path / "r"), FakeSlurm(("n1", "n2"))
     cluster.start(cluster.submit("#!/bin/bash\n#SBATCH --nodes=2\n"))
@@ -33,7 +36,7 @@ def ended(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
 
 
 def gather(
-    ended: tuple[RunDir, FakeSlurm],
+    ended: Ended,
     stop_signal: str | None = None,
     hang: HangRecord | None = None,
     command: CommandConfig | None = None,
@@ -44,7 +47,7 @@ def gather(
     return gather_evidence(run, record, allocation, observed, stop_signal, command=command)
 
 
-def test_what_slurm_and_the_nodes_report(ended: tuple[RunDir, FakeSlurm]) -> None:
+def test_what_slurm_and_the_nodes_report(ended: Ended) -> None:
     _, cluster = ended
     evidence = gather(ended)
     assert (evidence.slurm_state, evidence.step_out_of_memory) == ("RUNNING", False)
@@ -58,7 +61,7 @@ def test_what_slurm_and_the_nodes_report(ended: tuple[RunDir, FakeSlurm]) -> Non
 
 
 def test_after_sigterm_accounting_is_waited_for(
-    ended: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: ended[1].finish("1", "TIMEOUT"))
     monkeypatch.setattr(evidences, "time", clock)
@@ -66,14 +69,14 @@ def test_after_sigterm_accounting_is_waited_for(
     assert gather(ended, "SIGTERM").slurm_state == "TIMEOUT"
 
 
-def test_a_launcher_that_could_not_end_its_workers_hung(ended: tuple[RunDir, FakeSlurm]) -> None:
+def test_a_launcher_that_could_not_end_its_workers_hung(ended: Ended) -> None:
     hang = gather(ended, hang=HANG).hang
     assert hang is not None
     assert hang.suspects == hang.unresponsive_nodes == ("n2",)
 
 
 def test_without_suspects_the_node_whose_stack_differs_is_one(
-    ended: tuple[RunDir, FakeSlurm],
+    ended: Ended,
 ) -> None:
     paths = ended[0].attempt("train", 0)
     NodeRecord(node="n2", pids={1: 6}, exit_codes={1: -9}).save(paths.node("n2"))
@@ -87,7 +90,7 @@ def test_without_suspects_the_node_whose_stack_differs_is_one(
     assert (evidence.hang.suspects, evidence.hang.unresponsive_nodes) == (("n2",), ())
 
 
-def test_what_a_trainer_of_another_project_has_left(ended: tuple[RunDir, FakeSlurm]) -> None:
+def test_what_a_trainer_of_another_project_has_left(ended: Ended) -> None:
     command = CommandConfig(run="x", steps=20)
     without = gather(ended, command=command)
     assert without.leaving == (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -12,18 +12,16 @@ from socket import gethostname
 
 import pytest
 from fake_slurm import FakeSlurm
+from made_records import save_manifest, save_submission
 from supervise.starts import attempt_record, start_of
+from training_rows import write_rows
 
 from slurmllm.config.resolve import resolve
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import EventLog
 from slurmllm.slurm.client import AccountingRow, to_unix
-from slurmllm.supervise.allocation import (
-    Allocation,
-    LocalAllocation,
-)
+from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.attempts import (
     close_attempt,
     ending_of_orphaned,
@@ -53,23 +51,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> AttemptRecord:
-    """One attempt from its opening to its closing, which saved a checkpoint or did not."""
-    allocation: Allocation = LocalAllocation()
-    record = open_attempt(run, "train", resolve("tiny_neox"), allocation)
+    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
     if checkpoint is not None:
-        manifest = CheckpointManifest(
-            step=checkpoint,
-            tokens=0,
-            world_size=1,
-            attempt=record.attempt,
-            recipe="r",
-            saved_at=0.0,
-            save_s=0.0,
-            fingerprint="",
-            files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
-        )
-        run.checkpoint(checkpoint).mkdir(parents=True)
-        manifest.save(run.checkpoint(checkpoint) / "manifest.json")
+        save_manifest(run, checkpoint, attempt=record.attempt)
     return close_attempt(run, record, ending)
 
 
@@ -82,8 +66,7 @@ def test_attempts_are_numbered_and_kept(run: RunDir) -> None:
     assert first.steps_gained == second.steps_gained == 20
     assert AttemptRecord.load(run.attempt("train", 0).record) == first
     assert (first.pid, first.process) == (os.getpid(), process_identity(os.getpid()))
-    text = run.attempt("train", 0).record.read_text()
-    assert '"class": "node_failure"' in text
+    assert '"class": "node_failure"' in run.attempt("train", 0).record.read_text()
 
 
 def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
@@ -92,13 +75,8 @@ def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
     assert endings[-1].ending == "no_progress"
     assert "3 attempts in a row" in endings[-1].evidence[0]
     assert "local0 stopped responding" in endings[-1].evidence
-
-
-def test_a_resume_counts_from_its_own_first_attempt(run: RunDir) -> None:
-    for _ in range(3):
-        attempt(run, LOST)
-    sent = Submission(submitted_at=0.0, nodes=1, local=True, first_attempt=3)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    # A resume counts from its own first attempt.
+    save_submission(run, local=True, first_attempt=3)
     assert attempt(run, LOST).action == "requeue"
 
 
@@ -143,8 +121,7 @@ def test_an_orphaned_attempt_ends_by_accounting(
     cluster = FakeSlurm()
     monkeypatch.setattr(cluster, "accounting", lambda _: rows(*states))
     row = incarnation(record, start_of(cluster, "8", ("n1",)))
-    outcome = ending_of_orphaned(record, {}, row)
-    assert outcome.ending == ending
+    assert ending_of_orphaned(record, {}, row).ending == ending
 
 
 def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
@@ -164,21 +141,20 @@ def test_usable_nodes() -> None:
     assert not any(map(has_failed, ("draining", "powering_down", "powered_down", "maint", "idle")))
 
 
+Job = tuple[FakeSlurm, str]
+TWO = "#SBATCH --nodes=2\n"
+
+
 @pytest.fixture
-def job() -> tuple[FakeSlurm, str]:
+def job() -> Job:
     """A job that runs on n1 and n2 of four nodes."""
     cluster = FakeSlurm(("n1", "n2", "n3", "n4"))
-    job_id = cluster.submit("#!/bin/bash\n#SBATCH --nodes=2\n")
+    job_id = cluster.submit(TWO)
     cluster.start(job_id)
     return cluster, job_id
 
 
-TWO = "#SBATCH --nodes=2\n"
-
-
-def test_lost_nodes_are_avoided_where_others_can_take_their_place(
-    job: tuple[FakeSlurm, str],
-) -> None:
+def test_lost_nodes_are_avoided_where_others_can_take_their_place(job: Job) -> None:
     cluster, job_id = job
     assert nodes_to_avoid(cluster, TWO, [], ["n4"]) == ["n4"]
     assert nodes_to_avoid(cluster, "#SBATCH --nodes=4\n", [], ["n4"]) == []
@@ -195,7 +171,7 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(
 
 
 def test_without_a_spare_node_slurm_is_waited_for(
-    job: tuple[FakeSlurm, str], monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, job_id = job
     cluster.states.update(n3="drained", n4="down")
@@ -218,7 +194,7 @@ def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
     assert list(run.logs.iterdir()) == []
 
 
-def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]) -> None:
+def test_a_job_that_slurm_requeued_itself_is_no_error(job: Job) -> None:
     cluster, job_id = job
     cluster.fail_node("n2")
     requeue(cluster, job_id, ["n2"], excluded=None)
@@ -230,39 +206,30 @@ def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]
 
 
 def test_two_supervisors_never_share_a_number(run: RunDir) -> None:
-    config = resolve("tiny_neox")
+    config, allocation = resolve("tiny_neox"), LocalAllocation()
     with ThreadPoolExecutor(8) as pool:
-        opened = list(
-            pool.map(lambda _: open_attempt(run, "train", config, LocalAllocation()), range(16))
-        )
-    assert sorted(record.attempt for record in opened) == list(range(16))
+        opened = pool.map(lambda _: open_attempt(run, "train", config, allocation), range(16))
+        assert sorted(record.attempt for record in opened) == list(range(16))
 
 
 def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     """By hand: launched at 110, first step 120 to 130, steps to 160, a save of 5 s, killed."""
     phases = {"preflight": 8.0, "cache": 2.0}
     record = attempt_record(started_at=100.0, ended_at=171.0, phases_s=phases)
-    rows = [
-        f'{{"step": {step}, "attempt": 0, "time": {at}, "step_time_s": 10.0}}\n'
-        for step, at in ((7, 130.0), (8, 140.0), (9, 155.0), (10, 165.0))
-    ]
-    run.metrics(0).parent.mkdir()
-    run.metrics(0).write_text("".join(rows))
+    times = {7: 130.0, 8: 140.0, 9: 155.0, 10: 165.0}
+    rows = [{"step": step, "time": at, "step_time_s": 10.0} for step, at in times.items()]
+    write_rows(run.metrics(0), rows)
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
-    text = run.events(0).read_text()
-    run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
+    save = json.loads(run.events(0).read_text()) | {"time": 145.0}
+    run.events(0).write_text(json.dumps(save) + '\n{"kind": "sa')
     outcome = timeline(run, record, first_symptom_at=168.0)
-    assert outcome.phases_s == {
-        **record.phases_s,
-        **{"start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0},
-    }
+    phases |= {"start_up": 10.0, "first_step": 10.0, "training": 33.0}
+    assert outcome.phases_s == phases | {"saving": 5.0, "stopping": 3.0}
     assert (outcome.first_step, outcome.last_step) == (7, 10)
     assert (outcome.steps_gained, outcome.steps_lost) == (0, 4)
     assert timeline(run, record, None).phases_s["stopping"] == 6.0
-    run.events(0).write_text(run.events(0).read_text() + "\n")  # ends the cut line
-    EventLog(run.events(0), 0).add("evaluation", 9, waited_s=4.0)
-    text = run.events(0).read_text()
-    run.events(0).write_text(re.sub(r'"time":1[0-9.]{9,}', '"time":160.0', text))
+    evaluation = save | {"kind": "evaluation", "step": 9, "time": 160.0, "waited_s": 4.0}
+    write_rows(run.events(0), [save, evaluation])
     phases = timeline(run, record, first_symptom_at=168.0).phases_s
     assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
@@ -278,9 +245,7 @@ def test_what_an_attempt_waited_for_slurm() -> None:
     assert queue_s(first, [], None) is None
 
 
-def test_only_an_attempt_without_a_supervisor_is_closed_for_it(
-    run: RunDir, job: tuple[FakeSlurm, str]
-) -> None:
+def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir, job: Job) -> None:
     cluster, job_id = job
     allocation = start_of(cluster, "8", ("n1", "n2"))
     assert still_runs(run, attempt_record(), allocation) is None  # job 7 is unknown to Slurm
@@ -294,7 +259,7 @@ def test_only_an_attempt_without_a_supervisor_is_closed_for_it(
     assert still_runs(run, local, LocalAllocation()) is None
 
 
-def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
+def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: Job) -> None:
     cluster, job_id = job
     allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
     assert not was_restarted(allocation)
@@ -306,7 +271,7 @@ def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlur
     assert not was_restarted(allocation)
 
 
-def test_a_start_that_slurmctld_has_lost_in_a_crash(job: tuple[FakeSlurm, str]) -> None:
+def test_a_start_that_slurmctld_has_lost_in_a_crash(job: Job) -> None:
     cluster, job_id = job
     allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
     assert lost_start(allocation) is None

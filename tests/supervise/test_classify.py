@@ -47,6 +47,20 @@ PORT = (
 LOST = failure(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.1.2]:1234")
 HUNG = failure(0, "RuntimeError", 'nrt_execute status=5 message="Timeout"')
 BROKEN = failure(1, "RuntimeError", 'nrt_execute status=1201 message="HBM UE"')
+FULL = failure(0, "CheckpointError", "full", blame="infrastructure", exit_code=4)
+GONE = failure(0, "NodeError", "gone", blame="infrastructure", exit_code=3)
+RAISED = failure(1, "KeyError", "x")
+
+
+def nan(error: str) -> FailureRecord:
+    return failure(0, error, "loss is nan", exit_code=71)
+
+
+def only(code: int) -> dict[str, NodeRecord]:
+    """n2 has not reported."""
+    return {"n1": node("n1", {0: code})}
+
+
 HANG = HangRecord(
     found_at=0.0, phase="stepping", step=7, waited_s=61.0, limit_s=60.0, suspects=("n2",)
 )
@@ -89,18 +103,14 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     "killed from outside": (seen(both(70, -9), LOST), "node_failure", "rank 1 on n2"),
     "killed, no echo": (seen(both(0, -9)), "node_failure", "SIGKILL"),
     "crashed": (seen(both(70, -signal.SIGSEGV), LOST), "code_error", "SIGSEGV"),
-    "a node stopped responding": (
-        seen({"n1": node("n1", {0: 70})}, LOST),
-        "node_failure",
-        "n2 stopped responding",
-    ),
+    "a node stopped responding": (seen(only(70), LOST), "node_failure", "n2 stopped responding"),
     "a node stopped responding while its workers ran": (
         seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", pids={1: 7})}, LOST),
         "node_failure",
         "n2 stopped responding",
     ),
     "Slurm took the node down and ended the job": (
-        seen({"n1": node("n1", {0: -9})}, stop_signal="SIGTERM", down_nodes=["n2"]),
+        seen(only(-9), stop_signal="SIGTERM", down_nodes=["n2"]),
         "node_failure",
         "n2 down",
     ),
@@ -120,12 +130,9 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "cannot listen on port 41001 of n1",
     ),
     "only echoes": (seen(both(70, 70), LOST), "node_failure", "communication"),
-    "an exception": (seen(both(70, 70), LOST, failure(1, "KeyError", "x")), "code_error", "rank 1"),
+    "an exception": (seen(both(70, 70), LOST, RAISED), "code_error", "rank 1"),
     "an exception, its peers ended by the launcher": (
-        seen(
-            {"n1": node("n1", {0: -9}, stopped_ranks=[0]), "n2": node("n2", {1: 70})},
-            failure(1, "KeyError", "x"),
-        ),
+        seen({"n1": node("n1", {0: -9}, stopped_ranks=[0]), "n2": node("n2", {1: 70})}, RAISED),
         "code_error",
         "KeyError",
     ),
@@ -134,25 +141,11 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "bad_configuration",
         "no corpus",
     ),
-    "disk full": (
-        seen(
-            both(4, 4), failure(0, "CheckpointError", "full", blame="infrastructure", exit_code=4)
-        ),
-        "storage_failure",
-        "full",
-    ),
-    "the node's fault by its own word": (
-        seen(both(3, 70), failure(0, "NodeError", "gone", blame="infrastructure", exit_code=3)),
-        "node_failure",
-        "gone",
-    ),
-    "not a number": (
-        seen(both(71, 71), failure(0, "DivergenceError", "loss is nan", exit_code=71)),
-        "divergence",
-        "nan",
-    ),
-    "not a number, at once and with graphs compiled before": (
-        seen(both(71, 71), failure(0, "StaleGraphsError", "loss is nan", exit_code=71)),
+    "disk full": (seen(both(4, 4), FULL), "storage_failure", "full"),
+    "the node's fault by its own word": (seen(both(3, 70), GONE), "node_failure", "gone"),
+    "not a number": (seen(both(71, 71), nan("DivergenceError")), "divergence", "nan"),
+    "not a number, by old graphs": (
+        seen(both(71, 71), nan("StaleGraphsError")),
         "stale_graphs",
         "nan",
     ),
@@ -232,7 +225,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "rank 1 on n2 ended with exit code 4 and could not write why",
     ),
     "storage by the exit code, the other node cannot even record that": (
-        seen({"n1": node("n1", {0: 4})}),
+        seen(only(4)),
         "storage_failure",
         "rank 0 on n1",
     ),
@@ -318,9 +311,9 @@ STARTED = {"n1": NodeRecord(node="n1", pids={0: 7})}
         ({}, launched("request") | {"stop_signal": "SIGTERM"}, "advance_signal", (), "SIGTERM"),
         # Later: n2 is silent, or could not start with n1, or its launcher was killed.
         (both(75, 0) | STARTED, launched("request"), "node_failure", ("n1",), "n1 stopped"),
-        ({"n1": node("n1", {0: 75})}, launched("node", "n2"), "node_failure", ("n2",), "srun"),
-        ({"n1": node("n1", {0: 75})}, launched("unknown"), "node_failure", ("n2",), "n2 stopped"),
-        ({"n1": node("n1", {0: 75})}, launched("result", "n2"), "node_failure", (), "srun"),
+        (only(75), launched("node", "n2"), "node_failure", ("n2",), "srun"),
+        (only(75), launched("unknown"), "node_failure", ("n2",), "n2 stopped"),
+        (only(75), launched("result", "n2"), "node_failure", (), "srun"),
     ],
 )
 def test_a_launch_that_fails_by_itself(
@@ -356,7 +349,7 @@ def test_a_taken_port_is_no_node_s_fault() -> None:
     message = "The server socket has failed to listen. port: 38237, name: EADDRINUSE"
     for error in ("RuntimeError", "DistNetworkError"):  # the latter also means a lost peer
         taken = failure(0, error, message)
-        ending = classify(seen({"n1": node("n1", {0: 70})}, taken))
+        ending = classify(seen(only(70), taken))
         assert (ending.ending, ending.blamed_nodes) == ("node_failure", ())
         assert "the rendezvous port was taken" in ending.evidence[0]
 

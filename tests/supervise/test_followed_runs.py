@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from made_records import save_attempt, save_manifest
+from made_records import save_attempt, save_manifest, save_submission
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
 from slurmllm.metrics.source import read_curve
-from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import EventLog
 from slurmllm.status.history import read_history
@@ -53,16 +53,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     for path in (run.metrics(0), run.events(0)):
         path.parent.mkdir(parents=True)
     run.config.write_text(resolve("tiny_neox", overrides=["train.steps=200"]).to_yaml())
-    sent = Submission(submitted_at=BEGAN, nodes=1, local=True, first_attempt=0)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, submitted_at=BEGAN, local=True)
     save_manifest(run, 95, attempt=0)
     save_manifest(run, 200, attempt=1)
-    first: dict[str, Any] = {"class": "hang", "action": "restart", "checkpoint_after": 95}
-    last: dict[str, Any] = {"class": "done", "action": "finish", "checkpoint_before": 95}
-    first |= {"started_at": BEGAN, "ended_at": BEGAN + 300}
-    last |= {"started_at": BEGAN + 300, "ended_at": BEGAN + 550, "checkpoint_after": 200}
-    for number, fields in enumerate((first, last)):
-        save_attempt(run, number, **fields)
+    times = {"started_at": BEGAN, "ended_at": BEGAN + 300}
+    save_attempt(run, 0, ending="hang", action="restart", checkpoint_after=95, **times)
+    times = {"started_at": BEGAN + 300, "ended_at": BEGAN + 550}
+    saved = {"checkpoint_before": 95, "checkpoint_after": 200}
+    save_attempt(run, 1, ending="done", action="finish", **saved, **times)
     follow(run, monkeypatch, 0, 1, 120, BEGAN + 10)
     follow(run, monkeypatch, 1, 96, 200, BEGAN + 320)
     return run
@@ -88,15 +86,12 @@ def test_verbs_read_its_rows(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_its_time_is_that_of_all_steps(run: RunDir) -> None:
-    record = AttemptRecord.load(run.attempt("train", 0).record)
-    read = timeline(run, record.model_copy(update={"ended_at": BEGAN + 300}), None)
+    first, last = (AttemptRecord.load(run.attempt("train", n).record) for n in (0, 1))
+    read = timeline(run, first, None)
     assert (read.first_step, read.last_step, read.steps_gained, read.steps_lost) == (1, 120, 95, 25)
-    assert read.phases_s == {
-        **{"start_up": 10.0, "first_step": 20.0, "training": 220.0, "saving": 0.0},
-        "stopping": 50.0,
-    }
-    record = AttemptRecord.load(run.attempt("train", 1).record)
-    read = timeline(run, record.model_copy(update={"ended_at": BEGAN + 550}), None)
+    parts = {"start_up": 10.0, "first_step": 20.0, "training": 220.0}
+    assert read.phases_s == parts | {"saving": 0.0, "stopping": 50.0}
+    read = timeline(run, last, None)
     assert (read.first_step, read.phases_s["start_up"]) == (96, 20.0)
     history = read_history(run)
     assert history.steps[1].numbers.tolist() == list(range(96, 201))

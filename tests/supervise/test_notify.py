@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.notify import Notifier, event_of
 
 WEBHOOK = "slurm.notify.webhook=MY_WEBHOOK"
+BEGUN = attempt_record(attempt=3)
+DONE = attempt_record(attempt=3, ending="done", action="finish")
 
 
 @contextmanager
@@ -63,13 +64,13 @@ def test_a_webhook_and_a_command_get_a_line_of_text_and_fields(tmp_path: Path) -
     events = "slurm.notify.on=[start, requeue]"
     with webhook() as (url, got):
         sender = notifier(tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}", command, events)
-        sender.started(attempt_record(attempt=3))
+        sender.started(BEGUN)
         for thread in sender._sending:
             thread.join()
         fields = {"evidence": ["n2 stopped responding"], "blamed_nodes": ["n2"], "last_step": 45}
         fields |= {"attempt": 3, "class": "node_failure", "action": "requeue"}
         sender.closed(attempt_record(**fields))
-        sender.closed(attempt_record(attempt=3, ending="done", action="finish"))  # not asked for
+        sender.closed(DONE)  # not asked for
         for thread in sender._sending:
             thread.join()
     assert [message["event"] for message in got] == ["start", "requeue"]
@@ -106,16 +107,15 @@ def test_each_failure_is_logged_without_the_url(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webhook(404) as (url, _):
-        sender = notifier(
-            tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}", "slurm.notify.command=[/nowhere/tell]"
-        )
-        sender.closed(attempt_record(attempt=3, ending="done", action="finish"))
+        command = "slurm.notify.command=[/nowhere/tell]"
+        sender = notifier(tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}", command)
+        sender.closed(DONE)
         sender.wait()
-    sender.started(attempt_record(attempt=3))  # nobody listens there any more
+    sender.started(BEGUN)  # nobody listens there any more
     sender.wait()
     monkeypatch.setenv("MY_WEBHOOK", "https://host/cAnArY with a blank")
     broken = notifier(tmp_path, WEBHOOK)
-    broken.started(attempt_record(attempt=3))
+    broken.started(BEGUN)
     broken.wait()
     refused = "/nowhere/tell cannot be started: No such file or directory"
     faults = [
@@ -138,13 +138,13 @@ def test_a_webhook_that_hangs_delays_nothing(
     with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
         url = f"env.MY_WEBHOOK=http://127.0.0.1:{server.getsockname()[1]}/services/cAnArY"
         sender = notifier(tmp_path, WEBHOOK, url)
-        sender.closed(attempt_record(attempt=3, ending="done", action="finish"))
+        sender.closed(DONE)
         sender.wait()  # for LAST_WAIT_S at most
         assert sender._sending[0].is_alive()
         assert "not delivered before the end of the supervisor" in caplog.text
         monkeypatch.setattr(notify, "TIMEOUT_S", 0.2)
         monkeypatch.setattr(notify, "LAST_WAIT_S", 600.0)
-        sender.started(attempt_record(attempt=3))
+        sender.started(BEGUN)
         sender._sending[1].join()
         assert "start not delivered: the webhook in MY_WEBHOOK" in caplog.text
         sender.wait()  # returns at once, as one has taken too long
@@ -209,9 +209,6 @@ def test_what_cannot_work_is_refused_at_submit(
     assert "slurm.notify.webhook: MY_WEBHOOK is not set" in text
     assert "slurm.notify.command: nowhere-tell is not a program here" in text
     monkeypatch.setenv("MY_WEBHOOK", "hooks.example.com/cAnArY")
-    notify_only = config.recipe.slurm.notify.model_copy(update={"command": ()})
-    slurm = config.recipe.slurm.model_copy(update={"notify": notify_only})
-    config = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
-    text = refused(config)
+    text = refused(resolve("tiny_neox", "local", [WEBHOOK]))
     assert "MY_WEBHOOK holds no http(s) URL" in text
     assert "cAnArY" not in text

@@ -64,15 +64,11 @@ def test_backoff_doubles_while_nothing_is_gained() -> None:
     assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["node_failure", "hang", "advance_signal"]), st.sampled_from([0, 0, 7])
-        ),
-        min_size=1,
-        max_size=30,
-    )
-)
+ENDINGS = st.sampled_from(["node_failure", "hang", "advance_signal"])
+GAINS = st.sampled_from([0, 0, 7])
+
+
+@given(st.lists(st.tuples(ENDINGS, GAINS), min_size=1, max_size=30))
 def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
     history: list[tuple[EndingClass, int]],
 ) -> None:
@@ -145,9 +141,8 @@ def test_without_evidence_the_second_failure_in_a_row_counts(
     assert [fault.evidence for fault in failing.values()] == ["repeated"] * excluded
     alone = [a.model_copy(update={"nodes": ("n1",)}) for a in (*earlier, blamed(7, "n1"))]
     assert failing_nodes(alone[-1], alone[:-1], {}) == {}  # nothing worked elsewhere
-    assert failing_nodes(blamed(7, "n1"), earlier, {"n1": "check"}) == {
-        "n1": ("check", "n1 said x")
-    }
+    checked = failing_nodes(blamed(7, "n1"), earlier, {"n1": "check"})
+    assert checked == {"n1": ("check", "n1 said x")}
 
 
 def test_each_exclusion_takes_four_times_as_long() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
+from made_records import save_submission
 from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.load import load
@@ -22,12 +23,10 @@ from slurmllm.run.records import (
     AttemptRecord,
     ExcludedNode,
     ExcludedNodes,
-    JobsRecord,
     NodeHealth,
     NodeRecord,
-    Submission,
 )
-from slurmllm.run.rundir import RunDir
+from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise import exclusion
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
@@ -96,9 +95,9 @@ def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
     assert ending is not None
     assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
     assert "Read-only file system" in ending.evidence[0]
-    first_ending = preflight_ending({**healths, "n9": health("n9")})
-    assert first_ending is not None
-    assert (first_ending.ending, first_ending.blamed_nodes) == ("node_failure", nodes)
+    ending = preflight_ending({**healths, "n9": health("n9")})
+    assert ending is not None
+    assert (ending.ending, ending.blamed_nodes) == ("node_failure", nodes)
 
 
 class Allocation(SlurmAllocation):
@@ -130,19 +129,18 @@ def _handlers_of_before() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    healths = RunDir(tmp_path / "runs" / "r")
-    healths.path.mkdir(parents=True)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.node_local={disk}"])
-    write_run(render_run(config, 2, healths))
-    return healths
+    made = RunDir(tmp_path / "runs" / "r")
+    for path in (made.path, tmp_path / "disk"):
+        path.mkdir(parents=True)
+    config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.node_local={tmp_path}/disk"])
+    write_run(render_run(config, 2, made))
+    return made
 
 
 def allocation(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, stage: str = "train"
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, stage: Stage = "train"
 ) -> Allocation:
-    job = slurm.submit(run.script("train" if stage == "train" else "precompile").read_text())
+    job = slurm.submit(run.script(stage).read_text())
     slurm.start(job)
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(slurm.jobs[job].nodes))
@@ -166,8 +164,8 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert asked.nodes == ("n1", "n2")
     assert Supervisor(run, "train", asked).main() == 75
     record = AttemptRecord.load(run.attempt("train", 0).record)
-    verdict = record.ending, record.action, record.blamed_nodes
-    assert verdict == ("node_failure", "requeue", ("n2",))
+    assert (record.ending, record.action) == ("node_failure", "requeue")
+    assert record.blamed_nodes == ("n2",)
     assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
     assert list(record.phases_s) == ["preflight"]
     assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
@@ -186,9 +184,7 @@ def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
     slurm.may_drain = True
     asked = allocation(run, slurm, monkeypatch, "precompile")
     train = slurm.submit(run.script("train").read_text(), after_ok=asked.job_id)
-    sent = Submission(submitted_at=0, nodes=2, local=False, first_attempt=0, train_job=train)
-    sent = sent.model_copy(update={"precompile_job": asked.job_id})
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, nodes=2, train_job=train, precompile_job=asked.job_id)
     assert Supervisor(run, "precompile", asked).main() == 75
     assert slurm.jobs[asked.job_id].state == slurm.jobs[train].state == "PENDING"
     assert slurm.jobs[asked.job_id].excluded == slurm.jobs[train].excluded == ("n2",)
@@ -272,8 +268,7 @@ def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
     assert to_avoid(slurm, run, script, None) == ["n3"]  # the job needs two of three
     assert to_avoid(slurm, run, script, "n1") == []
     job = slurm.submit(script, exclude="n2,n3")
-    sent = Submission(submitted_at=0, nodes=2, local=False, first_attempt=0, train_job=job)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, nodes=2, train_job=job)
     with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):
         include(run, slurm, ["n1"])
     assert include(run, slurm, ["n2"]) == [job]

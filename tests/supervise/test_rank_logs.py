@@ -196,25 +196,14 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
 ) -> None:
     """It is followed by `status --watch` and `logs -f` through both failures to its end."""
     (tmp_path / "disk").mkdir()
-    process = bench.start(
-        "submit",
-        "tiny_neox",
-        "--nodes=2",
-        "--local",
-        *SMALL,
-        *LEAN,
-        "--set=cluster.devices_per_node=2",
-        f"--set=cluster.node_local={tmp_path / 'disk'}",
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.4",
-        *inputs,
-        "--set=slurm.backoff_s=0",
-        "--name=r",
-        "--set=checkpoint.every_steps=5",
-        "--set=watchdog.min_step_s=20",
-        "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}",
-        # Many: on a busy machine the commands below take as long as dozens of steps.
-        "--set=train.steps=100",
+    settings = (
+        *("cluster.devices_per_node=2", f"cluster.node_local={tmp_path / 'disk'}"),
+        *("env.SLURMLLM_REHEARSAL_STEP_S=0.4", "slurm.backoff_s=0", "checkpoint.every_steps=5"),
+        *("watchdog.min_step_s=20", "cluster.price={on_demand: 3600.0, date: '2026-01-01'}"),
+        "train.steps=100",  # on a busy machine the commands below take as long as dozens of steps
     )
+    submit = ("submit", "tiny_neox", "--nodes=2", "--local", "--name=r", *SMALL, *LEAN, *inputs)
+    process = bench.start(*submit, *settings)
     run = RunDir(bench.runs / "r")
     bench.wait_for_step("r", 6)
     assert content(run, 3) is None

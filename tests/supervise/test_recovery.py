@@ -35,17 +35,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def submit(inputs: tuple[str, ...]) -> tuple[str, ...]:
-    return (
-        "submit",
-        "tiny_neox",
-        "--nodes=2",
-        "--local",
-        *SMALL,
-        *LEAN,
-        "--set=watchdog.min_step_s=5",
-        "--set=watchdog.save_s=30",
-        *inputs,
-    )
+    limits = ("--set=watchdog.min_step_s=5", "--set=watchdog.save_s=30")
+    return ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *LEAN, *limits, *inputs)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm
+from made_records import save_submission
 from supervise.starts import attempt_record, start_of
 
 from slurmllm.backends.environment import BROADCAST
 from slurmllm.config.resolve import resolve
 from slurmllm.graphs.archive import pack_archive
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
-from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts, preflight
 from slurmllm.supervise.attempt_monitor import Observations
@@ -27,64 +28,60 @@ NODES = tuple(f"n{number}" for number in range(1, 6))  # four of the mesh, and a
 def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
     run, cluster = RunDir(tmp_path / "r"), FakeSlurm(NODES)
     run.path.mkdir()
-    run.config.write_text(
-        resolve("tiny_neox", overrides=["slurm.spare_nodes=1", *overrides]).to_yaml()
-    )
+    config = resolve("tiny_neox", overrides=["slurm.spare_nodes=1", *overrides])
+    run.config.write_text(config.to_yaml())
     cluster.start(cluster.submit("#!/bin/bash\n#SBATCH --nodes=5\n"))
-    last = Submission(submitted_at=1.0, nodes=4, first_attempt=0, local=False, train_job="1")
-    JobsRecord(submissions=(last,)).save(run.jobs)
+    save_submission(run, nodes=4, train_job="1")
     return Supervisor(run, "train", start_of(cluster, "1", NODES))
 
 
-def record(this_supervisor: Supervisor, number: int) -> AttemptRecord:
-    nodes = this_supervisor.allocation.nodes
+def record(made: Supervisor, number: int) -> AttemptRecord:
+    nodes = made.allocation.nodes
     fields = {"attempt": number, "job_id": "1", "nodes": nodes, "world_size": 4}
     opened = attempt_record(**fields, started_at=time.time())
-    opened.save(this_supervisor.run.attempt("train", number).record)
+    opened.save(made.run.attempt("train", number).record)
     return opened
 
 
 def close(
-    this_supervisor: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
+    made: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
 ) -> AttemptRecord:
     """An attempt that ended because of some nodes, whose launchers never reported."""
-    cluster = getattr(this_supervisor.allocation, "client", None)
+    cluster = getattr(made.allocation, "client", None)
     assert isinstance(cluster, FakeSlurm)
     if "SIGKILL" not in text:
         cluster.states.update(dict.fromkeys(blamed, "down*"))
     evidence = tuple(text.format(node) for node in blamed) or ("rank 1 was ended by SIGKILL",)
     ending = Ending("node_failure", evidence, blamed)
-    closed = this_supervisor._close(record(this_supervisor, number), ending, {}, Observations())
+    closed = made._close(record(made, number), ending, {}, Observations())
     if closed.action == "restart":
-        this_supervisor._restart(closed)
+        made._restart(closed)
     return closed
 
 
-def alive(this_supervisor: Supervisor, number: int, node: str) -> None:
+def alive(made: Supervisor, number: int, node: str) -> None:
     """The node's launcher has reported how its workers ended."""
     NodeRecord.model_validate({"node": node, "pids": {1: 7}, "exit_codes": {1: -9}}).save(
-        this_supervisor.run.attempt("train", number).node(node)
+        made.run.attempt("train", number).node(node)
     )
 
 
 def test_spare_nodes_replace_lost_ones_until_none_is_left(tmp_path: Path) -> None:
-    this_supervisor = supervisor(tmp_path, "slurm.no_progress_limit=9")
-    assert this_supervisor.allocation.nodes == NODES[:4]  # the spare one waits
-    assert close(this_supervisor, 0, "n2").action == "restart"
-    assert this_supervisor.allocation.nodes == ("n1", "n3", "n4", "n5")
+    made = supervisor(tmp_path, "slurm.no_progress_limit=9")
+    assert made.allocation.nodes == NODES[:4]  # the spare one waits
+    assert close(made, 0, "n2").action == "restart"
+    assert made.allocation.nodes == ("n1", "n3", "n4", "n5")
     # The job holds four nodes; a requeue asks for five.
-    opened = attempts.open_attempt(
-        this_supervisor.run, "train", this_supervisor.config, this_supervisor.allocation
-    )
-    assert (opened.spare_nodes, this_supervisor.allocation.size) == (0, 5)
-    closed = close(this_supervisor, opened.attempt, "n3")
+    opened = attempts.open_attempt(made.run, "train", made.config, made.allocation)
+    assert (opened.spare_nodes, made.allocation.size) == (0, 5)
+    closed = close(made, opened.attempt, "n3")
     assert (closed.action, closed.backoff_s) == ("requeue", 60.0)
 
 
 def test_the_next_attempt_of_the_job_has_the_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    this_supervisor, attempts_nodes = supervisor(tmp_path), list[tuple[str, ...]]()
+    made, attempts_nodes = supervisor(tmp_path), list[tuple[str, ...]]()
     endings = [
         Ending("node_failure", ("rank 1 on n2: nrt_execute status=1201",), ("n2",)),
         Ending("done", ("4 workers finished",)),
@@ -92,85 +89,73 @@ def test_the_next_attempt_of_the_job_has_the_other_nodes(
 
     def run_attempt() -> tuple[AttemptRecord, None]:
         number = len(attempts_nodes)
-        attempts_nodes.append(this_supervisor.allocation.nodes)
-        return this_supervisor._close(
-            record(this_supervisor, number), endings[number], {}, Observations()
-        ), None
+        attempts_nodes.append(made.allocation.nodes)
+        return made._close(record(made, number), endings[number], {}, Observations()), None
 
-    monkeypatch.setattr(this_supervisor, "_attempt", run_attempt)
-    monkeypatch.setattr(this_supervisor.stop, "install", lambda: None)
-    assert this_supervisor.main() == 0
+    monkeypatch.setattr(made, "_attempt", run_attempt)
+    monkeypatch.setattr(made.stop, "install", lambda: None)
+    assert made.main() == 0
     assert attempts_nodes == [NODES[:4], ("n1", "n3", "n4", "n5")]
 
 
-def test_the_first_node_has_the_supervisor(tmp_path: Path) -> None:
-    this_supervisor = supervisor(tmp_path)
-    assert close(this_supervisor, 0, "n1").action == "requeue"
-
-
 def test_a_crash_keeps_its_node_and_a_second_one_does_not(tmp_path: Path) -> None:
-    this_supervisor = supervisor(tmp_path, "slurm.no_progress_limit=9")
+    made = supervisor(tmp_path, "slurm.no_progress_limit=9")
     for number in (0, 1):
         for node in NODES:
-            alive(this_supervisor, number, node)
-    assert (
-        close(this_supervisor, 0, "n2", text="rank 1 on {} was ended by SIGKILL").action
-        == "restart"
-    )
-    assert this_supervisor.allocation.nodes == NODES[:4]
+            alive(made, number, node)
+    text = "rank 1 on {} was ended by SIGKILL"
+    assert close(made, 0, "n2", text=text).action == "restart"
+    assert made.allocation.nodes == NODES[:4]
     # Blamed twice, and nothing was gained: other nodes, by the queue.
-    assert (
-        close(this_supervisor, 1, "n2", text="rank 1 on {} was ended by SIGKILL").action
-        == "requeue"
-    )
-    assert this_supervisor._preparation.failed_nodes == {"n2"}
+    assert close(made, 1, "n2", text=text).action == "requeue"
+    assert made._preparation.failed_nodes == {"n2"}
 
 
-@pytest.mark.parametrize("how", ["off", "stopped"])
-def test_no_restart(tmp_path: Path, how: str) -> None:
-    this_supervisor = supervisor(
-        tmp_path, *(["slurm.restart_in_allocation=false"] if how == "off" else [])
-    )
-    if how == "stopped":  # the time limit comes
-        this_supervisor.stop.name = "SIGUSR1"
-    assert close(this_supervisor, 0).action == "requeue"
+@pytest.mark.parametrize(
+    ("overrides", "stop", "blamed"),
+    [
+        (["slurm.restart_in_allocation=false"], None, ()),
+        ([], "SIGUSR1", ()),  # the time limit comes
+        ([], None, ("n1",)),  # the first node has the supervisor
+    ],
+)
+def test_no_restart(
+    tmp_path: Path, overrides: list[str], stop: str | None, blamed: tuple[str, ...]
+) -> None:
+    made = supervisor(tmp_path, *overrides)
+    made.stop.name = stop
+    assert close(made, 0, *blamed).action == "requeue"
 
 
 def test_the_mesh_follows_the_nodes_that_the_job_got(tmp_path: Path) -> None:
-    this_supervisor = supervisor(tmp_path, "slurm.min_nodes=2")
-    save_mesh(make_mesh(this_supervisor.config, 4), this_supervisor.run.plan)
-    this_supervisor._fit_mesh(2)
-    assert load_mesh(this_supervisor.run.plan).nodes == 2
+    made = supervisor(tmp_path, "slurm.min_nodes=2")
+    save_mesh(make_mesh(made.config, 4), made.run.plan)
+    made._fit_mesh(2)
+    assert load_mesh(made.run.plan).nodes == 2
 
 
 def test_graphs_are_sent_once_and_not_after_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    this_supervisor, archives = (
-        supervisor(tmp_path, f"cluster.node_local={tmp_path / 'disk'}"),
-        list[Path](),
-    )
-
-    def broadcast(source: Path, target: Path, stop: object) -> None:
-        archives.append(source)
+    archives: list[Path] = []
+    made = supervisor(tmp_path, f"cluster.node_local={tmp_path / 'disk'}")
+    preparation = made._preparation
 
     def send(graph: str) -> dict[str, str]:
         path = tmp_path / "cache" / "inductor/fxgraph/aa" / graph / "x"
         path.parent.mkdir(parents=True)
         path.write_text(graph)
-        pack_archive(tmp_path / "cache", this_supervisor.run, "native", 1.0, versions={})
-        return this_supervisor._preparation._broadcast_graphs(lambda: False)
+        pack_archive(tmp_path / "cache", made.run, "native", 1.0, versions={})
+        return preparation._broadcast_graphs(lambda: False)
 
     sent = iter([{"STAGED": "x"}])
     monkeypatch.setattr(preflight, "broadcast_environment", lambda *_: next(sent))
-    assert this_supervisor._preparation._broadcast_environment(lambda: False) == {"STAGED": "x"}
-    assert this_supervisor._preparation._broadcast_environment(lambda: False) == {}
-    monkeypatch.setattr(this_supervisor.allocation, "broadcast", broadcast)
+    assert preparation._broadcast_environment(lambda: False) == {"STAGED": "x"}
+    assert preparation._broadcast_environment(lambda: False) == {}
+    monkeypatch.setattr(made.allocation, "broadcast", lambda path, *_: archives.append(path))
     assert Path(send("a")[BROADCAST]).is_relative_to(tmp_path / "disk")
-    assert (
-        this_supervisor._preparation._broadcast_graphs(lambda: False) == {}
-    )  # all nodes have them
-    assert close(this_supervisor, 0, "n2").action == "restart"
+    assert preparation._broadcast_graphs(lambda: False) == {}  # all nodes have them
+    assert close(made, 0, "n2").action == "restart"
     assert send("b") == {BROADCAST: ""}  # sbcast would wait for n2
     assert len(archives) == 1
 
@@ -180,10 +165,10 @@ def test_srun_names_the_nodes_once_some_are_left_out(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
-    this_supervisor = start_of(FakeSlurm(NODES), "1", NODES)
-    this_supervisor.launch(tmp_path, "train", 0)
-    this_supervisor.restart(("n1", "n3", "n4", "n5"), 0.0)
-    this_supervisor.launch(tmp_path, "train", 1)
+    allocation = start_of(FakeSlurm(NODES), "1", NODES)
+    allocation.launch(tmp_path, "train", 0)
+    allocation.restart(("n1", "n3", "n4", "n5"), 0.0)
+    allocation.launch(tmp_path, "train", 1)
     first, second = commands
     assert not any(part.startswith("--nodelist") for part in first)
     assert "--overlap" not in first

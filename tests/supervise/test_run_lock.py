@@ -66,12 +66,9 @@ def run(tmp_path: Path) -> RunDir:
 
 def at_once(count: int, *arguments: str) -> list[tuple[int, str]]:
     """Exit code and output of as many simultaneous commands."""
-    started = [
-        subprocess.Popen(
-            [*SLURMLLM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for _ in range(count)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [*SLURMLLM, *arguments]
+    started = [subprocess.Popen(command, **pipes, text=True) for _ in range(count)]
     outputs = [process.communicate(timeout=300)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
@@ -127,14 +124,8 @@ def test_a_command_that_is_ended_blocks_nobody(run: RunDir, number: signal.Signa
 
 
 def lock_of(run: RunDir, age_s: float, **fields: object) -> None:
-    holder_record = {
-        "verb": "resume",
-        "host": "elsewhere",
-        "pid": 1,
-        "process": "x",
-        "since": time.time(),
-    }
-    run.lock.write_text(json.dumps(holder_record | fields))
+    values = {"verb": "resume", "host": "elsewhere", "pid": 1, "process": "x", "since": time.time()}
+    run.lock.write_text(json.dumps(values | fields))
     os.utime(run.lock, (time.time() - age_s,) * 2)
 
 
@@ -151,15 +142,15 @@ def test_a_lock_of_another_machine_ends_when_it_is_not_renewed(
         assert b"elsewhere" not in run.lock.read_bytes()
 
 
-def test_a_process_id_that_is_used_again_holds_nothing(run: RunDir) -> None:
+def test_a_process_id_that_is_used_again_holds_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host = socket.gethostname()
     lock_of(run, 0, host=host, pid=os.getpid(), process=process_identity(1))
     with locked(run, "resume"):
         pass
     assert not run.lock.exists()
-
-
-def test_a_lock_is_renewed_while_it_is_held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is renewed while it is held.
     monkeypatch.setattr(run_lock, "RENEW_S", 0.05)
     with locked(run, "resume"):
         os.utime(run.lock, (0, 0))

@@ -45,15 +45,9 @@ def test_only_workers_have_it_and_only_one_file(
 ) -> None:
     records = tmp_path / "records"
     records.mkdir()
-    options = (
-        "--local",
-        *SMALL,
-        *SLOWLY,
-        *inputs,
-        f"--set=env.HF_TOKEN={CANARY}",
-        f"--set=env.PYTHONPATH={RECORDING}",
-        f"--set=env.RECORDS={records}",
-    )
+    variables = {"HF_TOKEN": CANARY, "PYTHONPATH": RECORDING, "RECORDS": records}
+    settings = (f"--set=env.{name}={value}" for name, value in variables.items())
+    options = ("--local", *SMALL, *SLOWLY, *inputs, *settings)
     submit = ("submit", "tiny_neox", "--nodes=1", *options)
     shown = bench.look(*submit, "--dry-run", "--json")
     shown += bench.look(*submit, "--dry-run")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm
+from made_records import save_submission
 from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.load import read_summary
@@ -27,6 +28,7 @@ from slurmllm.supervise.successor import (
 )
 from slurmllm.supervise.supervisor import Supervisor
 
+Chained = tuple[RunDir, FakeSlurm]
 NODES = ("n1", "n2")
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\n"
 
@@ -45,22 +47,25 @@ def attempt(run: RunDir, number: int, job: str, **more: object) -> AttemptRecord
 
 
 @pytest.fixture
-def chained(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
+def chained(tmp_path: Path) -> Chained:
     """A run whose train job 1 runs, on a site without requeues."""
     run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
-    assert cluster.config is not None
-    cluster.config["JobRequeue"], cluster.may_requeue = "0", False
+    cluster.config, cluster.may_requeue = {"JobRequeue": "0"}, False
     run.script("train").parent.mkdir(parents=True)
     run.logs.mkdir()
     run.config.write_text(resolve("tiny_neox").to_yaml())
     run.script("train").write_text(SCRIPT)
     job = cluster.submit(SCRIPT, requeue=False)
     cluster.start(job)
-    last = Submission(
-        submitted_at=1.0, nodes=2, first_attempt=0, local=False, train_job=job, restart="chain"
-    )
-    JobsRecord(submissions=(last,)).save(run.jobs)
+    save_submission(run, submitted_at=1.0, nodes=2, train_job=job, restart="chain")
     return run, cluster
+
+
+def next_job(run: RunDir, cluster: FakeSlurm, job: str = "1") -> str:
+    """The successor that a start of a job makes sure of."""
+    successor = ensure_successor(run, start_of(cluster, job, NODES), SCRIPT, [])
+    assert successor is not None
+    return successor
 
 
 def pending(cluster: FakeSlurm) -> list[str]:
@@ -77,12 +82,11 @@ def begin(cluster: FakeSlurm, job: str, monkeypatch: pytest.MonkeyPatch) -> Slur
     return start_of(cluster, job, NODES)
 
 
-def test_auto_finds_out(chained: tuple[RunDir, FakeSlurm]) -> None:
+def test_auto_finds_out(chained: Chained) -> None:
     run, cluster = chained
     assert choose_restart("auto", None, cluster) == "chain"
     assert choose_restart("requeue", None, cluster) == "requeue"
-    assert cluster.config is not None
-    cluster.config["JobRequeue"] = "1"
+    cluster.config = {"JobRequeue": "1"}
     assert choose_restart("auto", None, cluster) == "requeue"
     # What an earlier submission has found out; but a user's choice comes first.
     assert choose_restart("auto", sent(run), cluster) == "chain"
@@ -92,7 +96,7 @@ def test_auto_finds_out(chained: tuple[RunDir, FakeSlurm]) -> None:
 
 
 def test_a_job_has_one_successor_whatever_was_recorded(
-    chained: tuple[RunDir, FakeSlurm],
+    chained: Chained,
 ) -> None:
     run, cluster = chained
     this_allocation = start_of(cluster, "1", NODES)
@@ -117,20 +121,17 @@ def test_a_job_has_one_successor_whatever_was_recorded(
 
 
 def test_the_successor_takes_over_and_has_one_itself(
-    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
     for number in range(3):
-        this_allocation = start_of(cluster, str(sent(run).train_job), NODES)
-        job = ensure_successor(run, this_allocation, SCRIPT, [])
-        assert job is not None
-        attempt(
-            run, number, this_allocation.job_id, ended_at=2.0, action="chain", **{"class": "hang"}
-        )
+        before = str(sent(run).train_job)
+        job = next_job(run, cluster, before)
+        attempt(run, number, before, ended_at=2.0, action="chain", ending="hang")
         # A supervisor was killed before it could record the first successor.
-        name, after = cluster.jobs[job].name, this_allocation.job_id
-        duplicate = cluster.submit(SCRIPT, name=name, after=after, requeue=False)
-        cluster.finish(this_allocation.job_id, "FAILED")
+        name = cluster.jobs[job].name
+        duplicate = cluster.submit(SCRIPT, name=name, after=before, requeue=False)
+        cluster.finish(before, "FAILED")
         following = begin(cluster, job, monkeypatch)
         assert register_train_job(run, following) is None
         assert cluster.jobs[duplicate].state == "CANCELLED"
@@ -142,11 +143,10 @@ def test_the_successor_takes_over_and_has_one_itself(
 
 
 def test_a_cancelled_run_has_no_successor(
-    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    job = ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
-    assert job is not None
+    job = next_job(run, cluster)
     cancelled = sent(run).model_copy(update={"cancelled_at": 2.0})
     JobsRecord(submissions=(cancelled,)).save(run.jobs)
     assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
@@ -157,13 +157,11 @@ def test_a_cancelled_run_has_no_successor(
 
 
 def test_the_successor_of_a_run_that_has_ended_leaves(
-    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    this_allocation = start_of(cluster, "1", NODES)
-    job = ensure_successor(run, this_allocation, SCRIPT, [])
-    assert job is not None
-    attempt(run, 0, "1", ended_at=2.0, action="finish", **{"class": "done"})
+    job = next_job(run, cluster)
+    attempt(run, 0, "1", ended_at=2.0, action="finish", ending="done")
     cluster.finish("1")  # killed before it could cancel
     following = begin(cluster, job, monkeypatch)
     assert register_train_job(run, following) == "the run has ended: done → finish"
@@ -172,13 +170,12 @@ def test_the_successor_of_a_run_that_has_ended_leaves(
 
 
 def test_the_successor_of_a_cancelled_job_records_that(
-    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    job = ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
-    assert job is not None
+    job = next_job(run, cluster)
     # A plain scancel of the running job only; the supervisor had taken it for a preemption.
-    attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "advance_signal"})
+    attempt(run, 0, "1", ended_at=2.0, action="chain", ending="advance_signal")
     cluster.finish("1", "CANCELLED")
     following = begin(cluster, job, monkeypatch)
     assert register_train_job(run, following) == "Slurm: job 1 CANCELLED"
@@ -187,7 +184,7 @@ def test_the_successor_of_a_cancelled_job_records_that(
 
 
 def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
-    chained: tuple[RunDir, FakeSlurm],
+    chained: Chained,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -210,7 +207,7 @@ def closed(run: RunDir, **more: object) -> AttemptRecord:
 
 
 def test_a_refused_requeue_becomes_a_chain(
-    chained: tuple[RunDir, FakeSlurm], caplog: pytest.LogCaptureFixture
+    chained: Chained, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, cluster = chained
     JobsRecord(submissions=(sent(run).model_copy(update={"restart": "requeue"}),)).save(run.jobs)
@@ -223,7 +220,7 @@ def test_a_refused_requeue_becomes_a_chain(
 
 
 def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
-    chained: tuple[RunDir, FakeSlurm],
+    chained: Chained,
 ) -> None:
     run, cluster = chained
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
@@ -237,7 +234,7 @@ def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
 
 
 def test_a_requeue_that_was_asked_for_is_not_replaced(
-    chained: tuple[RunDir, FakeSlurm], caplog: pytest.LogCaptureFixture
+    chained: Chained, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, cluster = chained
     run.config.write_text(resolve("tiny_neox", overrides=["slurm.restart=requeue"]).to_yaml())
@@ -247,12 +244,12 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
     assert list(cluster.jobs) == ["1"]
 
 
-def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
+def test_status_and_cancel_know_the_successor(chained: Chained) -> None:
     run, cluster = chained
     this_allocation = start_of(cluster, "1", NODES)
     ensure_successor(run, this_allocation, SCRIPT, [])
     assert sent(run).own_jobs == ["2", "1"]
-    attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "hang"})
+    attempt(run, 0, "1", ended_at=2.0, action="chain", ending="hang")
     cluster.finish("1", "FAILED")
     assert is_active(run, cluster)
     records = read_records(run, read_summary(run.config))

@@ -36,11 +36,7 @@ PLAIN, NEMO = ("trainers/plain", "local"), "trainers/nemo"
         (["torchrun $N && date"], "torchrun $N && date", "torchrun-N-date"),
         (["echo", "$X", "{other}", ""], "echo '$X' '{other}' ''", "echo"),
         (["python", "-m", "titan.train", "--x"], "python -m titan.train --x", "titan.train"),
-        (
-            ["torchrun", "--nproc-per-node", "8", "/a/g.py"],
-            "torchrun --nproc-per-node 8 /a/g.py",
-            "g",
-        ),
+        (["torchrun", "--nnodes", "8", "/a/g.py"], "torchrun --nnodes 8 /a/g.py", "g"),
         (["$X"], "$X", "X"),
     ],
 )
@@ -62,11 +58,7 @@ def test_only_known_placeholders_are_filled() -> None:
     [
         ([], ["python", "x"], ["trainers/plain", '--set=name="python"', "--command=python x"]),
         (["tiny_neox"], ["--partition", "gpu"], ["tiny_neox", "--", "--partition", "gpu"]),
-        (
-            ["trainers/nemo"],
-            ["-p=1", "x", "--y"],
-            ["trainers/nemo", "--command=x --y", "--", "-p=1"],
-        ),
+        ([NEMO], ["-p=1", "x", "--y"], [NEMO, "--command=x --y", "--", "-p=1"]),
         ([], ["--mem=1G"], ["--", "--mem=1G"]),
     ],
 )
@@ -185,10 +177,12 @@ def attempt(run: RunDir, **fields: object) -> None:
     attempt_record(**fields).save(run.attempt("train", 0).record)
 
 
+def saving(checkpoints: str = "{run}/step-{step}", **fields: str) -> CommandConfig:
+    return CommandConfig.model_validate({"run": "x", "checkpoints": checkpoints, **fields})
+
+
 def test_checkpoints_with_a_completion_file(run: RunDir) -> None:
-    command = CommandConfig(
-        run="x", checkpoints="{run}/out*/step-{step}", completion_file=".metadata"
-    )
+    command = saving("{run}/out*/step-{step}", completion_file=".metadata")
     write(run.path / "out1/step-5/.metadata", 0)
     write(run.path / "out1/step-12/data", 0)
     write(run.path / "out1/step-last/.metadata", 0)
@@ -217,14 +211,14 @@ def test_checkpoints_by_their_age(
     ended_at = None if ended_s is None else time.time() - ended_s
     attempt(run, ended_at=ended_at, ending=ending)
     write(run.path / "step-5/data", age_s)
-    command = CommandConfig(run="x", checkpoints="{run}/step-{step}")
+    command = saving()
     assert [entry.complete for entry in list_trainer_checkpoints(run, command)] == [complete]
 
 
 def test_a_checkpoint_at_the_end_counts_when_its_attempt_is_closed(run: RunDir) -> None:
     attempt(run)
     write(run.path / "step-5/data", 1)
-    command = CommandConfig(run="x", checkpoints="{run}/step-{step}", save_signal="USR1")
+    command = saving(save_signal="USR1")
     ending = {"ended_at": time.time(), "ending": "advance_signal"}
     closing = AttemptRecord.load(run.attempt("train", 0).record).model_copy(update=ending)
     assert not list_trainer_checkpoints(run, command)[0].complete
@@ -237,7 +231,7 @@ def test_a_checkpoint_without_a_step_has_the_last_one_before_it(run: RunDir) -> 
     rows = "".join(f'{{"step":{n},"time":{begun + n}}}\n' for n in range(1, 5000))
     run.metrics(0).parent.mkdir()
     run.metrics(0).write_text(rows)
-    command = CommandConfig(run="x", checkpoints="{run}/*.pt")
+    command = saving("{run}/*.pt")
     for age_s, step in ((4800.5, 199), (10.5, 4989)):
         write(run.path / "c.pt", age_s)
         assert [entry.step for entry in list_trainer_checkpoints(run, command)] == [step]
@@ -245,7 +239,7 @@ def test_a_checkpoint_without_a_step_has_the_last_one_before_it(run: RunDir) -> 
 
 def test_all_nodes_resume_from_the_checkpoint_of_the_record(run: RunDir) -> None:
     write(run.path / "step-9/done", 0)  # that this node alone shows
-    command = CommandConfig(run="x", checkpoints="{run}/step-{step}", completion_file="done")
+    command = saving(completion_file="done")
     config = resolve(*PLAIN, ["command.run=x"]).with_settings("command", **dict(command))
     record = attempt_record(checkpoint_before=5, checkpoint_path="/a/step-5")
     values = command_values(run, config, 1, 2, record)
@@ -254,7 +248,7 @@ def test_all_nodes_resume_from_the_checkpoint_of_the_record(run: RunDir) -> None
 
 
 def test_old_checkpoints_go_and_incomplete_ones_stay(run: RunDir) -> None:
-    command = CommandConfig(run="x", checkpoints="{run}/step-{step}", completion_file="done")
+    command = saving(completion_file="done")
     for step in (1, 2, 3, 5):
         write(run.path / f"step-{step}/done", 0)
     write(run.path / "step-4/data", 0)

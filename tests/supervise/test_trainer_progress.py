@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training_rows import Row
 
 from slurmllm.metrics import following
 from slurmllm.metrics.curves import Curve
@@ -50,6 +51,16 @@ def pieces(content: bytes, seed: int) -> Iterator[bytes]:
         size = rng.choice([1, 2, 7, 50, 300, 2000])
         yield content[begin : begin + size]
         begin += size
+
+
+def feed(follower: TrainerProgress, *texts: str, last: bool = False) -> None:
+    for text in texts:
+        follower.feed(text.encode())
+        follower.update(last=last)
+
+
+def rows_of(run: RunDir, attempt: int = 0) -> list[Row]:
+    return [row for _, row in read_rows(run.metrics(attempt))]
 
 
 def replay(run: RunDir, content: bytes, seed: int = 0, progress: str | None = None) -> Curve:
@@ -163,7 +174,7 @@ def test_files_that_begin_anew(run: RunDir, tmp_path: Path) -> None:
     follower.update()
     path.write_text(rows(4, 4, 5))
     follower.update(last=True)
-    assert [row["step"] for _, row in read_rows(run.metrics(1))] == [2, 3, 4, 3, 4, 5]
+    assert [row["step"] for row in rows_of(run, 1)] == [2, 3, 4, 3, 4, 5]
     assert read_curve(run.path).columns["loss"].tolist() == [1.5, 0.5, -0.5, -1.5]
 
 
@@ -178,7 +189,7 @@ def test_a_table_that_gets_another_column_is_not_read_twice(run: RunDir, tmp_pat
     follower.update()
     path.write_text("epoch,step,train_loss,val_loss\n0,1,3.5,\n0,2,3.25,\n0,2,,3.75\n0,3,3.0,\n")
     follower.update(last=True)
-    assert [row["loss"] for _, row in read_rows(run.metrics(0))] == [3.5, 3.25, 3.0]
+    assert [row["loss"] for row in rows_of(run)] == [3.5, 3.25, 3.0]
     assert [event.values for event in read_events(run, 0)] == [{"validation": 3.75}]
 
 
@@ -208,9 +219,7 @@ def test_a_counter_that_restarts_and_steps_that_repeat(run: RunDir) -> None:
     lines = [f"step: {n} loss: {4 - n / 10} grad_norm: 1.0\n" for n in (1, 2, 2, 3, 2, 3, 4)]
     lines[2] = "step: 2 loss: 3.7 grad_norm: 1.0\n"
     follower = TrainerProgress(run, 0, "torch_titan")
-    for line in [*lines, "step: 5 loss: 3.5"]:
-        follower.feed(line.encode())
-        follower.update()
+    feed(follower, *lines, "step: 5 loss: 3.5")
     assert (follower.step, follower.rows) == (4, 7)
     follower.update(last=True)
     assert follower.step == 5
@@ -230,9 +239,8 @@ def test_times_of_rows(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         (1160.0, "150 3.3\n200 nan\n"),
         (1170.0, "250 3.1 0.25\n"),
     ):
-        follower.feed(output.encode())
-        follower.update()
-    rows = [row for _, row in read_rows(run.metrics(0))]
+        feed(follower, output)
+    rows = rows_of(run)
     assert [(row["time"], row.get("step_time_s")) for row in rows] == [
         *((1010.0, None), (1060.0, 1.0), (1110.0, 1.0), (1160.0, 1.0), (1170.0, 0.25))
     ]
@@ -244,8 +252,7 @@ def test_a_row_of_several_lines_is_written_when_the_output_pauses(
 ) -> None:
     line, first, _ = next(case[1:] for case in CASES if case[0] == "OLMo-core")
     follower = TrainerProgress(run, 0)
-    follower.feed(line.format(step=first).encode() + b"\n")
-    follower.update()
+    feed(follower, line.format(step=first) + "\n")
     assert follower.rows == 0
     monkeypatch.setattr(following, "_PAUSE_S", -1.0)
     follower.update()
@@ -253,21 +260,17 @@ def test_a_row_of_several_lines_is_written_when_the_output_pauses(
     # Rates of one device become those of the run.
     line, first, values = next(case for name, *case in CASES if name == "MaxText")
     follower = TrainerProgress(run, 1, devices=16)
-    follower.feed(line.format(step=first).encode() + b"\n")
-    follower.update(last=True)
-    (row,) = (row for _, row in read_rows(run.metrics(1)))
+    feed(follower, line.format(step=first) + "\n", last=True)
+    (row,) = rows_of(run, 1)
     assert row["tokens_per_s"] == 16 * values["tokens_per_s"]
 
 
 def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> None:
     follower = TrainerProgress(run, 0)
-    follower.feed(b"epoch 1 of 3\n" * 10)
-    follower.update(last=True)
+    feed(follower, "epoch 1 of 3\n" * 10, last=True)
     assert not run.metrics(0).exists()
-    text = follower.missing()
-    assert "no line of a known format in 130 bytes of the output of rank 0" in text
-    assert "torchtitan" in text
-    assert "(?P<step>" in text
+    for text in ("known format in 130 bytes of the output of rank 0", "torchtitan", "(?P<step>"):
+        assert text in follower.missing()
     path = tmp_path / "x.jsonl"
     follower = TrainerProgress(run, 0, str(path))
     path.write_text('{"step": 1, "perplexity": 3.5}\n')
@@ -279,16 +282,14 @@ def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> Non
         stream.write('{"step": 3, "perplexity": 3.0, "tokens": 64}\n')
     follower.update()
     assert (follower.step, follower.missing()) == (3, "")
-    rows = [row for _, row in read_rows(run.metrics(0))]
-    assert [(row["step"], row["tokens"]) for row in rows] == [(2, None), (3, 64)]
+    assert [(row["step"], row["tokens"]) for row in rows_of(run)] == [(2, None), (3, 64)]
 
 
 def test_rows_without_the_trainers_progress_bar_are_numbered(run: RunDir) -> None:
     lines = [f"{{'loss': '{loss}', 'epoch': '0.1'}}\n" for loss in (3.5, 3.25, 3.0)]
     bars = "Writing model shards: 100%|█| 1/1 [00:00]\n"
     follower = TrainerProgress(run, 0)
-    follower.feed(bars.join(lines).encode())
-    follower.update(last=True)
+    feed(follower, bars.join(lines), last=True)
     assert read_curve(run.path).steps.tolist() == [1, 2, 3]
     assert "numbered 1, 2, …: give `progress` the trainer's trainer_state" in follower.missing()
 
@@ -314,22 +315,18 @@ def test_nothing_is_lost_while_the_disk_is_full(run: RunDir) -> None:
     follower = TrainerProgress(run, 0, "torchtitan")
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (70, limits[1]))  # within the first row
-        for step in (1, 2):
-            follower.feed(f"step: {step} loss: 3.5 grad_norm: 1.0\n".encode())
-            follower.update()
+        feed(follower, *(f"step: {step} loss: 3.5 grad_norm: 1.0\n" for step in (1, 2)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert run.metrics(0).stat().st_size == 70
     follower.update()
-    assert [row["step"] for _, row in read_rows(run.metrics(0))] == [1, 2]
+    assert [row["step"] for row in rows_of(run)] == [1, 2]
 
 
 def test_a_pipe_in_place_of_the_metrics_delays_nothing(run: RunDir) -> None:
     os.mkfifo(run.metrics(0))
     follower, reader = TrainerProgress(run, 0, "torchtitan"), os.open(run.metrics(0), os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
-    for step in range(1, 100):
-        follower.feed(f"step: {step} loss: 3.5 grad_norm: 1.0\n".encode())
-        follower.update()
+    feed(follower, *(f"step: {step} loss: 3.5 grad_norm: 1.0\n" for step in range(1, 100)))
     os.close(reader)
     assert follower.step == 99

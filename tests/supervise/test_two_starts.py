@@ -13,46 +13,58 @@ from socket import gethostname
 
 import pytest
 from fake_slurm import FakeSlurm
+from made_records import save_submission
 from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_NEGATIVE
-from slurmllm.run.records import AttemptRecord, Heartbeat, JobsRecord, Submission
+from slurmllm.run.records import AttemptRecord, Heartbeat, JobsRecord
 from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.supervise import run_lock, starts
 from slurmllm.supervise.attempts import process_identity
 from slurmllm.supervise.starts import not_recorded, other_supervisor, still_runs
 from slurmllm.supervise.supervisor import Supervisor
 
+Lost = tuple[RunDir, FakeSlurm]
+
 
 def one_node_record(**fields: object) -> AttemptRecord:
     return attempt_record(**{"nodes": ("n1",), "world_size": 1, **fields})
 
 
+@contextmanager
+def living() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that passes for a supervisor."""
+    command = [sys.executable, "-c", "input()", "supervise"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+        process.communicate(b"\n")
+
+
+def identity(process: subprocess.Popen[bytes]) -> dict[str, object]:
+    pid = process.pid
+    return {"host": gethostname(), "pid": pid, "process": process_identity(pid)}
+
+
 def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) -> None:
     run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
-    first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
-    record = one_node_record(host=gethostname(), pid=first.pid, process=process_identity(first.pid))
-    try:
+    with living() as first:
+        record = one_node_record(**identity(first))
         reason = f"process {first.pid} on {gethostname()} is its supervisor"
         assert still_runs(run, record, allocation) == reason
         restarted = record.model_copy(update={"process": "boot 1"})  # its id is used again
         assert still_runs(run, restarted, allocation) is None
-    finally:
-        first.communicate(b"\n")
     assert still_runs(run, record, allocation) is None
 
 
 def test_a_second_supervisor_of_one_start_leaves(
-    lost: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+    lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = lost
     monkeypatch.setattr("slurmllm.supervise.supervisor.lost_start", lambda _: None)
-    first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
     path = run.attempt("train", 0).record
-    fields = {"host": gethostname(), "pid": first.pid, "process": process_identity(first.pid)}
-    try:
-        one_node_record(job_id="2", **fields).save(path)
+    with living() as first:
+        one_node_record(job_id="2", **identity(first)).save(path)
         second = supervisor(run, cluster, "train", "2")
         before = path.read_bytes()
         reason = f"attempt 0 of job 2 is supervised by {first.pid}; this supervisor leaves"
@@ -62,8 +74,6 @@ def test_a_second_supervisor_of_one_start_leaves(
         # A start that Slurm made after it takes over.
         second.allocation.restart_count = 1
         assert other_supervisor(run, "train", second.allocation) is None
-    finally:
-        first.communicate(b"\n")
 
 
 @contextmanager
@@ -100,7 +110,7 @@ def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
 
 
 @pytest.fixture
-def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
+def lost(tmp_path: Path) -> Lost:
     """Two jobs that slurmctld shows as pending; each excludes other nodes."""
     run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
     run.script("train").parent.mkdir(parents=True)
@@ -110,9 +120,7 @@ def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
     precompile = cluster.submit(run.script("precompile").read_text(), exclude="n3")
     train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
     cluster.exclude(train, ["n1", "n4"])
-    jobs = {"precompile_job": precompile, "train_job": train}
-    sent = Submission(submitted_at=1.0, nodes=1, first_attempt=0, local=False, **jobs)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, precompile_job=precompile, train_job=train)
     return run, cluster
 
 
@@ -121,7 +129,7 @@ def supervisor(run: RunDir, cluster: FakeSlurm, stage: Stage, job: str) -> Super
 
 
 def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(
-    lost: tuple[RunDir, FakeSlurm],
+    lost: Lost,
 ) -> None:
     run, cluster = lost
     assert supervisor(run, cluster, "precompile", "1").main() == 75
@@ -141,7 +149,7 @@ def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(
     [(0, "slurmctld lost this start of job 2", ()), (1, "Slurm: NODE_FAIL", ("n1",))],
 )
 def test_an_open_attempt_of_the_same_job(
-    lost: tuple[RunDir, FakeSlurm], restarts: int, evidence: str, blamed: tuple[str, ...]
+    lost: Lost, restarts: int, evidence: str, blamed: tuple[str, ...]
 ) -> None:
     run, cluster = lost
     cluster.finish("1")
@@ -158,7 +166,7 @@ def test_an_open_attempt_of_the_same_job(
 
 
 def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
-    lost: tuple[RunDir, FakeSlurm],
+    lost: Lost,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -173,7 +181,7 @@ def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
 
 
 def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
-    lost: tuple[RunDir, FakeSlurm],
+    lost: Lost,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

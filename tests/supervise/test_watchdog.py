@@ -17,7 +17,7 @@ from supervise.starts import attempt_record
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.run.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.run.rundir import RunDir
-from slurmllm.run.worker_files import PHASE_FILE, PhaseWriter
+from slurmllm.run.worker_files import PHASE_FILE, PhaseWriter, read_phase
 from slurmllm.supervise import watchdog as watchdogs
 from slurmllm.supervise.stacks import outliers, stack_lines, stack_location
 from slurmllm.supervise.watchdog import (
@@ -102,6 +102,11 @@ def test_what_slow_means_is_learned_from_the_run(tmp_path: Path) -> None:
     assert slow_step_s([1.0] * 99 + [9.0]) == 1.0
 
 
+def limits_of(seconds: float) -> WatchdogConfig:
+    names = ("start_up_s", "first_step_s", "min_step_s", "save_s")
+    return WatchdogConfig(**dict.fromkeys(names, seconds))
+
+
 def open_record(nodes: tuple[str, ...]) -> AttemptRecord:
     fields = {"nodes": nodes, "world_size": len(nodes), "started_at": time.time()}
     return attempt_record(job_id=None, **fields)
@@ -109,8 +114,7 @@ def open_record(nodes: tuple[str, ...]) -> AttemptRecord:
 
 def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    config = WatchdogConfig(start_up_s=0.3, first_step_s=0.3, min_step_s=0.3, save_s=0.3)
-    watchdog = Watchdog(run, open_record(("n1", "n2")), config)
+    watchdog = Watchdog(run, open_record(("n1", "n2")), limits_of(0.3))
     path = run.attempt("train", 0).heartbeat("n1")
     path.parent.mkdir(parents=True)
     run.metrics(0).parent.mkdir()
@@ -142,12 +146,10 @@ def test_when_a_worker_has_ended_the_others_have_the_time_of_a_start(tmp_path: P
 def test_a_supervisor_that_was_frozen_starts_all_clocks_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = [0.0]
+    clock, hangs = [0.0], []
     monotonic = SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
     monkeypatch.setattr(watchdogs, "time", monotonic)
-    limits = WatchdogConfig(start_up_s=10, first_step_s=10, min_step_s=10, save_s=10)
-    watchdog = Watchdog(RunDir(tmp_path), open_record(("n1", "n2")), limits)
-    hangs = []
+    watchdog = Watchdog(RunDir(tmp_path), open_record(("n1", "n2")), limits_of(10))
     for seconds in (9.0, watchdogs.UNRESPONSIVE_S, 9.0, 2.0):  # the second: it was frozen
         clock[0] += seconds
         hangs.append(watchdog.look())
@@ -165,14 +167,10 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
         "from slurmllm.train.exits import dump_on_signal; dump_on_signal(); "
         "PhaseWriter.from_environment().begin('stepping', 7); print(flush=True); time.sleep(100)"
     )
-    workers = {
-        rank: subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            env={**os.environ, **result.environment(rank)},
-        )
-        for rank in (0, 1)
-    }
+    workers = {}
+    for rank in (0, 1):
+        env, command = {**os.environ, **result.environment(rank)}, [sys.executable, "-c", code]
+        workers[rank] = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
     try:
         pids = {rank: worker.pid for rank, worker in workers.items()}
         for worker in workers.values():
@@ -180,10 +178,8 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
             worker.stdout.readline()
         result.update(pids)
         beat = Heartbeat.load(attempt.heartbeat("n1"))
-        assert {r: (b.phase, b.step) for r, b in beat.ranks.items()} == {
-            0: ("stepping", 7),
-            1: ("stepping", 7),
-        }
+        places = {rank: (phase.phase, phase.step) for rank, phase in beat.ranks.items()}
+        assert places == dict.fromkeys((0, 1), ("stepping", 7))
         os.kill(pids[1], signal.SIGSTOP)
         result.dump_stacks(pids)
         assert "most recent call first" in attempt.stacks(0).read_text()
@@ -232,8 +228,6 @@ def test_files_of_a_killed_launcher_go_and_those_of_a_living_one_stay(tmp_path: 
 
 
 def test_a_phase_is_read_back_and_rubbish_is_not(tmp_path: Path) -> None:
-    from slurmllm.run.worker_files import read_phase
-
     path = tmp_path / "0"
     assert read_phase(path) is None
     phases = PhaseWriter(path)
@@ -271,9 +265,8 @@ def test_outliers() -> None:
     assert stack_lines(places) == (
         "rank 1: readinto (python3.11/socket.py:706) from next_batch (data/stream.py:70)",
     )
-    assert outliers({0: stack_location(WAITS), 1: stack_location(SPIED)}) == (1,)
-    assert outliers({0: stack_location(READS), 1: stack_location(READS)}) == ()
-    assert outliers({0: stack_location(WAITS)}) == outliers({}) == ()
-    alike = {0: stack_location(WAITS), 1: stack_location(WAITS)}
+    for texts, expected in (((WAITS, SPIED), (1,)), ((READS, READS), ()), ((WAITS,), ()), ((), ())):
+        assert outliers(dict(enumerate(map(stack_location, texts)))) == expected
+    alike = dict(enumerate(map(stack_location, (WAITS, WAITS))))
     assert stack_lines(alike)[0].startswith("2 of 2 workers: all_gather")
     assert stack_location("").text == "no Python frames"

@@ -10,14 +10,14 @@ from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
-from made_records import save_attempt
+from made_records import save_attempt, save_submission
 from training_rows import make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.errors import ConfigError, InfrastructureError, RunError
-from slurmllm.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.notify import Tracking
@@ -82,21 +82,29 @@ def run(tmp_path: Path, config: RunConfig) -> RunDir:
     return run_dir
 
 
+def send(run: RunDir, config: RunConfig) -> tuple[int, TrackerRecord]:
+    return sync(run, config, ("wandb",))["wandb"]
+
+
 def steps() -> list[int]:
     return [step for _, step, _ in Memory.got]
 
 
 def test_a_requeue_continues_one_run_and_repeats_no_step(run: RunDir, config: RunConfig) -> None:
     write_rows(run.metrics(0), make_rows(1, 45))
-    assert sync(run, config, ("wandb",))["wandb"][0] == 45
-    assert sync(run, config, ("wandb",))["wandb"][0] == 0
+    assert send(run, config)[0] == 45
+    assert send(run, config)[0] == 0
     write_rows(run.metrics(1), make_rows(41, 200, attempt=1))
-    number, record = sync(run, config, ("wandb",))["wandb"]
+    number, record = send(run, config)
     assert number == 155
     assert steps() == list(range(1, 201))
     assert {run_id for run_id, _, _ in Memory.got} == {record.run_id}
     assert TrackerRecord.load(run.tracker("wandb")) == record
     assert (record.sent, record.url) == ({0: 45, 1: 200}, "https://tracker/r")
+    # What it lost with a process is sent again.
+    Memory.next = 191  # uploads end with the process
+    send(run, config)
+    assert steps() == [*range(1, 201), *range(191, 201)]
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
@@ -105,35 +113,27 @@ def test_steps_with_other_values_are_sent_again_where_that_is_possible(
 ) -> None:
     monkeypatch.setattr(Memory, "repeats", True)
     write_rows(run.metrics(0), make_rows(1, 45))
-    sync(run, config, ("wandb",))
+    send(run, config)
     last = 43 if rolled_back else 50
     if rolled_back:
         skip = {"first": 44, "last": 45, "roll_back_to": 40, "onset": 44, "attempt": 0}
         SkipsRecord(skips=(SkippedBatches(**skip, reason="spike"),)).save(run.skips)
     write_rows(run.metrics(1), [make_row(step, 1, loss=1.0) for step in range(41, last + 1)])
-    sync(run, config, ("wandb",))
+    send(run, config)
     assert steps() == [*range(1, 46), *range(41, last + 1)]
     assert {loss for _, _, loss in Memory.got[45:]} == {1.0}
-
-
-def test_what_a_tracker_lost_with_a_process_is_sent_again(run: RunDir, config: RunConfig) -> None:
-    write_rows(run.metrics(0), make_rows(1, 45))
-    sync(run, config, ("wandb",))
-    Memory.next = 31  # uploads end with the process
-    sync(run, config, ("wandb",))
-    assert steps() == [*range(1, 46), *range(31, 46)]
 
 
 def test_a_failure_loses_nothing_and_names_no_key(run: RunDir, config: RunConfig) -> None:
     write_rows(run.metrics(0), make_rows(1, 300))
     Memory.fails_after = 160
     with pytest.raises(InfrastructureError, match=r"OSError: no route to host") as error:
-        sync(run, config, ("wandb",))
+        send(run, config)
     assert "`slurmllm track sync demo` sends what is missing" in str(error.value)
     assert KEY not in str(error.value)
     assert steps() == list(range(1, 161))
     Memory.fails_after = None
-    sync(run, config, ("wandb",))
+    send(run, config)
     assert steps() == list(range(1, 301))
 
 
@@ -167,17 +167,15 @@ def test_only_one_process_sends(run: RunDir, config: RunConfig) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(RunError, match="another process sends the metrics of demo"):
-            sync(run, config, ("wandb",))
+            send(run, config)
         other.communicate(b"\n")
-    sync(run, config, ("wandb",))
+    send(run, config)
 
 
 def test_the_description_has_the_commit_and_no_key(run: RunDir, config: RunConfig) -> None:
-    jobs = {"submitted_at": 1.0, "nodes": 1, "local": False, "first_attempt": 0}
-    sent = Submission(**jobs, train_job="7", git_commit="ab-dirty")
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, train_job="7", git_commit="ab-dirty")
     write_rows(run.metrics(0), make_rows(1, 2))
-    sync(run, config, ("wandb",))
+    send(run, config)
     assert Memory.about is not None
     assert Memory.about.notes == {
         "slurmllm.run_dir": str(run.path),
