@@ -105,6 +105,29 @@ def test_ctrl_c_saves_and_resume_continues(
     assert "is done: it has trained all its" in bench.call("resume", "stopped", code=2)
 
 
+@pytest.mark.long  # tests/train/test_schedule.py has the rules; the tests above resume
+def test_a_decay_that_is_set_at_a_resume_has_the_bits_of_a_planned_one(
+    bench: Bench, rehearse: tuple[str, ...]
+) -> None:
+    train = (*rehearse, "--nodes=1", "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.02")
+    decay = ("--set=optim.decay=1-sqrt", "--set=optim.decay_start=25")
+    bench.call(*train, *decay, "--set=optim.warmup_steps=4", "--name=planned")
+    warmup = ("--set=optim.warmup_steps=0", "--set=optim.warmup_ratio=0.2")
+    still = ("--set=train.steps=20", "--set=optim.decay=constant")
+    bench.call(*train, *warmup, *still, "--name=open")
+    resume = ("resume", "open", "--set=train.steps=40", *decay)
+    text = bench.call(*resume, "--set=optim.decay_start=15", code=2)
+    assert "optim.decay_start: 15 is before step 20, up to which the run has trained" in text
+    assert "resumed from step 20" in bench.call(*resume)
+    bench.compare_exactly("planned", "open")  # a step mixes its learning rate into the state
+    rows = (bench.runs / "open/metrics/attempt_001.jsonl").read_text().splitlines()
+    rates = {row["step"]: row["lr"] for row in map(json.loads, rows)}
+    assert rates[21] == rates[25] > rates[26] > rates[40]
+    last = "checkpoints/step_00000040/state_00000_of_00001.npy"
+    planned, opened = ((bench.runs / name / last).read_bytes() for name in ("planned", "open"))
+    assert planned == opened
+
+
 def test_a_supervisor_killed_outright_leaves_nothing_running(
     bench: Bench, rehearse: tuple[str, ...], rehearsed: str
 ) -> None:

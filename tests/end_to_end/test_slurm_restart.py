@@ -120,6 +120,21 @@ def reconfigure(stage: SceneBench, conf: Path, text: str) -> None:
     stage.until(lambda: subprocess.run(ping, capture_output=True).returncode == 0, "no slurmctld")
 
 
+@scene(order=ALONE)
+def test_a_site_that_refuses_requeues_gets_a_chain(stage: SceneBench) -> None:
+    conf = Path(os.environ["SLURM_CONF"])
+    before = conf.read_text()
+    assert "JobRequeue=1" in before
+    reconfigure(stage, conf, before.replace("JobRequeue=1", "JobRequeue=0"))
+    try:
+        stage.submit("refusing", *LEAN, "--set=slurm.directives.train.hold=true")
+        (submission,) = JobsRecord.load(RunDir(stage.runs / "refusing").jobs).submissions
+        assert submission.restart == "chain"
+        stage.look("cancel", "refusing")
+    finally:
+        reconfigure(stage, conf, before)
+
+
 @contextmanager
 def start_to_lose(stage: SceneBench) -> Iterator[Callable[[str], None]]:
     """Start a held job and have slurmctld lose that start; the job is then held again.

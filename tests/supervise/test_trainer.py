@@ -84,6 +84,13 @@ def test_a_stop_before_the_end(bench: Bench) -> None:
     assert attempt["checkpoint_after"] is not None
 
 
+def test_a_command_that_does_not_exist(bench: Bench) -> None:
+    words = ["submit", "--local", "--name=r", *QUICKLY, "--", "no-such-program", "--x"]
+    output = bench.call(*words, code=2)
+    assert "command not found: no-such-program" in output
+    assert bench.status("r")["attempts"][0]["class"] == "bad_configuration"
+
+
 def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmllm.supervise.worker_output.MOST_BYTES", 1000)
     log = tmp_path / "log"
