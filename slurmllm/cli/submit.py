@@ -193,9 +193,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     for variable, name in prepared.shell_defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     if (line := prepared.command_line) is not None:
-        click.echo(
-            f"# ── the command, {prepared.config.workers_per_node} processes on each node\n{line}\n"
-        )
+        click.echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
     if "precompile" not in prepared.stages:
         click.echo("# ── no precompile stage")
     for stage in prepared.stages:
@@ -230,7 +228,7 @@ def _print_submission(submitted: SubmittedRun, as_json: bool) -> None:
     degrees = f"tensor {mesh.tensor}, pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
     if (command := prepared.command_line) is not None:
         click.echo(f"command    {command}")
-        degrees = f"{prepared.config.workers_per_node} processes of the command on each node"
+        degrees = f"{prepared.config.workers_per_node} of the command on each node"
     click.echo(f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}")
     _print_choice(prepared)
     click.echo("next       " + f"slurmllm status {run.name}")

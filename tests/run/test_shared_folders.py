@@ -176,11 +176,11 @@ def test_replicas_of_another_user_are_neither_restored_nor_written(tmp_path: Pat
         elif name == "link":
             path.symlink_to(tmp_path / "folder")
         if name == "own":
-            replica.require_own(None)
+            replica.make_folder(None)
             assert path.is_dir()
         else:
             with pytest.raises(StorageError, match=r"belongs to nobody|it is a link"):
-                replica.require_own(None)
+                replica.make_folder(None)
 
 
 @only_root
