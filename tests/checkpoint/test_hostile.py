@@ -249,10 +249,10 @@ def test_attacks_on_the_unpickler(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(ATTACKS[name])
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(StorageError, match=r"not safe to load|damaged"):
         pickles.read_metadata(tmp_path)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert not (tmp_path / "proof").exists()
 
 
@@ -261,10 +261,10 @@ def test_a_shard_whose_key_takes_hours_is_refused() -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", nested_keys())
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(pickle.UnpicklingError, match="unhashable"):
         pickles.check_torch_file(content)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -334,9 +334,9 @@ def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
 def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: int) -> None:
     source = copy("llama")
     settings(source, num_hidden_layers=value)
-    began = time.monotonic()
+    began = time.process_time()
     message = refused(source)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert f"num_hidden_layers: {value!r}: Input should be less than or equal to 100000" in message
 
 

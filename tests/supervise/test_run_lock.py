@@ -120,7 +120,7 @@ def test_a_command_that_is_ended_blocks_nobody(run: RunDir, number: signal.Signa
     began = time.monotonic()
     with locked(run, "resume"):
         assert LockRecord.model_validate_json(run.lock.read_bytes()).verb == "resume"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
 
 
 def lock_of(run: RunDir, age_s: float, **fields: object) -> None:
