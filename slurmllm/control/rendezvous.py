@@ -30,6 +30,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "CCOM_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net/route")
 _UP, _ANYWHERE = 0x1, "00000000"  # linux/route.h: RTF_UP; the destination of a default route
 _BACKLOG = 4096  # workers that connect at once; Linux's default limit
+_PORTS = range(20000, 32768)  # below net.ipv4.ip_local_port_range
 _PORT_S = 10.0  # for a port that an ending process still holds
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -158,12 +159,21 @@ def reachable_address(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine without a listener; others may take them at any time."""
+    """Return ports of this machine without a listener; others may take them at any time.
+
+    They are below those that Linux gives to outgoing connections, which begin at any time.
+    """
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:  # all are held until the last is found, so that no two are equal
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        ports = list[int]()
+        # All are held until the last is bound, so that no two are equal.
+        for port in (*secrets.SystemRandom().sample(_PORTS, 1000), *[0] * count):
+            probe = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("", port))
+                ports.append(int(probe.getsockname()[1]))
+            if len(ports) == count:
+                break
+        return ports
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ from slurmllm.control import rendezvous
 from slurmllm.control.rendezvous import (
     SECRET,
     default_interface,
+    free_ports,
     interface_variables,
     own_secret,
     reachable_address,
@@ -115,6 +116,14 @@ def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
     assert allocation.master_addr == "10.0.0.7"
     resolving(monkeypatch)
     assert allocation.master_addr == "n2"
+
+
+def test_ports_are_free_and_none_of_outgoing_connections() -> None:
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert all(20000 <= port < 32768 for port in ports)
+    with socket.socket() as listener:
+        listener.bind(("", ports[0]))
 
 
 def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
