@@ -337,7 +337,7 @@ def test_jobs_that_end_early(many: Path, slurm: Any, how: str) -> None:
     process = start(many, f"slurm-{how}.arrow", "--slurm")
     array = process.stderr.readline().decode().split()[2].strip(":")
     work = WorkFolder.of(many.parent / f"slurm-{how}.arrow")
-    wait_for(work.running)
+    wait_for(lambda: work.path.exists() and (work.running() or work.shard_names()))
     if how == "scancel":
         subprocess.run(["scancel", array], check=True)
     else:
