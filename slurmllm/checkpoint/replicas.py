@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from slurmllm.run.rundir import RunDir, fsync_dir
 from slurmllm.run.safe_files import untrusted_error
 
 _STEP = re.compile(r"/step_([0-9]{8,18})/?$")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,22 @@ class Replica:
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Remove incomplete replicas, and all but the `keep` saved last (by time: after a roll-back
-        higher steps may be older). Those stay whose manifest cannot be read; all, if no other is
+        """Remove incomplete replicas, and all but the `keep` saved last, by time: after a roll-back
+        higher steps may be older.
+
+        Replicas whose manifest cannot be read stay, with a warning; all stay if no other is
         complete.
         """
-        saved_at = dict[int, float]()
-        complete = self.steps()
-        for step in complete:
-            with suppress(StorageError):
+        saved_at, unreadable = dict[int, float](), set[int]()
+        for step in self.steps():
+            try:
                 saved_at[step] = self.manifest(step).saved_at
+            except StorageError as error:
+                unreadable.add(step)
+                log.warning("a replica stays: %s", error)
         newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
-        unreadable = set(complete) - saved_at.keys()
-        for step in set(self._folders()) - unreadable:
-            if newest and step not in newest:
+        for step in self._folders():
+            if newest and step not in newest and step not in unreadable:
                 with _storage_errors("remove", self.path(step)):
                     self._remove(step)
 

@@ -161,18 +161,22 @@ def reachable_address(name: str) -> str:
 def free_ports(count: int) -> list[int]:
     """Return ports of this machine without a listener; others may take them at any time.
 
-    They are below those that Linux gives to outgoing connections, which begin at any time.
+    They are below those of outgoing connections, which begin at any time, if so many are free.
     """
     with ExitStack() as stack:
         ports = list[int]()
         # All are held until the last is bound, so that no two are equal.
         for port in (*secrets.SystemRandom().sample(_PORTS, 1000), *[0] * count):
-            probe = stack.enter_context(socket.socket())
-            with suppress(OSError):
-                probe.bind(("", port))
-                ports.append(int(probe.getsockname()[1]))
             if len(ports) == count:
                 break
+            probe = stack.enter_context(socket.socket())
+            try:
+                probe.bind(("", port))
+            except OSError:  # it has a listener
+                if port == 0:
+                    raise
+            else:
+                ports.append(int(probe.getsockname()[1]))
         return ports
 
 

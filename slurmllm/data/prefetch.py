@@ -149,9 +149,8 @@ def main() -> NoReturn:
     try:
         sources, _ = open_all(spec)
         group = SlotGroup(spec, sources, *_receive())
-        threading.Thread(
-            target=_receive, daemon=True
-        ).start()  # exits this process at the end of stdin
+        # It exits this process at the end of stdin.
+        threading.Thread(target=_receive, daemon=True).start()
         while True:
             outgoing.put(group.next_batch())
     except BaseException as error:

@@ -7,12 +7,12 @@ a fraction of the time that it takes line by line, as other blocks are read, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from slurmllm.metrics.row_reader import (
     read_error,
     row_fault,
 )
-from slurmllm.run.safe_files import open_regular, read_lines
+from slurmllm.run.safe_files import open_regular, read_pieces
 
 _BLOCK_BYTES = 4 << 20
 _LONGEST_LINE = 4 << 20  # bytes: a crash may leave that many NUL bytes
@@ -79,7 +79,7 @@ def _read_file(
     cut: LineFault | None = None  # truncated last line; an error if a non-blank line follows
     number = 0
     with open_regular(path) as stream:
-        for block in _read_blocks(stream):
+        for block in read_pieces(stream, _BLOCK_BYTES, _LONGEST_LINE):
             uniform = read_uniform(block, attempt) if fast and cut is None else None
             if uniform is not None:
                 blocks.append(uniform)
@@ -119,12 +119,6 @@ def _read_file(
                     raise line_error(path, *faults[0])
             blocks += _row_block(rows)
     return blocks, _damage_warnings(path, faults, unknown_values, cut)
-
-
-def _read_blocks(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield pieces of about `_BLOCK_BYTES`, of whole lines."""
-    while block := stream.read(_BLOCK_BYTES):
-        yield block + next(read_lines(stream, _LONGEST_LINE), b"")
 
 
 def _damage_warnings(

@@ -98,9 +98,25 @@ def read_limited(
 def read_lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes]:
     """Yield the lines of a file; OSError if one has more than `longest` bytes."""
     while line := stream.readline(longest + 1):
-        if len(line) > longest:
-            raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes", stream.name)
+        _require_length(len(line), longest, stream)
         yield line
+
+
+def read_pieces(stream: BinaryIO, size: int, longest: int) -> Iterator[bytes]:
+    """Yield whole lines, about `size` bytes at a time, which is at most `longest`.
+
+    Raises OSError if a line has more than `longest` bytes.
+    """
+    while piece := stream.read(size):
+        begin = piece.rfind(b"\n") + 1  # of the line that the piece ends in, or of the next
+        piece += stream.readline(longest + 1)
+        _require_length(len(piece) - begin, longest, stream)
+        yield piece
+
+
+def _require_length(length: int, longest: int, stream: BinaryIO) -> None:
+    if length > longest:
+        raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes", stream.name)
 
 
 def os_error_text(error: OSError) -> str:

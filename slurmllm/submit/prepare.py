@@ -208,9 +208,8 @@ def prepare(request: RunRequest) -> PreparedRun:
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
         if request.claimed is not None:
-            request.claimed(
-                run
-            )  # takes the run's lock: of two that reuse a directory only one goes on
+            # It takes the run's lock: of two that reuse a directory only one goes on.
+            request.claimed(run)
             remove_half_record(run)
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may

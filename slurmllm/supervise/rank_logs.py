@@ -192,9 +192,12 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
         if match is None or (match[1] == stage and int(match[2]) >= attempt):
             continue
         of_stage, number = cast("Stage", match[1]), int(match[2])
-        # Its launcher may live (with --local several use one disk), or its record be unreadable.
-        with suppress(OSError, StorageError):
+        try:
             record = AttemptRecord.find(run.attempt(of_stage, number).record)
+        except StorageError as error:  # it is not known whose logs they are
+            log.warning("%s; the logs in %s stay there until the next attempt", error, folder)
+            continue
+        with suppress(OSError):  # its launcher may live: with --local several use one disk
             files = _LocalFiles(folder, run, of_stage, number)
             if record is not None and round(record.started_at * 1000) == int(match[3]):
                 files.register()

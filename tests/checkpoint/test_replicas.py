@@ -119,7 +119,9 @@ def test_a_copy_without_manifest_is_none(run: RunDir, replica: Replica) -> None:
     assert replica.steps() == [10, 20]
 
 
-def test_the_last_saved_are_kept(run: RunDir, replica: Replica) -> None:
+def test_the_last_saved_are_kept(
+    run: RunDir, replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
     save_at(run, 15)
     replica.put(run.checkpoint(15))
     replica.retain(keep=2)
@@ -132,6 +134,8 @@ def test_the_last_saved_are_kept(run: RunDir, replica: Replica) -> None:
     replica.file_system.pipe_file(replica.path(15, "manifest.json"), b"damaged")
     replica.retain(keep=1)
     assert replica.steps() == [15, 30], "what cannot be read stays, and the others are retained"
+    assert "a replica stays" in caplog.text
+    assert "is damaged" in caplog.text
 
 
 def test_replicas_that_a_resume_ignores(run: RunDir, replica: Replica) -> None:

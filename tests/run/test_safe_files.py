@@ -29,6 +29,7 @@ from slurmllm.run.safe_files import (
     open_trusted,
     os_error_text,
     read_limited,
+    read_pieces,
     replaceable_error,
     unpack_tar,
     untrusted_error,
@@ -321,3 +322,19 @@ def test_nothing_is_unpacked_outside(tmp_path: Path, members: list[tuple[str, st
         unpack_tar(archive, folder)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b", "secret"]
     assert not (tmp_path / "x").exists()
+
+
+def test_pieces_have_whole_lines_and_each_line_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for before in range(0, 40, 3):  # the long line begins anywhere in a piece of 20 bytes
+        for length, fits in ((29, True), (30, True), (31, False)):
+            content = b"x\n" * before + b"y" * (length - 1) + b"\nz\nend"
+            path.write_bytes(content)
+            with path.open("rb") as stream:
+                if fits:
+                    *pieces, last = read_pieces(stream, 20, 30)
+                    assert b"".join((*pieces, last)) == content
+                    assert all(piece.endswith(b"\n") for piece in pieces)
+                else:
+                    with pytest.raises(OSError, match="a line of more than 30 bytes"):
+                        list(read_pieces(stream, 20, 30))
