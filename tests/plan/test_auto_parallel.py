@@ -121,7 +121,7 @@ def test_where_nothing_would_do_it_says_so() -> None:
 WASTEFUL = ("parallel.pipeline=32", "cluster.hardware.memory_gib=4000", "train.micro_batch=1")
 
 
-def looked(config: RunConfig, nodes: int, **how: bool) -> FitCheck:
+def fit_of(config: RunConfig, nodes: int, **how: bool) -> FitCheck:
     result = check_fit(config, nodes, load_environment(config.backend).unsupported, **how)
     assert result is not None
     return result
@@ -139,7 +139,7 @@ def with_options(message: str, *overrides: str) -> RunConfig:
 
 
 def test_a_good_mesh_is_passed() -> None:
-    result = looked(configured(), 4)
+    result = fit_of(configured(), 4)
     assert (result.refusals, result.warnings, result.chosen) == ((), (), False)
     shown = json.loads(json.dumps(result.to_json()))
     assert shown["best"]["seq_per_s"] * SLOW <= shown["seq_per_s"]
@@ -150,12 +150,12 @@ def test_a_good_mesh_is_passed() -> None:
 
 
 def test_a_mesh_far_from_the_best_is_warned_of() -> None:
-    result = looked(configured(*WASTEFUL), 8)
+    result = fit_of(configured(*WASTEFUL), 8)
     assert result.refusals == ()
     (message,) = result.warnings
     assert result.candidate.seq_per_s < SLOW * result.best.seq_per_s
     assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", message)
-    better = looked(with_options(message, *WASTEFUL), 8)
+    better = fit_of(with_options(message, *WASTEFUL), 8)
     assert better.warnings == ()
     assert better.candidate.seq_per_s == pytest.approx(result.best.seq_per_s)
     # What training is like is not the planner's to change.
@@ -164,19 +164,19 @@ def test_a_mesh_far_from_the_best_is_warned_of() -> None:
 
 def test_a_mesh_that_does_not_fit_is_refused() -> None:
     config = configured("parallel.tensor=1")
-    result = looked(config, 4)
-    why, instead = result.refusals
+    result = fit_of(config, 4)
+    why, remedy = result.refusals
     assert re.search(r"predicted to need [\d.]+ of [\d.]+ GiB: .*; [\d.]+ GiB too much$", why)
     assert re.search(r"optimizer [\d.]+[,;]", why)
-    mended = looked(with_options(instead, "parallel.tensor=1"), 4)
-    assert mended.candidate.fits
-    assert mended.refusals == ()
-    forced = looked(config, 4, force=True)
+    remedied = fit_of(with_options(remedy, "parallel.tensor=1"), 4)
+    assert remedied.candidate.fits
+    assert remedied.refusals == ()
+    forced = fit_of(config, 4, force=True)
     assert (forced.refusals, forced.warnings) == ((), (why,))
 
 
 def test_more_nodes_are_named_where_nothing_fits_these() -> None:
-    result = looked(configured("parallel.pipeline=1", recipe="llama2_70b"), 1)
+    result = fit_of(configured("parallel.pipeline=1", recipe="llama2_70b"), 1)
     assert result.best is None
     assert re.search(r"^--nodes \d+: .*--set parallel=auto$", result.refusals[-1])
 
@@ -186,7 +186,7 @@ def test_rough_figures_refuse_nothing() -> None:
         ("cluster.hardware.rough=true", ("parallel.tensor=1", "train.micro_batch=1")),
         ("backend=rehearsal", WASTEFUL),
     ):
-        result = looked(configured(why, *overrides), 8)
+        result = fit_of(configured(why, *overrides), 8)
         assert (result.refusals, result.warnings, result.best) == ((), (), None)
         assert result.line().endswith("by rough figures") == result.rough == ("rough" in why)
 
@@ -200,7 +200,7 @@ def test_nothing_is_predicted_without_figures_or_backend() -> None:
 def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
     auto = ("parallel.tensor=8", "train.micro_batch=auto")
     config = resolve("pythia_6.9b", "p4d", auto)
-    result = looked(config, 4)
+    result = fit_of(config, 4)
     assert result.candidate.mesh.micro_batch > 1
     assert not any("train." in message for message in result.warnings)
     unsupported = load_environment(config.backend).unsupported

@@ -142,7 +142,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "no corpus",
     ),
     "disk full": (seen(both(4, 4), FULL), "storage_failure", "full"),
-    "the node's fault by its own word": (seen(both(3, 70), GONE), "node_failure", "gone"),
+    "the node names itself": (seen(both(3, 70), GONE), "node_failure", "gone"),
     "not a number": (seen(both(71, 71), nan("DivergenceError")), "divergence", "nan"),
     "not a number, by old graphs": (
         seen(both(71, 71), nan("StaleGraphsError")),
