@@ -32,9 +32,9 @@ NO_TESTS = 5  # exit code of pytest if its options select none
 
 
 def make_groups(paths: Mapping[str, str], seconds: Mapping[str, float]) -> list[list[str]]:
-    """Return the files of each process, the longest group first, after those of Slurm.
+    """Return groups of test files, a process each: Slurm's first, then those that take longest.
 
-    The files of a folder stay together, as they share fixtures that are expensive.
+    The files of a folder are in one group, as they share fixtures that are expensive.
 
     Args:
         paths: File → its kind (`kind_of`).

@@ -100,11 +100,10 @@ class Replica:
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Remove incomplete replicas, and all but the `keep` saved last, by time: after a roll-back
-        higher steps may be older.
+        """Remove incomplete replicas, and complete ones except the `keep` most recently saved.
 
-        Replicas whose manifest cannot be read stay, with a warning; all stay if no other is
-        complete.
+        By time, not step: after a roll-back a higher step may be older. A replica whose manifest
+        cannot be read is not removed, with a warning; without a readable one nothing is removed.
         """
         saved_at, unreadable = dict[int, float](), set[int]()
         for step in self.steps():
@@ -112,7 +111,7 @@ class Replica:
                 saved_at[step] = self.manifest(step).saved_at
             except StorageError as error:
                 unreadable.add(step)
-                log.warning("a replica stays: %s", error)
+                log.warning("a replica is not removed: %s", error)
         newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
         for step in self._folders():
             if newest and step not in newest and step not in unreadable:

@@ -357,14 +357,14 @@ def resume(
 
 
 def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], others: Sequence[str]) -> bool:
-    """Include nodes; return whether the run is active: its jobs then use them.
+    """Include nodes in a run; return whether it is active, in which case its jobs will use them.
 
-    Raises UserError if it is, and `others`, the names of options, would have no effect.
+    Raises UserError if it is and other options are given, named by `others`: they have no effect.
     """
     from slurmllm.status.runs import is_active
 
     if (active := is_active(run, client)) and others:
-        text = f"run {run.name} is queued or running: only --include can change it"
-        raise UserError(f"{text}; leave out {others[0]}, or cancel the run first")
+        text = f"run {run.name} is queued or running, so only --include can change it"
+        raise UserError(f"{text}: leave out {others[0]}, or cancel the run first")
     include_nodes(run, client, nodes)
     return active

@@ -159,9 +159,9 @@ def reachable_address(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine without a listener; others may take them at any time.
+    """Return `count` ports of this machine on which nothing listens; another process may take one.
 
-    They are below those of outgoing connections, which begin at any time, if so many are free.
+    Below the range of outgoing connections, which take ports at any time, unless all are in use.
     """
     with ExitStack() as stack:
         ports = list[int]()

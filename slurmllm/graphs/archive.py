@@ -318,7 +318,8 @@ def install_archive(
 @contextmanager
 def installing(cache: Path, node: str, attempt: int) -> Iterator[Path]:
     """Yield a file for which the workers of a node wait, written when the cache is installed."""
-    # The launchers of --local share the disk, and those of a superseded attempt may end later.
+    # A name by node, as the launchers of --local share a disk, and by attempt, as a superseded
+    # attempt's launcher may remove its file when the next attempt has begun.
     installed = cache.with_name(f"{cache.name}.installed-{node}-{attempt:03d}")
     installed.unlink(missing_ok=True)
     os.environ[INSTALLED_FILE] = str(installed)

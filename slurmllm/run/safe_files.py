@@ -103,7 +103,7 @@ def read_lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes]
 
 
 def read_pieces(stream: BinaryIO, size: int, longest: int) -> Iterator[bytes]:
-    """Yield whole lines, about `size` bytes at a time, which is at most `longest`.
+    """Yield pieces of whole lines, each of about `size` bytes (at most `longest`).
 
     Raises OSError if a line has more than `longest` bytes.
     """

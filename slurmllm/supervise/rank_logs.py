@@ -195,7 +195,7 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
         try:
             record = AttemptRecord.find(run.attempt(of_stage, number).record)
         except StorageError as error:  # it is not known whose logs they are
-            log.warning("%s; the logs in %s stay there until the next attempt", error, folder)
+            log.warning("%s; the logs in %s wait for the next attempt", error, folder)
             continue
         with suppress(OSError):  # its launcher may live: with --local several use one disk
             files = _LocalFiles(folder, run, of_stage, number)

@@ -121,7 +121,7 @@ def make_hooks(job: Job) -> list[Hook]:
             tensorboard = TensorBoardHook(job)
             hooks.append(tensorboard)
     hooks.append(monitoring.GuardHook(job))
-    # Trainium has no figures of its memory; on CPUs in its place the processes' are read.
+    # Trainium's memory is not read. Where CPUs stand in for it, nothing is deferred.
     if job.config.cluster.device != "neuron" or not job.backend.deferred_metrics:
         hooks.append(monitoring.MemoryHook(job))
     hooks += [make_plugin_hook(job, name, tensorboard) for name in job.config.recipe.hooks]

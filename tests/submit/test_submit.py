@@ -253,7 +253,7 @@ def test_resume_refuses_what_would_have_no_effect(
     submitted_run(inputs, "--name", "r")
     for change in (("--set", "train.log_every=5"), ("-N", "2"), ("--from-scratch",), ("-t", "9")):
         message = fails(2, "resume", "r", "--include", "n1", *change)
-        assert "only --include can change it" in message
+        assert "so only --include can change it" in message
     call("cancel", "r")
     assert "a range is for Slurm's jobs" in fails(2, "resume", "r", "--local", "-N", "2-4")
     monkeypatch.setenv("SLURM_JOB_ID", "7")

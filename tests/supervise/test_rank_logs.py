@@ -164,7 +164,7 @@ def test_logs_stay_while_the_run_directory_refuses(
     record.write_text("{")
     collect_leftovers(config, run, "train", 1)
     assert content(run, 1) is None, "it is not known whose they are"
-    assert "stay there until the next attempt" in caplog.text.splitlines()[-1]
+    assert "wait for the next attempt" in caplog.text
     record.write_text(text)
     collect_leftovers(config, run, "train", 1)
     assert content(run, 1) == "precious\n"
