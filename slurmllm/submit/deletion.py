@@ -84,9 +84,7 @@ def plan_deletion(
     queue = client.queue(list(jobs)) if jobs else {}
     for job, run in jobs.items():
         if job in queue and queue[job].active:
-            raise RunError(
-                f"{run.name} is pending or running (job {job}); `slurmllm cancel {run.name}` first"
-            )
+            require_ended(run, client)
     saved = [_saved(run) for run in runs]
     folders = [folder for _, places in saved for folder in places]
     keeps = bool(folders) and not with_checkpoints

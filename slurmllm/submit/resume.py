@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
 from slurmllm.checkpoint.state import require_same_settings
+from slurmllm.config.load import read_summary
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import RunConfig, change, changed_settings
 from slurmllm.errors import RunError
 from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.run_state import sweep_process
+from slurmllm.status.run_state import read_records, sweep_process
 from slurmllm.status.runs import is_active, process_elsewhere, run_state
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.supervise.exclusion import to_avoid
 from slurmllm.train.schedules import check_decay_start, moved_decay_end
 
 log = logging.getLogger(__name__)
+_ENDING_S = 60.0  # for a last save, and Slurm's end of a job
+_POLL_S = 1.0
 
 
 class Changes(NamedTuple):
@@ -36,6 +40,8 @@ class Changes(NamedTuple):
 def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Submission | None:
     """Return the last submission of a run, None without one; RunError if it has not ended.
 
+    Waits for the last processes of a run that has recorded its end, or was cancelled.
+
     `force`: a process that cannot be seen from this machine counts as ended.
     """
     last = JobsRecord.of(run).last
@@ -45,7 +51,15 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
             f"{run.name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
             f"there, or `slurmllm resume {run.name} --force` if that process is gone"
         )
-    if last is not None and process is None and is_active(run, client):
+    if active := last is not None and process is None and is_active(run, client):
+        records = read_records(run, read_summary(run.config))
+        deadline = time.monotonic() + _ENDING_S * (records.ended or records.cancelled)
+        if time.monotonic() < deadline:
+            log.warning("%s: waiting until its last processes have ended", run.name)
+        while active and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            active = is_active(run, client)
+    if active:
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
             f"`slurmllm cancel {run.name}` first"

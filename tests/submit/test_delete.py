@@ -70,7 +70,8 @@ def test_living_runs_and_other_folders(
 ) -> None:
     living = submitted_run(inputs, "--name", "living")
     message = fails(2, "delete", "r", "living", "--yes", "--checkpoints")
-    assert "living is pending or running (job 4); `slurmllm cancel living` first" in message
+    assert "living is pending or running; " in message
+    assert "`slurmllm cancel living` first" in message
     assert (run.config.is_file(), living.config.is_file()) == (True, True)
     precious = tmp_path / "precious"
     (precious / "checkpoints").mkdir(parents=True)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from slurmllm.plan.mesh import make_mesh
 from slurmllm.run.artifact_records import MicroBatchRecord
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.slurm.client import QueuedJob
 from slurmllm.submit.run_folder import claim_run
 
 
@@ -156,6 +158,35 @@ def test_resume_submits_again_in_the_same_directory(fake: FakeSlurm, inputs: Inp
     assert third["jobs"] == {"precompile": None, "train": "5"}
     assert fake.jobs["5"].after_ok is None
     assert len(JobsRecord.load(run.jobs).submissions) == 3
+
+
+def test_resume_and_delete_wait_for_the_end_of_cancelled_jobs(
+    fake: FakeSlurm,
+    inputs: Inputs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    submitted(inputs, "--name", "r")
+    ending = dict.fromkeys(fake.jobs, 2)  # job → how often it is still seen
+    queue = FakeSlurm.queue
+
+    def queue_while_ending(self: FakeSlurm, jobs: Sequence[str]) -> dict[str, QueuedJob]:
+        for job in jobs:
+            ending[job] -= 1
+            fake.jobs[job].state = "COMPLETING" if ending[job] >= 0 else "CANCELLED"
+        return queue(self, jobs)
+
+    monkeypatch.setattr(fake, "cancel", lambda jobs: None)
+    monkeypatch.setattr("slurmllm.submit.resume._POLL_S", 0.0)
+    call("cancel", "r")
+    monkeypatch.setattr(FakeSlurm, "queue", queue_while_ending)
+    resumed = call("resume", "r")
+    assert (resumed.exit_code, max(ending.values()) < 0) == (0, True), resumed.output
+    assert "r: waiting until its last processes have ended" in caplog.text
+    monkeypatch.setattr("slurmllm.submit.resume._ENDING_S", 0.0)
+    ending |= dict.fromkeys(fake.jobs, 9)
+    call("cancel", "r")
+    assert "r is pending or running" in fails(2, "delete", "r", "--yes")
 
 
 DAMAGE = {
