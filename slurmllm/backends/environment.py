@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import os
 import platform
-import secrets
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -204,7 +203,7 @@ def broadcast_path(planned: Path) -> Path:
 
     Not in the private folder: sbcast makes no folders. Nobody can guess it, to place a link there.
     """
-    return Path(f"{planned.parent}-{planned.name}-{secrets.token_hex(8)}.tar")
+    return Path(f"{planned.parent}-{planned.name}-{os.urandom(8).hex()}.tar")
 
 
 def remove_leftovers(planned: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -120,7 +119,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     require_absent(target)
     # A symbolic link to an empty folder stays a link: rename() would refuse to replace it.
     target = Path(os.path.realpath(target))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     parents = [parent for parent in target.parents if not parent.exists()]
     try:
         temporary.mkdir(parents=True)

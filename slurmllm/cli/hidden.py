@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -96,7 +94,7 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
     from slurmllm.control.rendezvous import NODE_NAME
     from slurmllm.diagnose import node
 
-    name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
 
 
@@ -112,6 +110,8 @@ def allreduce(
     ctx: click.Context, nodes: int, workers: int, device: str, address: str, port: str, floor: str
 ) -> None:
     """Run this node's workers of an all-reduce (called through srun)."""
+    import subprocess
+
     from slurmllm.control.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
 
     processes = []

@@ -16,7 +16,6 @@ from click.core import ParameterSource
 from slurmllm.cli import options
 from slurmllm.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
 from slurmllm.format import format_names, format_plural
-from slurmllm.log import parse_line
 from slurmllm.run.rundir import RunDir, Stage, find_run
 from slurmllm.run.safe_files import open_regular
 
@@ -267,6 +266,8 @@ def _echo(texts: Iterable[str]) -> None:
 
 def _coloured(text: str) -> str:
     """Return a line in the colour of its level; click removes colours unless on a terminal."""
+    from slurmllm.log import parse_line
+
     record = parse_line(text)
     style = _LEVELS.get(record.level) if record is not None else None
     return text if style is None else click.style(text, **style)

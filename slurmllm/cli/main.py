@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import sys
-import traceback
 from typing import IO, Any
 
 import click
@@ -125,6 +124,8 @@ def main() -> None:
     """Run the console script; exit code 1 is reserved for failed checks of a verb."""
     if not {*_HIDDEN} & {*sys.argv[1:2]}:
         open_outputs()
+        # pydantic would search the metadata of all installed packages for plugins of its own.
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
         # A command reads many small records at once, none of which it frees before it ends.
         gc.set_threshold(200_000)
     try:
@@ -144,6 +145,8 @@ def main() -> None:
         click.echo(f"error: cannot {what}: {os_error_text(error)}", err=True)
         code = StorageError.exit_code
     except Exception:
+        import traceback
+
         traceback.print_exc()
         message = "an internal error of slurmllm; please report the traceback above"
         click.echo(f"error: {message}", err=True)

@@ -260,15 +260,15 @@ def _write_files(
         figure = draw(plans) if purchase is None else draw_purchase(purchase)
         write_picture(figure, Path(request.plot), "name another file with --plot")
     top = request.top
-    rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
-    tables = output.tables(plans, top) if purchase is None else [purchase.table()]
     for option, path in request.tables.items():
         if path is None:
             continue
         if option == "--csv":
+            rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
             cells = [{key: _csv_cell(cell) for key, cell in flatten(row).items()} for row in rows]
             text = csv_text(cells)
         else:
+            tables = output.tables(plans, top) if purchase is None else [purchase.table()]
             text = "\n".join(markdown_table(*table) for table in tables)
             text += "".join(f"\n{note}\n" for note in output.price_lines(plans))
         if path == "-":

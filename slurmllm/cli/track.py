@@ -12,7 +12,6 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.errors import UserError
-from slurmllm.log import setup_logging
 from slurmllm.run.rundir import find_run
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ def sync(
     Exit codes: 0 all was sent; 2 a package, a key or an address is missing; 3 a tracker failed.
     """
     from slurmllm.config.load import load
+    from slurmllm.log import setup_logging
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
     from slurmllm.track import sync as sending

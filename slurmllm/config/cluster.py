@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from slurmllm.config.container import Container
 from slurmllm.config.data_sources import SiteData, SourceName
 from slurmllm.config.directives import refuse_generated
 from slurmllm.config.operation import (
@@ -33,6 +32,37 @@ Directive = Annotated[
 ]
 
 SetupLine = Annotated[str, Field(pattern=r"^[^\r\n\x00]*\S[^\r\n\x00]*$")]
+
+
+Argument = Annotated[str, Field(pattern=r"^[^\s\x00]+$")]
+
+
+def _mount(value: str) -> str:
+    source, _, rest = value.partition(":")
+    if not source.startswith("/") or not (rest == "" or rest.startswith("/")):
+        raise ValueError("must be /SOURCE or /SOURCE:/TARGET, with :ro to forbid writing")
+    return value
+
+
+class Container(Section):
+    """The container that the tasks of jobs run in."""
+
+    runtime: Literal["pyxis", "apptainer", "singularity", "docker", "podman"]
+    """What starts it."""
+    image: Argument
+    """File or folder on the shared file system, by its absolute path, or a name that the runtime
+    knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3."""
+    mounts: ListOf[Annotated[Argument, AfterValidator(_mount)]] = ()
+    """Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro."""
+    options: ListOf[Argument] = ()
+    """Further options of the runtime."""
+    python: Argument = "python3"
+    """Interpreter in the image, with slurmllm of the same version."""
+
+    @property
+    def srun_runs_it(self) -> bool:
+        """Whether it is started by options of srun, and not by a command of its own."""
+        return self.runtime == "pyxis"
 
 
 class HealthChecks(Section):

@@ -16,7 +16,6 @@ from slurmllm.config.operation import PositiveInt, Section
 from slurmllm.config.profiles import available, did_you_mean, find_yaml, shipped_dir
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
-from slurmllm.run.records import first_problem
 
 _FORM = "see docs/data.md#published-data-sets"
 
@@ -108,4 +107,6 @@ def read_source(name: str) -> DataSource:
     try:
         return DataSource.model_validate(read_yaml(path, form=_FORM)[0])
     except ValidationError as error:
+        from slurmllm.run.records import first_problem
+
         raise ConfigError(f"data set {path}: {first_problem(error)}; {_FORM}") from error

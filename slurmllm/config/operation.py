@@ -31,7 +31,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Section(BaseModel):
     """A frozen group of fields; unknown fields are faults and nothing is converted silently."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True
+    )
 
 
 def _number_or_auto(value: Any) -> Any:

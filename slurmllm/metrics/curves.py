@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ Axis = Literal["step", "tokens", "samples"]
 SourceKind = Literal["run", "tensorboard", "jsonl", "csv", "text"]
 StepUnit = Literal["steps", "micro-iterations", "samples"]
 Setting = str | int | float | bool | None
+Value = TypeVar("Value", float, Floats)
 
 VAL_LOSS = "val_loss"
 # Only logs of other frameworks have `samples`, and rows with `val_loss`.
@@ -282,3 +283,11 @@ def _split(values: Floats, limit: int) -> Floats:
     table = np.full(pieces * length, np.nan)
     table[: len(values)] = values
     return table.reshape(pieces, length)
+
+
+def spike_height(value: Value, mean: Value, factor: float = 1.0) -> Value:
+    """Return `value - factor * mean` of a running mean: in a spike it is above a limit.
+
+    As AWS defines it for the gradient norm of HLAT (Fan et al. 2024, arXiv 2404.10630).
+    """
+    return value - factor * mean

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import minutes_of
@@ -37,9 +37,7 @@ UNWATCHED_S = 1800.0
 # The endings that lose the steps since the last checkpoint, and count as failures.
 FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_failure"})
 _POINTS = 4  # of a job at which its restarts are evaluated: off by 0.06 % of the time at most
-# Mean times between failures after which an attempt has failed for certain, and blocks of saves in
-# that time: the sum over the saves is off by less than 10^-5 of itself.
-_HORIZON, _BLOCKS = 20.0, 2000
+_HORIZON = 40.0  # mean times between failures after which an attempt has failed for certain
 
 FailureKind = Literal[
     "device",  # an accelerator reports a fault: its worker exits at once
@@ -186,8 +184,8 @@ def expected_losses(
             parts_s[part] += weight * seconds
     length_s = math.fsum(parts_s.values())
     return LostTime(
-        shares={part: float(parts_s[part] / length_s) for part in TIME_PARTS},
-        goodput=float(parts_s["productive"] / (length_s + fmean(durations.requeue))),
+        shares={part: parts_s[part] / length_s for part in TIME_PARTS},
+        goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
         interval_steps=steps,
         auto_steps=auto_steps,
         mtbf_s=mtbf_s,
@@ -271,36 +269,33 @@ class _Attempt:
     def _saves(self) -> tuple[float, float]:
         """Return the expected seconds in waits for saves, and in steps that are in a checkpoint.
 
-        Summed over the saves. An interval is in a checkpoint if the attempt is alive when its save
-        counts, or when it leaves, which saves the steps since the last save too.
+        An interval is in a checkpoint if the attempt is alive when its save counts, or when it
+        leaves, which saves the steps since the last save too.
         """
-        import numpy as np
-
         end_s = min(self.leaves_s, _HORIZON * self.mtbf_s)
         count = max(0, math.ceil((end_s - self.saves_s) / self.cycle_s))
-        # Of many saves, the middle of each block represents all of it.
-        firsts = np.arange(0, count, math.ceil(count / _BLOCKS) or 1)
-        sizes = np.diff(firsts, append=count)
-        begins_s = self.saves_s + self.cycle_s * (firsts + (sizes - 1) / 2)
-        wait_s = self.cycle_s - self.interval_s
-        waited_s = sizes @ self._within(begins_s, begins_s + wait_s)
-        saved_s = self.interval_s * (sizes @ self._alive(begins_s + self.save.total_s))
+        before = max(0, count - 1)  # the last save
+        last_s = self.saves_s + before * self.cycle_s
+        # Each of those is less probable than the one before by the same factor: a geometric series.
+        series = math.expm1(-before * self.cycle_s / self.mtbf_s)
+        series /= math.expm1(-self.cycle_s / self.mtbf_s)
+        waited_s = saved = 0.0
+        for begins_s, weight in ((self.saves_s, series), (last_s, min(1, count))):
+            wait_ends_s = begins_s + self.cycle_s - self.interval_s
+            waited_s += weight * self._within(begins_s, wait_ends_s)
+            saved += weight * self._alive(begins_s + self.save.total_s)
         after_last_s = max(0.0, end_s - (self.ready_s + count * self.cycle_s))
-        return float(waited_s), float(saved_s + after_last_s * self._alive(self.leaves_s))
+        return waited_s, saved * self.interval_s + after_last_s * self._alive(self.leaves_s)
 
-    def _alive(self, at_s: Any) -> Any:
+    def _alive(self, at_s: float) -> float:
         """Return the probability that no failure has come by then, or before the attempt leaves."""
-        import numpy as np
+        return math.exp(-min(at_s, self.leaves_s) / self.mtbf_s)
 
-        return np.exp(-np.minimum(at_s, self.leaves_s) / self.mtbf_s)
-
-    def _within(self, begin_s: Any, end_s: Any) -> Any:
+    def _within(self, begin_s: float, end_s: float) -> float:
         """Return the expected seconds that an attempt spends between two times after its start."""
-        import numpy as np
-
-        begin_s, end_s = np.minimum(begin_s, self.leaves_s), np.minimum(end_s, self.leaves_s)
+        begin_s, end_s = min(begin_s, self.leaves_s), min(end_s, self.leaves_s)
         # expm1 keeps the digits that 1 - exp(-x) loses for an MTBF of years.
-        return self.mtbf_s * self._alive(begin_s) * -np.expm1((begin_s - end_s) / self.mtbf_s)
+        return self.mtbf_s * self._alive(begin_s) * -math.expm1((begin_s - end_s) / self.mtbf_s)
 
 
 def assumed(

@@ -18,14 +18,14 @@ import glob
 import grp
 import os
 import pwd
-import secrets
 import stat
-import tarfile
-import tempfile
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    import tarfile
 
 # Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
 LARGEST_RECORD = 1 << 26
@@ -264,7 +264,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
     """
     folder = open_folder(path.parent)
     # In the same folder: rename is atomic only within a file system.
-    temporary = f".{path.name}.{secrets.token_hex(4)}"
+    temporary = f".{path.name}.{os.urandom(4).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
@@ -290,6 +290,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
 
 def write_error(folder: Path) -> str | None:
     """Return why nothing can be written into a folder, by a file without a name; None if it can."""
+    import tempfile  # here and below: a command that does not need them starts sooner
+
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
             probe.write(bytes(4096))
@@ -342,6 +344,8 @@ def unpack_tar(
     archive: tarfile.TarFile, folder: Path, members: Sequence[tarfile.TarInfo] | None = None
 ) -> None:
     """Unpack files, folders and links that stay inside a folder, as `filter="data"` does."""
+    import tarfile
+
     if hasattr(tarfile, "data_filter"):
         archive.extractall(folder, members=members, filter="data")
         return
@@ -366,6 +370,8 @@ def make_private_folder(path: Path) -> Path:
     The folder has mode 0700. Whoever uses it later calls `check_private_folder` again. The name of
     the second one cannot be guessed; it is found and used again.
     """
+    import tempfile
+
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:

@@ -176,8 +176,8 @@ def slurm_options(
     places = dict[str, Any](user_defaults())
     values = {name: value for name, value in fields.items() if value is not None}
     if choose_cluster(cluster)[0]:
-        from slurmllm.config.container import container_arguments
         from slurmllm.config.resolve import resolve
+        from slurmllm.slurm.container import container_arguments
 
         config = resolve("tiny_neox", cluster)  # of the recipe, only what is the shell's is used
         profile, slurm = config.cluster, config.recipe.slurm

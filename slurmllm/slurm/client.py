@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -228,7 +227,7 @@ class SlurmClient:
         # sbatch hands its environment to the job.
         environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
         # Not in the job's comment, which sites give a meaning of their own.
-        token = f"# submission {secrets.token_hex(8)}"
+        token = f"# submission {os.urandom(8).hex()}"
         text, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
         try:
             output = _run(command, input=text, env=environment)

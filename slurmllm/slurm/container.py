@@ -1,4 +1,8 @@
-"""Tasks of srun in a container: `cluster.container`, as the batch script passes it on."""
+"""Tasks of srun in a container: the command that starts it, and what the batch script passes on.
+
+The batch script and its supervisor run outside, with the host's Python. Process ids are the host's
+inside too, and a task becomes the container's main process, so that signals reach it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from slurmllm.config.cluster import Cluster
-from slurmllm.config.container import paths_of
+from slurmllm.config.cluster import Cluster, Container
 from slurmllm.errors import ConfigError
 
 CONTAINER = "SLURMLLM_CONTAINER"  # the arguments that start it, the image last
@@ -118,3 +121,52 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
             f"cluster.container: {prefix[-1]} has {answers[-1]}, and the run was submitted with "
             f"{version}; install that in the image"
         )
+
+
+def paths_of(container: Container) -> list[Path]:
+    """Return the image and the mounts, as far as they are paths of the host."""
+    files = [container.image] if container.image.startswith("/") else []
+    return [Path(path) for path in (*files, *(m.partition(":")[0] for m in container.mounts))]
+
+
+def container_arguments(
+    container: Container, device: str, folders: Iterable[Path | str], terminal: bool = False
+) -> list[str]:
+    """Return the options of srun, for pyxis, or the command that a task follows.
+
+    Args:
+        container: The container.
+        device: `cluster.device`.
+        folders: Further folders of the host, for the same paths inside.
+        terminal: Whether the command needs a terminal.
+    """
+    outermost: list[str] = []  # without those that are in another one
+    for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
+        if not any(folder.is_relative_to(other) for other in outermost):
+            outermost.append(str(folder))
+    mounts = [*outermost, *container.mounts]
+    full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+    gpu = device == "cuda"
+    if container.runtime == "pyxis":
+        options = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
+        return [*options, *container.options]
+    if container.runtime in ("apptainer", "singularity"):
+        binds = [part for mount in full for part in ("--bind", mount)]
+        nvidia = ["--nv"] if gpu else []
+        return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
+    # --init: processes that lose their parent are reaped, and signals passed on.
+    command = [
+        container.runtime,
+        "run",
+        "--rm",
+        "--init",
+        "--network=host",
+        "--ipc=host",
+        "--pid=host",
+    ]
+    command += ["--ulimit=memlock=-1", *(["--interactive", "--tty"] if terminal else [])]
+    if container.runtime == "docker":
+        command += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
+    else:
+        command += ["--userns=keep-id", *(["--device=nvidia.com/gpu=all"] if gpu else [])]
+    return [*command, *(f"--volume={mount}" for mount in full), *container.options, container.image]

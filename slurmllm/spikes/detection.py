@@ -19,8 +19,7 @@ import numpy as np
 
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import format_plural
-from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
-from slurmllm.metrics.spike import spike_height
+from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range, spike_height
 from slurmllm.spikes.analysis import (
     MOST_GROWTH,
     NAMES,

@@ -23,7 +23,6 @@ from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir, runs_root
 from slurmllm.run.safe_files import own_folder
-from slurmllm.supervise.attempts import node_records
 
 log = logging.getLogger(__name__)
 LIMIT_S = 180.0  # torch from a busy network file system takes a minute
@@ -243,6 +242,8 @@ def plugin_faults(config: RunConfig) -> list[str]:
 
 def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     """Log a warning if other versions of the parts trained the run before."""
+    from slurmllm.supervise.attempts import node_records
+
     attempts = run.attempts("train")
     now = plugins.versions(config.recipe.plugin_refs, config.recipe.plugins) if attempts else None
     if not now:

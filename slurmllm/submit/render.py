@@ -12,7 +12,6 @@ from pathlib import Path
 
 from slurmllm import __version__
 from slurmllm.backends.environment import load_environment, node_local_cache, worker_environment
-from slurmllm.config.container import container_arguments
 from slurmllm.config.directives import as_arguments, quoted
 from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.resolve import RunConfig
@@ -22,7 +21,7 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.plugins import split_prefix
 from slurmllm.run.rundir import RunDir, Stage, root_of
 from slurmllm.slurm.client import SRUN_OPTIONS
-from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
+from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments
 from slurmllm.slurm.setup import VERSION, limits_script, setup_script
 from slurmllm.supervise.allocation import launch_line
 

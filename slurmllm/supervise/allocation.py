@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.container import container_arguments
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import is_secret_option
 from slurmllm.control.rendezvous import (
@@ -34,7 +33,7 @@ from slurmllm.errors import SlurmError, UserError
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.slurm.client import SRUN_OPTIONS, AccountingRow, SlurmClient, step_options
-from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
+from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments, in_container
 from slurmllm.slurm.environment import slurm_environment
 from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
 

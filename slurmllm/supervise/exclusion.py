@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from slurmllm.config.load import load
@@ -88,6 +87,8 @@ def _proven(
     if silent:
         # srun may fail everywhere: no answer is evidence only if this node gets one.
         asked = [allocation.all_nodes[0], *silent]
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda name: client.responds(allocation.job_id, name), asked))
         for name, answer in zip(silent, answers[1:], strict=True):

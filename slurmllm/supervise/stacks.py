@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from slurmllm.run.rundir import AttemptDir, read_all
 from slurmllm.run.safe_files import read_limited
 
@@ -117,6 +115,8 @@ def stacks_of(pid: int, until: float) -> str:
 
     After `until`, by time.monotonic(), without py-spy: the supervisor waits for the node.
     """
+    import psutil  # here and below: `status` reads stacks, and needs no processes
+
     processes = list[psutil.Process]()
     with suppress(psutil.Error):
         worker = psutil.Process(pid)
@@ -133,6 +133,8 @@ def stacks_of(pid: int, until: float) -> str:
 
 def abort(pid: int) -> None:
     """Have a worker and those below it that have faulthandler print their stacks, and end."""
+    import psutil
+
     with suppress(psutil.Error):
         worker = psutil.Process(pid)
         for process in [worker, *worker.children(recursive=True)][:_MOST_PROCESSES]:

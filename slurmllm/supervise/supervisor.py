@@ -14,7 +14,6 @@ import logging
 import time
 
 from slurmllm import __version__
-from slurmllm.config.container import paths_of
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
@@ -33,7 +32,7 @@ from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import to_unix
-from slurmllm.slurm.container import check_container
+from slurmllm.slurm.container import check_container, paths_of
 from slurmllm.slurm.error_texts import fault_of
 from slurmllm.slurm.setup import check_setup_ran
 from slurmllm.supervise import attempts

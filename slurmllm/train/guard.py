@@ -30,7 +30,7 @@ from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollback
 from slurmllm.config.operation import GuardConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
-from slurmllm.metrics.spike import spike_height
+from slurmllm.metrics.curves import spike_height
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import EventLog

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.container import Container, container_arguments
+from slurmllm.config.cluster import Container
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
-from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, check_container, in_container
+from slurmllm.slurm.container import (
+    CONTAINER,
+    CONTAINER_PYTHON,
+    check_container,
+    container_arguments,
+    in_container,
+)
 from slurmllm.supervise.allocation import task_command
 
 

@@ -1,4 +1,4 @@
-"""`cancel` of a local run: only the process that was recorded gets the signal."""
+"""Ctrl-C and `cancel` of a local run: only the process that was recorded gets the signal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_records import save_submission
 from submit.commands import call
 
 from slurmllm.config.resolve import resolve
+from slurmllm.errors import EXIT_INTERRUPTED
 from slurmllm.run.records import Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.status.run_state import is_process_alive
+from slurmllm.submit.launch import LocalJob
 from slurmllm.supervise.attempts import process_identity
 
 
@@ -60,3 +63,29 @@ def test_a_zombie_does_not_run() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert process_identity(process.pid) is None
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> LocalJob:
+    run = RunDir(tmp_path / "r")
+    return LocalJob(run, "train", f"sleep 1; touch {tmp_path}/trained\n", 1, quiet=True)
+
+
+def test_a_signal_before_the_script(job: LocalJob, tmp_path: Path) -> None:
+    job.on_interrupt(signal.SIGINT, None)
+    assert job.run_to_end() == EXIT_INTERRUPTED
+    assert not (tmp_path / "trained").exists()
+
+
+def test_a_signal_while_the_script_starts(
+    job: LocalJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **more: Any) -> subprocess.Popen[str]:
+        job.on_interrupt(signal.SIGINT, None)
+        return start(*arguments, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert job.run_to_end() == EXIT_INTERRUPTED
+    assert not (tmp_path / "trained").exists()
