@@ -26,6 +26,7 @@ from slurmllm.run.records import AttemptRecord, JobsRecord, SkippedBatches, Skip
 from slurmllm.run.rundir import RunDir, find_run, fsync_dir, is_run, read_all
 
 if TYPE_CHECKING:
+    from slurmllm.config.operation import CheckpointConfig
     from slurmllm.display.progress import OnProgress
 
 log = logging.getLogger(__name__)
@@ -266,12 +267,7 @@ class RetainedCheckpoint(NamedTuple):
 
 
 def expired_steps(
-    checkpoints: Sequence[RetainedCheckpoint],
-    now: float,
-    *,
-    keep: int,
-    keep_hours: float = 0.0,
-    keep_every: int | None = None,
+    checkpoints: Sequence[RetainedCheckpoint], now: float, config: CheckpointConfig
 ) -> list[int]:
     """Return the steps of the checkpoints, oldest first, to remove; one usable one always remains.
 
@@ -282,19 +278,14 @@ def expired_steps(
     if not checkpoints or not checkpoints[-1].usable:
         return []
     usable = [checkpoint for checkpoint in checkpoints if checkpoint.usable]
-    retained = {checkpoint.step for checkpoint in usable[-keep:]}
-    retained |= {c.step for c in usable if now - c.saved_at < keep_hours * 3600}
-    retained |= {c.step for c in usable if keep_every and c.step % keep_every == 0}
+    retained = {checkpoint.step for checkpoint in usable[-config.keep :]}
+    retained |= {c.step for c in usable if now - c.saved_at < config.keep_hours * 3600}
+    retained |= {c.step for c in usable if config.keep_every and c.step % config.keep_every == 0}
     return [checkpoint.step for checkpoint in checkpoints if checkpoint.step not in retained]
 
 
 def remove_expired(
-    run: RunDir,
-    newest: int,
-    keep: int,
-    keep_hours: float = 0.0,
-    keep_every: int | None = None,
-    in_use: Collection[int] = (),
+    run: RunDir, newest: int, config: CheckpointConfig, in_use: Collection[int] = ()
 ) -> None:
     """Remove a run's expired checkpoints after that of step `newest`; failures are only logged."""
     checkpoints = []
@@ -320,9 +311,7 @@ def remove_expired(
     except StorageError as error:
         log.warning("no checkpoint is removed: %s", error)
         return
-    expired = expired_steps(
-        checkpoints, time.time(), keep=keep, keep_hours=keep_hours, keep_every=keep_every
-    )
+    expired = expired_steps(checkpoints, time.time(), config)
     for directory in (run.checkpoint(step) for step in expired if step not in in_use):
         # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
         hidden = directory.with_name(f".{directory.name}.{REMOVED}")

@@ -69,6 +69,7 @@ def find_resumable(
         if step in replica_steps and (fault is not None or step not in steps):
             skipped += [f"step {step}: {fault}"] if fault else []
             fault = backend.control.broadcast(_fetch(replica, step, run) if replica else None)
+            fault = fault or first_fault(directory, backend)  # its pickles were not checked yet
         if fault is None:
             state = _load_state(directory, step, backend)
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
@@ -107,13 +108,17 @@ def usable_steps(run: RunDir, replica: Replica) -> list[int]:
     # An older run of the same name, whose folder was removed, may have left replicas.
     submissions = JobsRecord.of(run).submissions
     created_at = min((submission.submitted_at for submission in submissions), default=0.0)
-    return [
-        manifest.step
-        for manifest in map(replica.manifest, replica.steps())
-        if manifest.saved_at >= created_at
-        and manifest.attempt >= begin
-        and not invalidation_reason(manifest.step, manifest.attempt, rollbacks)
-    ]
+    usable = []
+    for step in replica.steps():
+        try:
+            manifest = replica.manifest(step)
+        except StorageError as error:  # of a copy that was cut off; the others are whole
+            log.warning("%s", error)
+            continue
+        earlier = manifest.saved_at < created_at or manifest.attempt < begin
+        if not earlier and not invalidation_reason(step, manifest.attempt, rollbacks):
+            usable.append(step)
+    return usable
 
 
 def _newer_than(step: int, invalidated: Mapping[int, str]) -> tuple[str, ...]:

@@ -84,9 +84,9 @@ class Save:
         if manifest is not None:
             self.num_bytes = sum(file.bytes for file in manifest.files)
             config = self._backend.config.recipe.checkpoint
-            retention = (config.keep, config.keep_hours, config.keep_every, in_use)
             # In a thread: removing gigabytes takes as long as writing some.
-            self._retention = Thread(target=remove_expired, args=(self._run, self.step, *retention))
+            retention = self._run, self.step, config, in_use
+            self._retention = Thread(target=remove_expired, args=retention)
             self._retention.start()
         return time.monotonic() - self._started
 

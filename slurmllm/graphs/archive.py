@@ -163,12 +163,6 @@ def collect_graphs(
     return missing
 
 
-def remove_submitted(run: RunDir, nodes: Sequence[str]) -> None:
-    """Remove the graphs that other nodes submitted for an attempt that did not finish."""
-    for node in nodes:
-        run.graphs_of_node(node).unlink(missing_ok=True)
-
-
 def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
     """Return the files of a cache for an archive: no locks, and nothing in `without`."""
     excluded = {cache / folder for folder in without}

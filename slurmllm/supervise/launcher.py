@@ -134,7 +134,8 @@ class Launcher(Workers):
                     if same and earlier.fingerprint == self._fingerprint():
                         graph_cache.install_archive(self.cache, self.run, earlier, group=self.group)
         if self.node_rank == 0:
-            graph_cache.remove_submitted(self.run, self.record.nodes)
+            for node in self.record.nodes:  # of an attempt that did not finish
+                self.run.graphs_of_node(node).unlink(missing_ok=True)
             # A complete archive here was rejected by the user (`--precompile always`).
             with suppress(StorageError):
                 if GraphManifest.load(self.run.graphs_manifest).complete:

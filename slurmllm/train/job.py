@@ -293,7 +293,7 @@ def _build(job: Job) -> None:
         gc.enable()
         job.imported.set()
     job.backend = backend_class(job.config, job.mesh, job.worker, job.control)
-    job.guard = make_guard(job)
+    job.guard = Guard(job.run, job.stage, job.attempt, job.config.recipe, job.backend, job.events)
     job.backend.start()
 
     def build_model() -> nn.Module:
@@ -304,10 +304,6 @@ def _build(job: Job) -> None:
     job.guard.reused_graphs = wait_for_graphs()  # the backend compiles from here on
     job.backend.build(build_model)
     job.backend.build_optimizer()
-
-
-def make_guard(job: Job) -> Guard:
-    return Guard(job.run, job.stage, job.attempt, job.config.recipe, job.backend, job.events)
 
 
 def change_micro_batch(job: Job, measured: int) -> None:

@@ -20,6 +20,7 @@ from train.gang import make_data, make_run, small_config
 
 from checkpoint import hub
 from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, save, state
+from slurmllm.backends.native.save_plan import MeshPlace
 from slurmllm.checkpoint.replicas import open_replica
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import TrainState, fingerprint
@@ -68,7 +69,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
             def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
                 held = dcp.state_of(model, optimizer, 0)
-                shards = DcpSaver(self.control, Device())
+                shards = DcpSaver(self.control, Device(), MeshPlace(self.mesh, 0))
                 return shards.begin(held, directory, asynchronous=False)
 
         held = TrainState(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,6 +194,30 @@ def test_copies_during_training(run: RunDir, replica: Replica) -> None:
     assert results == [(30, True), (40, True), (40, False), (30, False)]
     assert copier.in_use == ()
     assert replica.steps() == [30, 40], "a failed copy removes nothing"
+
+
+def test_one_with_a_cut_manifest_does_not_hide_the_others(run: RunDir, replica: Replica) -> None:
+    replica.file_system.pipe_file(replica.path(20, "manifest.json"), b"{")
+    shutil.rmtree(run.checkpoints)
+    assert find(run).state == state(10)
+
+
+class Command:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("true",)
+
+
+def test_pickles_of_a_restored_one_are_checked(run: RunDir, replica: Replica) -> None:
+    folder = run.checkpoint(20)
+    (folder / ".metadata").write_bytes(pickle.dumps(Command()))
+    manifest = read_manifest(folder)
+    files = (*manifest.files, describe(folder, ".metadata"))
+    manifest.model_copy(update={"files": files}).save(folder / "manifest.json")
+    replica.put(folder)
+    shutil.rmtree(folder)
+    resumable = find(run)
+    assert resumable.state == state(10)
+    assert "not safe to load" in resumable.skipped[0]
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/../../outside", "", "a//b"])

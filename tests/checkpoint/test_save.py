@@ -17,6 +17,7 @@ from slurmllm.checkpoint.catalogue import RetainedCheckpoint, expired_steps, rem
 from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint_digest
+from slurmllm.config.operation import CheckpointConfig
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
@@ -79,7 +80,7 @@ def test_a_failed_removal_is_a_warning(
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    saving.remove_expired(run, 20, keep=1)
+    saving.remove_expired(run, 20, CheckpointConfig(keep=1))
     assert "cannot remove" in caplog.text
     assert run.checkpoint_steps() == [10, 20]
 
@@ -169,7 +170,8 @@ def test_one_that_counts_always_stays(
         step: RetainedCheckpoint(step, saved_at, counts) for step, saved_at, counts in history
     }
     candidates = [by_step[step] for step in sorted(by_step)]
-    going = expired_steps(candidates, 1e6, keep=keep, keep_hours=keep_hours, keep_every=keep_every)
+    config = CheckpointConfig(keep=keep, keep_hours=keep_hours, keep_every=keep_every)
+    going = expired_steps(candidates, 1e6, config)
     left = [c for c in candidates if c.step not in going]
     counting = [c for c in candidates if c.usable]
     assert sum(c.usable for c in left) >= min(keep, len(counting))
@@ -183,23 +185,27 @@ def test_one_that_counts_always_stays(
 def test_by_count_by_age_and_every_nth() -> None:
     candidates = [RetainedCheckpoint(step, saved_at=step * 3600.0) for step in range(1, 13)]
     now = 12 * 3600.0
-    assert expired_steps(candidates, now, keep=2) == list(range(1, 11))
-    assert expired_steps(candidates, now, keep=2, keep_hours=4) == list(range(1, 9))
-    assert expired_steps(candidates, now, keep=2, keep_every=5) == [1, 2, 3, 4, 6, 7, 8, 9]
+    for settings, steps in (
+        ({}, [*range(1, 11)]),
+        ({"keep_hours": 4.0}, [*range(1, 9)]),
+        ({"keep_every": 5}, [1, 2, 3, 4, 6, 7, 8, 9]),
+    ):
+        config = CheckpointConfig.model_validate({"keep": 2, **settings})
+        assert expired_steps(candidates, now, config) == steps
 
 
 def test_nothing_is_removed_if_the_newest_is_damaged(saved_run: RunDir) -> None:
     run = saved_run
     (run.checkpoint(20) / "shard_1").write_bytes(b"cut")
-    remove_expired(run, 20, keep=1)
+    remove_expired(run, 20, CheckpointConfig(keep=1))
     assert run.checkpoint_steps() == [10, 20]
 
 
 def test_one_that_is_read_stays(saved_run: RunDir) -> None:
     run = saved_run
-    remove_expired(run, 20, keep=1, in_use=[10])
+    remove_expired(run, 20, CheckpointConfig(keep=1), in_use=[10])
     assert run.checkpoint_steps() == [10, 20]
-    remove_expired(run, 20, keep=1)
+    remove_expired(run, 20, CheckpointConfig(keep=1))
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000020"]
 
 
@@ -211,7 +217,7 @@ def test_an_invalidated_one_is_unusable(saved_run: RunDir) -> None:
     SkipsRecord(skips=(skip,)).save(run.skips)
     assert run.checkpoint_steps() == [25, 30]
     PretendGang().all(lambda backend: save(run, backend, state(22), attempt=0))
-    remove_expired(run, 30, keep=2)
+    remove_expired(run, 30, CheckpointConfig(keep=2))
     assert run.checkpoint_steps() == [25, 30]
 
 
@@ -220,7 +226,7 @@ def test_a_damaged_record_of_roll_backs_keeps_all(
 ) -> None:
     run = saved_run
     run.skips.write_text("{")
-    remove_expired(run, 20, keep=1)
+    remove_expired(run, 20, CheckpointConfig(keep=1))
     assert run.checkpoint_steps() == [10, 20]
     assert "no checkpoint is removed" in caplog.text
 

@@ -130,6 +130,14 @@ def test_auto_saves_soon_and_then_by_the_cost_of_a_save(
     assert made.make(num_steps + 5) == [33 + num_steps]
 
 
+def test_auto_chooses_later_where_the_third_step_is_read_late(steps: Callable[..., Steps]) -> None:
+    made = steps(AUTO)
+    made.make(2)
+    made.job.step += 1  # its metrics are read with the next step's
+    assert made.make(2) == []
+    assert [event["step"] for event in made.events("interval")] == [4]
+
+
 def test_auto_remembers_earlier_attempts(steps: Callable[..., Steps]) -> None:
     made = steps(AUTO)
     made.make(40)

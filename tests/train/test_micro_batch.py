@@ -21,7 +21,8 @@ from slurmllm.run.records import WorkerRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.train import micro_batch
 from slurmllm.train.exits import StopRequest
-from slurmllm.train.job import Job, make_guard, make_job
+from slurmllm.train.guard import Guard
+from slurmllm.train.job import Job, make_job
 from slurmllm.train.micro_batch import choose, choose_micro_batch, enough, to_try, too_large
 from train.gang import Gang, curve
 
@@ -128,7 +129,7 @@ def bench(
         backend = Bench(step_s, bytes_, limit)
         job.backend = backend  # type: ignore[assignment]
         job.control = ControlPlane()
-        job.guard = make_guard(job)
+        job.guard = Guard(run, "precompile", 0, config.recipe, job.backend, job.events)
         monkeypatch.setattr(micro_batch, "_step", backend.step)
         monkeypatch.setattr(micro_batch, "change_micro_batch", lambda job, size: None)
         return job, backend, lambda: choose_micro_batch(job)

@@ -84,10 +84,7 @@ def _tensors(state: Mapping[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, 
 class DcpSaver:
     """Writer of a worker's part of every checkpoint, with one plan and host memory for all."""
 
-    def __init__(
-        self, control: ControlPlane, device: Device, mesh_place: MeshPlace | None = None
-    ) -> None:
-        assert mesh_place is not None or control.world_size == 1
+    def __init__(self, control: ControlPlane, device: Device, mesh_place: MeshPlace) -> None:
         self._control, self._device, self._mesh_place = control, device, mesh_place
         self._files: list[list[str]] = []  # keys of this worker's tensors, by file
         self._index: SaveIndex | None = None
@@ -123,8 +120,7 @@ class DcpSaver:
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
         """Choose the files of this worker: two keep two cores busy with checksums."""
-        place = self._mesh_place
-        keys = list(tensors) if place is None else own_tensors(tensors, place)
+        keys = own_tensors(tensors, self._mesh_place)
         sizes = {key: local_part(tensors[key]).nbytes for key in keys}
         return share_out(sizes, 2) if sum(sizes.values()) >= _SPLIT_BYTES else [keys]
 

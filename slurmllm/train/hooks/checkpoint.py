@@ -46,8 +46,7 @@ class CheckpointHook(Hook):
         job, save = self._job, self._job.save
         if self._interval is not None and end.row.step > job.first_step + 1:
             self._interval.add_step(end.row.step_time_s, saving=save is not None)
-        finished = save is not None and (end.saving or not job.flags.writing)
-        if finished:
+        if save is not None and (end.saving or not job.flags.writing):
             self._finish()
         if end.saving and (end.last or not end.leaving or self._enough_time()):
             job.phases.begin("saving", job.step)
@@ -57,14 +56,11 @@ class CheckpointHook(Hook):
             job.saves.next = None
             if end.leaving or not job.config.recipe.checkpoint.asynchronous:
                 self._finish()
-                finished = True
         if end.leaving:
             self._finish_copy(end)
-        elif (
-            (finished or job.step == job.first_step + MEASURED_STEPS)
-            and job.saves.auto
-            and job.save is None
-        ):
+        elif job.saves.auto and job.saves.next is None and job.save is None:
+            if job.step < job.first_step + MEASURED_STEPS:  # the step time is not known yet
+                return
             # Chosen by rank 0, which has the measurements; all workers save after the same step.
             chosen = self._interval.choose(job.step) if self._interval is not None else None
             chosen = job.control.broadcast(chosen)
