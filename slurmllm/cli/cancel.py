@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -68,11 +69,11 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 
 def _record(run: RunDir) -> None:
-    """Record the cancellation of a run, if its directory takes it."""
-    from slurmllm.submit.launch import record_cancellation
+    """Record the cancellation, if the directory takes it: without accounting only that tells."""
+    from slurmllm.run.records import JobsRecord
 
     try:
-        record_cancellation(run)
+        JobsRecord.change_last(run, cancelled_at=time.time())
     except StorageError as error:
         click.echo(f"warning: the cancellation is not recorded: {error}", err=True)
 
@@ -139,9 +140,9 @@ def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     submissions = {
         run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
     }
-    for run, last in submissions.items():
-        if last.local and is_active(run, client):
-            _cancel_run(run, client)
+    local = [run for run, last in submissions.items() if last.local and is_active(run, client)]
+    for run in local:
+        _cancel_run(run, client)
     jobs = {
         job: run for run, last in submissions.items() if not last.local for job in last.own_jobs
     }
@@ -151,6 +152,8 @@ def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     for job in active:
         _require_own_record(jobs[job])
     if not active:
+        if local:
+            return
         click.echo(f"{sweep.name} has no pending or running jobs; nothing to cancel")
         return
     client.cancel(active)
@@ -179,7 +182,9 @@ def delete(
     from slurmllm.supervise.run_lock import locked
 
     client = SlurmClient()
-    targets = dict.fromkeys(find_deletable(run, runs_dir) for run in runs)
+    named = dict.fromkeys(find_deletable(run, runs_dir) for run in runs)
+    folders = {target.path for target in named}  # a run goes with its sweep
+    targets = [target for target in named if not folders & {*target.path.parents}]
     plans = [plan_deletion(target, checkpoints, client) for target in targets]
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")

@@ -169,6 +169,7 @@ def open_outputs() -> None:
             binary = os.fdopen(number, "wb", closefd=False) if stream is None else stream.buffer
             output = StandardStream(binary, "utf-8", "backslashreplace", line_buffering=True)
             output.ascii = stream is not None and not stream.encoding.lower().startswith("utf")
+            output.tolerant = name == "stderr"  # its loss changes no exit code
             setattr(sys, name, output)
 
 

@@ -130,6 +130,7 @@ def compare(
     if not others and (sweep := find_sweep(a, runs_dir)) is not None:
         from slurmllm.cli.sweep import print_table_of
 
+        _refuse_options(ctx, a)
         print_table_of(sweep, as_json)
         return
     if not others:
@@ -158,6 +159,14 @@ def compare(
             for path in filter(None, dict.fromkeys(paths)):
                 click.echo(f"{name}: {path}")
     ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
+
+
+def _refuse_options(ctx: click.Context, sweep: str) -> None:
+    """Raise UserError if an option is given that the table of a sweep does not take."""
+    for param in ctx.command.params:
+        name, given = str(param.name), click.core.ParameterSource.COMMANDLINE
+        if name not in ("a", "runs_dir", "as_json") and ctx.get_parameter_source(name) is given:
+            raise UserError(f"{sweep} is a sweep, which gives one table; leave out {param.opts[0]}")
 
 
 def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:

@@ -17,17 +17,8 @@ from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataErr
 from slurmllm.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluate import (
-        EvaluationPlan,
-        EvaluationResult,
-        JobRunner,
-    )
-    from slurmllm.evaluate.request import (
-        EvaluationSettings,
-        JobOutcome,
-        JobRequest,
-        Selection,
-    )
+    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult, JobRunner
+    from slurmllm.evaluate.request import EvaluationSettings, JobOutcome, JobRequest, Selection
     from slurmllm.evaluate.suites import LocatedSuite
 
 _DEFAULT_JOBS = 16  # with --slurm
@@ -132,7 +123,7 @@ def evaluate(
     _check_options({} if slurm else job, plot, suites)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
-        _fetch(ctx, located, settings.allow_code)
+        _fetch(ctx, located, settings.allow_code, as_json)
         return
     target = find_target(run, runs_dir)
     plan = plan_evaluation(target, located, settings, named=tasks, corpus=corpus)
@@ -223,11 +214,15 @@ def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -
         resolve_device("cuda")
 
 
-def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool) -> None:
+def _fetch(
+    ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool, as_json: bool
+) -> None:
     from slurmllm.evaluate.harness import fetch, require_harness
     from slurmllm.evaluate.request import TaskRequest
     from slurmllm.evaluate.suites import VALIDATION
 
+    if as_json:
+        raise UserError("--fetch prints no JSON; leave out --json")
     require_harness()
     failed = False
     for located in suites:

@@ -66,6 +66,13 @@ class _Failure(click.ClickException):
 
 
 class _Verbs(Verbs):
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*arguments, **extra)
+        except BrokenPipeError:  # `slurmllm --help | true`, for which click would exit with 1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise click.exceptions.Exit(EXIT_BROKEN_PIPE) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

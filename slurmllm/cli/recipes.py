@@ -54,8 +54,12 @@ def recipes(
         if name is not None or explain or overrides or (clusters and trainers):
             option, what = ("--clusters", "profiles") if clusters else ("--trainers", "adapters")
             raise UserError(f"{option} lists {what}; leave out NAME, --explain, --set, --trainers")
+        if cluster and trainers:
+            raise UserError("--trainers lists adapters; leave out --cluster")
         _list_clusters(cluster, as_json) if clusters else _list_trainers(as_json)
     elif name is None:
+        if explain or overrides or cluster:
+            raise UserError("--explain, --set and --cluster need NAME, such as tiny_neox")
         _list(as_json)
     else:
         _show(name, explain, cluster, overrides, as_json)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -62,12 +61,8 @@ def sync(
     setup_logging()
     if supervised:
         stop = threading.Event()
-
-        def on_signal(received: int, frame: FrameType | None) -> None:
-            stop.set()
-
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
-            signal.signal(getattr(signal, name), on_signal)
+            signal.signal(getattr(signal, name), lambda *_: stop.set())
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
     client = SlurmClient()

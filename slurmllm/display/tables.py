@@ -47,7 +47,11 @@ def console() -> Console:
     """Return standard output with lines as wide as `width`; a terminal's follow its window."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the error that it handles; rich would exit with 1, a failed check
+
+    return Piped(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 
 
 def print_line(text: str | Text = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from slurmllm.errors import ConfigError, SlurmError, StorageError
 from slurmllm.run.safe_files import check_private_folder
 from slurmllm.slurm.container import behind_prefix
-from slurmllm.slurm.environment import remove_slurm_variables
+from slurmllm.slurm.environment import slurm_environment
 from slurmllm.slurm.setup import limits_script, setup_faults, setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
@@ -68,7 +69,8 @@ def submit_array(
     """
     import submitit
 
-    remove_slurm_variables()
+    for variable in os.environ.keys() - slurm_environment().keys():  # submitit calls Slurm itself
+        del os.environ[variable]
     choices = {
         "slurm_partition": options.partition,
         "slurm_account": options.account,

@@ -155,16 +155,9 @@ def container_arguments(
         nvidia = ["--nv"] if gpu else []
         return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
     # --init: processes that lose their parent are reaped, and signals passed on.
-    command = [
-        container.runtime,
-        "run",
-        "--rm",
-        "--init",
-        "--network=host",
-        "--ipc=host",
-        "--pid=host",
-    ]
-    command += ["--ulimit=memlock=-1", *(["--interactive", "--tty"] if terminal else [])]
+    command = [container.runtime, "run", "--rm", "--init", "--network=host", "--ipc=host"]
+    command += ["--pid=host", "--ulimit=memlock=-1"]
+    command += ["--interactive", "--tty"] if terminal else []
     if container.runtime == "docker":
         command += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
     else:

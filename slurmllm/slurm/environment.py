@@ -46,9 +46,3 @@ def python_path() -> dict[str, str]:
     """Return PYTHONPATH, if set, with absolute folders: a job starts in its run's directory."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))} if paths else {}
-
-
-def remove_slurm_variables() -> None:
-    """Remove them from this process, for a package that calls Slurm's commands itself."""
-    for name in os.environ.keys() - slurm_environment().keys():
-        del os.environ[name]

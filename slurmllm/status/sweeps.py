@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,8 +15,7 @@ from slurmllm.metrics.row_reader import json_number, last_rows, read_error
 from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RunDir, SweepDir
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.runs import RunState, node_hours, run_states
-from slurmllm.supervise.attempts import load_attempts
+from slurmllm.status.runs import RunState, run_states
 
 LAST_PART = 0.1  # of the steps, whose mean loss ranks a run
 _MOST_ROWS = 1000
@@ -95,12 +93,12 @@ def only_checkpoints(run: RunDir) -> bool:
 def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     """Read the state of a sweep; raises StorageError if its record is damaged."""
     record = SweepRecord.load(sweep.record)
-    runs = runs_of(sweep, record)
-    compiling, now = sweep.graph_runs(), time.time()
+    runs, compiling = runs_of(sweep, record), sweep.graph_runs()
     sent = {run.name: JobsRecord.of(run).last for run in compiling}
-    hours = [node_hours(run, load_attempts(run, "precompile"), True, now) for run in compiling]
     jobs = {name: last.precompile_job if last else None for name, last in sent.items()}
-    return SweepState(sweep, record, run_states(runs, client), jobs, math.fsum(hours))
+    states = run_states([*runs, *compiling], client)
+    hours = math.fsum(state.node_hours for state in states[len(runs) :])
+    return SweepState(sweep, record, states[: len(runs)], jobs, hours)
 
 
 def rank(state: SweepState) -> list[RankedRun]:

@@ -150,7 +150,11 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
 
         # Another user's: what is in it need not be the standard library.
         folder = own_folder(root, ".data", config.cluster.trusted_group)
-        builtin = ensure_stdlib(folder, config.recipe.model.vocab_size)
+        try:
+            builtin = ensure_stdlib(folder, config.recipe.model.vocab_size)
+        except OSError as error:
+            text = f"cannot make the built-in data in {folder}: {error.strerror or error}"
+            raise StorageError(f"{text}; choose another --runs-dir") from error
 
     def absolute(path: str, index: int) -> str:
         return plugins.absolute(builtin[index] if builtin and path == STDLIB else path)

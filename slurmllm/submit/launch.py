@@ -140,11 +140,6 @@ def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> Submi
     return SubmittedRun(prepared, sent)
 
 
-def record_cancellation(run: RunDir) -> None:
-    """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
-    JobsRecord.change_last(run, cancelled_at=time.time())
-
-
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
     attempts = prepared.run.attempts("train")
     return Submission.model_validate(
