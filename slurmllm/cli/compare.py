@@ -164,8 +164,8 @@ def compare(
 def _refuse_options(ctx: click.Context, sweep: str) -> None:
     """Raise UserError if an option is given that the table of a sweep does not take."""
     for param in ctx.command.params:
-        name, given = str(param.name), click.core.ParameterSource.COMMANDLINE
-        if name not in ("a", "runs_dir", "as_json") and ctx.get_parameter_source(name) is given:
+        typed = ctx.get_parameter_source(str(param.name)) is click.core.ParameterSource.COMMANDLINE
+        if typed and param.name not in ("a", "runs_dir", "as_json"):
             raise UserError(f"{sweep} is a sweep, which gives one table; leave out {param.opts[0]}")
 
 
@@ -370,7 +370,7 @@ def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
     shifts: dict[str, int | None] = dict.fromkeys(map(curve_letter, range(count)))
     for value in values:
         letter, _, steps = value.partition("=")
-        if letter not in shifts or not re.fullmatch(r"[+-]?\d+", steps):
+        if letter not in shifts or not re.fullmatch(r"[+-]?\d{1,15}", steps):
             raise UserError(
                 f"--shift {value!r}: give a source and a number of steps, such as A=1; the sources "
                 f"are A to {[*shifts][-1]}"

@@ -65,8 +65,8 @@ def health(
     Allocates idle nodes with salloc. Inside an allocation (salloc, a batch script), and without
     --nodes and --nodelist, it checks the nodes of that allocation.
 
-    Exit codes: 0 every node is healthy, possibly with warnings; 2 invalid input or configuration;
-    3 a node or Slurm failed.
+    Exit codes: 0 every node is healthy, possibly with warnings; 1 salloc got no nodes; 2 invalid
+    input or configuration; 3 a node or Slurm failed.
     """
     from slurmllm.config.resolve import local_cluster, resolve
     from slurmllm.diagnose.finding import exit_code

@@ -120,7 +120,7 @@ def evaluate(
     from slurmllm.evaluate.suites import save_suite
 
     started = monotonic()
-    _check_options({} if slurm else job, plot, suites)
+    _check_options({} if slurm else {**job, "cluster": cluster}, plot, suites)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code, as_json)

@@ -132,6 +132,8 @@ def plan(**values: Any) -> None:
     request = _Request(**values)
     if [request.csv, request.markdown, "-" if request.as_json else None].count("-") > 1:
         raise UserError("--csv -, --markdown - and --json: standard output has room for one")
+    if request.explain and "-" in request.tables.values():
+        raise UserError("--explain prints text; leave out --csv - or --markdown -")
     options.check_picture(request.plot)
     for option, path in (("--plot", request.plot), *request.tables.items()):
         options.check_folder(option, path)
@@ -326,11 +328,14 @@ def _no_fit_error(plan: RecipePlan) -> ConfigError:
 
 def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
     """Return a command with the options of this one."""
+    from slurmllm.config.variables import is_secret_at
+
     command = ["slurmllm", verb, plan.recipe, "--nodes", str(nodes)]
     command += [] if plan.cluster is None else ["--cluster", plan.cluster]
-    sources = [source for source in plan.config.origins.values() if source.startswith("--set ")]
-    for source in dict.fromkeys(sources):
-        command += source.split(" ", 1)
+    for text in click.get_current_context().params["overrides"]:
+        path, _, value = text.partition("=")
+        # The shell that the command is typed in has the secret.
+        command += ["--set", path if is_secret_at(path.strip(), value) else text]
     return command
 
 

@@ -192,7 +192,7 @@ def _show(
 def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
     """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
     from slurmllm.config.profiles import find_yaml
-    from slurmllm.config.recipe_file import LAYOUT, read_layouts
+    from slurmllm.config.recipe_file import LAYOUT, read_recipe
     from slurmllm.config.resolve import recipes_dir
 
     paths = [path for path, source in config.origins.items() if source.startswith(LAYOUT)]
@@ -205,7 +205,7 @@ def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None
     if paths:
         shipped = recipes_dir()
         file = find_yaml(name, shipped, "recipe", "slurmllm recipes")
-        tree["layouts"] = read_layouts(file, shipped)
+        tree["layouts"] = read_recipe(file, shipped)[0].get("layouts", {})
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def spikes(
     if plot is not None:
         runs = _draw(curves, runs, plot)
     if as_json:
-        documents = [json.loads(run.model_dump_json()) for run in runs]  # null if not finite
+        # null if not finite; pydantic's JSON refuses names that are no UTF-8
+        texts = (json.dumps(run.model_dump()) for run in runs)
+        documents = [json.loads(text, parse_constant=lambda _: None) for text in texts]
         click.echo(json.dumps({"runs": documents}, indent=2, ensure_ascii=False))
     else:
         for run in runs:

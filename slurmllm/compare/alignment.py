@@ -12,7 +12,6 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.curves import (
     Axis,
     Curve,
-    Flags,
     Floats,
     Ints,
     Range,
@@ -272,7 +271,7 @@ class Alignment:
         if self.method == "interpolated":
             return self._interpolated(metric)
         rows = [rows[used] for rows, used in zip(self._rows, self._used, strict=True)]
-        present = list(map(_present, self.curves, (metric, metric), rows))
+        present = [c.present(metric)[at] for c, at in zip(self.curves, rows, strict=True)]
         there = np.logical_and(*present)
         if np.logical_xor(*present).any():
             self.one_sided.add(metric)
@@ -283,9 +282,9 @@ class Alignment:
     def _interpolated(self, metric: str) -> Points:
         curve, denser = self.curves[self._sparser], self.curves[1 - self._sparser]
         rows = self._rows[self._sparser][self._used[self._sparser]]
-        there, values = _present(curve, metric, rows), curve.columns[metric][rows]
+        there, values = curve.present(metric)[rows], curve.columns[metric][rows]
         rows = self._rows[1 - self._sparser]
-        present = _present(denser, metric, rows)
+        present = denser.present(metric)[rows]
         places = self._positions[1 - self._sparser][present]
         if len(places) < 2:
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
@@ -310,13 +309,6 @@ def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints
     if last is not None:
         usable &= curve.steps <= last
     return np.flatnonzero(usable)
-
-
-def _present(curve: Curve, metric: str, rows: Ints) -> Flags:
-    """Return which of some rows have a metric. [rows]"""
-    if metric not in curve.absent:
-        return np.ones(len(rows), dtype=bool)
-    return ~curve.absent[metric][rows]
 
 
 def _printed_unit(values: Floats, kind: SourceKind) -> Floats:

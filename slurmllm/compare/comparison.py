@@ -190,8 +190,9 @@ class Comparison(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; a number that is not finite is None."""
-        # pydantic writes NaN as null, which json does not.
-        document: dict[str, Any] = json.loads(self.model_dump_json())
+        # Not pydantic's JSON, which refuses names that are no UTF-8
+        text = json.dumps(self.model_dump())
+        document: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         return document
 
     def to_pandas(self) -> pandas.DataFrame:

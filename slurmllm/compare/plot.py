@@ -148,9 +148,7 @@ def _draw_curves(
     for label, curve, color, width in lines:
         if metric in curve.columns:
             places, column = curve.positions(axis), curve.columns[metric]
-            there = (places >= span[0]) & (places <= span[1])
-            if metric in curve.absent:
-                there &= ~curve.absent[metric]
+            there = (places >= span[0]) & (places <= span[1]) & curve.present(metric)
             values = np.where(np.isfinite(column[there]), column[there], np.nan)  # NaN: a gap
             late.append(values[len(values) // 50 :])
             is_long |= len(values) > _MAX_POINTS

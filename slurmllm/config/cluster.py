@@ -163,7 +163,7 @@ class Cluster(Section):
     # Between Llama 3's 6334 h (arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54
     # days on 2048 hosts) and OPT-175B's 1700 h (arXiv 2205.01068, section 2.5: over 100 hosts, say
     # 105, cycled in 2 months of 124): their geometric mean.
-    node_mtbf_hours: PositiveFloat = 3300.0
+    node_mtbf_hours: Annotated[PositiveFloat, Field(le=1e9)] = 3300.0
     """Hours between two failures of one node, before the run has seen any."""
     planning_only: str | None = None
     """Why no job runs on it, although `plan` predicts; `submit` and `resume` refuse the profile."""

@@ -55,10 +55,6 @@ def _read_sections(file: Path, recipe: Level) -> set[str]:
     return set(sections)
 
 
-def read_layouts(path: Path, shipped: Path) -> dict[str, Any]:
-    return dict(read_recipe(path, shipped)[0].get("layouts", {}))
-
-
 def apply_layouts(
     values: dict[str, Any], origins: dict[str, str], cluster: Mapping[str, Any]
 ) -> None:

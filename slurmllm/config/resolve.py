@@ -184,7 +184,7 @@ def resolve(
     Raises:
         ConfigError: with all faults of recipe, profile and overrides.
     """
-    recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
+    recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "`slurmllm recipes` lists them")
     values, origins = read_recipe(recipe_path, recipes_dir())
     chosen, source = choose_cluster(cluster)
     fix = "--cluster FILE.yaml" if chosen == cluster else f"correct {source}, which names it"

@@ -38,7 +38,8 @@ def _rule(*paths: str) -> Callable[[Check], Check]:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, smallest first."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def choose(options: list[int]) -> str:

@@ -164,8 +164,10 @@ def write_recipe(path: Path, base: str, *, force: bool = False) -> RunConfig:
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--recipe {path}: a recipe's file ends in .yaml; write {path}.yaml")
     config = resolve(base, None, any_command(base))
-    file = find_yaml(base, recipes_dir(), "recipe", "slurmllm recipes")
-    if path.exists() and (not force or path.samefile(file)):
+    file = find_yaml(base, recipes_dir(), "recipe", "`slurmllm recipes` lists them")
+    if path.exists() and path.samefile(file):
+        raise ConfigError(f"--recipe {path}: is the recipe of --from; name another file")
+    if path.exists() and not force:
         raise ConfigError(f"--recipe {path}: exists; name another file, or replace it with --force")
     is_shipped = recipes_dir().parent in file.parents
     extended = base if is_shipped else os.path.relpath(file, path.parent)

@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +31,7 @@ from slurmllm.errors import CodeError, ConfigError, NodeError
 
 SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
 Reduction = Literal["sum", "max", "min"]
+Pending = Callable[[], list[Any]]  # waits for the numbers, once; NodeError if a worker has failed
 _KINDS = {"sum": Kind.SUM, "max": Kind.MAX, "min": Kind.MIN}
 _MARGIN_S = 60.0  # the relay, which knows whom it waits for, reports a time-out first
 T = TypeVar("T")
@@ -64,12 +65,13 @@ class ControlPlane:
         return self._connection.messages, self._connection.num_bytes
 
     def reduce(self, values: Sequence[float], by: Reduction) -> Pending:
-        """Begin to reduce the workers' lists of numbers, element by element; see `Pending`."""
-        return Pending(self, self._start(_KINDS[by], encode_numbers(values)))
+        """Begin to reduce the workers' lists of numbers, element by element."""
+        number = self._start(_KINDS[by], encode_numbers(values))
+        return lambda: list(json.loads(self._receive(number)))
 
     def all_reduce(self, values: Sequence[float], by: Reduction) -> list[Any]:
         """Reduce the workers' lists of numbers, element by element; integers stay integers."""
-        return self.reduce(values, by).result()
+        return self.reduce(values, by)()
 
     def barrier(self) -> None:
         self.all_reduce((), "max")
@@ -148,18 +150,6 @@ class ControlPlane:
                 else:
                     self._results[frame.number] = frame
         return self._results.pop(number).payload
-
-
-class Pending:
-    """A reduction under way."""
-
-    def __init__(self, plane: ControlPlane, number: int) -> None:
-        self._plane, self._number = plane, number
-
-    def result(self) -> list[Any]:
-        """Wait for the reduced numbers; once. NodeError if a worker has failed."""
-        numbers: list[Any] = json.loads(self._plane._receive(self._number))
-        return numbers
 
 
 def open_control(rank: int, world_size: int) -> ControlPlane:

@@ -119,9 +119,9 @@ class Relay:
             server.bind(str(self.path))
             server.listen(socket.SOMAXCONN)
         except OSError as error:
+            fault = f"cannot make its socket {self.path}: {error.strerror or error}"
             raise NodeError(
-                f"the control plane cannot make its socket {self.path}: {error.strerror}; free "
-                "space in the memory disk of the node"
+                f"the control plane {fault}; free space in the memory disk of the node"
             ) from error
         if self.position.index == 0 and len(self.position.names) > 1:
             allow_open_files(len(self.position.names) + MAX_PENDING + _OTHER_FILES)

@@ -30,7 +30,6 @@ from slurmllm.checkpoint.state import MODEL
 from slurmllm.config.huggingface import ADAPTER
 from slurmllm.errors import CheckpointError, RunError, UserError
 from slurmllm.evaluate.suites import SuiteTask
-from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.rundir import RunDir, is_run
 from slurmllm.run.safe_files import open_regular
 
@@ -120,14 +119,6 @@ def harness_version() -> str | None:
         return f"{HARNESS} {metadata.version(HARNESS)}"
     except metadata.PackageNotFoundError:
         return None
-
-
-def checkpoint_checksum(manifest: CheckpointManifest) -> str:
-    """Return a digest of the names and checksums of a checkpoint's files.
-
-    Without times and attempts: a checkpoint that is copied or saved again has the same digest.
-    """
-    return _digest({file.path: file.sha256 for file in manifest.files})
 
 
 def folder_checksum(folder: Path) -> str:
@@ -297,5 +288,6 @@ def _model(entry: CheckpointEntry) -> ModelRef:
     manifest = entry.manifest
     if manifest is None:
         raise CheckpointError(f"{entry.directory}: {'; '.join(entry.faults or ())}")
-    checksum = checkpoint_checksum(manifest)
+    # Without times and attempts: a checkpoint that is copied or saved again has the same digest.
+    checksum = _digest({file.path: file.sha256 for file in manifest.files})
     return ModelRef(entry.directory, manifest.step, manifest.tokens, checksum)

@@ -147,6 +147,11 @@ class Curve:
         present = ~self.absent[metric]
         return self.steps[present], self.columns[metric][present]
 
+    def present(self, metric: str) -> Flags:
+        """Return which rows have a metric. [rows]"""
+        absent = self.absent.get(metric)
+        return np.ones(len(self.steps), dtype=bool) if absent is None else ~absent
+
     @property
     def validation(self) -> dict[str, str]:
         """The metrics that are validation losses, with the name of the text, if recorded."""

@@ -372,7 +372,7 @@ class MetricNames:
         most = max((self._counts[key] for key in candidates), default=0)
         steps = [key for key in candidates if 2 * self._counts[key] >= most]
         if not steps:
-            self.problem = "its rows have no step: name its key in `tags`"
+            self.problem = "its rows have no step"
             return
         counts = {tag: count for tag, count in self._counts.items() if tag != steps[0]}
         try:

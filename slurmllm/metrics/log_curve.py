@@ -238,10 +238,13 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         return log
     orders: Ints = np.array([resume.order for resume in resumes])
     offsets: Ints = np.array([0, *(resume.offset for resume in resumes)])
-    series = {
-        tag: replace(s, steps=s.steps + offsets[np.searchsorted(orders, s.order, side="right")])
-        for tag, s in log.series.items()
-    }
+
+    def moved(series: TagSeries) -> TagSeries:
+        offset = offsets[np.searchsorted(orders, series.order, side="right")]
+        return replace(series, steps=series.steps + offset)
+
+    val_loss = None if log.val_loss is None else moved(log.val_loss)
+    log = replace(log, series={tag: moved(s) for tag, s in log.series.items()}, val_loss=val_loss)
     first, place = resumes[0], log.place(resumes[0].order)
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
     text = (
@@ -249,8 +252,8 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         f"goes on: counted on from step {first.offset}"
     )
     if all(resume.exact for resume in resumes):
-        return replace(log, series=series, warnings=(*log.warnings, text))
-    return replace(log, series=series, invented_steps=log.invented_steps or f"{text}, as a guess")
+        return replace(log, warnings=(*log.warnings, text))
+    return replace(log, invented_steps=log.invented_steps or f"{text}, as a guess")
 
 
 def _find_resume(
@@ -275,7 +278,7 @@ def _find_resume(
         steps, values = counter.steps, counter.values
         row = int(np.argmax(counter.order >= order))
         first = int(np.argmax(counter.order >= loss.order[begin]))
-        if values[row] > values[first] and steps[row - 1] > steps[first]:
+        if values[row] > values[first] < values[row - 1] and steps[row - 1] > steps[first]:
             per_step = (values[row - 1] - values[first]) / (steps[row - 1] - steps[first])
             step = steps[first] + (values[row] - values[first]) / per_step
             count = round(float(step - steps[row]))

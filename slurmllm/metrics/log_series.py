@@ -154,7 +154,7 @@ class RowCollector:
             self._values[key].append(value)
         for key, text in texts:
             rows, codes, codes_of = self._texts.setdefault(key, (array("q"), array("q"), {}))
-            if len(codes_of) < _MOST_TEXTS:
+            if key == "rank" or len(codes_of) < _MOST_TEXTS:
                 rows.append(number)
                 codes.append(codes_of.setdefault(text, len(codes_of)))
         self._lines.append(line)
@@ -202,7 +202,7 @@ class RowCollector:
         texts = {
             key: TextSeries(np.array(at), np.array(codes), tuple(codes_of))
             for key, (at, codes, codes_of) in self._texts.items()
-            if len(codes_of) < _MOST_TEXTS
+            if key == "rank" or len(codes_of) < _MOST_TEXTS
         }
         return Log(
             path,

@@ -223,7 +223,8 @@ def _document_rows(document: Any) -> list[dict[str, Any]]:
         for key in _ROW_KEYS:
             if any(isinstance(row, dict) for row in lists.get(key, ())):
                 return [row for row in lists[key] if isinstance(row, dict)]
-        if golden := [(k, v) for k, v in document.items() if isinstance(v, dict) and "values" in v]:
+        golden = [(k, v) for k, v in document.items() if isinstance(v, dict) and "values" in v]
+        if golden := [pair for pair in golden if isinstance(pair[1]["values"], dict | list)]:
             return [row for key, series in golden for row in _golden_rows(key, series)]
         by_step = {key: row for key, row in document.items() if key.isdigit()}
         if by_step and all(isinstance(row, dict) for row in by_step.values()):
@@ -239,7 +240,7 @@ def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a metric in Megatron-LM's golden values: by step, or from start_step."""
     values = series["values"]
     if not isinstance(values, dict):
-        start, interval = series.get("start_step", 0), series.get("step_interval", 1)
+        start, interval = series.get("start_step") or 0, series.get("step_interval") or 1
         values = {start + interval * place: value for place, value in enumerate(values)}
     return [{"step": str(step), key: value} for step, value in values.items()]
 
@@ -308,8 +309,9 @@ def is_tag_table(path: Path) -> bool:
 
 
 def split_log_files(folder: Path) -> list[Path]:
-    patterns = (_TAG_CSV, _STEP_JSON)
-    return sorted(p for p in folder.iterdir() if any(q.fullmatch(p.name) for q in patterns))
+    names = {p: _STEP_JSON.fullmatch(p.name) for p in folder.iterdir()}
+    files = (p for p, step in names.items() if step or _TAG_CSV.fullmatch(p.name))
+    return sorted(files, key=lambda p: (int(step["step"]) if (step := names[p]) else 0, p))
 
 
 def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
@@ -329,7 +331,8 @@ def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
         # TensorBoard replaces the slash of train/loss.
         tag = re.sub("^(train|eval|val)_", r"\1/", name["tag"]) if name else "Value"
         times = log.series.get("Wall time")
-        series[tag] = replace(log.series["Value"], times=None if times is None else times.values)
+        if (values := log.series.get("Value")) is not None:
+            series[tag] = replace(values, times=None if times is None else times.values)
         warnings += log.warnings
     if len(rows):
         return rows.log(path, "jsonl", tags, warnings)

@@ -17,9 +17,12 @@ from slurmllm.metrics.log_series import Log, TagSeries, TextSeries
 from slurmllm.metrics.tags import list_tags
 
 # Of `COLUMN=VALUE`: `split=train`, `is_train=True`, `eval=0`; the same of evaluations
-_TRAIN = re.compile(r".*=(train|fit)|.*train\w*=(true|1)|(is_)?(val|eval|test)\w*=(false|0)", re.I)
+_TRAIN = re.compile(
+    r".*=(train|fit)|.*train\w*=(true|1)$|(is_)?(val|eval|test)\w*=(false|0)$", re.I
+)
 _EVALUATION = re.compile(
-    r".*=(val|eval|dev|test|held.?out)|.*train\w*=(false|0)|(is_)?(val|eval|test)\w*=(true|1)", re.I
+    r".*=(val|eval|dev|test|held.?out)|.*train\w*=(false|0)$|(is_)?(val|eval|test)\w*=(true|1)$",
+    re.I,
 )
 _RANK = re.compile(r"(.*[^a-z])?(rank|process|worker|host|device|gpu)(_?idx?)?", re.I)
 # Columns of whole numbers that may separate rows
@@ -34,7 +37,8 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
     loss = log.series[metrics.get("loss") or metrics["grad_norm"]]
     for name, column in _columns(log, metrics):
         codes = _codes_at(column, loss)
-        counts = {text: int(np.sum(codes == code)) for code, text in enumerate(column.texts)}
+        numbers = np.bincount(codes[codes >= 0], minlength=len(column.texts)).tolist()
+        counts = dict(zip(column.texts, numbers, strict=True))
         texts = [text for text, count in counts.items() if count]
         listed = ", ".join(f"{text} {counts[text]}" for text in texts[:5])
         evaluations = [text for text in texts if _EVALUATION.match(f"{name}={text}")]
@@ -140,4 +144,6 @@ def rows_with(log: Log, name: str, text: str) -> Log:
         )
     orders = column.order[column.codes == column.texts.index(text)]
     series = {tag: _take(s, np.isin(s.order, orders)) for tag, s in log.series.items()}
-    return replace(log, series={tag: s for tag, s in series.items() if s.order.size})
+    val_loss = log.val_loss and _take(log.val_loss, np.isin(log.val_loss.order, orders))
+    series = {tag: s for tag, s in series.items() if s.order.size}
+    return replace(log, series=series, val_loss=val_loss)

@@ -178,7 +178,7 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
 
 def _is_own_file(path: Path) -> bool:
     """Return whether slurmllm wrote a file: by its folder, else by its first whole row."""
-    if path.absolute().parent.name == "metrics":
+    if path.absolute().parent.name == "metrics" and path.name.startswith("attempt_"):
         return True
     with open_regular(path) as stream:
         rows = (parse_row(line) for line in islice(read_lines(stream), 100))
@@ -268,6 +268,7 @@ def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
 def run_name(source: Path, is_file: bool) -> str:
     """Return a run's name, or a file's: `RUN.attempt_NNN` for one of a run's metrics files."""
     path = source.absolute() if source.name not in ("", "..") else source.resolve()
+    path = Path(str(path).encode(errors="replace").decode())  # only its names are used
     if is_file and is_event_file(path):
         path, is_file = path.parent, False
     if is_file and path.parent.name == "metrics":

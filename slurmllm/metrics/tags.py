@@ -126,7 +126,7 @@ class TagChoice:
 
 
 # pytorch/torchtitan components/metrics.py: tokens per second per device
-_PER_DEVICE = ("throughput(tps)", "tps")
+_PER_DEVICE = ("throughput(tps)", "tps", "tgs (tokens/gpu/second)")
 
 
 def parse_tags(values: Sequence[str]) -> dict[str, str]:

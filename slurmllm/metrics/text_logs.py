@@ -42,7 +42,7 @@ _VALUE = rf"{WRAPPER}(?P<%s>{NUMBER}){WRAPPER_END}"
 _NAMES = sorted((*METRICS, "step_time_ms", "epoch", "total", "bar"), key=len, reverse=True)
 _NAME = re.compile(f"%({'|'.join(_NAMES)})")
 # What a line of one of the formats holds; all other lines are skipped without decoding them.
-_HINT = re.compile(rb"[Ll]oss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) ")
+_HINT = re.compile(rb"[Ll]oss|LOSS|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) ")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 _BAR = re.compile(r"\|\s*(\d{1,15})/(\d{1,15}|\?) \[")
 # The step next to a row of names and values: `step 10/400`, `iteration: 10`, else `[10/400]`
@@ -134,8 +134,8 @@ class TextReader:
         whole = last or not lines or lines[-1].endswith(b"\n")
         self._rest = b"" if whole else lines.pop()[: _LONGEST_LINE + 1]
         for line in lines:
-            open_rows = any(reader.row for reader in self._latest.values())
-            is_read = self._whole or open_rows or _HINT.search(line)
+            is_read = self._whole or _HINT.search(line) is not None
+            is_read = is_read or any(reader.row for reader in self._latest.values())
             if is_read and len(line) <= _LONGEST_LINE:
                 self._read_line(printable(line.decode("utf-8-sig", "replace").rstrip("\r\n")))
             self._continued = not line.endswith(b"\n")
@@ -366,6 +366,7 @@ def _unread_texts(match: re.Match[str]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in groups if text and parse_number(text) is None]
 
 
+@cache
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return a pattern in which `%name` matches a number; `%value` is not a group."""
     pattern = pattern.replace("%value", WRAPPER + NUMBER + WRAPPER_END)

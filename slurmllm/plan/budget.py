@@ -212,7 +212,7 @@ def _up(hours: float) -> str:
     """Return the next tenth of an hour, or of a minute if that is below one."""
     if hours < 1:
         return f"{math.ceil(600 * hours) / 10:g}m"
-    return f"{math.ceil(10 * hours) / 10:g}h"
+    return f"{math.ceil(10 * hours) / 10:.10g}h"
 
 
 def require_prices(plans: Sequence[RecipePlan], limits: Limits) -> None:

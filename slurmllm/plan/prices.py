@@ -112,7 +112,7 @@ def parse_dollars(text: str) -> float | None:
         usd = float(f"{match[1].replace(',', '')}{match[2]}") * _FACTORS[match[3].upper()]
     except ValueError:  # no digit
         return None
-    return usd if 0 < usd < math.inf else None
+    return usd if 0 < usd < 1e15 else None
 
 
 def parse_price(text: str) -> PriceChoice:

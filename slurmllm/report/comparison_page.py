@@ -24,7 +24,7 @@ from slurmllm.report.document import (
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import CurvePositions, Json, PlotData, figures, packed, page_data
 from slurmllm.report.tables import Table
-from slurmllm.report.write import to_html
+from slurmllm.report.write import to_html, utf8
 from slurmllm.run.rundir import write_atomic
 
 _MOST_ROWS = 3000  # of a line of differences
@@ -80,7 +80,7 @@ def write_comparison(
     title = "Comparison of " + format_names([curve.name for curve in curves], 4)
     of_curves = [plot for plot in of_runs if plot.section in ("loss", "curves")]
     data = page_data(runs, [*of_curves, *differences])
-    write_atomic(page, to_html(title, sections, data, format_utc(time.time())))
+    write_atomic(page, utf8(to_html(title, sections, data, format_utc(time.time()))))
 
 
 def _verdicts(

@@ -153,7 +153,7 @@ class RunFacts:
         if self.curve is None:
             return None
         last = self.curve.positions("tokens")[-1]
-        return int(last) if last == last else None
+        return int(last) if np.isfinite(last) else None
 
     @property
     def loss(self) -> float | None:

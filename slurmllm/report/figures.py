@@ -145,7 +145,7 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
             values = _series(facts.curve, metric)
             if values is None:
                 continue
-            rows = _logged(facts.curve, metric)
+            rows = np.flatnonzero(facts.curve.present(metric))
             if top is not None and len(far := rows[values[rows] > top][-_MOST_MARKS:]):
                 texts = [
                     f"{escape(facts.name)}: {format_number(value)} {unit} at step {step}"
@@ -171,7 +171,7 @@ def _lines(
         values = _series(curve, name)
         if values is None:
             continue
-        logged = _logged(curve, name)
+        logged = np.flatnonzero(curve.present(name))  # few have the validation loss
         values = values[logged]
         rows = thin_rows(values, most)
         x, y = where.at(logged[rows]), packed(values[rows], "f4")
@@ -183,13 +183,6 @@ def _lines(
             means = packed(piece_means(values, pieces), "f4")
             line["mean"] = {"x": where.pieces(pieces, logged), "y": means}
         yield line
-
-
-def _logged(curve: Curve, metric: str) -> Ints:
-    """Return the rows in which a metric was logged: few have the validation loss."""
-    absent = curve.absent.get(metric)
-    rows: Ints = np.arange(len(curve.steps)) if absent is None else np.flatnonzero(~absent)
-    return rows
 
 
 def _marks(

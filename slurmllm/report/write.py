@@ -161,23 +161,23 @@ def write_report(
     """
     from slurmllm.report.pictures import write_pictures  # loads matplotlib
 
-    runs = [replace(facts, name=_utf8(facts.name)) for facts in runs]
+    runs = [replace(facts, name=utf8(facts.name)) for facts in runs]
     drawn, made_at = figures(runs), format_utc(time.time())
     heading = heading or "Report of " + format_names([facts.name for facts in runs], 4)
     content = sections(runs, drawn, sweeps)
     if html:
         text = to_html(heading, content, page_data(runs, drawn), made_at)
-        write_atomic(page, _utf8(text))
+        write_atomic(page, utf8(text))
     markdown, folder = page.with_suffix(".md"), page.with_name(f"{page.stem}_files")
     pictures = {
         name: f"{quote(folder.name)}/{path.name}"
         for name, path in write_pictures(runs, drawn, folder).items()
     }
-    write_atomic(markdown, _utf8(to_markdown(heading, content, pictures, made_at)))
+    write_atomic(markdown, utf8(to_markdown(heading, content, pictures, made_at)))
     return {"html": str(page) if html else None, "markdown": str(markdown)}
 
 
-def _utf8(text: str) -> str:
+def utf8(text: str) -> str:
     """Return a text with `?` for bytes of names that are no UTF-8."""
     return text.encode(errors="replace").decode()
 
@@ -193,7 +193,8 @@ def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more:
         **more,
     }
     # pydantic's `to_json` refuses names that are no UTF-8.
-    return json.dumps(pydantic_core.to_jsonable_python(document, inf_nan_mode="null"), indent=2)
+    plain = pydantic_core.to_jsonable_python(document)
+    return json.dumps(json.loads(json.dumps(plain), parse_constant=lambda _: None), indent=2)
 
 
 def _run(facts: RunFacts) -> dict[str, Any]:

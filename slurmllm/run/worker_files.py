@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from slurmllm.run.records import Event, Phase, WorkerPhase
 from slurmllm.run.rundir import RunDir
@@ -73,12 +73,8 @@ class PhaseWriter:
 def read_phase(path: Path) -> WorkerPhase | None:
     """Read a worker's phase; None if it has written none yet."""
     try:
-        phase, step, since = read_limited(path, 4096).decode().split()
-        if phase not in get_args(Phase):
-            return None
-        return WorkerPhase.model_validate(
-            {"phase": phase, "step": int(step), "since": float(since)}
-        )
+        values = read_limited(path, 4096).decode().split()
+        return WorkerPhase.model_validate(dict(zip(WorkerPhase.model_fields, values, strict=True)))
     except (OSError, ValueError):
         return None
 

@@ -387,7 +387,7 @@ class SlurmClient:
 
     def node_states(self) -> dict[str, str]:
         """Return the state of every node, lower case; `*` at its end: the node does not respond."""
-        return dict(_rows([*_SINFO, "--format=%N|%T"], 2))
+        return dict(_rows([*_SINFO, "--all", "--format=%N|%T"], 2))
 
     def missing_commands(self) -> list[str]:
         return [command for command in COMMANDS if shutil.which(command) is None]

@@ -229,9 +229,7 @@ def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
     if metric not in curve.columns:
         return None
     values = curve.columns[metric][rows]
-    present = np.isfinite(values)
-    if metric in curve.absent:
-        present &= ~curve.absent[metric][rows]
+    present = np.isfinite(values) & curve.present(metric)[rows]
     return np.where(present, values, np.nan) if present.any() else None
 
 

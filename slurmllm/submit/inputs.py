@@ -22,7 +22,7 @@ from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir, runs_root
-from slurmllm.run.safe_files import own_folder
+from slurmllm.run.safe_files import os_error_text, own_folder
 
 log = logging.getLogger(__name__)
 LIMIT_S = 180.0  # torch from a busy network file system takes a minute
@@ -144,17 +144,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             with tempfile.TemporaryDirectory(prefix="slurmllm-") as temporary:
                 resolve_inputs(config, Path(temporary), build=True)
         return config
-    builtin: tuple[Path, Path] | None = None
-    if has_builtin:
-        from slurmllm.corpus.builtin import ensure_stdlib
-
-        # Another user's: what is in it need not be the standard library.
-        folder = own_folder(root, ".data", config.cluster.trusted_group)
-        try:
-            builtin = ensure_stdlib(folder, config.recipe.model.vocab_size)
-        except OSError as error:
-            text = f"cannot make the built-in data in {folder}: {error.strerror or error}"
-            raise StorageError(f"{text}; choose another --runs-dir") from error
+    builtin = _builtin_data(config, root) if has_builtin else None
 
     def absolute(path: str, index: int) -> str:
         return plugins.absolute(builtin[index] if builtin and path == STDLIB else path)
@@ -169,6 +159,18 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     config = config.with_settings("eval", corpora=evaluated)
     _check_contents(config, evaluated)
     return config
+
+
+def _builtin_data(config: RunConfig, root: Path) -> tuple[Path, Path]:
+    from slurmllm.corpus.builtin import ensure_stdlib
+
+    # Another user's: what is in it need not be the standard library.
+    folder = own_folder(root, ".data", config.cluster.trusted_group)
+    try:
+        return ensure_stdlib(folder, config.recipe.model.vocab_size)
+    except OSError as error:
+        text = f"cannot make the built-in data in {folder}: {os_error_text(error)}"
+        raise StorageError(f"{text}; choose another --runs-dir") from error
 
 
 def with_folder(config: RunConfig) -> RunConfig:

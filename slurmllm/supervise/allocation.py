@@ -59,16 +59,11 @@ class Allocation(ABC):
     """The nodes of an attempt; the supervisor runs on the first one."""
 
     nodes: tuple[str, ...]
-    given_up: tuple[str, ...] = ()  # nodes that the job no longer holds; a requeue asks for as many
+    all_nodes: tuple[str, ...] = ()  # of a job: with those that the present attempt does not use
     job_id: str | None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
     restarted = False  # whether an earlier attempt ran in this start of the job
-
-    @property
-    def size(self) -> int:
-        """The number of nodes that the job asks for, spare ones included."""
-        return len(self.nodes)
 
     @property
     @abstractmethod
@@ -108,7 +103,6 @@ class SlurmAllocation(Allocation):
 
     job_id: str
     requeues = True
-    all_nodes: tuple[str, ...] = ()  # with those that the present attempt does not use
 
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
@@ -120,10 +114,6 @@ class SlurmAllocation(Allocation):
     @property
     def master_addr(self) -> str:
         return reachable_address(self.nodes[0])  # a requeued job may have other nodes than before
-
-    @property
-    def size(self) -> int:
-        return len(self.all_nodes or self.nodes) + len(self.given_up)
 
     def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
         """Return the nodes for new workers; empty if too few remain, or not the supervisor's."""
@@ -140,7 +130,6 @@ class SlurmAllocation(Allocation):
         left = tuple(name for name in self.all_nodes if name not in lost)
         if left != self.all_nodes:
             self.client.shrink(self.job_id, left)
-            self.given_up += tuple(name for name in self.all_nodes if name in lost)
             self.all_nodes = left
 
     def restart(self, nodes: tuple[str, ...], patience_s: float) -> None:

@@ -104,7 +104,8 @@ class AttemptMonitor:
                 signalled_at = now
                 self._note_symptom(now - self._stop.at)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
-            self._check_failures(now)
+            with suppress(OSError):  # the shared file system refuses for a moment
+                self._check_failures(now)
             # The time limit of the job is near, and the workers have not saved and left.
             limited = self._stop.name is not None and self._record.job_id is not None
             overran = limited and now - self._stop.at > leaving_s(self._lead_s)
@@ -112,7 +113,8 @@ class AttemptMonitor:
                 self.observed.overran_s, self._kill_at = now - self._stop.at, now
             if now >= self._next_look:
                 self._next_look = now + self._look_s
-                self._look(now)
+                with suppress(OSError):
+                    self._look(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._send(signal.SIGKILL)
             time.sleep(POLL_S)

@@ -146,7 +146,7 @@ def open_attempt(
         pid=os.getpid(),
         process=process_identity(os.getpid()),
         nodes=allocation.nodes,
-        spare_nodes=allocation.size - len(allocation.given_up) - len(allocation.nodes),
+        spare_nodes=len(allocation.all_nodes or allocation.nodes) - len(allocation.nodes),
         world_size=len(allocation.nodes) * config.workers_per_node,
         master_addr=allocation.master_addr,
         master_port=master_port,

@@ -55,7 +55,7 @@ def gather_evidence(
         out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
         with suppress(SlurmError):
             states = allocation.client.node_states()
-            down_nodes = [n for n in record.nodes if has_failed(states.get(n, "unknown"))]
+            down_nodes = [n for n in record.nodes if n in states and has_failed(states[n])]
     hang, lines = observed.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)

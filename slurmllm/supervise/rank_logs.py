@@ -124,10 +124,7 @@ class _LocalFiles:
 
     def register(self) -> None:
         """Register the files of a launcher that has ended, which may have copied parts."""
-        for rank in _ranks(entry.name for entry in self._folder.iterdir()):
-            self.copied[rank] = -1
-            with suppress(OSError):  # not copied yet
-                self.copied[rank] = self._target(rank).stat().st_size
+        self.copied = dict.fromkeys(_ranks(entry.name for entry in self._folder.iterdir()), -1)
 
     def copy(self, ranks: Iterable[int], *, requested: bool = False) -> bool:
         """Append to the copies what they lack; returns whether all of it was copied.
@@ -158,15 +155,23 @@ class _LocalFiles:
     def _append(self, rank: int, empty_too: bool) -> None:
         """Append what is new; of more than MOST_BYTES the middle is left out, which a line says."""
         with open_regular(self._path(rank), follow=False) as source:
-            size, done = os.fstat(source.fileno()).st_size, self.copied[rank]
-            if size == done or (size == 0 and not empty_too):
+            size = os.fstat(source.fileno()).st_size
+            if size == self.copied[rank] or (size == 0 and not empty_too):
                 return
             with os.fdopen(open_append(self._target(rank)), "ab") as target:
-                begin = max(done, 0)
+                # By what the copy holds: it may have ended in the middle, or with its launcher.
+                begin, skipped = target.tell(), self._path(rank).with_suffix(".skipped")
+                with suppress(OSError, ValueError):
+                    begin += int(skipped.read_text())
                 source.seek(begin)
                 if (left_out := size - begin - MOST_BYTES) > 0:
+                    line = f"\n[{left_out} bytes left out]\n".encode()
+                    offset = begin - target.tell() + left_out - len(line)
                     target.write(source.read(BEGIN_BYTES))
-                    target.write(f"\n[{left_out} bytes left out]\n".encode())
+                    target.flush()
+                    with suppress(OSError):  # only now: this process may end anywhere
+                        skipped.write_text(str(offset))
+                    target.write(line)
                     source.seek(left_out, os.SEEK_CUR)
                 target.write(source.read(max(size - source.tell(), 0)))
         self.copied[rank] = size

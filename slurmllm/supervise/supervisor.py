@@ -31,6 +31,7 @@ from slurmllm.graphs.merge import merge_new_graphs, reject_graphs
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, Stage, SweepDir
+from slurmllm.run.safe_files import os_error_text
 from slurmllm.slurm.client import to_unix
 from slurmllm.slurm.container import check_container, paths_of
 from slurmllm.slurm.error_texts import fault_of
@@ -331,7 +332,7 @@ class Supervisor:
             self.notifier.closed(closed)
             self._failing = failing(self.run, record, ending, self.allocation)
             self._exclude_failed()
-        if closed is None or self.stage == "precompile" or closed.action != "stop":
+        if closed is None or self.stage == "precompile" or closed.action not in ("finish", "stop"):
             return None
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
 
@@ -367,3 +368,6 @@ def supervise(run: RunDir, stage: Stage) -> int:
         return code
     except StorageError as error:
         return requeue_unrecorded(run, stage, allocation, error)
+    except OSError as error:  # of a look at the run directory
+        text = f"cannot read {error.filename or run.path}: {os_error_text(error)}"
+        return requeue_unrecorded(run, stage, allocation, StorageError(text))

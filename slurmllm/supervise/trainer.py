@@ -108,6 +108,8 @@ class TrainerLauncher(Launcher):
                 preexec_fn=partial(_prepare_child, self.command.stop_signal),
             )
         except OSError as error:
+            if error.filename != self.command.folder:
+                raise
             raise ConfigError(
                 f"command.folder: {self.command.folder} on {self.node}: {os_error_text(error)}; "
                 "name a folder that all nodes can read"
@@ -238,7 +240,8 @@ class TrainerObserver:
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:
-            self._look_at_checkpoints()
+            with suppress(OSError):
+                self._look_at_checkpoints()
             # Of many files on a slow file system rarely: looks take a twentieth of the time.
             self._next_look = now + max(_CHECKPOINTS_S, 20 * (time.monotonic() - now))
 

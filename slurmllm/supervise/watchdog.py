@@ -25,7 +25,14 @@ from pathlib import Path
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.yaml_source import LARGEST_YAML
 from slurmllm.errors import StorageError
-from slurmllm.run.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
+from slurmllm.run.records import (
+    AttemptRecord,
+    HangRecord,
+    Heartbeat,
+    NodeRecord,
+    Phase,
+    WorkerPhase,
+)
 from slurmllm.run.rundir import AttemptDir, RunDir, read_all
 from slurmllm.run.safe_files import (
     check_private_folder,
@@ -37,6 +44,7 @@ from slurmllm.run.safe_files import (
     write_whole,
 )
 from slurmllm.run.worker_files import PHASE_FILE, RUN_COPY, STACKS_FILE, STACKS_SIGNAL, read_phase
+from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.stacks import inspect_process
 
 LOOK_S = 5.0  # interval between the supervisor's looks
@@ -198,6 +206,7 @@ class Watchdog:
             name
             for name in self.record.nodes
             if now - self._alive_at.get(name, self._changed) > UNRESPONSIVE_S
+            and not self._has_ended(name)
         )
         times = recent_step_times(self.run)
         slow_s = slow_step_s(times)
@@ -205,6 +214,13 @@ class Watchdog:
             # Its evaluations show no phase: twice the longest so far is no hang.
             slow_s = max(slow_s, 2 * max(times) / self.config.step_factor)
         return find_hang(self._phases, self._nodes, unchanged_s, unresponsive, self.config, slow_s)
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether the launcher of a node has ended as it should, and writes no more heartbeats."""
+        with suppress(StorageError):
+            path = self.run.attempt(self.record.stage, self.record.attempt).node(name)
+            return reported_all(NodeRecord.find(path))
+        return False
 
     def _read(self, now: float) -> None:
         with suppress(OSError):  # rank 0 appends a row per step
@@ -257,8 +273,10 @@ class Heartbeats:
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
             # Held as long as this process lives and by no other: workers do not inherit it.
-            self._lock = open_lock(self.folder / _LOCK)
+            made = self.folder / f"{_LOCK}.new"  # another launcher removes what is not locked
+            self._lock = open_lock(made)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            made.rename(self.folder / _LOCK)
 
     def environment(self, rank: int) -> dict[str, str]:
         if self.folder is None:

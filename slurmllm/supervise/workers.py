@@ -46,6 +46,7 @@ from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.run.host_memory import count_oom_kills
 from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.safe_files import os_error_text
 from slurmllm.run.worker_files import STACKS_SIGNAL
 from slurmllm.staging.install import worker_python
 from slurmllm.supervise.classify import is_echo
@@ -145,7 +146,11 @@ class Workers:
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
             environment = {**os.environ, **self.environment(mesh, rank, local_rank)}
-            self.processes[rank] = self.start_worker(rank, environment)
+            try:
+                self.processes[rank] = self.start_worker(rank, environment)
+            except OSError as error:
+                text = f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
+                raise NodeError(text) from error
         variables = {**os.environ, **interface_variables(self.record.master_addr)}
         variables = mask({**variables, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
@@ -279,7 +284,12 @@ class Workers:
         if time.monotonic() - self._looked_at < self._look_s:
             return False
         self._looked_at = time.monotonic()
-        if self.attempt.hang.is_file():
+        hangs = superseded = False
+        with suppress(OSError):  # the shared file system refuses for a moment
+            hangs = self.attempt.hang.is_file()
+            # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
+            superseded = self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
+        if hangs:
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
             folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
@@ -289,8 +299,7 @@ class Workers:
                         break
                 time.sleep(STACKS_LOOK_S)
             return True
-        # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
-        return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
+        return superseded
 
     def dump_stacks(self, heartbeats: Heartbeats) -> None:
         heartbeats.dump_stacks(self.pids())
@@ -315,7 +324,8 @@ class Workers:
         self.kill(running)
         for rank in running:
             self.processes[rank].wait()
-        self.node_record = self.node_record.model_copy(update={"stopped_ranks": tuple(running)})
+        stopped = (*self.node_record.stopped_ranks, *running)  # after an error it is called again
+        self.node_record = self.node_record.model_copy(update={"stopped_ranks": stopped})
 
     def kill(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import secrets
 import time
@@ -155,8 +156,8 @@ def _values(curve: Curve, row: int) -> StepValues:
         if not curve.absent[metric][row]:
             values |= evaluation_values({text: float(curve.columns[metric][row])})
     values[TAGS["attempt"]] = float(curve.attempts[row])
-    at = float(curve.columns["time"][row]) if "time" in curve.columns else time.time()
-    return StepValues(int(curve.steps[row]), at, values)
+    at = float(curve.columns["time"][row]) if "time" in curve.columns else math.nan
+    return StepValues(int(curve.steps[row]), at if math.isfinite(at) else time.time(), values)
 
 
 def describe(run: RunDir, config: RunConfig) -> Description:

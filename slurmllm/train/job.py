@@ -133,7 +133,7 @@ class Job:
         Raises a DivergenceError on all workers if one of them found a divergence.
         """
         assert self.pending_flags is not None
-        stop_signal, diverged, writing = self.pending_flags.result()
+        stop_signal, diverged, writing = self.pending_flags()
         self.flags = Flags(stop_signal, bool(diverged), bool(writing))
         if self.flags.diverged:
             self.guard.fail()
@@ -165,7 +165,7 @@ class Job:
         counted = self.control.reduce([num_targets], "sum")
         # All workers of a replica read the same sequences.
         copies = self.mesh.tensor * self.mesh.pipeline
-        return GlobalBatch(batches, self.stream.batches, lambda: counted.result()[0] // copies)
+        return GlobalBatch(batches, self.stream.batches, lambda: counted()[0] // copies)
 
     def _micro_batches(self) -> list[MicroBatch]:
         while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.skips):

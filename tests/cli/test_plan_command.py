@@ -113,6 +113,9 @@ def test_what_is_asked_for_is_submitted_too() -> None:
     done = call("gpt3_125m", "--nodes", "1", "train.micro_batch=auto", "--tokens", "20B")
     end = "--set train.micro_batch=auto --set train.steps=38147 --fetch"
     assert done.stdout.rstrip().endswith(end)
+    options = ("train.micro_batch=null", "train.global_batch=512", "env.HF_TOKEN=abc")
+    texts = "--set train.micro_batch=null --set train.global_batch=512 --set env.HF_TOKEN "
+    assert texts in call("neox_20b", "--nodes", "4", *options).stdout
 
 
 def test_several_node_counts_are_a_scaling_table() -> None:
@@ -203,6 +206,9 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --csv /tmp", "--csv /tmp: a folder; give the name of a file"),
         ("neox_20b --nodes 4 --markdown=", "--markdown '': no name; give the name of a file"),
         ("neox_20b --nodes 4 --csv - --json", "standard output has room for one"),
+        ("neox_20b --nodes 4 --csv - --explain", "--explain prints text; leave out --csv -"),
+        ("tiny_neox --nodes 1 --set cluster.node_mtbf_hours=1e308", "cluster.node_mtbf_hours"),
+        ("neox_20b --nodes 4 --price 1e308", "--price 1e308: dollars for an hour"),
         ("neox_20b --nodes 4 --cluster all --price us-west-1/1y", "the price us-west-1/1y; name"),
         ("neox_20b gpt3_125m --budget 5", "give one RECIPE"),
         ("neox_20b --budget 5 --explain", "--explain with --budget or --deadline"),

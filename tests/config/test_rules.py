@@ -13,7 +13,7 @@ def test_helpers() -> None:
     times = {"90": 90, "90:30": 90.5, "1:30:00": 90, "2-0": 2880, "1-12:30": 2190}
     times["1-00:00:30"] = 1440.5
     assert {text: minutes_of(text) for text in times} == times
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert (divisors(12), divisors(9)) == ([1, 2, 3, 4, 6, 12], [1, 3, 9])
     assert choose([1, 2, 4]) == "choose 1, 2 or 4"
     assert choose([3]) == "choose 3"
 

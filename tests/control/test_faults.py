@@ -110,7 +110,7 @@ def test_a_fault_of_the_last_node_reaches_everybody() -> None:
             return ""
         pending = plane.reduce([1], "sum")
         with pytest.raises(NodeError) as caught:
-            pending.result()
+            pending()
         assert failure(plane.barrier) == str(caught.value)  # the same reason from then on
         return str(caught.value)
 
@@ -137,11 +137,11 @@ def test_results_before_a_fault_still_count() -> None:
         pending = plane.reduce([plane.rank], "max")
         if plane.rank == 0:
             # Its launcher has all contributions before it loses this worker.
-            assert pending.result() == [3]
+            assert pending() == [3]
             break_off(plane)
             return []
         time.sleep(0.5)
-        return [*pending.result(), failure(plane.barrier)]
+        return [*pending(), failure(plane.barrier)]
 
     with gang(2, 2) as workers:
         results = workers.run(work)

@@ -33,7 +33,7 @@ def all_operations(plane: ControlPlane) -> list[object]:
         assert plane.scatter([other * 3 for other in ranks] if rank == 0 else None) == rank * 3
         pending = [plane.reduce([rank + number], "max") for number in range(4)]
         assert plane.broadcast(rank) == 0  # while four reductions are under way
-        results = [reduction.result() for reduction in reversed(pending)]
+        results = [reduction() for reduction in reversed(pending)]
         assert results == [[size + 2], [size + 1], [size], [size - 1]]
     return [rank, *plane.traffic]
 
@@ -121,7 +121,7 @@ def test_a_worker_may_leave_when_all_have_its_contributions() -> None:
             plane.close()  # without its result
             return []
         time.sleep(0.3)
-        return [*pending.result(), failure(plane.barrier)]
+        return [*pending(), failure(plane.barrier)]
 
     with gang(3, 2) as workers:
         results = workers.run(work)

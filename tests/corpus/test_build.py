@@ -144,6 +144,7 @@ def test_prompts_and_completions_and_conversations(tmp_path: Path) -> None:
     rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
     lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
     write(tmp_path / "a.jsonl", lines.encode())
+    build(tmp_path, "a.jsonl", prompt_key="p", completion_key="p")  # the same twice
     built = build(tmp_path, "a.jsonl", dedup=True, prompt_key="p", completion_key="c")
     batch = corpus(tmp_path)
     assert batch.schema.names == ["prompt", "completion", "id", "source"]

@@ -309,6 +309,13 @@ def test_faults_name_the_line_in_later_blocks_and_the_row_of_tables(
         with pytest.raises(DataError, match=r"column 'number' is int64, not strings"):
             texts(tmp_path / name, text_key="number")
         content = (tmp_path / name).read_bytes()
+        twice = pa.Table.from_arrays([bad, bad], ["text", "text"])
+        if name == "a.parquet":
+            pq.write_table(twice, tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(arrow_stream(twice))
+        with pytest.raises(DataError, match="2 columns are called 'text'; rename one of them"):
+            texts(tmp_path / name)
         for damaged in (b"", b"no such thing", content[: len(content) // 2], b"FEA1" + content):
             (tmp_path / name).write_bytes(damaged)
             with pytest.raises(DataError, match=rf"{name}.*[^.]\. Fix the file, or .* such files "):

@@ -140,6 +140,59 @@ def test_a_table_of_splits_and_of_data_sets(write: WriteLog) -> None:
     check(read_curve(path, where={"set": "c4"}))
 
 
+def test_a_column_of_numbers_is_no_split(write: WriteLog) -> None:
+    times = [0.97 + 0.01 * (step % 5) for step in STEPS]  # seconds, some of them 1.0
+    rows = zip(points(), times, strict=True)
+    lines = [f"{step},{loss},{time_s:.2f}" for (step, loss), time_s in rows]
+    assert check(read_curve(write("x.csv", "step,loss,train_time", *lines))).warnings == ()
+
+
+def test_a_validation_is_read_with_the_training_beside_it(write: WriteLog) -> None:
+    lines = []
+    for step, loss in points():
+        row = {"step": (step - 1) % 20 + 1, "tokens": 64 * step, "split": "train", "loss": loss}
+        lines.append(json.dumps(row))
+        if step % 10 == 0:
+            lines.append(json.dumps({**row, "split": "val", "loss": loss + 1}))
+    curve = read_curve(write("again.jsonl", *lines))  # its steps begin again
+    assert curve.series("val_loss")[0].tolist() == [10, 20, 30, 40]
+    lines = [
+        json.dumps({"step": step, "rank": rank, "split": split, "loss": loss + rank})
+        for step, loss in points()
+        for split in ("train", "val")[: 1 + (step % 10 == 0)]
+        for rank in (0, 1)
+    ]
+    curve = check(read_curve(write("ranks.jsonl", *lines)))
+    assert curve.series("val_loss")[1].tolist() == LOSSES[9::10]  # of rank 0, too
+
+
+def test_of_many_ranks_the_lowest_is_read(write: WriteLog) -> None:
+    lines = [
+        f"{rank}: step {step} | loss {loss + rank / 8:.4f}"
+        for step, loss in points()
+        for rank in range(210)
+    ]
+    check(read_curve(write("x.log", *lines)))
+
+
+def test_files_of_steps_are_read_by_their_number(write: WriteLog, tmp_path: Path) -> None:
+    for step, loss in points():
+        write(f"metrics_step{step}.json", json.dumps({"train/CE loss": loss}))
+    assert check(read_curve(tmp_path)).restarts.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.json", '{"lm loss": {"values": 5}}'),
+        ("run-x-tag-loss.csv", "step,val\n1,2\n"),
+    ],
+)
+def test_what_only_looks_like_a_log_is_refused(name: str, text: str, write: WriteLog) -> None:
+    with pytest.raises(RunError):
+        read_curve(write(name, text))
+
+
 @pytest.mark.parametrize("column", ["host", "eta"])
 def test_a_column_that_changes_at_a_restart_or_with_the_time(column: str, write: WriteLog) -> None:
     rows = [*points()[:25], *((step, loss + 1e-5) for step, loss in points()[19:])]

@@ -106,7 +106,7 @@ def test_sweeps(fake: FakeSlurm, inputs: Inputs) -> None:
     call("cancel", "s")
     first = RunDir(sweep / "s-seed1")
     save_manifest(first, 10)
-    assert call_json("delete", "s", "--yes")["deleted"][0]["checkpoints"] == 1
+    assert call_json("delete", "s", str(first.path), "--yes")["deleted"][0]["checkpoints"] == 1
     assert [path for path in sweep.rglob("*") if path.is_file()] == [
         first.checkpoint(10) / "manifest.json"
     ]

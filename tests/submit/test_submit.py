@@ -94,7 +94,16 @@ def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
     assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
 
 
-@pytest.mark.parametrize(("script", "code"), [("recipes > /dev/full", 4), ("nosuch", 2)])
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("recipes > /dev/full", 4),
+        ("nosuch", 2),
+        ("nosuch 2> /dev/full", 2),
+        ("--help | true; exit ${PIPESTATUS[0]}", 141),
+        ("status nosuch 2>&1 | true; exit ${PIPESTATUS[0]}", 2),
+    ],
+)
 def test_only_compare_answers_with_exit_code_1(script: str, code: int) -> None:
     command = ["bash", "-c", f"{sys.executable} -m slurmllm {script}"]
     done = subprocess.run(command, capture_output=True, text=True)

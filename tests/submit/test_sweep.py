@@ -165,6 +165,7 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: Inputs) -> No
     assert page.index("## Loss") < page.index("## Runs by rank") < page.index("## Summary")
     assert f"| 1 | {NAMES[1]} | 3e-4 | 2 |" in page
     assert "no sweep" in call("compare", NAMES[0], code=2)
+    assert "is a sweep" in call("compare", "s", "--exact", code=2)
     assert "is a sweep" in call("logs", "s", code=2)
 
 

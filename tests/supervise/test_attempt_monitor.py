@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import signal
 import time
@@ -117,6 +118,22 @@ def test_a_newer_attempt_ends_this_one(launchers: Launchers) -> None:
     observed = launchers.monitor()
     assert observed.superseded_by == 1
     assert launchers.killed_at() == pytest.approx(20.0, abs=attempt_monitor.LOOK_S + 0.2)
+
+
+def test_a_file_system_that_refuses_for_a_moment_ends_nothing(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals, is_dir = [OSError(errno.ESTALE, "Stale file handle")] * 3, Path.is_dir
+
+    def refuse(path: Path) -> bool:
+        if refusals and path.name == "failures":
+            raise refusals.pop()
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    launchers.at[20.0] = launchers.end
+    observed = launchers.monitor()
+    assert (refusals, observed.hang, launchers.signals) == ([], None, {})
 
 
 LOST_PEER = "Connection closed by peer"

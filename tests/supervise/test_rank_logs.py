@@ -181,8 +181,23 @@ def test_of_an_endless_log_the_middle_is_left_out(
     logs.copy([1])
     assert content(run, 1) == "0123456789\n[200 bytes left out]\n" + "0123456789" * 9
     os.write(file, b"end\n")
+    assert logs._files is not None
+    logs._files.lock.close()  # its launcher is killed
+    collect_leftovers(config, run, "train", 1)
+    expected = "0123456789\n[200 bytes left out]\n" + "0123456789" * 9 + "end\n"
+    assert content(run, 1) == expected
+
+
+def test_a_copy_that_was_refused_in_the_middle_continues_there(
+    config: RunConfig, run: RunDir
+) -> None:
+    logs = logs_of(config, run)
+    os.write(logs.open(1), b"one\ntwo\n")
+    copy = run.worker_log("train", 0, 1)
+    copy.parent.mkdir(parents=True)
+    copy.write_text("one\nt")  # then the disk was full
     logs.collect()
-    assert str(content(run, 1)).endswith("6789end\n")
+    assert content(run, 1) == "one\ntwo\n"
 
 
 @pytest.fixture

@@ -18,7 +18,13 @@ from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_NEGATIVE
-from slurmllm.run.records import AttemptRecord, Heartbeat, JobsRecord
+from slurmllm.run.records import (
+    AttemptRecord,
+    Heartbeat,
+    JobsRecord,
+    UnrecordedEnding,
+    comment_with,
+)
 from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.supervise import run_lock, starts
 from slurmllm.supervise.attempts import process_identity
@@ -198,3 +204,23 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
     late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
     threading.Timer(0.3, late.save, [run.jobs]).start()
     assert not_recorded(run, start_of(cluster, unknown, ("n2",))) is None
+
+
+def test_a_run_whose_end_is_only_in_the_comment_of_its_job_is_not_trained_again(
+    tmp_path: Path,
+) -> None:
+    run, cluster = RunDir(tmp_path), FakeSlurm()
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run.script("train").parent.mkdir()
+    run.script("train").write_text("#!/bin/bash\n")
+    job = cluster.submit("#!/bin/bash\n")
+    save_submission(run, train_job=job)
+    cluster.start(job)
+    record = one_node_record(job_id=job, started_at=time.time() - 99)
+    record.save(run.attempt("train", 0).record)
+    fields = {"stage": "train", "attempt": 0, "ended_at": time.time(), "ending": "done"}
+    ending = UnrecordedEnding.model_validate({**fields, "evidence": ("all workers finished",)})
+    cluster.comment(job, comment_with(ending, ""))
+    closed = Supervisor(run, "train", start_of(cluster, job, ("n1",), 1))._close_orphaned()
+    assert closed is not None
+    assert (closed.ending, closed.action) == ("done", "finish")

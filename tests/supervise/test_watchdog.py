@@ -15,7 +15,7 @@ import pytest
 from supervise.starts import attempt_record
 
 from slurmllm.config.operation import WatchdogConfig
-from slurmllm.run.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
+from slurmllm.run.records import AttemptRecord, Heartbeat, NodeRecord, Phase, WorkerPhase
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import PHASE_FILE, PhaseWriter, read_phase
 from slurmllm.supervise import watchdog as watchdogs
@@ -130,6 +130,26 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     hang = watchdog.look()
     assert hang is not None
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
+
+
+def test_a_node_that_has_finished_is_not_unresponsive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, run = [0.0], RunDir(tmp_path)
+    monotonic = SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
+    monkeypatch.setattr(watchdogs, "time", monotonic)
+    monkeypatch.setattr(watchdogs, "UNRESPONSIVE_S", 8.0)
+    attempt = run.attempt("train", 0)
+    attempt.heartbeat("n1").parent.mkdir(parents=True)
+    NodeRecord(node="n2", pids={1: 9}, exit_codes={1: 0}).save(attempt.node("n2"))
+    beat = WorkerPhase(phase="stepping", step=9, since=0.0)
+    Heartbeat(node="n2", written_at=0.0, ranks={1: beat}).save(attempt.heartbeat("n2"))
+    watchdog, hang = Watchdog(run, open_record(("n1", "n2")), limits_of(20)), None
+    while hang is None:
+        clock[0] += 4.0
+        Heartbeat(node="n1", written_at=clock[0], ranks={0: beat}).save(attempt.heartbeat("n1"))
+        hang = watchdog.look()
+    assert (hang.unresponsive_nodes, "n2" in hang.suspects) == ((), False)
 
 
 def test_when_a_worker_has_ended_the_others_have_the_time_of_a_start(tmp_path: Path) -> None:

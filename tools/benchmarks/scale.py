@@ -231,7 +231,7 @@ def _work(rank: int, position: Position, path: Path, figures: Measured, step_s: 
     _agree(control, figures, rank, step_s, position.index if first else None, relay_cpu)
 
     def decide() -> None:
-        control.reduce(_FLAGS, "max").result()
+        control.reduce(_FLAGS, "max")()
 
     exchanges: Sequence[tuple[Callable[[], None], Table]] = (
         (decide, figures.decide),
@@ -261,20 +261,20 @@ def _agree(
     rounds = figures.step.shape[1]
     flags = control.reduce(_FLAGS, "max")
     time.sleep(step_s)
-    flags.result()
+    flags()
     flags = control.reduce(_FLAGS, "max")
     cpu_s, relay_s = 0.0, relay_cpu()
     for index in range(rounds):
         time.sleep(step_s)  # the step's own work
         begun, cpu = time.perf_counter(), time.thread_time()
-        flags.result()
+        flags()
         flags = control.reduce(_FLAGS, "max")
         cpu_s += time.thread_time() - cpu
         figures.step[rank, index] = time.perf_counter() - begun
     figures.step_cpu[rank] = cpu_s / rounds
     if node is not None:
         figures.relay_cpu[node] = (relay_cpu() - relay_s) / rounds
-    flags.result()
+    flags()
     control.barrier()
 
 

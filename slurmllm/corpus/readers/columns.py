@@ -108,6 +108,8 @@ def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
     for key in options.keys:
         if key not in schema.names:
             raise _NoColumnError(no_column(key, schema.names))
+        if (count := schema.names.count(key)) > 1:
+            raise _NoColumnError(f"{count} columns are called {key!r}; rename one of them")
         kind = schema.field(key).type
         text = kind.value_type if pa.types.is_dictionary(kind) else kind
         is_text = text in (pa.string(), pa.large_string(), pa.string_view())

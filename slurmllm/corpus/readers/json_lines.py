@@ -90,7 +90,7 @@ def _parse_block(
             # processes read other shards.
             read_options=pj.ReadOptions(use_threads=False, block_size=len(block) + 1),
             parse_options=pj.ParseOptions(
-                explicit_schema=pa.schema([(key, pa.large_string()) for key in keys]),
+                explicit_schema=pa.schema([(key, pa.large_string()) for key in {*keys}]),
                 unexpected_field_behavior="ignore",
             ),
         )
@@ -98,7 +98,7 @@ def _parse_block(
         return None
     if table.num_rows != len(inner) + 1 or any(column.null_count for column in table.columns):
         return None
-    return tuple(column.combine_chunks() for column in table.columns)
+    return tuple(table.column(key).combine_chunks() for key in keys)
 
 
 def _parse_lines(
