@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
-from slurmllm.errors import UserError
+from slurmllm.errors import SlurmError, UserError
 from slurmllm.run.rundir import find_run
 
 if TYPE_CHECKING:
@@ -65,8 +66,13 @@ def sync(
             signal.signal(getattr(signal, name), lambda *_: stop.set())
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
-    client = SlurmClient()
-    sent = sending.sync(run_dir, config, names, lambda: not (follow and is_active(run_dir, client)))
+
+    def ended() -> bool:
+        with suppress(SlurmError):  # asked again at the next look
+            return not (follow and is_active(run_dir, SlurmClient()))
+        return False
+
+    sent = sending.sync(run_dir, config, names, ended)
     if as_json:
         options.echo_json(
             {name: {"steps_sent": n, "url": record.url} for name, (n, record) in sent.items()}

@@ -35,7 +35,7 @@ TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 class Nodes(Protocol):
-    """The nodes to check: a Slurm allocation, or this machine."""
+    """The nodes of an attempt or of a check: a Slurm allocation, or this machine."""
 
     nodes: tuple[str, ...]
 
@@ -48,6 +48,9 @@ class Nodes(Protocol):
 
         Both outputs go to the process's pipe.
         """
+
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
+        """Copy a file to the same path on every node; returns the reason of a failure."""
 
 
 class LaunchError(SlurmError):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from slurmllm.backends.environment import broadcast_path, node_local_cache
 from slurmllm.config.resolve import RunConfig
@@ -46,15 +45,8 @@ MAX_AGE_S = 14 * 86400.0  # of a copy of an input that no attempt has used
 log = logging.getLogger(__name__)
 
 
-class BroadcastNodes(Nodes, Protocol):
-    """The nodes of an attempt, with a way to copy files to them."""
-
-    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
-        """Copy a file to the same path on every node; returns the reason of a failure."""
-
-
 def broadcast_environment(
-    run: RunDir, config: RunConfig, nodes: BroadcastNodes, stop: Callable[[], bool]
+    run: RunDir, config: RunConfig, nodes: Nodes, stop: Callable[[], bool]
 ) -> dict[str, str]:
     """Pack the environment if no attempt has, and send it to the nodes unless all have it.
 
