@@ -1,7 +1,7 @@
 """Replicas: copies of a run's checkpoints in a folder or any fsspec file system (s3://…).
 
 <checkpoint.replica>/<run>/step_XXXXXXXX/ holds the files of the run's folder, the manifest last: a
-replica with a manifest is complete. A fetched replica is verified before it replaces a checkpoint.
+replica with a manifest is complete. Its checksums are verified before it replaces a checkpoint.
 """
 
 from __future__ import annotations

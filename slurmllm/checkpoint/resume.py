@@ -69,7 +69,7 @@ def find_resumable(
         if step in replica_steps and (fault is not None or step not in steps):
             skipped += [f"step {step}: {fault}"] if fault else []
             fault = backend.control.broadcast(_fetch(replica, step, run) if replica else None)
-            fault = fault or first_fault(directory, backend)  # its pickles were not checked yet
+            fault = fault or first_fault(directory, backend)  # `_fetch` checks only checksums
         if fault is None:
             state = _load_state(directory, step, backend)
             if lines := fingerprint_differences(state.fingerprint, fingerprint):

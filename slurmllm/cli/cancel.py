@@ -183,8 +183,8 @@ def delete(
 
     client = SlurmClient()
     named = dict.fromkeys(find_deletable(run, runs_dir) for run in runs)
-    folders = {target.path for target in named}  # a run goes with its sweep
-    targets = [target for target in named if not folders & {*target.path.parents}]
+    folders = {target.path.resolve() for target in named}  # a run goes with its sweep
+    targets = [target for target in named if not folders & {*target.path.resolve().parents}]
     plans = [plan_deletion(target, checkpoints, client) for target in targets]
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")

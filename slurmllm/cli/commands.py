@@ -132,7 +132,7 @@ class StandardStream(io.TextIOWrapper):
 
     Attributes:
         tolerant: Whether a closed pipe or a full disk is ignored: jobs that were submitted run on,
-            so that the verb has not failed.
+            so that the verb has not failed. The loss of standard error changes no exit code.
         ascii: Whether only ASCII is printed. Its encoding is UTF-8 all the same, or click would
             write past it.
     """
@@ -169,7 +169,7 @@ def open_outputs() -> None:
             binary = os.fdopen(number, "wb", closefd=False) if stream is None else stream.buffer
             output = StandardStream(binary, "utf-8", "backslashreplace", line_buffering=True)
             output.ascii = stream is not None and not stream.encoding.lower().startswith("utf")
-            output.tolerant = name == "stderr"  # its loss changes no exit code
+            output.tolerant = name == "stderr"
             setattr(sys, name, output)
 
 

@@ -166,7 +166,9 @@ def _refuse_options(ctx: click.Context, sweep: str) -> None:
     for param in ctx.command.params:
         typed = ctx.get_parameter_source(str(param.name)) is click.core.ParameterSource.COMMANDLINE
         if typed and param.name not in ("a", "runs_dir", "as_json"):
-            raise UserError(f"{sweep} is a sweep, which gives one table; leave out {param.opts[0]}")
+            raise UserError(
+                f"{sweep} is a sweep, of which only a table is printed; leave out {param.opts[0]}"
+            )
 
 
 def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:

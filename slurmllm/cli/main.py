@@ -131,8 +131,6 @@ def main() -> None:
     """Run the console script; exit code 1 is reserved for failed checks of a verb."""
     if not {*_HIDDEN} & {*sys.argv[1:2]}:
         open_outputs()
-        # pydantic would search the metadata of all installed packages for plugins of its own.
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
         # A command reads many small records at once, none of which it frees before it ends.
         gc.set_threshold(200_000)
     try:

@@ -334,7 +334,7 @@ def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
     command += [] if plan.cluster is None else ["--cluster", plan.cluster]
     for text in click.get_current_context().params["overrides"]:
         path, _, value = text.partition("=")
-        # The shell that the command is typed in has the secret.
+        # `--set env.NAME` takes a secret from the shell, where the user has to export it.
         command += ["--set", path if is_secret_at(path.strip(), value) else text]
     return command
 

@@ -115,6 +115,7 @@ def run_stage(
     from slurmllm.supervise.run_lock import locked
 
     run_dir, client, allocation = find_run(run, runs_dir), SlurmClient(), None
+    require_ended(run_dir, client)  # waits: its last processes need the lock
     with locked(run_dir, "run-stage"):
         last = require_ended(run_dir, client)
         count = nodes or (last.nodes if last else 1)

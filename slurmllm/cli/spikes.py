@@ -79,7 +79,7 @@ def spikes(
         # null if not finite; pydantic's JSON refuses names that are no UTF-8
         texts = (json.dumps(run.model_dump()) for run in runs)
         documents = [json.loads(text, parse_constant=lambda _: None) for text in texts]
-        click.echo(json.dumps({"runs": documents}, indent=2, ensure_ascii=False))
+        click.echo(json.dumps({"runs": documents}, indent=2))
     else:
         for run in runs:
             _print(run)

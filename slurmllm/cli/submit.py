@@ -333,6 +333,7 @@ def resume(
                 fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
                 options.echo_json(fields, indent=None)
             return
+    require_ended(run_dir, client, shared.force)  # waits: its last processes need the lock
     with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):
         last = require_ended(run_dir, client, shared.force)
         max_nodes, allocation = None if nodes is None else nodes[1], None

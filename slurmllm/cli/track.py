@@ -66,6 +66,8 @@ def sync(
             signal.signal(getattr(signal, name), lambda *_: stop.set())
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
+    if follow:
+        is_active(run_dir, SlurmClient())  # raises if there is no Slurm
 
     def ended() -> bool:
         with suppress(SlurmError):  # asked again at the next look

@@ -31,7 +31,9 @@ from slurmllm.errors import CodeError, ConfigError, NodeError
 
 SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
 Reduction = Literal["sum", "max", "min"]
-Pending = Callable[[], list[Any]]  # waits for the numbers, once; NodeError if a worker has failed
+Pending = Callable[
+    [], list[Any]
+]  # called once, waits for the numbers; NodeError if a worker failed
 _KINDS = {"sum": Kind.SUM, "max": Kind.MAX, "min": Kind.MIN}
 _MARGIN_S = 60.0  # the relay, which knows whom it waits for, reports a time-out first
 T = TypeVar("T")

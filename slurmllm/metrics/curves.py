@@ -30,7 +30,7 @@ Axis = Literal["step", "tokens", "samples"]
 SourceKind = Literal["run", "tensorboard", "jsonl", "csv", "text"]
 StepUnit = Literal["steps", "micro-iterations", "samples"]
 Setting = str | int | float | bool | None
-Value = TypeVar("Value", float, Floats)
+Number = TypeVar("Number", float, Floats)
 
 VAL_LOSS = "val_loss"
 # Only logs of other frameworks have `samples`, and rows with `val_loss`.
@@ -290,8 +290,8 @@ def _split(values: Floats, limit: int) -> Floats:
     return table.reshape(pieces, length)
 
 
-def spike_height(value: Value, mean: Value, factor: float = 1.0) -> Value:
-    """Return `value - factor * mean` of a running mean: in a spike it is above a limit.
+def spike_height(value: Number, mean: Number, factor: float = 1.0) -> Number:
+    """Return `value - factor * mean`, of a running mean; above a limit, the step is in a spike.
 
     As AWS defines it for the gradient norm of HLAT (Fan et al. 2024, arXiv 2404.10630).
     """

@@ -144,6 +144,8 @@ def rows_with(log: Log, name: str, text: str) -> Log:
         )
     orders = column.order[column.codes == column.texts.index(text)]
     series = {tag: _take(s, np.isin(s.order, orders)) for tag, s in log.series.items()}
-    val_loss = log.val_loss and _take(log.val_loss, np.isin(log.val_loss.order, orders))
+    val_loss = log.val_loss
+    if val_loss is not None and (rows := np.isin(val_loss.order, orders)).any():
+        val_loss = _take(val_loss, rows)  # else another rank writes it
     series = {tag: s for tag, s in series.items() if s.order.size}
     return replace(log, series=series, val_loss=val_loss)

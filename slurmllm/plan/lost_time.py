@@ -274,9 +274,9 @@ class _Attempt:
         """
         end_s = min(self.leaves_s, _HORIZON * self.mtbf_s)
         count = max(0, math.ceil((end_s - self.saves_s) / self.cycle_s))
-        before = max(0, count - 1)  # the last save
+        before = max(0, count - 1)  # saves before the last
         last_s = self.saves_s + before * self.cycle_s
-        # Each of those is less probable than the one before by the same factor: a geometric series.
+        # Each is reached with a probability that is smaller by the same factor: a geometric series.
         series = math.expm1(-before * self.cycle_s / self.mtbf_s)
         series /= math.expm1(-self.cycle_s / self.mtbf_s)
         waited_s = saved = 0.0

@@ -24,7 +24,7 @@ from slurmllm.supervise.exclusion import to_avoid
 from slurmllm.train.schedules import check_decay_start, moved_decay_end
 
 log = logging.getLogger(__name__)
-_ENDING_S = 60.0  # for a last save, and Slurm's end of a job
+_ENDING_S = 60.0  # for a run's last save, and for Slurm to end its job
 _POLL_S = 1.0
 
 
@@ -55,10 +55,15 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
         records = read_records(run, read_summary(run.config))
         deadline = time.monotonic() + _ENDING_S * (records.ended or records.cancelled)
         if time.monotonic() < deadline:
-            log.warning("%s: waiting until its last processes have ended", run.name)
+            log.warning("%s: waiting until its last processes have ended, at most 60 s", run.name)
         while active and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             active = is_active(run, client)
+        if active and (records.ended or records.cancelled):
+            raise RunError(
+                f"the last processes of {run.name} still run; repeat this when `squeue` and "
+                f"`slurmllm status {run.name}` no longer show them"
+            )
     if active:
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "

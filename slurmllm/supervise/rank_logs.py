@@ -57,7 +57,7 @@ class RankLogs:
         self._refused = False
 
     def open(self, rank: int) -> int:
-        """Return a descriptor of a worker's new log; OSError if the run directory refuses too."""
+        """Return a descriptor of a worker's new log; StorageError if no folder takes it."""
         stage, number = self._record.stage, self._record.attempt
         if not self._refused:
             try:
@@ -76,7 +76,11 @@ class RankLogs:
                 cause = os_error_text(error) if isinstance(error, OSError) else str(error)
                 target = "are written to the run directory, not to its own disk"
                 log.warning("the logs of %s %s: %s", self._node, target, cause)
-        return open_append(self._run.worker_log(stage, number, rank))
+        path = self._run.worker_log(stage, number, rank)
+        try:
+            return open_append(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {os_error_text(error)}") from error
 
     def copy(self, ranks: Iterable[int]) -> None:
         if self._files is not None:
@@ -107,7 +111,10 @@ class _LocalFiles:
     """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
 
     def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
-        self.copied: dict[int, int] = {}  # rank → bytes that were copied; -1: there is no copy yet
+        # rank → size of the log when it was last copied whole; -1: not by this process
+        self.copied: dict[int, int] = {}
+        # rank → bytes that its copy lacks: what was left out, less the line that says so
+        self._absent: dict[int, int] = {}
         self._folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
         # Held as long as this process lives and by no other: workers do not inherit it.
         self.lock = open_lock(folder / "lock")
@@ -159,18 +166,21 @@ class _LocalFiles:
             if size == self.copied[rank] or (size == 0 and not empty_too):
                 return
             with os.fdopen(open_append(self._target(rank)), "ab") as target:
-                # By what the copy holds: it may have ended in the middle, or with its launcher.
-                begin, skipped = target.tell(), self._path(rank).with_suffix(".skipped")
-                with suppress(OSError, ValueError):
-                    begin += int(skipped.read_text())
+                # Where the copy ends: an earlier copying may have failed or been killed halfway.
+                skipped = self._path(rank).with_suffix(".skipped")
+                if rank not in self._absent:
+                    with suppress(OSError, ValueError):
+                        self._absent[rank] = int(skipped.read_text())
+                begin = target.tell() + self._absent.get(rank, 0)
                 source.seek(begin)
                 if (left_out := size - begin - MOST_BYTES) > 0:
                     line = f"\n[{left_out} bytes left out]\n".encode()
-                    offset = begin - target.tell() + left_out - len(line)
+                    absent = begin - target.tell() + left_out - len(line)
                     target.write(source.read(BEGIN_BYTES))
                     target.flush()
+                    self._absent[rank] = absent
                     with suppress(OSError):  # only now: this process may end anywhere
-                        skipped.write_text(str(offset))
+                        skipped.write_text(str(absent))
                     target.write(line)
                     source.seek(left_out, os.SEEK_CUR)
                 target.write(source.read(max(size - source.tell(), 0)))

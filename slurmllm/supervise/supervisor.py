@@ -368,6 +368,7 @@ def supervise(run: RunDir, stage: Stage) -> int:
         return code
     except StorageError as error:
         return requeue_unrecorded(run, stage, allocation, error)
-    except OSError as error:  # of a look at the run directory
-        text = f"cannot read {error.filename or run.path}: {os_error_text(error)}"
+    except OSError as error:  # most likely of a look at the run directory
+        log.warning("the supervisor was interrupted", exc_info=True)
+        text = f"{error.filename or run.path} cannot be used: {os_error_text(error)}"
         return requeue_unrecorded(run, stage, allocation, StorageError(text))

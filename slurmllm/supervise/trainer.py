@@ -279,7 +279,8 @@ class TrainerObserver:
 
     def close(self, finished: bool) -> None:
         self._follow(last=True)
-        self._look_at_checkpoints()
+        with suppress(OSError):
+            self._look_at_checkpoints()
         if finished or self._missing:
             self._save_missing()
         if self._missing:

@@ -202,21 +202,24 @@ class Watchdog:
         slowest = self._phases[behind(self._phases)[0]]
         if unchanged_s <= limit_s(slowest.phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
+        # Nodes that have reported how their workers ended write no more heartbeats.
+        nodes = {rank: name for rank, name in self._nodes.items() if not self._has_reported(name)}
+        phases = {rank: phase for rank, phase in self._phases.items() if rank in nodes}
+        if not phases:  # the rank that reports has ended
+            nodes, phases = self._nodes, self._phases
         unresponsive = tuple(
             name
-            for name in self.record.nodes
+            for name in dict.fromkeys(nodes.values())
             if now - self._alive_at.get(name, self._changed) > UNRESPONSIVE_S
-            and not self._has_ended(name)
         )
         times = recent_step_times(self.run)
         slow_s = slow_step_s(times)
         if not self._all_report and slow_s is not None:
             # Its evaluations show no phase: twice the longest so far is no hang.
             slow_s = max(slow_s, 2 * max(times) / self.config.step_factor)
-        return find_hang(self._phases, self._nodes, unchanged_s, unresponsive, self.config, slow_s)
+        return find_hang(phases, nodes, unchanged_s, unresponsive, self.config, slow_s)
 
-    def _has_ended(self, name: str) -> bool:
-        """Whether the launcher of a node has ended as it should, and writes no more heartbeats."""
+    def _has_reported(self, name: str) -> bool:
         with suppress(StorageError):
             path = self.run.attempt(self.record.stage, self.record.attempt).node(name)
             return reported_all(NodeRecord.find(path))
@@ -273,10 +276,11 @@ class Heartbeats:
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
             # Held as long as this process lives and by no other: workers do not inherit it.
-            made = self.folder / f"{_LOCK}.new"  # another launcher removes what is not locked
-            self._lock = open_lock(made)
+            # Under another name first: other launchers remove folders whose lock is free.
+            unlocked = self.folder / f"{_LOCK}.new"
+            self._lock = open_lock(unlocked)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            made.rename(self.folder / _LOCK)
+            unlocked.rename(self.folder / _LOCK)
 
     def environment(self, rank: int) -> dict[str, str]:
         if self.folder is None:

@@ -284,12 +284,12 @@ class Workers:
         if time.monotonic() - self._looked_at < self._look_s:
             return False
         self._looked_at = time.monotonic()
-        hangs = superseded = False
+        hang_found = superseded = False
         with suppress(OSError):  # the shared file system refuses for a moment
-            hangs = self.attempt.hang.is_file()
+            hang_found = self.attempt.hang.is_file()
             # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
             superseded = self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
-        if hangs:
+        if hang_found:
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
             folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
@@ -324,7 +324,7 @@ class Workers:
         self.kill(running)
         for rank in running:
             self.processes[rank].wait()
-        stopped = (*self.node_record.stopped_ranks, *running)  # after an error it is called again
+        stopped = (*self.node_record.stopped_ranks, *running)  # it may be called again
         self.node_record = self.node_record.model_copy(update={"stopped_ranks": stopped})
 
     def kill(self, ranks: Sequence[int]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_table(spikes, spiky: RunDir) -> None:
         line.startswith("loss: passing: 2 spikes in 180 steps (11.1 per 1,000)") for line in lines
     )
     assert not spiky.reports.exists()
+
+
+def test_a_log_whose_name_is_no_utf8(spikes, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.csv"))
+    path.write_text("step,loss\n" + "".join(f"{step},3.0\n" for step in range(99)))
+    assert json.loads(spikes(path, "--json", "--no-plot").stdout)["runs"][0]["path"] == str(path)
 
 
 def test_metrics(spikes, make_run: MakeRun) -> None:

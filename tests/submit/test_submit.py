@@ -101,10 +101,12 @@ def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
         ("nosuch", 2),
         ("nosuch 2> /dev/full", 2),
         ("--help | true; exit ${PIPESTATUS[0]}", 141),
+        ("spikes r.csv --no-plot | true; exit ${PIPESTATUS[0]}", 141),
         ("status nosuch 2>&1 | true; exit ${PIPESTATUS[0]}", 2),
     ],
 )
 def test_only_compare_answers_with_exit_code_1(script: str, code: int) -> None:
+    Path("r.csv").write_text("step,loss\n" + "".join(f"{n},3.0\n" for n in range(99)))
     command = ["bash", "-c", f"{sys.executable} -m slurmllm {script}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
@@ -191,11 +193,11 @@ def test_resume_and_delete_wait_for_the_end_of_cancelled_jobs(
     monkeypatch.setattr(FakeSlurm, "queue", queue_while_ending)
     resumed = call("resume", "r")
     assert (resumed.exit_code, max(ending.values()) < 0) == (0, True), resumed.output
-    assert "r: waiting until its last processes have ended" in caplog.text
+    assert "r: waiting until its last processes have ended, at most 60 s" in caplog.text
     monkeypatch.setattr("slurmllm.submit.resume._ENDING_S", 0.0)
     ending |= dict.fromkeys(fake.jobs, 9)
     call("cancel", "r")
-    assert "r is pending or running" in fails(2, "delete", "r", "--yes")
+    assert "the last processes of r still run" in fails(2, "delete", "r", "--yes")
 
 
 DAMAGE = {

@@ -54,6 +54,8 @@ def test_what_slurm_and_the_nodes_report(ended: Ended) -> None:
     assert (list(evidence.nodes), evidence.unreported, evidence.down_nodes) == (["n1"], ["n2"], [])
     assert evidence.log_tails == {0: ["train attempt 0: begun", "Killed"]}
     assert (evidence.unwritable, evidence.uncompiled) == (None, ())
+    del cluster.states["n2"]  # sinfo does not list it, which is no evidence
+    assert gather(ended).down_nodes == []
     cluster.states["n2"] = "down*"
     cluster.finish("1", "OUT_OF_MEMORY")
     evidence = gather(ended)
