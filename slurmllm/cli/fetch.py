@@ -53,6 +53,8 @@ def fetch(
     from slurmllm.config.yaml_source import read_yaml
 
     if list_:
+        if names or to is not None or parts is not None:
+            raise click.UsageError("--list lists all data sets; leave out NAME, --to and --parts")
         _list(as_json)
         return
     if not names:

@@ -349,7 +349,7 @@ def find_run(run: str, root: Path) -> RunDir:
         runs = {entry.name: entry for entry in run_folders(root) if is_run(entry)}
     if run in runs:
         return RunDir(runs[run])
-    names = ", ".join(sorted(runs)[-10:])
+    names = "…, " * (len(runs) > 10) + ", ".join(sorted(runs)[-10:])
     listing = f"runs there: {names}" if names else "there are no runs yet"
     raise RunError(
         f"no run {run!r}: neither {root / run} nor {Path(run).absolute()} holds a config.yaml; "

@@ -76,7 +76,9 @@ def launch_failure(
         if row is not None:
             names = tuple(_nodes_in(text, nodes, numbers))
             place = row.fault == "result", table().index(row), not names, not _ERROR.match(text)
-            messages.append(((*place, -order), text, row, names))
+            # Of tasks that ended the first: srun ended the others because of it.
+            rank = order if row.fault == "result" else -order
+            messages.append(((*place, rank), text, row, names))
     _, message, best, _ = min(messages, default=((), "", None, ()))
     fault: Fault = "unknown" if best is None else best.fault
     named = [names for *_, row, names in messages if row.fault == fault]

@@ -208,7 +208,8 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
         return "unknown", reason or "Slurm no longer knows the job and has no accounting"
     if train is not None and (ending := train.unrecorded) is not None:
         return "stopped", f"{ending.ending}: {'; '.join(ending.evidence)}"
-    return "interrupted", f"train job {state or 'never submitted'}"
+    see = f"; see {run.stage_log('train')}" if state == "FAILED" else ""
+    return "interrupted", f"train job {state or 'never submitted'}{see}"
 
 
 def explain_waits(records: RunRecords, jobs: _Jobs) -> dict[str, JobState]:

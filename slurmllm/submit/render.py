@@ -138,7 +138,9 @@ def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     texts = (*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values())
     files = [*(split_prefix(text)[1] for text in texts), recipe.data.tokenizer]
     folders = [Path(file).parent for file in files if file is not None and file.startswith("/")]
-    places = (recipe.train.init_from, recipe.checkpoint.replica)
+    command = recipe.command
+    start = recipe.train.init_from if command is None else command.folder
+    places = (start, recipe.checkpoint.replica)
     folders += [Path(place) for place in places if place is not None and place.startswith("/")]
     return [root_of(run), run.path, Path(config.cluster.node_local), *folders]
 

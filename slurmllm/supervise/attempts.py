@@ -15,7 +15,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -85,9 +85,15 @@ def incarnation(record: AttemptRecord, allocation: Allocation) -> AccountingRow 
 
 
 def ending_of_orphaned(
-    record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
+    record: AttemptRecord,
+    reported: Mapping[str, NodeRecord],
+    row: AccountingRow | None,
+    failed: Collection[str] | None = None,
 ) -> Ending:
-    """Return the ending of an attempt whose supervisor died with its node, by accounting."""
+    """Return the ending of an attempt whose supervisor died with its node, by accounting.
+
+    `failed`: the nodes that Slurm counts as failed now; None: there is no Slurm.
+    """
     state = row.state if row is not None else "UNKNOWN"
     if row is not None and row.exit_code == f"{StorageError.exit_code}:0":
         text = f"the supervisor on {record.nodes[0]} could not write why it ended"
@@ -107,6 +113,9 @@ def ending_of_orphaned(
     # Of several nodes without a report, the one that failed is unknown. In a job that was requeued
     # by command, or failed, the supervisor's process ended, and with it the reports.
     accused = len(silent) == 1 and state in ("NODE_FAIL", "UNKNOWN")
+    # If any node of a job fails, a spare one too, Slurm kills the processes on all others.
+    if failed is not None and len(record.nodes) + record.spare_nodes > 1:
+        accused = accused and silent[0] in failed
     return Ending("node_failure", evidence, silent if accused else ())
 
 

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from slurmllm.config.load import load
@@ -180,6 +181,16 @@ def has_failed(state: str) -> bool:
     """Whether a node's state, in sinfo's long form, is evidence against it."""
     # A node that is drained, rebooted or powered down (`powering_down`) has not failed.
     return re.match(r"down|fail|error|unknown|.*\*$", state) is not None
+
+
+def failed_nodes(allocation: Allocation) -> list[str] | None:
+    """Return the nodes that Slurm counts as failed; none if it does not answer, None without it."""
+    if not isinstance(allocation, SlurmAllocation):
+        return None
+    states: Mapping[str, str] = {}
+    with suppress(SlurmError):
+        states = retry_unreachable(allocation.client.node_states, POLL_S)
+    return [name for name, state in states.items() if has_failed(state)]
 
 
 def nodes_to_avoid(

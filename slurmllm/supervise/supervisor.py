@@ -42,7 +42,7 @@ from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, Sto
 from slurmllm.supervise.attempts import ending_of_orphaned, incarnation, log_attempt
 from slurmllm.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
-from slurmllm.supervise.exclusion import drain, exclude_failed, failing
+from slurmllm.supervise.exclusion import drain, exclude_failed, failed_nodes, failing
 from slurmllm.supervise.next_job import (
     NextJob,
     close_when_writable,
@@ -315,7 +315,8 @@ class Supervisor:
                 log_attempt(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
             row = incarnation(record, self.allocation)
-            ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
+            reported = attempts.node_records(self.run, record)
+            ending = ending_of_orphaned(record, reported, row, failed_nodes(self.allocation))
             this_job = record.job_id is not None and record.job_id == self.allocation.job_id
             if this_job and record.restart_count == self.allocation.restart_count:
                 text = f"slurmctld lost this start of job {record.job_id}, and started it again"

@@ -274,7 +274,7 @@ def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> Non
 
 
 def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
-    for shots in (0, 5):
+    for shots in (0, 5, 5, 5):  # the same again is the same row
         save_suite(run, LocatedSuite(suite_of_tasks(["piqa"], shots), Path()))
     save_suite(run, LocatedSuite(suite_of_tasks(["sciq"], None), Path()))
     suite = read_suite(run.evaluation_suite("tasks"))

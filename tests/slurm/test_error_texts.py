@@ -64,7 +64,7 @@ TASK = "srun: error: Task launch for StepId=5.0 failed on node"
         (["srun: error: task 2 launch failed: Slurmd could not connect IO"], "node", 0, ["n3"]),
         (["srun: error: Aborting, can not test connection to node 1."], "network", 0, ["n2"]),
         (["srun: error: slurm_receive_msgs: [[n3.site]:6818] failed: x"], "network", 0, ["n3"]),
-        ([KILLED, "srun: error: n2: task 1: Exited with exit code 1"], "result", 1, ["n1", "n2"]),
+        ([KILLED, "srun: error: n2: task 1: Exited with exit code 1"], "result", 0, ["n1", "n2"]),
         (["srun: error: what nobody knows", KILLED, ABORTED], "unknown", 0, []),
         (["step 7", "n2: srun: error: quoted"], "unknown", None, []),
         (

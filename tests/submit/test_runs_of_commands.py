@@ -100,6 +100,15 @@ def test_a_dry_run_shows_the_command(fake: FakeSlurm) -> None:
     assert json.loads(trn1)["mesh"]["world_size"] == 3 * 32
 
 
+def test_its_folder_is_mounted_in_a_container(fake: FakeSlurm, tmp_path: Path) -> None:
+    container = "cluster.container={runtime: pyxis, image: foo}"
+    options = (f"--set={container}", f"--set=command.folder={tmp_path / 'trainer'}")
+    (tmp_path / "trainer").mkdir()
+    shown = call("submit", "--nodes=2", "--dry-run", *options, "--", "python", "x.py")
+    assert shown.exit_code == 0, shown.output
+    assert f"{tmp_path / 'trainer'}:{tmp_path / 'trainer'}" in shown.stdout
+
+
 def test_resume_changes_the_command_and_the_nodes(run: RunDir, fake: FakeSlurm) -> None:
     new = "command.run=python train.py --more {checkpoint}"
     dry = call_json("resume", "r", "--nodes=3", "command.steps=60", new, "--dry-run")

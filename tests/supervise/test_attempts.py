@@ -129,6 +129,12 @@ def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
     assert ending_of_orphaned(attempt_record(), reported, row).blamed_nodes == ("n2",)
     assert ending_of_orphaned(attempt_record(), {}, row).blamed_nodes == ()
+    for spare_nodes, nodes in ((0, ("n1", "n2")), (1, ("n2",))):
+        record = attempt_record(nodes=nodes, spare_nodes=spare_nodes)
+        for failed, blamed in ((["n2"], ("n2",)), (["n1"], ()), ([], ())):
+            assert ending_of_orphaned(record, reported, row, failed).blamed_nodes == blamed
+    alone = attempt_record(nodes=("n2",))  # whatever Slurm counts as failed now, it was this one
+    assert ending_of_orphaned(alone, {}, row, []).blamed_nodes == ("n2",)
     assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
 
 
