@@ -112,7 +112,7 @@ def test_what_init_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--recipe mine.yaml", "--recipe FILE.yaml and --from RECIPE belong together"),
         ("--recipe mine --from tiny_llama", "write mine.yaml"),
         ("--recipe there.yaml --from tiny_llama", "exists; name another file, or"),
-        ("--recipe there.yaml --from there.yaml --force", "exists; name another"),
+        ("--recipe there.yaml --from there.yaml --force", "is the recipe of --from"),
         ("--recipe a.yaml --from llama3", "unknown recipe 'llama3'; did you mean"),
         ("--recipe no/a.yaml --from tiny_llama", "the folder no does not exist"),
     ):
