@@ -182,9 +182,10 @@ def delete(
     from slurmllm.supervise.run_lock import locked
 
     client = SlurmClient()
-    named = dict.fromkeys(find_deletable(run, runs_dir) for run in runs)
-    folders = {target.path.resolve() for target in named}  # a run goes with its sweep
-    targets = [target for target in named if not folders & {*target.path.resolve().parents}]
+    deletable = (find_deletable(run, runs_dir) for run in runs)
+    named = {target.path.resolve(): target for target in deletable}
+    # A run goes with its sweep.
+    targets = [target for path, target in named.items() if not named.keys() & {*path.parents}]
     plans = [plan_deletion(target, checkpoints, client) for target in targets]
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")

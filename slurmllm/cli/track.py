@@ -50,7 +50,7 @@ def sync(
     """
     from slurmllm.config.load import load
     from slurmllm.log import setup_logging
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.slurm.client import SlurmClient, retry_unreachable
     from slurmllm.status.runs import is_active
     from slurmllm.track import sync as sending
 
@@ -67,7 +67,7 @@ def sync(
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
     if follow:
-        is_active(run_dir, SlurmClient())  # raises if there is no Slurm
+        retry_unreachable(lambda: is_active(run_dir, SlurmClient()))  # raises without Slurm
 
     def ended() -> bool:
         with suppress(SlurmError):  # asked again at the next look

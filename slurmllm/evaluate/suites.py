@@ -211,8 +211,13 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
     if not complete and path.is_file():
         return
     if suite.name == "tasks" and path.is_file():
-        # Without the names that they got below
-        saved = (row.model_copy(update={"name": ""}) for row in read_suite(path).rows())
+        saved = (
+            # The name that it got below
+            row.model_copy(update={"name": ""})
+            if row.name == f"{row.task} {row.shots}-shot"
+            else row
+            for row in read_suite(path).rows()
+        )
         rows = [*(row for row in saved if row not in tuple(suite.rows())), *suite.rows()]
         tasks = [row.task for row in rows]
         # Rows of one task with several numbers of shots have the shots in their names.

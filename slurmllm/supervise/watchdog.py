@@ -203,10 +203,12 @@ class Watchdog:
         if unchanged_s <= limit_s(slowest.phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         # Nodes that have reported how their workers ended write no more heartbeats.
-        nodes = {rank: name for rank, name in self._nodes.items() if not self._has_reported(name)}
+        reported = read_all(self._has_reported, self.record.nodes)
+        ended = {name for name, done in zip(self.record.nodes, reported, strict=True) if done}
+        nodes = {rank: name for rank, name in self._nodes.items() if name not in ended}
         phases = {rank: phase for rank, phase in self._phases.items() if rank in nodes}
-        if not phases:  # the rank that reports has ended
-            nodes, phases = self._nodes, self._phases
+        # If the ranks that report have ended, none of them lags.
+        phases = phases or dict.fromkeys(self._phases, slowest)
         unresponsive = tuple(
             name
             for name in dict.fromkeys(nodes.values())

@@ -105,7 +105,10 @@ def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
         ("status nosuch 2>&1 | true; exit ${PIPESTATUS[0]}", 2),
     ],
 )
-def test_only_compare_answers_with_exit_code_1(script: str, code: int) -> None:
+def test_only_compare_answers_with_exit_code_1(
+    script: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     Path("r.csv").write_text("step,loss\n" + "".join(f"{n},3.0\n" for n in range(99)))
     command = ["bash", "-c", f"{sys.executable} -m slurmllm {script}"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -132,9 +132,9 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
 
 
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(("silent", "reporting"), [(False, None), (True, None), (False, [1])])
 def test_a_node_that_has_finished_is_no_suspect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool, reporting: list[int] | None
 ) -> None:
     clock, run = [0.0], RunDir(tmp_path)
     monotonic = SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
@@ -143,7 +143,7 @@ def test_a_node_that_has_finished_is_no_suspect(
     attempt, nodes = run.attempt("train", 0), ("n1", "n2", "n3")
     attempt.heartbeat("n1").parent.mkdir(parents=True)
     NodeRecord(node="n2", pids={1: 9}, exit_codes={1: 0}).save(attempt.node("n2"))
-    watchdog, hang = Watchdog(run, open_record(nodes), limits_of(20)), None
+    watchdog, hang = Watchdog(run, open_record(nodes), limits_of(20), reporting), None
     while hang is None:
         for rank, node in enumerate(nodes):
             if clock[0] == 0 or (node != "n2" and not silent):
