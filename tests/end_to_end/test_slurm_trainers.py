@@ -140,18 +140,22 @@ def compare_with_unbroken(stage: SceneBench, trainer: str, fault: str, name: str
     reference, adapter = f"whole-{slug(trainer)}", TRAINERS[trainer][0]
     stage.once(reference, lambda: submit_trainer(stage, trainer, reference, step_s=0.02))
     stage.wait(reference, "done")
-    shown = json.loads(stage.look("compare", reference, name, "--json", "--no-plot"))
+    # Exit code 1: they differ.
+    shown = json.loads(stage.invoke("compare", reference, name, "--json", "--no-plot").stdout)
     difference = shown["metrics"]["loss"]["max_rel_diff"]
     before, after = rows_of(stage, name, 0), rows_of(stage, name, 1)
     seconds = after[0]["time"] - before[-1]["time"]
     lost = before[-1]["step"] - after[0]["step"] + 1
     curve = f"{shown['verdict']}, to {difference:.0e}"
     ending = ENDINGS[fault][0]
-    print(f"| {' | '.join((trainer, fault, *ending, f'{seconds:.0f}', str(lost), curve))} |")
+    row = " | ".join((trainer, fault, *ending, f"{seconds:.0f}", str(lost), curve))
+    print(f"| {row} |", file=sys.__stdout__)  # another scene may run a verb in this process
     if trainer == "Lightning":  # it begins the data of an epoch anew in its middle
         assert difference > 0.1
     elif (adapter, fault) == ("hf_trainer", "time limit"):
         # At SIGTERM the Trainer saves between a forward pass and its update: other dropout follows.
-        assert 0 < difference < 0.01
+        # By torchrun the loss that it prints then may be one that was not gathered (2.378e+06).
+        whole = {row["step"]: row["loss"] for row in rows_of(stage, reference, 0)}
+        assert 0 < max(abs(row["loss"] / whole[row["step"]] - 1) for row in after) < 0.01
     else:  # DDP's first step after a start sums in another order
         assert difference < 1e-5
