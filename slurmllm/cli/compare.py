@@ -167,7 +167,7 @@ def _refuse_options(ctx: click.Context, sweep: str) -> None:
         typed = ctx.get_parameter_source(str(param.name)) is click.core.ParameterSource.COMMANDLINE
         if typed and param.name not in ("a", "runs_dir", "as_json"):
             raise UserError(
-                f"{sweep} is a sweep, of which only a table is printed; leave out {param.opts[0]}"
+                f"{sweep} is a sweep, for which only a table is printed; leave out {param.opts[0]}"
             )
 
 

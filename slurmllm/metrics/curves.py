@@ -291,8 +291,8 @@ def _split(values: Floats, limit: int) -> Floats:
 
 
 def spike_height(value: Number, mean: Number, factor: float = 1.0) -> Number:
-    """Return `value - factor * mean`, of a running mean; above a limit, the step is in a spike.
+    """Return `value - factor * mean` (a running mean): where it exceeds a limit, there is a spike.
 
-    As AWS defines it for the gradient norm of HLAT (Fan et al. 2024, arXiv 2404.10630).
+    AWS defines spikes of HLAT's gradient norm so (Fan et al. 2024, arXiv 2404.10630).
     """
     return value - factor * mean

@@ -146,6 +146,6 @@ def rows_with(log: Log, name: str, text: str) -> Log:
     series = {tag: _take(s, np.isin(s.order, orders)) for tag, s in log.series.items()}
     val_loss = log.val_loss
     if val_loss is not None and (rows := np.isin(val_loss.order, orders)).any():
-        val_loss = _take(val_loss, rows)  # else another rank writes it
+        val_loss = _take(val_loss, rows)  # without such rows only another rank logs it: keep all
     series = {tag: s for tag, s in series.items() if s.order.size}
     return replace(log, series=series, val_loss=val_loss)

@@ -276,7 +276,7 @@ class _Attempt:
         count = max(0, math.ceil((end_s - self.saves_s) / self.cycle_s))
         before = max(0, count - 1)  # saves before the last
         last_s = self.saves_s + before * self.cycle_s
-        # Each is reached with a probability that is smaller by the same factor: a geometric series.
+        # From each save to the next its probability falls by the same factor: a geometric series.
         series = math.expm1(-before * self.cycle_s / self.mtbf_s)
         series /= math.expm1(-self.cycle_s / self.mtbf_s)
         waited_s = saved = 0.0

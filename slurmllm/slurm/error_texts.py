@@ -76,7 +76,7 @@ def launch_failure(
         if row is not None:
             names = tuple(_nodes_in(text, nodes, numbers))
             place = row.fault == "result", table().index(row), not names, not _ERROR.match(text)
-            # Of tasks that ended the first: srun ended the others because of it.
+            # The first task that ended: srun ended the other tasks because of it.
             rank = order if row.fault == "result" else -order
             messages.append(((*place, rank), text, row, names))
     _, message, best, _ = min(messages, default=((), "", None, ()))

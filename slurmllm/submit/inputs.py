@@ -169,7 +169,7 @@ def _builtin_data(config: RunConfig, root: Path) -> tuple[Path, Path]:
     try:
         return ensure_stdlib(folder, config.recipe.model.vocab_size)
     except OSError as error:
-        text = f"cannot make the built-in data in {folder}: {os_error_text(error)}"
+        text = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
         raise StorageError(f"{text}; choose another --runs-dir") from error
 
 

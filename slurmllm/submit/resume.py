@@ -38,9 +38,9 @@ class Changes(NamedTuple):
 
 
 def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Submission | None:
-    """Return the last submission of a run, None without one; RunError if it has not ended.
+    """Return the last submission of a run, or None if there is none; RunError if it has not ended.
 
-    Waits for the last processes of a run that has recorded its end, or was cancelled.
+    If the run has recorded its end or was cancelled, its last processes are waited for first.
 
     `force`: a process that cannot be seen from this machine counts as ended.
     """
@@ -55,14 +55,14 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
         records = read_records(run, read_summary(run.config))
         deadline = time.monotonic() + _ENDING_S * (records.ended or records.cancelled)
         if time.monotonic() < deadline:
-            log.warning("%s: waiting until its last processes have ended, at most 60 s", run.name)
+            log.warning("waiting up to 60 s for the last processes of %s to end", run.name)
         while active and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             active = is_active(run, client)
         if active and (records.ended or records.cancelled):
             raise RunError(
-                f"the last processes of {run.name} still run; repeat this when `squeue` and "
-                f"`slurmllm status {run.name}` no longer show them"
+                f"the last processes of {run.name} still run; type this command again when "
+                "`squeue` no longer shows its jobs"
             )
     if active:
         raise RunError(

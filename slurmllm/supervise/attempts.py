@@ -90,9 +90,9 @@ def ending_of_orphaned(
     row: AccountingRow | None,
     failed: Collection[str] | None = None,
 ) -> Ending:
-    """Return the ending of an attempt whose supervisor died with its node, by accounting.
+    """Return how an attempt ended whose supervisor died, by Slurm's accounting.
 
-    `failed`: the nodes that Slurm counts as failed now; None: there is no Slurm.
+    `failed`: the nodes that Slurm counts as failed now; None if the run does not use Slurm.
     """
     state = row.state if row is not None else "UNKNOWN"
     if row is not None and row.exit_code == f"{StorageError.exit_code}:0":
@@ -113,7 +113,7 @@ def ending_of_orphaned(
     # Of several nodes without a report, the one that failed is unknown. In a job that was requeued
     # by command, or failed, the supervisor's process ended, and with it the reports.
     accused = len(silent) == 1 and state in ("NODE_FAIL", "UNKNOWN")
-    # If any node of a job fails, a spare one too, Slurm kills the processes on all others.
+    # If any node of a job fails, even a spare one, Slurm kills the job's processes on all others.
     if failed is not None and len(record.nodes) + record.spare_nodes > 1:
         accused = accused and silent[0] in failed
     return Ending("node_failure", evidence, silent if accused else ())

@@ -184,7 +184,7 @@ def has_failed(state: str) -> bool:
 
 
 def failed_nodes(allocation: Allocation) -> list[str] | None:
-    """Return the nodes that Slurm counts as failed; none if it does not answer, None without it."""
+    """Return the nodes that Slurm counts as failed: none if it is silent; None without Slurm."""
     if not isinstance(allocation, SlurmAllocation):
         return None
     states: Mapping[str, str] = {}

@@ -111,9 +111,9 @@ class _LocalFiles:
     """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
 
     def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
-        # rank → size of the log when it was last copied whole; -1: not by this process
+        # rank → size of the log when this process last copied it completely; -1: it has not yet
         self.copied: dict[int, int] = {}
-        # rank → bytes that its copy lacks: what was left out, less the line that says so
+        # rank → bytes left out of the copy, minus the length of the lines that say so
         self._absent: dict[int, int] = {}
         self._folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
         # Held as long as this process lives and by no other: workers do not inherit it.

@@ -370,6 +370,6 @@ def supervise(run: RunDir, stage: Stage) -> int:
     except StorageError as error:
         return requeue_unrecorded(run, stage, allocation, error)
     except OSError as error:  # most likely of a look at the run directory
-        log.warning("the supervisor was interrupted", exc_info=True)
+        log.warning("the supervisor ends because of an unexpected error", exc_info=True)
         text = f"{error.filename or run.path} cannot be used: {os_error_text(error)}"
         return requeue_unrecorded(run, stage, allocation, StorageError(text))

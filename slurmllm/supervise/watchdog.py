@@ -202,12 +202,12 @@ class Watchdog:
         slowest = self._phases[behind(self._phases)[0]]
         if unchanged_s <= limit_s(slowest.phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
-        # Nodes that have reported how their workers ended write no more heartbeats.
+        # A node that has reported how its workers ended writes no more heartbeats: that is no hang.
         reported = read_all(self._has_reported, self.record.nodes)
         ended = {name for name, done in zip(self.record.nodes, reported, strict=True) if done}
         nodes = {rank: name for rank, name in self._nodes.items() if name not in ended}
         phases = {rank: phase for rank, phase in self._phases.items() if rank in nodes}
-        # If the ranks that report have ended, none of them lags.
+        # If all ranks that report phases have ended, give them the slowest phase: none lags.
         phases = phases or dict.fromkeys(self._phases, slowest)
         unresponsive = tuple(
             name
@@ -278,7 +278,7 @@ class Heartbeats:
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
             # Held as long as this process lives and by no other: workers do not inherit it.
-            # Under another name first: other launchers remove folders whose lock is free.
+            # Renamed once it is held: other launchers remove folders whose lock file is free.
             unlocked = self.folder / f"{_LOCK}.new"
             self._lock = open_lock(unlocked)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -123,7 +123,7 @@ def test_a_long_run_is_its_means_over_pale_values(
     low, high = panel.get_ylim()
     assert high < 4  # the first steps, up to 10, are cut off
     assert low < 2 - 3 * 0.1 < 2 + 3 * 0.1 < high
-    # Of a shorter curve beside it only the first fiftieth may be cut off.
+    # At most the first fiftieth of a shorter curve beside it may be cut off.
     diverging = [make_row(step, loss=2 + step / 400) for step in range(10, 4001, 10)]
     b = read_curve(make_file("b", diverging))
     draw(a, [b], [compare(a, b)], tmp_path / "p.png")

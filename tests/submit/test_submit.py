@@ -196,7 +196,7 @@ def test_resume_and_delete_wait_for_the_end_of_cancelled_jobs(
     monkeypatch.setattr(FakeSlurm, "queue", queue_while_ending)
     resumed = call("resume", "r")
     assert (resumed.exit_code, max(ending.values()) < 0) == (0, True), resumed.output
-    assert "r: waiting until its last processes have ended, at most 60 s" in caplog.text
+    assert "waiting up to 60 s for the last processes of r to end" in caplog.text
     monkeypatch.setattr("slurmllm.submit.resume._ENDING_S", 0.0)
     ending |= dict.fromkeys(fake.jobs, 9)
     call("cancel", "r")
