@@ -120,10 +120,10 @@ def evaluate(
     from slurmllm.evaluate.suites import save_suite
 
     started = monotonic()
-    _check_options({} if slurm else {**job, "cluster": cluster}, plot, suites)
+    _check_options({} if slurm else {**job, "cluster": cluster}, plot, suites, fetch and as_json)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
-        _fetch(ctx, located, settings.allow_code, as_json)
+        _fetch(ctx, located, settings.allow_code)
         return
     target = find_target(run, runs_dir)
     plan = plan_evaluation(target, located, settings, named=tasks, corpus=corpus)
@@ -146,7 +146,11 @@ def evaluate(
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
 
 
-def _check_options(job: Mapping[str, Any], plot: str | None, suites: Sequence[str]) -> None:
+def _check_options(
+    job: Mapping[str, Any], plot: str | None, suites: Sequence[str], fetches_as_json: bool
+) -> None:
+    if fetches_as_json:
+        raise UserError("--fetch prints no JSON; leave out --json")
     for name, value in job.items():
         if value is not None:
             raise click.UsageError(f"--{name} is an option of Slurm jobs; add --slurm")
@@ -214,15 +218,11 @@ def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -
         resolve_device("cuda")
 
 
-def _fetch(
-    ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool, as_json: bool
-) -> None:
+def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool) -> None:
     from slurmllm.evaluate.harness import fetch, require_harness
     from slurmllm.evaluate.request import TaskRequest
     from slurmllm.evaluate.suites import VALIDATION
 
-    if as_json:
-        raise UserError("--fetch prints no JSON; leave out --json")
     require_harness()
     failed = False
     for located in suites:

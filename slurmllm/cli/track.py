@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slurmllm.config.recipe import TrackerName
 
 
+log = logging.getLogger(__name__)
 _Tracker = click.Choice(["wandb", "mlflow"])
 
 
@@ -66,13 +67,18 @@ def sync(
             signal.signal(getattr(signal, name), lambda *_: stop.set())
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
+    client, logged = SlurmClient(), set[str]()
     if follow:
-        retry_unreachable(lambda: is_active(run_dir, SlurmClient()))  # raises without Slurm
+        retry_unreachable(lambda: is_active(run_dir, client))  # raises without Slurm
 
     def ended() -> bool:
-        with suppress(SlurmError):  # asked again at the next look
-            return not (follow and is_active(run_dir, SlurmClient()))
-        return False
+        try:
+            return not (follow and is_active(run_dir, client))
+        except SlurmError as error:  # asked again at the next look
+            if str(error) not in logged:
+                log.warning("%s", error)
+            logged.add(str(error))
+            return False
 
     sent = sending.sync(run_dir, config, names, ended)
     if as_json:

@@ -122,7 +122,12 @@ def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
             + "".join(f" ({warning})" for warning in warnings[:3])
         )
     joined = {
-        tag: TagSeries(*map(np.concatenate, zip(*(vars(p).values() for p in of_tag), strict=True)))
+        tag: TagSeries(
+            np.concatenate([part.order for part in of_tag]),
+            np.concatenate([part.steps for part in of_tag]),
+            np.concatenate([part.values for part in of_tag]),
+            np.concatenate([part.times for part in of_tag if part.times is not None]),
+        )
         for tag, of_tag in series.items()
     }
     return Log(source, "tensorboard", joined, starts, tuple(warnings))

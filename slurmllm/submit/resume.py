@@ -53,13 +53,15 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
         )
     if active := last is not None and process is None and is_active(run, client):
         records = read_records(run, read_summary(run.config))
-        deadline = time.monotonic() + _ENDING_S * (records.ended or records.cancelled)
-        if time.monotonic() < deadline:
-            log.warning("waiting up to 60 s for the last processes of %s to end", run.name)
+        ending = records.ended or records.cancelled
+        deadline = time.monotonic() + (_ENDING_S if ending else 0.0)
+        if ending:
+            text = "waiting up to %.0f s for the last processes of %s to end"
+            log.warning(text, _ENDING_S, run.name)
         while active and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             active = is_active(run, client)
-        if active and (records.ended or records.cancelled):
+        if active and ending:
             raise RunError(
                 f"the last processes of {run.name} still run; type this command again when "
                 "`squeue` no longer shows its jobs"

@@ -6,8 +6,8 @@ import logging
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -18,6 +18,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import os_error_text
 from slurmllm.supervise import attempts
 from slurmllm.supervise.classify import failed_workers, is_echo, reported_all
 from slurmllm.supervise.watchdog import LOOK_S, Watchdog
@@ -92,6 +93,7 @@ class AttemptMonitor:
         self._grace_s, self._next_failures_look = LAUNCHER_GRACE_S, 0.0
         self._nodes: dict[str, NodeRecord] = {}
         self._kill_at: float | None = None
+        self._refused = False  # whether the shared file system has refused a look
         self.observed = Observations()
         self._started = time.monotonic()
 
@@ -104,7 +106,7 @@ class AttemptMonitor:
                 signalled_at = now
                 self._note_symptom(now - self._stop.at)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
-            with suppress(OSError):  # the shared file system refuses for a moment
+            with self._tolerating():
                 self._check_failures(now)
             # The time limit of the job is near, and the workers have not saved and left.
             limited = self._stop.name is not None and self._record.job_id is not None
@@ -113,7 +115,9 @@ class AttemptMonitor:
                 self.observed.overran_s, self._kill_at = now - self._stop.at, now
             if now >= self._next_look:
                 self._next_look = now + self._look_s
-                with suppress(OSError):
+                with self._tolerating():
+                    self._look_at_next(now)
+                with self._tolerating():
                     self._look(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._send(signal.SIGKILL)
@@ -191,10 +195,22 @@ class AttemptMonitor:
             self._note_symptom()
             self._kill_at = now
 
-    def _look(self, now: float) -> None:
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        """Go on while the shared file system refuses; the first refusal is logged."""
+        try:
+            yield
+        except OSError as error:
+            if not self._refused:
+                log.warning("the run directory cannot be read: %s; retrying", os_error_text(error))
+            self._refused = True
+
+    def _look_at_next(self, now: float) -> None:
         # One call instead of a listing: attempts are numbered without gaps.
         if self._run.attempt(self._record.stage, self._record.attempt + 1).path.is_dir():
             self._look_for_newer(now)
+
+    def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None
         hang = None if self._watchdog is None or ending else self._watchdog.look()
         if hang is None:

@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 from slurmllm.config.load import load
@@ -67,11 +66,7 @@ def _proven(
     client, paths = allocation.client, run.attempt(closed.stage, closed.attempt)
     broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
     reported = node_records(run, closed, closed.blamed_nodes)
-    states: Mapping[str, str] = {}
-    try:
-        states = retry_unreachable(client.node_states, POLL_S)  # the ending is not recorded yet
-    except SlurmError as error:
-        log.warning("the states of the nodes are unknown: %s", error)
+    states = _node_states(client)
     proven: dict[str, NodeEvidence] = {}
     silent = []
     for name in closed.blamed_nodes:
@@ -187,10 +182,16 @@ def failed_nodes(allocation: Allocation) -> list[str] | None:
     """Return the nodes that Slurm counts as failed: none if it is silent; None without Slurm."""
     if not isinstance(allocation, SlurmAllocation):
         return None
-    states: Mapping[str, str] = {}
-    with suppress(SlurmError):
-        states = retry_unreachable(allocation.client.node_states, POLL_S)
-    return [name for name, state in states.items() if has_failed(state)]
+    return [name for name, state in _node_states(allocation.client).items() if has_failed(state)]
+
+
+def _node_states(client: SlurmClient) -> Mapping[str, str]:
+    """Return the state of every node; none, with a warning, if Slurm does not answer soon."""
+    try:
+        return retry_unreachable(client.node_states, POLL_S)  # the ending is not recorded yet
+    except SlurmError as error:
+        log.warning("the states of the nodes are unknown: %s", error)
+        return {}
 
 
 def nodes_to_avoid(

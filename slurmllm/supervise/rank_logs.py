@@ -30,6 +30,8 @@ from slurmllm.run.safe_files import (
     open_lock,
     open_regular,
     os_error_text,
+    read_limited,
+    write_whole,
 )
 
 MIRROR_S = 2.0  # interval between copies of a log that is asked for
@@ -170,7 +172,7 @@ class _LocalFiles:
                 skipped = self._path(rank).with_suffix(".skipped")
                 if rank not in self._absent:
                     with suppress(OSError, ValueError):
-                        self._absent[rank] = int(skipped.read_text())
+                        self._absent[rank] = int(read_limited(skipped, 32))
                 begin = target.tell() + self._absent.get(rank, 0)
                 source.seek(begin)
                 if (left_out := size - begin - MOST_BYTES) > 0:
@@ -180,7 +182,7 @@ class _LocalFiles:
                     target.flush()
                     self._absent[rank] = absent
                     with suppress(OSError):  # only now: this process may end anywhere
-                        skipped.write_text(str(absent))
+                        write_whole(skipped, str(absent).encode(), durable=False)
                     target.write(line)
                     source.seek(left_out, os.SEEK_CUR)
                 target.write(source.read(max(size - source.tell(), 0)))

@@ -32,7 +32,7 @@ from slurmllm.metrics.following import is_path, printing_rank
 from slurmllm.plan.mesh import Mesh
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import os_error_text, write_whole
-from slurmllm.run.worker_files import PHASE_FILE, EventLog, PhaseWriter
+from slurmllm.run.worker_files import PHASE_FILE, EventLog, PhaseWriter, diagnostic
 from slurmllm.supervise.launcher import Launcher
 from slurmllm.supervise.progress import TrainerProgress
 from slurmllm.supervise.stacks import abort, catches, stacks_of
@@ -240,7 +240,7 @@ class TrainerObserver:
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:
-            with suppress(OSError):
+            with diagnostic("a look at the checkpoints"):
                 self._look_at_checkpoints()
             # Of many files on a slow file system rarely: looks take a twentieth of the time.
             self._next_look = now + max(_CHECKPOINTS_S, 20 * (time.monotonic() - now))
@@ -279,7 +279,7 @@ class TrainerObserver:
 
     def close(self, finished: bool) -> None:
         self._follow(last=True)
-        with suppress(OSError):
+        with diagnostic("a look at the checkpoints"):
             self._look_at_checkpoints()
         if finished or self._missing:
             self._save_missing()

@@ -17,6 +17,7 @@ from supervise.starts import attempt_record, start_of
 from training_rows import write_rows
 
 from slurmllm.config.resolve import resolve
+from slurmllm.errors import SlurmError
 from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import EventLog
@@ -34,7 +35,13 @@ from slurmllm.supervise.attempts import (
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
-from slurmllm.supervise.exclusion import has_failed, nodes_to_avoid, requeue, usable
+from slurmllm.supervise.exclusion import (
+    failed_nodes,
+    has_failed,
+    nodes_to_avoid,
+    requeue,
+    usable,
+)
 from slurmllm.supervise.next_job import wait_writable
 from slurmllm.supervise.starts import lost_start, still_runs, was_restarted
 
@@ -136,6 +143,18 @@ def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     alone = attempt_record(nodes=("n2",))  # whatever Slurm counts as failed now, it was this one
     assert ending_of_orphaned(alone, {}, row, []).blamed_nodes == ("n2",)
     assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
+
+
+def test_nodes_that_slurm_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> dict[str, str]:
+        raise SlurmError("sinfo failed")
+
+    cluster = FakeSlurm()
+    cluster.states |= {"n2": "down*", "n3": "drained"}
+    assert failed_nodes(LocalAllocation()) is None
+    assert failed_nodes(start_of(cluster, "1", ("n1",))) == ["n2"]
+    monkeypatch.setattr(cluster, "node_states", silent)
+    assert failed_nodes(start_of(cluster, "1", ("n1",))) == []
 
 
 def test_usable_nodes() -> None:
