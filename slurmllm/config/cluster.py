@@ -139,8 +139,6 @@ class Cluster(Section):
     """CPUs that a node's workers share; all by default."""
     node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")]
     """A folder on every node's own disk, for the cache of compiled graphs."""
-    stage_environment: bool = False
-    """Whether workers run from a copy of the Python environment on the node's own disk."""
     trusted_group: GroupName | None = None
     """Unix group whose members' compiled graphs, which are code, are used too."""
     runs_group: GroupName | None = None

@@ -19,10 +19,11 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.recipe import ModelConfig, Recipe
 from slurmllm.config.resolve import RunConfig
-from slurmllm.config.validate import validate
+from slurmllm.config.validate import is_set, validate
 from slurmllm.config.variables import MASK
 from slurmllm.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.removed import FIELDS
 from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, read_limited
 
@@ -91,7 +92,22 @@ def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, 
     """Return the values and their origins."""
     tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
-    return tree, origins if isinstance(origins, dict) else {}
+    origins = origins if isinstance(origins, dict) else {}
+    for field in FIELDS:
+        _drop_default(tree, field, origins)
+    return tree, origins
+
+
+def _drop_default(tree: dict[str, Any], field: str, origins: Mapping[str, str]) -> None:
+    """Drop a removed field if its value is the default that an earlier version wrote."""
+    if any(is_set(path, origins) for path in origins if f"{path}.".startswith(f"{field}.")):
+        return
+    *sections, leaf = field.split(".")
+    section: Any = tree
+    for name in sections:
+        section = section.get(name) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(leaf, None)
 
 
 @dataclass(frozen=True)

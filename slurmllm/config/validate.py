@@ -18,6 +18,7 @@ from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
 from slurmllm.plugins import is_known
+from slurmllm.removed import field_message
 
 PLANNER = "planner: "  # prefix of the origins of the planner's choices
 # Settings that are left to the planner if a recipe does not set them.
@@ -165,6 +166,8 @@ def _describe(
 ) -> str:
     where = f" ({origins[dotted]})" if dotted in origins else ""
     if item["type"] == "extra_forbidden":
+        if message := field_message(dotted):
+            return f"{message}{where}"
         *sections, name = path.split(".")
         for section in sections:
             info = model.model_fields.get(section)

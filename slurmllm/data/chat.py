@@ -17,7 +17,6 @@ from slurmllm.data.conversation import SHOWN, Span, template_error
 from slurmllm.data.sandbox import Sandbox
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
-from slurmllm.run.worker_files import local_copy
 
 # A conversation as text, and the spans (begin, end) of its characters that are trained.
 Rendered = tuple[str, list[Span]]
@@ -102,7 +101,7 @@ class ChatFormat:
 
 def _read(path: Path) -> str:
     try:
-        return io.TextIOWrapper(io.BytesIO(read_limited(local_copy(path))), "utf-8").read()
+        return io.TextIOWrapper(io.BytesIO(read_limited(path)), "utf-8").read()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; fix it or remove it") from error
 

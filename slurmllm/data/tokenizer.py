@@ -19,7 +19,6 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
-from slurmllm.run.worker_files import local_copy
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # In this order: GPT-2, GPT-NeoX, Pythia; then Llama.
@@ -194,7 +193,7 @@ def tokenizer_of_vocabulary(vocab: Path, merges: Path) -> str:
 def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
     """Read a tokenizer.json and its bytes; DataError if it is unreadable or holds no tokens."""
     try:
-        data = read_limited(local_copy(path), _LARGEST)
+        data = read_limited(path, _LARGEST)
     except OSError as error:
         raise DataError(
             f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "

@@ -150,8 +150,6 @@ def _lines(
     unsure = ", which the nodes must see too" * (not machine.python_is_shared)
     comment = f"of the jobs, else that of submit; on {machine.python_file_system}{unsure}"
     yield f"# python: {machine.python}", comment
-    if machine.python_is_shared:
-        yield "# stage_environment: true", "start from a copy of it on the node's disk"
     if machine.containers:
         yield "# container:", f"on {machine.host}: {', '.join(machine.containers)}"
         yield f"#   runtime: {machine.containers[0]}", ""

@@ -80,23 +80,6 @@ class GraphManifest(Record):
         return f"built in another environment ({'; '.join(differences)})"
 
 
-class EnvironmentManifest(Record):
-    """`runs/.environments/<fingerprint>.json`: a Python environment packed for the nodes."""
-
-    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    # A bare name: the archive is in this file's folder.
-    archive: Annotated[str, Field(pattern=r"^[0-9a-f]{32}-[0-9a-f]{8}\.tar(\.zst)?$")]
-    archive_bytes: int
-    archive_sha256: str
-    unpacked_bytes: int  # on a disk with blocks of 4 KiB
-    num_files: int
-    python: Annotated[str, Field(pattern=r"^python[0-9.]+$")]  # name of the interpreter's program
-    prefix: Literal["base", "env"]  # folder whose bin/ has that program
-    home: str  # folder of a base interpreter that is not in the archive; empty if it is
-    system_site: bool  # whether that one's own packages are used
-    python_path: tuple[InnerPath, ...]  # in place of $PYTHONPATH
-
-
 class NewGraphs(Record):
     """`graphs/new/NNN_<node>.json`: what a node compiled in training, until it is merged."""
 

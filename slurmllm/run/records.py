@@ -48,7 +48,7 @@ TimePart = Literal[
     "first_step",  # extra time of first steps: compiling, loading graphs
     "start_up",  # from the allocation to the first step, less preflight and cache
     "preflight",  # checks of the nodes
-    "cache",  # broadcast of graphs and environment to the nodes, beyond the preflight
+    "cache",  # broadcast of graphs to the nodes, beyond the preflight
     "precompile",  # the precompile stage
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
@@ -412,10 +412,6 @@ class NodeRecord(Record):
     cache: Literal["none", "present", "broadcast", "shared", "other_versions", "rejected"] = "none"
     cache_reason: str = ""  # why the archive is not used
     cache_s: float = 0.0  # seconds to put the graphs in place
-    # From where the workers ran: the shared Python environment, or the staged one on this disk.
-    environment_source: Literal["shared", "staged"] = "shared"
-    environment_reason: str = ""  # staged: its origin; shared: why, if it should have been staged
-    environment_s: float = 0.0  # seconds to put it in place, tests included
     compile_s: float = 0.0  # precompile: of the compiler, after steps
     # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
     environment: dict[str, str] = Field(default_factory=dict)

@@ -1,21 +1,15 @@
-"""Files between a worker and its launcher: its phase, the events of its attempt, staged inputs.
+"""Files between a worker and its launcher: its phase and the events of its attempt.
 
 The launcher polls the phase, one line in a file on the node's own disk; neither side ever waits.
-
-Copies of small shared files are on that disk too (`staging.node`), named by the path, size and
-time of their originals: an original that was changed since has no copy, and is read itself. What
-workers compute from larger files is kept there in the same way.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +24,6 @@ STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, from any state
 RUN_COPY = "SLURMLLM_RUN_COPY"  # the launcher's copies of the run's small files, for its workers
 INSTALLED_FILE = "SLURMLLM_INSTALLED_FILE"  # written when the compiled graphs are in place
 REUSED = "reused"  # its content if the graphs are of an archive and may not suit this node
-STAGED_INPUTS = "SLURMLLM_STAGED_INPUTS"  # the folder of the copies
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
@@ -129,46 +122,3 @@ class EventLog:
             os.fdopen(open_append(self._path), "a", encoding="utf-8") as stream,
         ):
             stream.write(line)
-
-
-def local_copy(path: Path) -> Path:
-    """Return the copy of a file on this node's own disk, or the file itself if there is none."""
-    folder = os.environ.get(STAGED_INPUTS)
-    if folder is None:
-        return path
-    try:
-        copy = Path(folder) / copy_name(path)
-    except OSError:
-        return path  # whoever opens it reports the reason
-    return copy if copy.is_file() else path
-
-
-def once_a_node(paths: Sequence[Path], identity: str, compute: Callable[[], str]) -> str:
-    """Return a text that depends on files, which the first worker of a node computes for all.
-
-    Args:
-        identity: Distinguishes what is computed from the same files.
-    """
-    folder = os.environ.get(STAGED_INPUTS)
-    if folder is None:
-        return compute()
-    try:
-        names = "\0".join([identity, *map(copy_name, paths)])
-        name = hashlib.sha256(names.encode()).hexdigest()[:32]
-        with (Path(folder) / f"{name}.txt").open("a+", encoding="utf-8") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # the others wait for the first one
-            stream.seek(0)
-            text = stream.read()
-            if not text:
-                text = compute()
-                stream.write(text)
-            return text
-    except OSError:  # a full disk, or no such file: reported by whoever reads it
-        return compute()
-
-
-def copy_name(path: Path) -> str:
-    """Return the name for a file's copy; raises an OSError if the original does not exist."""
-    info = path.stat()
-    identity = f"{path.absolute()}\0{info.st_size}\0{info.st_mtime_ns}"
-    return hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]

@@ -66,11 +66,6 @@ def container_faults(cluster: Cluster, local: bool) -> list[str]:
         return []
     missing = [str(file) for file in paths_of(container) if not file.exists()]
     faults = [f"{path}: {file} does not exist; correct image and mounts" for file in missing]
-    if cluster.stage_environment:
-        faults.append(
-            f"{path}: stage_environment copies the host's environment; set it to false: the image "
-            "has the environment"
-        )
     if local and container.srun_runs_it:
         faults.append(f"{path}.runtime: pyxis needs srun; leave out --local, or set another one")
     return faults

@@ -38,8 +38,6 @@ from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import NodeRecord, WorkerRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import REUSED
-from slurmllm.staging.install import worker_python
-from slurmllm.staging.node import NodeStaging
 from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.rank_logs import collect_leftovers
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
@@ -56,7 +54,6 @@ class Launcher(Workers):
         super().__init__(run, stage, attempt)
         self.backend = load_environment(self.config.backend)
         self.planned_cache = self.cache = Path(node_local_cache(self.config, run))
-        self.staging = NodeStaging(self.config)  # holds what is staged as long as it exists
         self.group = self.config.cluster.trusted_group
         self.manifest: GraphManifest | None = None  # of the archive, train stage
         # Of this node: what its graphs are made for, and that with the versions of libraries.
@@ -100,7 +97,6 @@ class Launcher(Workers):
         if self.processor:  # nodes may share a disk, and a disk may get another processor
             digest = hashlib.sha256(str(self.processor).encode()).hexdigest()[:8]
             self.cache = self.cache.with_name(f"{self.cache.name}-{digest}")
-        self.save(**self.staging.prepare(self.cache.parent))
         variables = self.backend.cache_variables(str(self.cache)).items()
         configured = {**self.config.cluster.env, **recipe.env}
         os.environ.update({n: v.value for n, v in variables if n not in configured})
@@ -146,7 +142,7 @@ class Launcher(Workers):
         fields: dict[str, object] = {}
         if self.run.graphs_manifest.is_file() or requires_graphs(self.config):
             fields = self._unpack_graphs()
-        remove_leftovers(self.planned_cache)  # of a staged environment too
+        remove_leftovers(self.planned_cache)
         reused = self.manifest is not None and self.manifest.graphs and not fields["cache_reason"]
         self.compiles = self.backend.expects_graphs(self.config) and not reused
         # Graphs of a backend that serve any node are not suspect: Neuron's may take hours to
@@ -183,7 +179,7 @@ class Launcher(Workers):
         """Run the workers under the backend's commands; returns whether one of them failed."""
         self._empty_cache()
         work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
-        inner = [worker_python(), "-P", "-m", "slurmllm.supervise.workers"]
+        inner = [sys.executable, "-P", "-m", "slurmllm.supervise.workers"]
         inner += [str(self.run.path), self.stage, str(self.attempt.number)]
         run_workers, *compilers = self.backend.precompile_commands(self.config, inner, work)
         try:

@@ -1,4 +1,4 @@
-"""Before an attempt's launchers: every node checks itself, and gets graphs and environment."""
+"""Before an attempt's launchers: every node checks itself, and gets the graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import load_manifest, require_complete
 from slurmllm.run.records import AttemptRecord, NodeHealth
 from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.staging.node import broadcast_environment
 from slurmllm.supervise.allocation import SLURMLLM, Allocation
 from slurmllm.supervise.classify import Ending, launch_ending
 
@@ -49,11 +48,10 @@ class Preparation:
         self.run, self.stage, self.config = run, stage, config
         self.allocation, self.stop = allocation, stop
         self.failed_nodes: set[str] = set()  # of this job
-        # Checksum of the graphs' archive that all nodes have got; whether the environment was sent.
-        self._sent_graphs, self._sent_environment = "", False
+        self._sent_graphs = ""  # checksum of the graphs' archive that all nodes have
 
     def prepare(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
-        """Check the nodes and send graphs and environment to them, at the same time.
+        """Check the nodes and send the graphs to them, at the same time.
 
         Returns the ending if a node fails its checks, which also ends the copying. The phase
         `cache` is what the copying takes longer than the checks.
@@ -68,16 +66,14 @@ class Preparation:
         ending = self._check(record, phases) if checks_first else None
         if ending is not None:
             return ending
-        with ThreadPoolExecutor(2, thread_name_prefix="broadcast") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as pool:
             try:
                 graphs = pool.submit(self._broadcast_graphs, stop)
-                environment = pool.submit(self._broadcast_environment, stop)
                 if not checks_first:
                     ending = self._check(record, phases)
                 started = time.monotonic()
                 if ending is None:
                     os.environ.update(graphs.result())
-                    os.environ.update(environment.result())
                     phases["cache"] = time.monotonic() - started
             finally:
                 ended.set()
@@ -121,13 +117,6 @@ class Preparation:
         elif not stop():
             log.warning("sbcast: %s; the nodes read %s", fault, archive)
         return {BROADCAST: str(target)}
-
-    def _broadcast_environment(self, stop: Callable[[], bool]) -> dict[str, str]:
-        if self._sent_environment or self.failed_nodes:
-            return {}
-        variables = broadcast_environment(self.run, self.config, self.allocation, stop)
-        self._sent_environment = not stop()
-        return variables
 
 
 def preflight(

@@ -48,7 +48,6 @@ from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import os_error_text
 from slurmllm.run.worker_files import STACKS_SIGNAL
-from slurmllm.staging.install import worker_python
 from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.rank_logs import RankLogs
 from slurmllm.supervise.watchdog import Heartbeats
@@ -160,7 +159,7 @@ class Workers:
         )
 
     def start_worker(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path)]
+        command = [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path)]
         command += ["--stage", self.stage, "--attempt", str(self.attempt.number)]
         # Rank 0 inherits the stage's log; the others have a file each.
         output = os.dup(1) if rank == 0 else self.logs.open(rank)

@@ -31,6 +31,22 @@ def test_every_shipped_recipe_and_profile_resolves() -> None:
     assert resolve("neox_20b", overrides=["backend=native"]).backend == "native"
 
 
+def test_a_removed_field_names_its_replacement_unless_an_old_run_has_its_default(
+    tmp_path: Path,
+) -> None:
+    (fault,) = faults("cluster.stage_environment=true")
+    assert fault.startswith("cluster.stage_environment was removed; set cluster.container, or ")
+    run = yaml.safe_load(resolve("tiny_neox").to_yaml())
+    run["cluster"]["stage_environment"] = False
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(run))
+    assert load(path).values() == resolve("tiny_neox").values()
+    run["origin"]["cluster.stage_environment"] = "mine.yaml:3"
+    path.write_text(yaml.safe_dump(run))
+    with pytest.raises(ConfigError, match=r"stage_environment was removed.*\(mine.yaml:3\)"):
+        load(path)
+
+
 @pytest.mark.parametrize("where", ["env", "cluster.env"])
 def test_a_variables_value_is_a_text_whatever_it_looks_like(where: str, tmp_path: Path) -> None:
     request = {"A": "1", "B": "007", "C": "true", "D": "", "E": "a=b: [c", "F": "null", "G": "1e-4"}

@@ -1,4 +1,4 @@
-"""What `submit` sends to a real Slurm: the README's first line, a sweep, a staged environment."""
+"""What `submit` sends to a real Slurm: the README's first line and a sweep."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from corpus.data_server import data_server
 from corpus.published import mirror_configuration, publish_wikipedia
-from end_to_end.bench import PATIENCE_S, SLOWLY, Bench
+from end_to_end.bench import SLOWLY, Bench
 from end_to_end.scenes import SceneBench, scene
 from slurm.test_environment import input_variables
-from staging.environment import make_environment
 
 from slurmllm.slurm.client import SlurmClient, to_unix
 
@@ -119,34 +118,6 @@ def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: SceneBench) -
     assert all(better <= worse for better, worse in pairwise(losses))
     assert table["runs"][-1]["run"] == cancelled
     assert "report.html" in stage.look("report", "grid")
-
-
-@scene()
-def test_a_staged_environment_comes_by_sbcast_and_a_later_attempt_has_it(stage: SceneBench) -> None:
-    python = make_environment(stage.runs.parent / "venv")
-    options = ("--set=cluster.stage_environment=true", *SLOWLY)
-    command = stage.in_runs(*stage.line("staged"), *options)
-    command = [str(python), "-P", "-m", "slurmllm", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    stage.wait_for_step("staged", 12)
-    before = stage.attempt("staged", 0)["nodes"]
-    stage.lose_node("staged", before[1])
-    assert stage.endings("staged") == [("node_failure", "requeue"), ("done", "finish")]
-    after = stage.attempt("staged", 1)["nodes"]
-    for attempt, nodes in enumerate((before, after)):
-        for node in nodes:
-            record = stage.node("staged", attempt, node)
-            assert record["environment_source"] == "staged"
-            present = attempt == 1 and node in before
-            assert record["environment_reason"] == ("present" if present else "broadcast")
-    # One archive for all attempts, and none left on the nodes.
-    (archive,) = (stage.runs / ".environments").glob("*.tar*")
-    manifest = json.loads(next(archive.parent.glob("*.json")).read_text())
-    assert manifest["archive"] == archive.name
-    left = ["sh", "-c", "ls -d /var/tmp/slurmllm-*.tar*"]
-    srun = ["srun", "-Q", "-w", after[0], "-N1", "-n1", *left]
-    assert subprocess.run(srun, capture_output=True, text=True).stdout == ""
 
 
 def variables(*commands: str) -> set[str]:

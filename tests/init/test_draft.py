@@ -122,8 +122,6 @@ def test_what_the_machine_has_is_a_comment(site: FakeSlurm) -> None:
     text = draft(site, modules="Lmod 8.7", loaded=("gcc/12",), containers=("pyxis",)).text
     assert "Lmod 8.7; loaded now: gcc/12" in text
     assert "#   runtime: pyxis\n" in text
-    assert "# stage_environment: true" in text
-    assert "# stage_environment" not in draft(site, python_file_system="ext4").text
     assert site.config is not None
     site.config["TmpFS"] = "/local/scratch"
     assert draft(site).cluster().node_local == "/local/scratch"
@@ -138,7 +136,6 @@ def test_every_commented_field_is_valid_as_it_stands(site: FakeSlurm) -> None:
     profile = replace(whole, text=text).cluster()
     assert profile.setup == ("module load cuda",)
     assert profile.container is not None
-    assert profile.stage_environment
     assert "--account=lab" in profile.directives
 
 

@@ -17,7 +17,7 @@ from slurmllm.graphs.archive import pack_archive
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
 from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.supervise import attempts, preflight
+from slurmllm.supervise import attempts
 from slurmllm.supervise.attempt_monitor import Observations
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.supervisor import Supervisor
@@ -148,10 +148,6 @@ def test_graphs_are_sent_once_and_not_after_a_loss(
         pack_archive(tmp_path / "cache", made.run, "native", 1.0, versions={})
         return preparation._broadcast_graphs(lambda: False)
 
-    sent = iter([{"STAGED": "x"}])
-    monkeypatch.setattr(preflight, "broadcast_environment", lambda *_: next(sent))
-    assert preparation._broadcast_environment(lambda: False) == {"STAGED": "x"}
-    assert preparation._broadcast_environment(lambda: False) == {}
     monkeypatch.setattr(made.allocation, "broadcast", lambda path, *_: archives.append(path))
     assert Path(send("a")[BROADCAST]).is_relative_to(tmp_path / "disk")
     assert preparation._broadcast_graphs(lambda: False) == {}  # all nodes have them

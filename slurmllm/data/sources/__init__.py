@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from slurmllm import plugins
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import open_regular
-from slurmllm.run.worker_files import local_copy
 
 if TYPE_CHECKING:
     from slurmllm.data.sources.base import Source
@@ -45,7 +44,7 @@ def open_source(
         return MegatronSource(path, encoder, vocab_size)
     magic = b""
     # Errors are suppressed here: opening the file below raises them with a message.
-    with contextlib.suppress(OSError), open_regular(local_copy(path)) as stream:
+    with contextlib.suppress(OSError), open_regular(path) as stream:
         magic = stream.read(len(NPY_MAGIC))
     if path.suffix == ".npy" or magic == NPY_MAGIC:
         return NumpySource(path, encoder, vocab_size)

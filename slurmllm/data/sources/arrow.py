@@ -19,7 +19,6 @@ from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
-from slurmllm.run.worker_files import local_copy
 
 FIX = "build it again with `slurmllm data build`"
 _TOKENS = "input_ids"
@@ -43,7 +42,7 @@ class ArrowFile:
         try:
             self._parts: list[ArrowBatches] = []
             for file in self.files:
-                part = ArrowBatches(local_copy(file))
+                part = ArrowBatches(file)
                 if part.fault is not None:
                     raise pa.ArrowInvalid(part.fault)
                 if part.rows and not part.compressed:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import xxhash
 
 from slurmllm.errors import StorageError
-from slurmllm.run.worker_files import local_copy, once_a_node
 
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]
@@ -142,14 +141,10 @@ def fingerprint(paths: Sequence[Path], *identity: str) -> str:
     `identity` is what else distinguishes them, such as the kind; a StorageError if a file cannot be
     read.
     """
-    return once_a_node(paths, "\0".join(identity), lambda: _fingerprint(paths, identity))
-
-
-def _fingerprint(paths: Sequence[Path], identity: Sequence[str]) -> str:
     digest = hashlib.sha256("\0".join(identity).encode())
     for path in paths:
         try:
-            with local_copy(path).open("rb", buffering=0) as stream:
+            with path.open("rb", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 digest.update(size.to_bytes(8, "little"))
                 if size <= _WHOLE_BYTES:

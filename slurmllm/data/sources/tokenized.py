@@ -23,7 +23,6 @@ from slurmllm.data.sources.base import (
 )
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
-from slurmllm.run.worker_files import local_copy
 
 Ids = npt.NDArray[np.integer]
 
@@ -121,7 +120,7 @@ class NumpySource(TokenizedSource):
         self.path = path
         try:
             # Without pickle, which could run code.
-            tokens = np.load(local_copy(path), mmap_mode="r", allow_pickle=False)
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError as error:
             raise DataError(f"no corpus {path}; name a .npy file of token ids") from error
         except Exception as error:  # numpy parses the header as Python, which fails in many ways
@@ -190,7 +189,7 @@ class MegatronSource(TokenizedSource):
         self._read_index()
         last = len(self._sizes) - 1
         expected = int(self._offsets[last]) + int(self._sizes[last]) * self._type.itemsize
-        tokens = local_copy(self.path)
+        tokens = self.path
         actual = tokens.stat().st_size
         if expected != actual:
             raise DataError(
@@ -227,7 +226,7 @@ class MegatronSource(TokenizedSource):
         )
 
     def _read_index(self) -> None:
-        index = local_copy(self._index)
+        index = self._index
         size = index.stat().st_size
         with index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)

@@ -1,0 +1,39 @@
+"""Verbs, options and fields that were removed before 0.2, and what to use instead.
+
+An old script gets one error that names the replacement. The table goes with 0.2.
+"""
+
+from __future__ import annotations
+
+# Verb, with its group → the replacement
+VERBS: dict[str, str] = {}
+# Verb and option → the replacement
+OPTIONS: dict[tuple[str, str], str] = {}
+# Dotted path of a recipe's or profile's field, or of a section → the replacement
+FIELDS: dict[str, str] = {
+    "cluster.stage_environment": "set cluster.container, or lines of cluster.setup (docs/site.md)",
+}
+
+
+def verb_message(verb: str) -> str | None:
+    """Return the error for a removed verb, or None."""
+    if verb not in VERBS:
+        return None
+    return f"slurmllm {verb} was removed; {VERBS[verb]}"
+
+
+def option_message(verb: str, option: str) -> str | None:
+    """Return the error for a removed option, or None."""
+    if (verb, option) not in OPTIONS:
+        return None
+    return f"{option} of slurmllm {verb} was removed; {OPTIONS[verb, option]}"
+
+
+def field_message(path: str) -> str | None:
+    """Return the error for a removed field, or for a field of a removed section, or None."""
+    names = path.split(".")
+    for length in range(len(names), 0, -1):
+        section = ".".join(names[:length])
+        if section in FIELDS:
+            return f"{path} was removed; {FIELDS[section]}"
+    return None
