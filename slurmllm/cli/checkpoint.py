@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 from slurmllm.display.tables import print_table
 from slurmllm.errors import CheckpointError, RunError, SlurmllmError, UserError
 from slurmllm.format import format_age, format_bytes, format_count, format_plural
@@ -77,7 +77,7 @@ def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group()
+@click.group(cls=commands.Verbs)
 def checkpoint() -> None:
     """List, verify, import, export and convert checkpoints."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from slurmllm import removed
 from slurmllm.cli.options import JOB_OPTIONS
 from slurmllm.errors import UserError
 from slurmllm.format import printable
@@ -58,9 +59,23 @@ class GroupedCommand(click.Command):
 class Verbs(click.Group):
     """A group whose verbs take PATH=VALUE among their arguments as --set PATH=VALUE."""
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            verb = error.ctx.command_path.split(maxsplit=1)[-1] if error.ctx else ""
+            message = removed.option_message(verb, error.option_name)
+            if message is None:
+                raise
+            raise click.UsageError(message, error.ctx) from error
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        path = f"{ctx.command_path} {args[0]}".split(maxsplit=1)[1]
+        message = removed.verb_message(path)
+        if message is not None and not ctx.resilient_parsing:
+            ctx.fail(message)
         name, verb, rest = super().resolve_command(ctx, args)
         if verb is not None and any(param.name == "overrides" for param in verb.params):
             before, positional = _with_set_options(verb, rest, ctx.resilient_parsing)

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import click
 
-from slurmllm import __version__
+from slurmllm import __version__, removed
 from slurmllm.cli.commands import Verbs, open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
@@ -87,7 +87,9 @@ class _Verbs(Verbs):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name[:1] != "-" and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+        is_removed = removed.verb_message(name) is not None
+        may_fail = name[:1] != "-" and not ctx.resilient_parsing and not is_removed
+        if may_fail and self.get_command(ctx, name) is None:
             from difflib import get_close_matches
 
             verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from slurmllm import removed
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.recipe import ModelConfig, Recipe
@@ -70,7 +71,21 @@ def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
             secrets = json.loads(stream.read(LARGEST_RECORD))
             for variables, name, dotted in masked:
                 variables[name] = str(secrets.get(dotted, MASK))
+    _drop_removed(tree, origins)
     return RunConfig(*validate(tree, origins, [], str(path), trusted=trusted))
+
+
+def _drop_removed(tree: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Delete removed fields that an older version recorded with their defaults."""
+    for path in removed.FIELDS:
+        *sections, name = path.split(".")
+        node: Any = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        set_paths = [p for p in origins if p == path or p.startswith(f"{path}.")]
+        is_default = all(origins[p] == "default" for p in set_paths)
+        if isinstance(node, dict) and is_default:
+            node.pop(name, None)
 
 
 def save(config: RunConfig, run: RunDir) -> None:

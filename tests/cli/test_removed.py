@@ -1,0 +1,72 @@
+"""Removed verbs, options and fields: one error that names the replacement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from slurmllm import removed
+from slurmllm.cli.main import cli
+from slurmllm.config.load import load
+from slurmllm.errors import ConfigError
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, [*arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture(autouse=True)
+def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(removed.VERBS, "checkpoint melt", "use `resume`")
+    monkeypatch.setitem(removed.VERBS, "melt", "use `resume`")
+    monkeypatch.setitem(removed.OPTIONS, ("plan", "--melt"), "use --nodes")
+    monkeypatch.setitem(removed.FIELDS, "train.melting", "use cluster.setup")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("melt", "--any"), "slurmllm melt was removed; use `resume`"),
+        (("checkpoint", "melt"), "slurmllm checkpoint melt was removed; use `resume`"),
+        (("plan", "tiny_neox", "--melt", "3"), "--melt of slurmllm plan was removed; use --nodes"),
+        (
+            ("plan", "tiny_neox", "--nodes", "1", "train.melting.heat=3"),
+            "train.melting was removed; use cluster.setup",
+        ),
+    ],
+)
+def test_an_error_names_the_replacement(arguments: tuple[str, ...], message: str) -> None:
+    code, output = _run(*arguments)
+    assert (code, message in output) == (2, True), output
+
+
+def test_every_row_that_is_in_the_tables_is_gone() -> None:
+    verbs = {name for name in removed.VERBS if "melt" not in name}
+    for verb in verbs:
+        code, output = _run(*verb.split(), "--help")
+        assert code == 2, verb
+        assert "was removed" in output, verb
+    for verb, option in set(removed.OPTIONS) - {("plan", "--melt")}:
+        _, output = _run(*verb.split(), "--help")
+        assert f" {option} " not in output, (verb, option)
+
+
+@pytest.mark.parametrize(("origin", "is_read"), [("default", True), ("recipe x", False)])
+def test_a_run_of_an_older_version_resumes_if_the_field_had_its_default(
+    tmp_path: Path, origin: str, is_read: bool
+) -> None:
+    code, output = _run("recipes", "tiny_neox", "--json")
+    assert code == 0
+    config = tmp_path / "config.yaml"
+    tree = json.loads(output)
+    tree["train"]["melting"] = False
+    config.write_text(json.dumps(tree | {"origin": {"train.melting": origin}}))
+    if is_read:
+        assert load(config).recipe.name == "tiny_neox"
+    else:
+        with pytest.raises(ConfigError, match=r"train\.melting was removed"):
+            load(config)
