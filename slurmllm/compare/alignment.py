@@ -174,7 +174,8 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     begins = np.append(np.searchsorted(fine_steps, steps[:1] - ratio, side="right"), ends[:-1])
     there = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
     # The first mean may lack steps before the finer log begins, unless the training began there.
-    there[0] &= bool(ends[0] - begins[0] == ratio or fine_steps[0] <= 1)
+    first = int(np.argmax(there))
+    there[first] &= bool(ends[first] - begins[first] == ratio or fine_steps[0] <= 1)
     if np.count_nonzero(there) < 2:
         return None
     ends, begins, values = ends[there], begins[there], values[there]

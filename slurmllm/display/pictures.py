@@ -1,8 +1,8 @@
 """matplotlib, with this package's plot style.
 
-Modules that draw import matplotlib's names from here only (`as` marks them for export). By default
-matplotlib prefers a `matplotlibrc` in the working directory, which other users may be able to write
-to; it is imported in `/` here, so that it ignores that file.
+Modules that draw import matplotlib's names from here only (`as` marks them for export). At its
+import matplotlib prefers a `matplotlibrc` in the working directory, which other users may be able
+to write to: that name is hidden from it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 
 from slurmllm.run.rundir import write_bytes
 
-_here = os.open(".", os.O_PATH)  # fchdir returns to it even if it has been removed
-os.chdir("/")
+_path_exists = os.path.exists
+# The lookup is replaced, not the working directory: other threads resolve relative paths.
+os.path.exists = lambda path: path != "matplotlibrc" and _path_exists(path)
 try:
     from matplotlib import rc_context as rc_context
     from matplotlib.axes import Axes as Axes
@@ -31,8 +32,7 @@ try:
     from matplotlib.ticker import NullLocator as NullLocator
     from matplotlib.ticker import StrMethodFormatter as StrMethodFormatter
 finally:
-    os.fchdir(_here)
-    os.close(_here)
+    os.path.exists = _path_exists
 
 PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
 

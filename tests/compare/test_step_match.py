@@ -148,6 +148,18 @@ def test_means_over_the_logging_interval(tmp_path: Path, name: str) -> None:
     assert comparison.b.steps == 200
 
 
+@pytest.mark.parametrize(("begin", "first"), [(1, 10), (11, 20), (13, 30), (20, 30)])
+def test_a_mean_of_which_steps_are_missing_is_not_compared(
+    tmp_path: Path, begin: int, first: int
+) -> None:
+    losses = noisy(200)
+    coarse = write_state(tmp_path, interval_means(losses, 10), "trainer_state.json")
+    fine = curve_of(tmp_path, "a.log", losses[begin - 1 :], begin, TITAN)
+    comparison = compare(fine, coarse)
+    assert comparison.verdict in ("identical", "match")
+    assert (comparison.first_step, comparison.steps_compared) == (first, 21 - first // 10)
+
+
 def test_single_steps_of_a_coarser_log_are_not_averaged(tmp_path: Path) -> None:
     losses = noisy(200)
     fine = curve_of(tmp_path, "a.log", losses, 1, TITAN)
