@@ -26,10 +26,35 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "slurmllm/"
-# Participles and pronouns that say nothing of the value; docs/glossary.md has nouns for them.
+# Pronouns and participles that say nothing of the value; docs/glossary.md has nouns for them.
 PRONOUNS = frozenset(
-    ("found", "one", "own", "given", "known", "kept", "several", "again", "wanted")
+    [
+        "found",
+        "one",
+        "own",
+        "given",
+        "known",
+        "kept",
+        "several",
+        "again",
+        "wanted",
+        "what",
+        "where",
+        "there",
+        "most",
+        "least",
+        "rest",
+        "others",
+        "shown",
+        "sent",
+        "text",
+        "part",
+        "place",
+        "at",
+        "of",
+    ]
 )
+MOST_FIELDS = 20  # of a record
 MOST_LINES, MOST_BRANCHES = 60, 25
 _BRANCHES = (
     ast.If,
@@ -91,10 +116,52 @@ def called_once(text: str, nodes: Nodes) -> list[str]:
 
 
 def pronouns(nodes: Nodes) -> int:
+    """Return how many variables, arguments, functions and classes bear a name of `PRONOUNS`."""
+    count = 0
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            count += node.id in PRONOUNS
+        elif isinstance(node, ast.arg):
+            count += node.arg in PRONOUNS
+        elif isinstance(node, FUNCTIONS):
+            count += node.name in PRONOUNS
+    return count
+
+
+def packed_conditions(nodes: Nodes) -> int:
+    """Return how many texts and lists are multiplied by a condition, and calls unpack a tuple."""
+    count = 0
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = (node.left, node.right)
+            counts = any(_is_number(side) for side in sides)
+            count += not counts and any(_is_sequence(side) for side in sides)
+        elif isinstance(node, ast.Call):
+            unpacked = [a.value for a in node.args if isinstance(a, ast.Starred)]
+            count += any(isinstance(value, ast.Tuple) for value in unpacked)
+    return count
+
+
+def _is_sequence(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text or isinstance(node, ast.List | ast.Tuple | ast.JoinedStr)
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Whether an operand is a count: a number, a length or a sum of them."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int) and not isinstance(node.value, bool)
+    if isinstance(node, ast.BinOp):
+        return True
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
+
+
+def large_records(nodes: Nodes) -> int:
+    """Return how many classes have more than `MOST_FIELDS` annotated fields."""
     return sum(
-        (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS)
-        or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
+        sum(isinstance(line, ast.AnnAssign) for line in node.body) > MOST_FIELDS
         for node in nodes
+        if isinstance(node, ast.ClassDef)
     )
 
 
@@ -142,22 +209,28 @@ def file_cycles(sources: Sources) -> list[list[str]]:
 
 
 def figures(package: Sources) -> dict[str, float]:
-    code = comments = once = dialect = hard = 0
+    code = comments = once = dialect = hard = num_nodes = packed = records = 0
     classes: collections.Counter[str] = collections.Counter()
     for text in package.values():
         nodes = nodes_of(text)
         file_code, file_comments = code_and_comments(text, nodes)
         code, comments = code + file_code, comments + file_comments
         once += len(called_once(text, nodes))
+        num_nodes += len(nodes)
         dialect += pronouns(nodes)
+        packed += packed_conditions(nodes)
+        records += large_records(nodes)
         hard += len(hard_functions(nodes))
         classes.update({node.name for node in nodes if isinstance(node, ast.ClassDef)})
     sizes = [len(text.splitlines()) for text in package.values()]
     return {
         "modules": len(package),
-        "package lines": sum(sizes),
+        "nodes": num_nodes,
+        "nodes per line of code": num_nodes / max(code, 1),
         "median file, lines": statistics.median(sizes) if sizes else 0,
-        "pronouns as names": dialect,
+        "pronouns as names, in 1,000 lines": 1000 * dialect / max(sum(sizes), 1),
+        "texts and lists multiplied by a condition": packed,
+        f"records over {MOST_FIELDS} fields": records,
         "fmt: skip": sum(text.count("# fmt: " + "skip") for text in package.values()),
         "functions over 60 lines or 25 branches": hard,
         "class names defined twice": sum(count > 1 for count in classes.values()),
@@ -229,10 +302,11 @@ def _print_rooms(package: Sources) -> None:
     for path, text in package.items():
         parts = path.removeprefix(PACKAGE).split("/")
         rooms[parts[0] if len(parts) > 1 else "(top)"][path] = text
-    print(f"{'room':<14}{'modules':>9}{'lines':>9}{'pronouns':>10}{'fmt: skip':>11}{'hard':>6}")
+    names = ("modules", "nodes", "nodes per line of code", "pronouns as names, in 1,000 lines")
+    print(f"| room | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     for room, sources in sorted(rooms.items()):
-        modules, lines, _, names, skips, hard, *_ = figures(sources).values()
-        print(f"{room:<14}{modules:>9,}{lines:>9,}{names:>10}{skips:>11}{hard:>6}")
+        values = figures(sources)
+        print(f"| {room} | {' | '.join(f'{round(values[name], 1):,}' for name in names)} |")
 
 
 def _print_hard(package: Sources) -> None:

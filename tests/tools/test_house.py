@@ -49,11 +49,18 @@ SOURCES = {"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND}
 
 def test_what_is_counted() -> None:
     figures = house.figures(SOURCES)
-    assert (figures["modules"], figures["package lines"]) == (2, 29)
+    assert (figures["modules"], figures["nodes"]) == (2,)
     assert figures["class names defined twice"] == 1
     assert figures["fmt: skip"] == 1
     assert figures["private functions called once, in 1,000 lines of code"] == 1000 / 12
     assert figures["comments, % of the lines of code"] == 100 / 12
+
+
+def test_packed_conditions_and_large_records() -> None:
+    text = "a = ['x'] * late\nb = 'x' * 3\nc = '-' * len(a)\nd = f'{b}' * (not a)\nf(*(a, b))\n"
+    assert house.packed_conditions(house.nodes_of(text)) == 3
+    records = [f"class A:\n{'    x: int\n' * count}" for count in (20, 21)]
+    assert [house.large_records(house.nodes_of(record)) for record in records] == [0, 1]
 
 
 def test_pronouns_hard_functions_and_modules_that_import_each_other() -> None:
