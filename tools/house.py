@@ -27,33 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "slurmllm/"
 # Pronouns and participles that say nothing of the value; docs/glossary.md has nouns for them.
-PRONOUNS = frozenset(
-    [
-        "found",
-        "one",
-        "own",
-        "given",
-        "known",
-        "kept",
-        "several",
-        "again",
-        "wanted",
-        "what",
-        "where",
-        "there",
-        "most",
-        "least",
-        "rest",
-        "others",
-        "shown",
-        "sent",
-        "text",
-        "part",
-        "place",
-        "at",
-        "of",
-    ]
-)
+_PRONOUNS = """found one own given known kept several again wanted what where there most least rest
+others shown sent text part place at of"""
+PRONOUNS = frozenset(_PRONOUNS.split())
 MOST_FIELDS = 20  # of a record
 MOST_LINES, MOST_BRANCHES = 60, 25
 _BRANCHES = (

@@ -59,7 +59,7 @@ def test_what_is_counted() -> None:
 def test_packed_conditions_and_large_records() -> None:
     text = "a = ['x'] * late\nb = 'x' * 3\nc = '-' * len(a)\nd = f'{b}' * (not a)\nf(*(a, b))\n"
     assert house.packed_conditions(house.nodes_of(text)) == 3
-    records = [f"class A:\n{'    x: int\n' * count}" for count in (20, 21)]
+    records = ["class A:\n" + "    x: int\n" * count for count in (20, 21)]
     assert [house.large_records(house.nodes_of(record)) for record in records] == [0, 1]
 
 
