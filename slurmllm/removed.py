@@ -6,7 +6,9 @@ An old script gets one error that names the replacement. The table goes with 0.2
 from __future__ import annotations
 
 # Verb, with its group → the replacement
-VERBS: dict[str, str] = {}
+VERBS: dict[str, str] = {
+    "checkpoint convert": "resume reads both formats on any mesh; export writes Hugging Face's",
+}
 # Verb and option → the replacement
 OPTIONS: dict[tuple[str, str], str] = {}
 # Dotted path of a recipe's or profile's field, or of a section → the replacement

@@ -62,12 +62,6 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
     }
 
 
-def optimizer_name(directory: Path) -> str:
-    """Return the optimizer of a run's checkpoint; StorageError if the folder is damaged."""
-    state = TrainState.find(directory / TRAIN_STATE)
-    return ADAMW if state is None else str(state.fingerprint.get(_OPTIMIZER, ADAMW))
-
-
 def fingerprint_digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -1,11 +1,9 @@
-"""`slurmllm checkpoint`: list, verify, import, export and convert checkpoints."""
+"""`slurmllm checkpoint`: list, verify, import and export checkpoints."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from slurmllm.checkpoint.catalogue import CheckpointEntry
-    from slurmllm.checkpoint.formats.converting import Precision
     from slurmllm.config.command import CommandConfig
 
 
@@ -65,21 +62,9 @@ shard_size = click.option(
 )
 
 
-def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
-    for name, meaning, default in (
-        ("--data", "data-parallel workers", "likewise"),
-        ("--virtual-pipeline", "chunks of layers per stage", "likewise"),
-        ("--pipeline", "pipeline stages", "likewise"),
-        ("--tensor", "tensor-parallel workers", "those of CKPT's run, else 1"),
-    ):
-        text = f"nxd: {meaning}.  [default: {default}]"
-        command = click.option(name, type=click.IntRange(1), help=text)(command)
-    return command
-
-
 @click.group(cls=commands.Verbs)
 def checkpoint() -> None:
-    """List, verify, import, export and convert checkpoints."""
+    """List, verify, import and export checkpoints."""
 
 
 @checkpoint.command("list")
@@ -284,86 +269,6 @@ def export(
     missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
     more = () if tokenizer.files else (missing,)
     _report(as_json, target, began, fields, text, *more)
-
-
-@checkpoint.command()
-@click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
-@options.choice("--to backend", "native nxd", "Backend whose format to write.", required=True)
-@out
-@of_run
-@mesh_options
-@click.option(
-    "--zero/--no-zero",
-    default=None,
-    help="nxd: shard the optimizer state over data-parallel workers (ZeRO-1).  "
-    "[default: the run's, else zero]",
-)
-@options.choice(
-    "--precision",
-    "fp32 bf16_mixed bf16_sr bf16",
-    "Precision of the run that will read it.  [default: that of the run that wrote it]",
-)
-@options.runs_dir
-@options.as_json
-def convert(
-    source: str,
-    backend: str,
-    out: str,
-    run: str | None,
-    precision: Precision | None,
-    runs_dir: Path,
-    as_json: bool,
-    **mesh: Any,
-) -> None:
-    """Convert a checkpoint to another backend's format.
-
-    Weights, optimizer state and position are converted. CKPT is RUN or RUN@latest (the newest
-    checkpoint that verifies), RUN@STEP, or a checkpoint folder. Needs neither a cluster nor the
-    backends. A run reads checkpoints of both formats on any mesh; the result is for other
-    programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
-    """
-    from slurmllm.checkpoint.folder import require_absent
-    from slurmllm.checkpoint.formats.converting import mesh_of_run, plan_conversion, run_conversion
-    from slurmllm.display.progress import input_progress
-
-    target, began = Path(out), time.monotonic()
-    degrees = {name: value for name, value in mesh.items() if value is not None}
-    if backend == "native" and degrees:
-        option = next(iter(degrees)).replace("_", "-")
-        raise UserError(
-            f"--{option}: the native format is the same for every mesh; leave it out, or use "
-            "--to nxd"
-        )
-    require_absent(target)
-    directory = _verified_checkpoint(source, run, runs_dir)
-    target_mesh = replace(mesh_of_run(directory), **degrees) if backend == "nxd" else None
-    plan = plan_conversion(directory, target_mesh, precision)
-    with input_progress("converting", plan.num_bytes) as on_progress:
-        manifest = run_conversion(plan, target, on_progress)
-    num_bytes, num_files = sum(file.bytes for file in manifest.files), len(manifest.files) + 1
-    layout = plan.layout.model_dump(mode="json", exclude={"names"}) if plan.layout else None
-    fields = {
-        "checkpoint": str(directory),
-        "out": str(target),
-        "format": backend,
-        "step": manifest.step,
-        "optimizer_state": plan.training is not None,
-        "precision": plan.precision,
-        "layout": layout,
-        "files": num_files,
-        "bytes": num_bytes,
-    }
-    text = f"step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in {num_files} files"
-    hints: tuple[str, ...] = ()
-    if plan.training is None:
-        weights = "it has weights and no optimizer state, like the checkpoint it came from"
-        hints = (weights, f"train from it: --set train.init_from={target}")
-    elif plan.layout is not None and not plan.known_optim:
-        hints = (
-            "betas, eps and weight_decay in NxD's files are slurmllm's defaults, because CKPT is "
-            "in no run; a run of slurmllm uses its recipe's",
-        )
-    _report(as_json, target, began, fields, f"{text}, from {directory}", *hints)
 
 
 def _report(

@@ -47,7 +47,6 @@ _SYNONYMS = {
     "data fetch": "download fetch",
     "checkpoint export": "export",
     "checkpoint import": "import",
-    "checkpoint convert": "convert",
     "checkpoint verify": "verify fsck",
 }
 

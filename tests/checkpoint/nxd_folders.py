@@ -1,4 +1,4 @@
-"""Checkpoint folders in NxD's format, made of whole tensors by the format's rules alone."""
+"""Checkpoint folders of both formats, made of whole tensors; NxD's by the format's rules alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slurmllm.checkpoint.folder import MANIFEST, describe
+from slurmllm.checkpoint.formats.dcp_write import (
+    ChecksumFiles,
+    Chunk,
+    Place,
+    SaveIndex,
+    file_name,
+    write_chunk,
+)
+from slurmllm.checkpoint.formats.pickles import METADATA
 from slurmllm.checkpoint.state import TrainState
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.yaml_source import flatten
+from slurmllm.control.plane import ControlPlane
 from slurmllm.plan.parameters import parameter_shapes
-from slurmllm.run.artifact_records import CheckpointManifest
 
 MODELS: dict[str, dict[str, Any]] = {
     # Odd sizes, so that ZeRO-1 pads; the vocabulary has padding rows.
@@ -202,16 +210,34 @@ def _optimizer(
     return held
 
 
-def with_manifest(folder: Path) -> Path:
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    files = tuple(describe(folder, name) for name in names)
-    counts: dict[str, Any] = {"step": 7, "tokens": 700, "world_size": 1, "attempt": 2}
-    counts |= {"saved_at": 0, "save_s": 0}
-    manifest = CheckpointManifest(**counts, recipe="r", fingerprint="", files=files)
-    manifest.save(folder / MANIFEST)
-    return folder
+def write_dcp(folder: Path, tensors: Mapping[tuple[str, ...], Tensor], workers: int = 1) -> None:
+    """Write `.metadata`, and each worker's rows of every tensor into a file of its own."""
+    folder.mkdir(exist_ok=True)
+    chunks: list[Chunk] = []
+    places: list[Place] = []
+    files = ChecksumFiles()
+    for rank in range(workers):
+        with files.create(folder / file_name(rank, 0)) as stream:
+            for keys, whole in tensors.items():
+                if rank and not whole.dim():
+                    continue
+                rows = whole.tensor_split(workers)[rank] if whole.dim() else whole
+                start = sum(len(rows) for rows in whole.tensor_split(workers)[:rank]) if rank else 0
+                offsets = (start, *(0 for _ in whole.shape[1:])) if whole.dim() else ()
+                chunk = Chunk(keys, whole.dtype, tuple(whole.shape), offsets, tuple(rows.shape))
+                chunks.append(chunk)
+                places.append(write_chunk(stream, file_name(rank, 0), rows))
+    index = SaveIndex(ControlPlane(), chunks)
+    index.collect(places)
+    (folder / METADATA).write_bytes(index.content())
 
 
-def nxd_checkpoint(folder: Path, whole: Whole, layout: Layout) -> Path:
-    write_nxd(folder, whole, layout)
-    return with_manifest(folder)
+def write_native(folder: Path, whole: Whole, workers: int) -> None:
+    """Write the native folder, without its manifest."""
+    tensors = {("model", name): weight for name, weight in whole.weights.items()}
+    for kind, moments in whole.moments.items():
+        tensors |= {("optimizer", name, kind): moment for name, moment in moments.items()}
+    for name in whole.weights:
+        tensors["optimizer", name, "step"] = torch.tensor(whole.step)
+    write_dcp(folder, tensors, workers)
+    write_state(folder, whole)

@@ -208,7 +208,7 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
         ("export . --out x", 2, "is not a checkpoint: it holds neither"),
         ("export 7 --run a --out x", 2, "no checkpoint of step 7; it has: 10, 20"),
         ("export a@7 --out x", 2, "no checkpoint of step 7; it has: 10, 20 (or use latest)"),
-        ("convert b@latest --to native --out x", 2, "no run 'b'"),
+        ("convert a --to nxd --out x", 2, "checkpoint convert was removed; resume"),
         ("verify a@ten", 2, "no checkpoint of step ten"),
         ("export 10 --run b --out x", 2, "no run 'b'"),
         ("export 10 --run a --out full", 2, "full is not empty (held)"),

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
+from checkpoint.nxd_folders import write_dcp
 from slurmllm.checkpoint.formats import dcp_read
 from slurmllm.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.checkpoint.formats.dcp_write import (
@@ -28,7 +29,6 @@ from slurmllm.checkpoint.formats.dcp_write import (
     build_metadata,
     pack_part,
     write_chunk,
-    write_dcp,
 )
 from slurmllm.checkpoint.formats.pickles import pickle_faults, read_metadata
 from slurmllm.control.plane import ControlPlane
@@ -130,8 +130,7 @@ def test_regions_of_a_tensor(values: torch.Tensor, tmp_path: Path) -> None:
 def test_a_load_opens_a_file_once(
     values: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes = {("model", name): (ROWS, 3) for name in "abc"}
-    write_dcp(tmp_path, shapes, torch.float32, lambda keys, region: values[region] + ord(keys[1]))
+    write_dcp(tmp_path, {("model", name): values + ord(name) for name in "abc"})
     files, opened = DcpFiles(tmp_path), list[str]()
 
     def counted(path: Path) -> BinaryIO:
@@ -180,7 +179,5 @@ def test_a_torch_without_its_class_of_places(
 ) -> None:
     monkeypatch.delattr(filesystem, "_StorageInfo")
     assert CHECKPOINT_INDEX.missing() is not None
-    write_dcp(
-        tmp_path, {("model", "a"): (ROWS, 3)}, torch.float32, lambda _, region: values[region]
-    )
+    write_dcp(tmp_path, {("model", "a"): values})
     assert torch.equal(read(tmp_path), values)

@@ -123,7 +123,7 @@ def hostile(
 def test_no_verb_runs_its_code(hostile: tuple[RunDir, Path, Path], tmp_path: Path) -> None:
     _, folder, proof = hostile
 
-    for verb in (["verify"], ["export", "--out"], ["convert", "--to", "native", "--out"]):
+    for verb in (["verify"], ["export", "--out"]):
         name, *options = verb
         more = [*options, str(tmp_path / f"out-{name}")] if options else []
         done = CliRunner().invoke(cli, ["checkpoint", name, str(folder), *more])

@@ -1,4 +1,4 @@
-"""Reading what NxD writes, on a machine without it."""
+"""Reading what either backend writes, on any mesh and on a machine without NxD."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amounts import sample
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
-from checkpoint.nxd_folders import Layout, Whole, random_whole, write_nxd
+from checkpoint.nxd_folders import Layout, Whole, random_whole, write_native, write_nxd
 from checkpoint.test_weights import config, write
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
@@ -74,6 +74,13 @@ def assert_holds(files: TrainingFiles, whole: Whole, dtype: torch.dtype | None =
 def test_every_value(family: str, layout: Layout, tmp_path: Path) -> None:
     whole = random_whole(family)
     write_nxd(tmp_path, whole, layout)
+    assert_holds(open_training(tmp_path, whole.model), whole)
+
+
+@pytest.mark.parametrize(("family", "workers"), [("neox", 1), ("qwen3", 3)])
+def test_every_value_of_the_native_format(family: str, workers: int, tmp_path: Path) -> None:
+    whole = random_whole(family)
+    write_native(tmp_path, whole, workers)
     assert_holds(open_training(tmp_path, whole.model), whole)
 
 

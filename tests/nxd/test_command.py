@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from end_to_end.bench import SMALL, Bench
 
 from nxd.conftest import nxd_environment
-from slurmllm.checkpoint.formats.nxd_files import LAYOUT
 
 pytestmark = pytest.mark.nxd
 
@@ -65,23 +63,3 @@ def test_native_and_nxd_match_and_take_over_from_each_other(
     differences = compared(bench, "native", "moved")
     assert differences["verdict"] == "match"
     assert differences["steps_compared"] == 40
-
-    # The same by files that were converted offline and lie in the checkpoint's place.
-    submit("converted", "native", 10)
-    replace(bench, "converted", 10, "--to=nxd", "--tensor=1", "--pipeline=1", "--data=2")
-    bench.call("resume", "converted", "--set=backend=nxd", "--set=train.steps=20")
-    replace(bench, "converted", 20, "--to=native")
-    bench.call("resume", "converted", "--set=backend=native", "--set=train.steps=40")
-    differences = compared(bench, "native", "converted")
-    assert differences["verdict"] == "match"
-    assert differences["steps_compared"] == 40
-
-
-def replace(bench: Bench, run: str, step: int, *how: str) -> None:
-    """Put a converted checkpoint in the place of a run's."""
-    out = bench.runs.parent / f"{run}-{step}"
-    bench.call("checkpoint", "convert", str(step), f"--run={run}", *how, f"--out={out}")
-    there = bench.runs / run / "checkpoints" / f"step_{step:08d}"
-    assert (there / LAYOUT).is_file() != (out / LAYOUT).is_file()
-    shutil.rmtree(there)
-    out.rename(there)

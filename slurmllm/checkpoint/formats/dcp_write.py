@@ -1,4 +1,4 @@
-"""Writing the native format, torch.distributed.checkpoint's (DCP): by workers, and offline.
+"""Writing the native format, torch.distributed.checkpoint's (DCP), by the workers of a run.
 
 DCP's `.metadata` says where which chunk of a checkpoint is, of all workers. Each worker sends the
 names and places of its chunks to rank 0, as plain numbers, in the first save of an attempt. Names,
@@ -13,11 +13,11 @@ import math
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from io import BufferedWriter, FileIO
-from itertools import accumulate, starmap
+from itertools import starmap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurmllm.checkpoint.formats.pickles import METADATA
 from slurmllm.checkpoint.formats.safetensors_files import own_storage
 from slurmllm.checkpoint.shards import Region
 from slurmllm.control.plane import ControlPlane
@@ -44,12 +43,9 @@ from slurmllm.model.private_names import CHECKPOINT_INDEX
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-    from slurmllm.display.progress import OnProgress
 
 _CHUNK_BYTES = 8 * 2**20  # hashed right after the write, while it is in the CPU's cache
 _FLUSH_BYTES = 32 * 2**20
-PIECE_BYTES = 64 * 2**20  # offline: rounded to rows of the tensor, at least one
-FILE_BYTES = 4 * 10**9  # offline
 
 Keys = tuple[str, ...]  # that lead to a tensor in the nested state
 Numbers = tuple[int, ...]
@@ -251,43 +247,3 @@ def write_chunk(stream: IO[bytes], name: str, values: Tensor) -> Place:
     offset = stream.tell()
     torch.save(own_storage(values.detach().cpu()), stream)
     return Place(name, offset, stream.tell() - offset)
-
-
-def write_dcp(
-    folder: Path,
-    shapes: Mapping[Keys, Numbers],
-    dtype: torch.dtype,
-    read: Callable[[Keys, Region], Tensor],
-    on_progress: OnProgress = lambda _: None,
-) -> None:
-    """Write `.metadata` and the shard files into an existing folder, one piece of a tensor at once.
-
-    `read` returns a region of a tensor. Scalars are fp32. Raises an OSError if the file system
-    failed a write.
-    """
-    chunks: list[Chunk] = []
-    for keys, shape in shapes.items():
-        if not shape:
-            chunks.append(Chunk(keys, torch.float32, (), (), ()))
-            continue
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        rows = max(1, PIECE_BYTES // (row_bytes or 1))
-        for start in range(0, shape[0], rows):
-            offsets, sizes = (
-                (start, *(0 for _ in shape[1:])),
-                (min(rows, shape[0] - start), *shape[1:]),
-            )
-            chunks.append(Chunk(keys, dtype, shape, offsets, sizes))
-    done = iter(accumulate(chunk.num_bytes for chunk in chunks))
-    files, places = ChecksumFiles(), list[Place]()
-    while len(places) < len(chunks):
-        name = file_name(0, len(files.written))
-        with files.create(folder / name) as stream:
-            while len(places) < len(chunks) and stream.tell() < FILE_BYTES:
-                chunk = chunks[len(places)]
-                places.append(write_chunk(stream, name, read(chunk.path, chunk.region)))
-                on_progress(next(done))
-    index = SaveIndex(ControlPlane(), chunks)
-    index.collect(places)
-    with files.create(folder / METADATA) as stream:
-        stream.write(index.content())

@@ -11,7 +11,6 @@ file, or in several that agree. Weights are the fp32 master weights if the check
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +38,7 @@ Key = tuple[Any, ...]  # keys through nested dicts: ("base_state", 3, "exp_avg")
 
 
 class NxdLayout(Record):
-    """`nxd_layout.json` of a checkpoint that NxD wrote, or that was converted for it."""
+    """`nxd_layout.json` of a checkpoint that NxD wrote,"""
 
     tensor: int  # tensor-parallel workers
     pipeline: int  # stages
@@ -122,31 +121,6 @@ def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
     return StoredPart((each, *part.shape[1:]), tuple(parts))
 
 
-def names_of_stages(
-    model: ModelConfig, pipeline: int, virtual_pipeline: int
-) -> tuple[tuple[str, ...], ...]:
-    """Return each pipeline stage's parameters: matrices first (they decay), then NxD's order."""
-    shapes = parameter_shapes(model)
-    chunks = pipeline * virtual_pipeline
-    each = model.num_layers // chunks
-    stages: list[list[str]] = [[] for _ in range(pipeline)]
-    for name in sorted(shapes, key=_module_order):
-        layer = _module_order(name)[0]
-        chunk = 0 if layer < 0 else min(layer // each, chunks - 1)
-        stages[chunk % pipeline].append(name)
-    if model.tied_embeddings and pipeline > 1:
-        stages[-1].append("embed.weight")  # the head of the last stage
-    return tuple(tuple(sorted(names, key=lambda name: len(shapes[name]) <= 1)) for names in stages)
-
-
-def _module_order(name: str) -> tuple[int, bool]:
-    """Sort key of NxD's module order: in a layer, norms before matrices (`ParallelBlock`)."""
-    module, layer, *_ = name.split(".")
-    if module == "layers":
-        return int(layer), "norm." not in name
-    return (-1 if module in ("embed", "positions") else sys.maxsize), False
-
-
 class _Source(NamedTuple):
     """A tensor of a file, and the part of a parameter in it."""
 
@@ -200,17 +174,6 @@ class NxdFiles:
     def step(self, name: str) -> float:
         file = self._open(optimizer_file(0, 0, self._places[name][0]))
         return float(file.read((*self._state_key(name), "step")))
-
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's hyperparameters from the first worker's file."""
-        if not self._layout.trained:
-            return []
-        file = self._open(optimizer_file(0, 0, 0))
-        groups = file.content.get("param_groups", [])
-        try:
-            return [{key: group[key] for key in group if key != "params"} for group in groups]
-        except TypeError as error:
-            raise StorageError(f"{file.path} is damaged: param_groups: {error}") from error
 
     def _state_key(self, name: str) -> Key:
         return ("base_state" if self._layout.zero else "state", self._places[name][1])
