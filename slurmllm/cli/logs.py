@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -15,20 +16,18 @@ from click.core import ParameterSource
 
 from slurmllm.cli import options
 from slurmllm.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
-from slurmllm.format import format_names, format_plural
+from slurmllm.format import format_plural
 from slurmllm.run.rundir import RunDir, Stage, find_run
 from slurmllm.run.safe_files import open_regular
 
 if TYPE_CHECKING:
     from slurmllm.run.records import AttemptRecord
     from slurmllm.status.first_failure import Culprit
-    from slurmllm.status.logs import LogSelection, RankLine
+    from slurmllm.status.logs import LogSelection, MergedLogs, RankLine
 
 _LOOK_S = 0.5  # between two reads of the files
 _ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
-# For launchers to notice a request: they look every 5 s, and NFS may hide a new file for half a
-# minute.
-_ANSWER_S = 90.0
+_LONGEST_LINE = 1 << 20  # bytes, of a log on a node
 _FAILED_LINES = 30
 _LINES_AT_ONCE = 256  # in a write: a flush for every line takes longer than the merge
 _COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
@@ -98,7 +97,7 @@ def logs(
     several ranks are merged by time within each attempt.
 
     While an attempt runs, the logs of workers other than rank 0 are on the disks of their nodes.
-    --rank, --ranks and --all-ranks have them copied into the run directory until it ends.
+    --rank reads one there, by srun; the others are collected when the attempt ends.
 
     -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
     in the run directory.
@@ -110,8 +109,6 @@ def logs(
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     single = rank is not None or not (follow or all_ranks or ranks)  # worker
     plain = single and rank is None and attempt is None  # rank 0, in all attempts
-    # A plain -f may be of thousands of workers, and few of them print anything.
-    request = rank is not None or ranks is not None or all_ranks
     if single:
         ranks = frozenset({rank or 0})
     if attempt is not None or (single and not plain):
@@ -125,7 +122,7 @@ def logs(
         elif failed:
             _print_failures(selection, lines or _FAILED_LINES, follow)
         else:
-            _print_logs(selection, lines, follow, request, labels=not single)
+            _print_logs(selection, lines, follow, labels=not single)
     except KeyboardInterrupt:  # the usual way to leave
         if not follow:
             raise
@@ -148,19 +145,19 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
         raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
 
 
-def _print_logs(
-    selection: LogSelection, lines: int | None, follow: bool, request: bool, labels: bool
-) -> None:
+def _print_logs(selection: LogSelection, lines: int | None, follow: bool, labels: bool) -> None:
     from slurmllm.status.logs import MergedLogs
 
     run = selection.run
-    requested: set[tuple[Stage, int]] = set()
-    if request and not follow:
-        _request_logs(selection, requested, wait=True)
     merged = MergedLogs(selection)
     rank = None if labels else next(iter(selection.ranks or {0}))  # the only one
-    if not merged.any_file() and (text := _explain_no_log(selection, rank, follow)):
-        click.echo(text, err=True)
+    tried: set[tuple[Stage, int]] = set()
+    if rank and not follow and _print_from_node(selection, merged, tried, rank, lines, follow):
+        return
+    if labels and not follow:
+        _note_missing_logs(selection)
+    if not merged.any_file() and (message := _explain_no_log(selection, rank, follow)):
+        click.echo(message, err=True)
         return
     for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
         if path.is_file():
@@ -168,10 +165,63 @@ def _print_logs(
     printer = _Printer(run, labels)
     for ended in _until_ended(run) if follow else [True]:
         rank_lines = merged.poll_last(lines, ended) if lines else merged.poll(ended)
-        lines = None  # for the first look
         _echo(printer.texts(rank_lines))
-        if request and not ended:
-            _request_logs(selection, requested, wait=False)
+        if rank and not ended:
+            _print_from_node(selection, merged, tried, rank, lines, follow)
+        lines = None  # for the first look
+
+
+def _print_from_node(
+    selection: LogSelection,
+    merged: MergedLogs,
+    tried: set[tuple[Stage, int]],
+    rank: int,
+    lines: int | None,
+    follow: bool,
+) -> bool:
+    """Print a worker's log from the disk of its node; returns whether it is there.
+
+    `follow`: until the worker ends. `tried` gets the attempt, so that none is printed twice.
+    """
+    from slurmllm.slurm.environment import slurm_environment
+    from slurmllm.status.logs import node_log_command, text_of
+
+    command = None
+    with suppress(StorageError):  # a record that is damaged
+        record = selection.newest_attempt()
+        if record is not None and (record.stage, record.attempt) not in tried:
+            command = node_log_command(selection.run, record, rank, lines, follow)
+    if command is None or record is None:
+        return False
+    tried.add((record.stage, record.attempt))
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=slurm_environment())
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be started: {error}") from error
+    with process:
+        assert process.stdout is not None
+        try:
+            while line := process.stdout.readline(_LONGEST_LINE):
+                merged.skip(record.stage, record.attempt, rank)
+                click.echo(_coloured(text_of(line.removesuffix(b"\n"))))
+        finally:
+            if process.poll() is None:
+                process.terminate()  # srun survives a first Ctrl-C
+    return process.returncode == 0
+
+
+def _note_missing_logs(selection: LogSelection) -> None:
+    with suppress(StorageError):
+        record = selection.newest_attempt()
+        if record is None or record.ended_at is not None:
+            return
+        if ranks := selection.missing_ranks(record):
+            click.echo(
+                f"without {format_plural(len(ranks), 'log')} on the disks of the nodes, collected "
+                f"when {record.stage} attempt {record.attempt} ends; `slurmllm logs "
+                f"{selection.run.name} --rank {ranks[0]} -f` shows one",
+                err=True,
+            )
 
 
 def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> str | None:
@@ -224,38 +274,6 @@ def _state_text(run: RunDir) -> str:
 
     state = run_states([run], SlurmClient())[0]
     return f"{state.state}, {state.reason or 'starting'}; see `slurmllm status {run.name}`"
-
-
-def _request_logs(selection: LogSelection, requested: set[tuple[Stage, int]], wait: bool) -> None:
-    """Ask a running attempt for logs.
-
-    With `wait`, wait until they are in the run directory or the attempt has ended, and warn if they
-    are not there in time.
-    """
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.logs import awaited_ranks, node_of, request_logs
-    from slurmllm.status.runs import is_active
-
-    try:
-        record = request_logs(selection, requested, lambda: is_active(selection.run, SlurmClient()))
-        if record is None:
-            return
-        attempt = f"{record.stage} attempt {record.attempt}"
-        click.echo(f"asking the nodes of {attempt} for logs on their disks", err=True)
-        deadline = time.monotonic() + _ANSWER_S
-        while wait and (missing := awaited_ranks(selection, record)):
-            if time.monotonic() > deadline:
-                nodes = list(dict.fromkeys(node_of(record, rank) for rank in missing))
-                click.echo(
-                    f"no answer from {format_names(nodes)} within {_ANSWER_S:.0f} s: without the "
-                    f"logs of rank {format_names([*map(str, missing)])}, which are collected when "
-                    "the attempt ends",
-                    err=True,
-                )
-                return
-            time.sleep(_LOOK_S)
-    except (SlurmError, StorageError) as error:
-        click.echo(f"cannot ask for logs on the disks of the nodes: {error}", err=True)
 
 
 def _echo(texts: Iterable[str]) -> None:

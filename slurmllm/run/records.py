@@ -420,6 +420,7 @@ class NodeRecord(Record):
     # Names of the graphs that this node compiled in training and submitted.
     new_graphs: tuple[str, ...] = ()
     pids: dict[int, int] = Field(default_factory=dict)  # rank → process id
+    log_folder: str | None = None  # on its disk, with the logs of ranks that are not collected yet
     # Rank → exit code; negative: ended by that signal.
     exit_codes: dict[int, int] = Field(default_factory=dict)
     # The ranks that the launcher itself ended, after another's failure.

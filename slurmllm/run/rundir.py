@@ -105,7 +105,6 @@ class AttemptDir:
 
     record = FixedPath("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
     hang = FixedPath("hang.json")  # launchers then dump stacks (`HangRecord`)
-    log_requests = FixedPath("log_requests")  # which workers' logs `slurmllm logs` waits for
     # By the name of a node:
     node = PathOf[str]("nodes/{}.json")  # its launcher and its workers (`NodeRecord`)
     health = PathOf[str]("health/{}.json")  # its preflight checks (`NodeHealth`)
@@ -118,10 +117,6 @@ class AttemptDir:
     @property
     def number(self) -> int:
         return int(self.path.name)
-
-    def log_request(self, rank: int | None) -> Path:
-        """Return the request for the log of a worker, or with None of all."""
-        return self.log_requests / ("all" if rank is None else f"rank_{rank:05d}")
 
 
 class ProfileFiles:

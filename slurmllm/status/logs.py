@@ -1,4 +1,4 @@
-"""The logs of a run's workers, merged, and requests for those that are on the disks of the nodes.
+"""The logs of a run's workers, merged, and the command that prints one from the disk of its node.
 
 Lines of an attempt are merged by the time of their log records; a line without a time, such as a
 library's output or a traceback, follows the previous line of its file. In files without any times
@@ -9,8 +9,9 @@ record of an attempt's ending follows all its lines.
 from __future__ import annotations
 
 import re
+import socket
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -20,10 +21,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from slurmllm.errors import RunError
 from slurmllm.format import printable
 from slurmllm.log import message_of, parse_line
-from slurmllm.run.records import AttemptRecord
-from slurmllm.run.rundir import RunDir, Stage, write_atomic
+from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import open_regular
 
 _RANK = re.compile(r"^rank_(\d+)\.log$")
@@ -185,6 +187,11 @@ class MergedLogs:
             for stage in selection.stages:
                 self._first[stage] = max((a.number for a in self._run.attempts(stage)), default=0)
         self._logs: dict[tuple[Stage, int, int], _RankLog] = {}
+        self._skipped: set[tuple[Stage, int, int]] = set()
+
+    def skip(self, stage: Stage, attempt: int, rank: int) -> None:
+        """Leave out a worker's log, which was printed from its node."""
+        self._skipped.add((stage, attempt, rank))
 
     def any_file(self) -> bool:
         """Return whether there is a log of any of the ranks."""
@@ -235,6 +242,8 @@ class MergedLogs:
                 logs[number] = []
                 for rank in filter(self._selection.includes, ranks):
                     key = (stage, number, rank)
+                    if key in self._skipped:
+                        continue
                     if key not in self._logs:
                         self._logs[key] = _RankLog(GrowingLog(self._run.worker_log(*key)), *key)
                     logs[number].append(self._logs[key])
@@ -281,30 +290,33 @@ def ranks_with_logs(run: RunDir, stage: Stage, attempt: int) -> list[int]:
     return []
 
 
-def request_logs(
-    selection: LogSelection, requested: set[tuple[Stage, int]], is_active: Callable[[], bool]
-) -> AttemptRecord | None:
-    """Request the logs of a running attempt that are still on the disks of the nodes.
+def node_log_command(
+    run: RunDir, record: AttemptRecord, rank: int, lines: int | None, follow: bool
+) -> list[str] | None:
+    """Return the command that prints the log of a running worker on the disk of its node.
 
-    Returns the record of the attempt, and adds it to those `requested`; None if there is no other
-    than these, it misses no log, or the run is not active (its supervisor was killed). Raises a
-    StorageError if this user may not write to the run.
+    `follow`: until the worker ends. Returns None if the log is not there, or not any longer.
+
+    Raises:
+        RunError: a local run is on another machine.
     """
-    record = selection.newest_attempt()
-    if record is None or (record.stage, record.attempt) in requested:
+    node = node_of(record, rank)
+    if rank == 0 or not node or record.ended_at is not None:
         return None
-    requested.add((record.stage, record.attempt))
-    if record.ended_at is not None or not selection.missing_ranks(record) or not is_active():
+    node_record = NodeRecord.find(run.attempt(record.stage, record.attempt).node(node))
+    if node_record is None or node_record.log_folder is None or rank in node_record.exit_codes:
         return None
-    attempt = selection.run.attempt(record.stage, record.attempt)
-    for rank in [None] if selection.ranks is None else sorted(selection.ranks):
-        if rank is None or rank < record.world_size:
-            write_atomic(attempt.log_request(rank), "")
-    return record
-
-
-def awaited_ranks(selection: LogSelection, record: AttemptRecord) -> list[int]:
-    """Return the workers whose requested logs are missing; none once their attempt has ended."""
-    path = selection.run.attempt(record.stage, record.attempt).record
-    ranks = selection.missing_ranks(record)
-    return [] if not ranks or AttemptRecord.load(path).ended_at is not None else ranks
+    tail = ["tail", f"--lines={lines or '+1'}"]
+    if follow:
+        tail += ["--follow", f"--pid={node_record.pids[rank]}"]
+    tail.append(f"{node_record.log_folder}/rank_{rank:05d}.log")
+    if record.job_id is None:
+        if record.host not in (None, socket.gethostname()):
+            raise RunError(
+                f"the log of rank {rank} is on the disk of {record.host}; print it there"
+            )
+        return tail
+    srun = ["srun", f"--jobid={record.job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+    # --overlap, --mem=0: the step shares CPUs and memory of the run's steps.
+    srun += ["--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
+    return [*srun, *tail]

@@ -1,9 +1,9 @@
 """The logs of a node's workers: on the node's disk, collected into the run directory.
 
 Rank 0 writes to the log of the stage. The others write to files on the disk of their node, so that
-thousands of workers do not keep files open on the shared file system. The launcher copies requested
-logs during the attempt and all at its end (docs/status.md), before it writes the node's final
-record. If the node's disk cannot be written, the workers write into the run directory.
+thousands of workers do not keep files open on the shared file system. The launcher copies them when
+its workers have ended, before it writes the node's final record. If the node's disk cannot be
+written, the workers write into the run directory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import logging
 import os
 import re
 import shutil
-import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -30,33 +28,31 @@ from slurmllm.run.safe_files import (
     open_lock,
     open_regular,
     os_error_text,
-    read_limited,
     write_whole,
 )
 
-MIRROR_S = 2.0  # interval between copies of a log that is asked for
-MOST_BYTES = 64 << 20  # of one log per copy: the first BEGIN_BYTES and the end
+MAX_LOG_BYTES = 64 << 20  # of a log in the run directory: the first BEGIN_BYTES and the end
 BEGIN_BYTES = 1 << 20
 # <stage>_<attempt>-<start of the attempt, Unix time in ms>-<node>: if a run is removed, another one
 # may have its name and its attempt's number.
 _FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
-_LOG = re.compile(r"^rank_(\d{5,})(?:\.log)?$")  # a log, or a request for it
+_LOG = re.compile(r"^rank_(\d{5,})\.log$")
 
 log = logging.getLogger(__name__)
 
 
 class RankLogs:
-    """The logs of the workers that this launcher starts; `look_s`: seconds between checks for
-    requests.
-    """
+    """The logs of the workers that this launcher starts."""
 
-    def __init__(
-        self, config: RunConfig, run: RunDir, record: AttemptRecord, node: str, look_s: float
-    ) -> None:
+    def __init__(self, config: RunConfig, run: RunDir, record: AttemptRecord, node: str) -> None:
         self._config, self._run, self._record, self._node = config, run, record, node
-        self._look_s, self._next_look = look_s, 0.0
         self._files: _LocalFiles | None = None
         self._refused = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on the node's disk; None if the logs are in the run directory."""
+        return None if self._files is None else self._files.folder
 
     def open(self, rank: int) -> int:
         """Return a descriptor of a worker's new log; StorageError if no folder takes it."""
@@ -72,7 +68,7 @@ class RankLogs:
                         check_private_folder(base)
                         folder.mkdir(mode=0o700, exist_ok=True)
                         self._files = _LocalFiles(folder, self._run, stage, number)
-                return self._files.open_new(rank)
+                return open_append(self._files.path(rank))
             except (NodeError, OSError) as error:
                 self._refused = True
                 cause = os_error_text(error) if isinstance(error, OSError) else str(error)
@@ -83,24 +79,6 @@ class RankLogs:
             return open_append(path)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {os_error_text(error)}") from error
-
-    def copy(self, ranks: Iterable[int]) -> None:
-        if self._files is not None:
-            self._files.copy(ranks)
-
-    def update(self) -> None:
-        """Look for requests, and copy the logs that are asked for, if it is time."""
-        if self._files is None or time.monotonic() < self._next_look:
-            return
-        attempt, names = self._run.attempt(self._record.stage, self._record.attempt), set[str]()
-        with suppress(OSError):
-            names = {entry.name for entry in attempt.log_requests.iterdir()}
-        ranks = set(self._files.copied)
-        if attempt.log_request(None).name not in names:  # a request for all ranks
-            ranks &= _ranks(names)
-        self._files.copy(ranks, requested=True)
-        interval_s = min(MIRROR_S, self._look_s) if ranks else self._look_s
-        self._next_look = time.monotonic() + interval_s
 
     def collect(self) -> None:
         """After the workers have ended: copy all logs, then remove them unless a copy failed."""
@@ -113,11 +91,7 @@ class _LocalFiles:
     """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
 
     def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
-        # rank → size of the log when this process last copied it completely; -1: it has not yet
-        self.copied: dict[int, int] = {}
-        # rank → bytes left out of the copy, minus the length of the lines that say so
-        self._absent: dict[int, int] = {}
-        self._folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
+        self.folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
         # Held as long as this process lives and by no other: workers do not inherit it.
         self.lock = open_lock(folder / "lock")
         try:
@@ -126,73 +100,46 @@ class _LocalFiles:
             self.lock.close()
             raise
 
-    def open_new(self, rank: int) -> int:
-        descriptor = open_append(self._path(rank))
-        self.copied[rank] = -1
-        return descriptor
-
-    def register(self) -> None:
-        """Register the files of a launcher that has ended, which may have copied parts."""
-        self.copied = dict.fromkeys(_ranks(entry.name for entry in self._folder.iterdir()), -1)
-
-    def copy(self, ranks: Iterable[int], *, requested: bool = False) -> bool:
-        """Append to the copies what they lack; returns whether all of it was copied.
-
-        `requested`: logs without content are copied too, and errors are not reported, because the
-        copy is repeated.
-        """
-        complete = True
-        for rank in sorted(self.copied.keys() & ranks):
-            try:
-                self._append(rank, requested)
-            except OSError as error:
-                complete = False
-                if not requested:
-                    fate = f"{os_error_text(error)}; it stays there until the next attempt"
-                    target = self._target(rank).parent
-                    log.warning("cannot copy %s to %s: %s", self._path(rank), target, fate)
-        return complete
+    def path(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank:05d}.log"
 
     def collect(self) -> bool:
-        """Copy all logs, then remove them unless a copy failed."""
+        """Copy all logs, then remove them unless a copy failed; returns whether all were copied."""
+        complete = True
         with self.lock:
-            complete = self.copy(self.copied)
+            for rank in self.ranks():
+                target = self._run.worker_log(self._stage, self._attempt, rank)
+                try:
+                    _copy(self.path(rank), target)
+                except OSError as error:
+                    complete = False
+                    fate = f"{os_error_text(error)}; it stays there until the next attempt"
+                    log.warning("cannot copy %s to %s: %s", self.path(rank), target.parent, fate)
             if complete:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self.remove()
         return complete
 
-    def _append(self, rank: int, empty_too: bool) -> None:
-        """Append what is new; of more than MOST_BYTES the middle is left out, which a line says."""
-        with open_regular(self._path(rank), follow=False) as source:
-            size = os.fstat(source.fileno()).st_size
-            if size == self.copied[rank] or (size == 0 and not empty_too):
-                return
-            with os.fdopen(open_append(self._target(rank)), "ab") as target:
-                # Where the copy ends: an earlier copying may have failed or been killed halfway.
-                skipped = self._path(rank).with_suffix(".skipped")
-                if rank not in self._absent:
-                    with suppress(OSError, ValueError):
-                        self._absent[rank] = int(read_limited(skipped, 32))
-                begin = target.tell() + self._absent.get(rank, 0)
-                source.seek(begin)
-                if (left_out := size - begin - MOST_BYTES) > 0:
-                    line = f"\n[{left_out} bytes left out]\n".encode()
-                    absent = begin - target.tell() + left_out - len(line)
-                    target.write(source.read(BEGIN_BYTES))
-                    target.flush()
-                    self._absent[rank] = absent
-                    with suppress(OSError):  # only now: this process may end anywhere
-                        write_whole(skipped, str(absent).encode(), durable=False)
-                    target.write(line)
-                    source.seek(left_out, os.SEEK_CUR)
-                target.write(source.read(max(size - source.tell(), 0)))
-        self.copied[rank] = size
+    def ranks(self) -> list[int]:
+        matches = (_LOG.match(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
 
-    def _path(self, rank: int) -> Path:
-        return self._folder / f"rank_{rank:05d}.log"
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _target(self, rank: int) -> Path:
-        return self._run.worker_log(self._stage, self._attempt, rank)
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a log that is not empty; of one over MAX_LOG_BYTES the middle is left out."""
+    with open_regular(path, follow=False) as source:
+        size = os.fstat(source.fileno()).st_size
+        if size == 0:
+            return
+        content = source.read(min(size, BEGIN_BYTES))
+        left_out = size - MAX_LOG_BYTES
+        if left_out > 0:
+            content += f"\n[{left_out} bytes left out]\n".encode()
+            source.seek(left_out, os.SEEK_CUR)
+        content += source.read(MAX_LOG_BYTES)
+    write_whole(target, content, durable=False)
 
 
 def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int) -> None:
@@ -208,23 +155,22 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
         # An attempt of this number or a later one may have just begun.
         if match is None or (match[1] == stage and int(match[2]) >= attempt):
             continue
-        of_stage, number = cast("Stage", match[1]), int(match[2])
+        log_stage, number = cast("Stage", match[1]), int(match[2])
         try:
-            record = AttemptRecord.find(run.attempt(of_stage, number).record)
+            record = AttemptRecord.find(run.attempt(log_stage, number).record)
         except StorageError as error:  # it is not known whose logs they are
             log.warning("%s; the logs in %s wait for the next attempt", error, folder)
             continue
         with suppress(OSError):  # its launcher may live: with --local several use one disk
-            files = _LocalFiles(folder, run, of_stage, number)
-            if record is not None and round(record.started_at * 1000) == int(match[3]):
-                files.register()
-            if files.collect() and files.copied:
-                workers = f"{len(files.copied)} workers of {of_stage} attempt {number}"
+            files = _LocalFiles(folder, run, log_stage, number)
+            if record is None or round(record.started_at * 1000) != int(match[3]):
+                with files.lock:
+                    files.remove()  # of a removed run
+                continue
+            ranks = files.ranks()
+            if files.collect() and ranks:
+                workers = f"{len(ranks)} workers of {log_stage} attempt {number}"
                 log.info("collected the logs of %s, whose launcher was killed", workers)
-
-
-def _ranks(names: Iterable[str]) -> set[int]:
-    return {int(match[1]) for match in map(_LOG.match, names) if match}
 
 
 def _logs_folder(config: RunConfig, run: RunDir) -> Path:

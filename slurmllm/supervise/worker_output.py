@@ -1,6 +1,6 @@
 """What the workers of a trainer print: written to their logs within limits, and looked at.
 
-A thread reads the pipes of all workers of a node. A log gets the first MOST_BYTES of an attempt
+A thread reads the pipes of all workers of a node. A log gets the first MAX_LOG_BYTES of an attempt
 and, at its end, the last lines; of a progress bar that overwrites itself, what it shows now and
 then. A disk that refuses must not block the trainer: what it refuses is left out.
 """
@@ -16,7 +16,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from slurmllm.supervise.rank_logs import MOST_BYTES
+from slurmllm.supervise.rank_logs import MAX_LOG_BYTES
 from slurmllm.supervise.trainer_command import OutputLine
 
 _READ_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class _Stream:
         self._put(data)
 
     def _put(self, data: bytes) -> None:
-        room = max(MOST_BYTES - self.written, 0)
+        room = max(MAX_LOG_BYTES - self.written, 0)
         self.left_out += len(data) - self._write(data[:room])
 
     def _write(self, data: bytes) -> int:

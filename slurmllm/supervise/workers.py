@@ -92,7 +92,7 @@ class Workers:
         self._look_s = min(LOOK_S, max(self.config.recipe.watchdog.min_step_s / 8, 0.25))
         self._looked_at = 0.0
         self._oom_kills = count_oom_kills()  # of the node, before the workers start
-        self.logs = RankLogs(self.config, run, self.record, self.node, self._look_s)
+        self.logs = RankLogs(self.config, run, self.record, self.node)
 
     def watch_signals(self) -> None:
         """Record stop signals instead of dying of them."""
@@ -156,6 +156,7 @@ class Workers:
         self.save(
             pids={rank: worker.pid for rank, worker in self.processes.items()},
             environment={name: variables[name] for name in names if name in variables},
+            log_folder=None if self.logs.folder is None else str(self.logs.folder),
         )
 
     def start_worker(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -248,7 +249,6 @@ class Workers:
             first = self.heartbeats.phases.get(0)
             if self.compiles and first is not None and first.phase == "first_step":
                 self.log_compiling()
-        self.logs.update()
 
     def log_compiling(self) -> None:
         """Log that the first step compiles: at once, then now and then with the time so far."""
@@ -261,7 +261,6 @@ class Workers:
 
     def _end_peers(self, failed: Sequence[int]) -> None:
         """End the peers of failed workers; before that they get some time to record why."""
-        self.logs.copy(failed)  # at once: `logs --failed` shows them
         self.record_failures()
         cause_known = any(self.exit_codes()[rank] < 0 for rank in failed)
         for rank in failed:

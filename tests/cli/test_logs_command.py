@@ -16,6 +16,7 @@ from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
 from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.status.logs import node_log_command
 
 
 @pytest.fixture
@@ -100,27 +101,26 @@ def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir
     assert "rank 1 on b, train attempt 0: it printed nothing" in result.stderr
 
 
-def test_a_running_attempt_is_asked_for_logs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they are there, the attempt has ended, or its nodes have not answered in time."""
+def test_a_running_worker_s_log_is_read_on_its_node(run: RunDir, tmp_path: Path) -> None:
     attempt, log = run.attempt("train", 0), run.worker_log("train", 0, 1)
-    record = AttemptRecord.load(attempt.record)
-    record.model_copy(update={"ended_at": None}).save(attempt.record)
-    log.unlink()
-    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
-    monkeypatch.setattr("slurmllm.status.runs.is_active", lambda *_: True)
+    record = AttemptRecord.load(attempt.record).model_copy(update={"ended_at": None})
+    record.save(attempt.record)
+    disk = log.rename(tmp_path / log.name)
+    NodeRecord(node="b", pids={1: 1}, log_folder=str(tmp_path)).save(attempt.node("b"))
+    assert call("--rank", "1").stdout == "one\nlast\ufffd\n"
+    assert call("--rank", "1", "-n", "1").stdout == "last\ufffd\n"
     result = call("--ranks", "0,1", "--stage", "train")
-    assert "asking the nodes of train attempt 0" in result.stderr
-    assert "no answer from b" in result.stderr
-    assert "without the logs of rank 1, which" in result.stderr
+    assert "without 1 log on the disks of the nodes" in result.stderr
     assert "[rank 0 a] zero" in result.stdout
-    assert attempt.log_request(1).is_file()
-
-    monkeypatch.setattr(module, "_ANSWER_S", 60.0)
-    monkeypatch.setattr(module.time, "sleep", lambda _: write(log, b"copied\n"))
-    assert call("--rank", "1").stdout == "copied\n"
-    log.unlink()
-    monkeypatch.setattr(module.time, "sleep", lambda _: record.save(attempt.record))
-    assert "which are collected" not in call("--all-ranks").output
+    disk.unlink()
+    result = call("--rank", "1")
+    assert (result.exit_code, "the disk of b" in result.output) == (2, True), result.output
+    record.model_copy(update={"host": "other"}).save(attempt.record)
+    assert "the disk of other; print it there" in call("--rank", "1").output
+    following = node_log_command(run, record.model_copy(update={"job_id": "7"}), 1, None, True)
+    assert following is not None
+    assert following[:3] == ["srun", "--jobid=7", "--nodelist=b"]
+    assert following[-4:] == ["--lines=+1", "--follow", "--pid=1", str(disk)]
 
 
 def test_the_first_failing_worker(run: RunDir) -> None:

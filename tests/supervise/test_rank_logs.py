@@ -39,7 +39,7 @@ def record_of(run: RunDir, attempt: int = 0, started_at: float = 1.5) -> Attempt
 
 
 def logs_of(config: RunConfig, run: RunDir, attempt: int = 0, node: str = "n1") -> RankLogs:
-    return RankLogs(config, run, record_of(run, attempt), node, look_s=0.0)
+    return RankLogs(config, run, record_of(run, attempt), node)
 
 
 def folder_on_disk(config: RunConfig, run: RunDir) -> Path:
@@ -57,43 +57,15 @@ def test_logs_are_on_the_node_until_they_are_collected(config: RunConfig, run: R
     files = {rank: logs.open(rank) for rank in (1, 2, 3)}
     os.write(files[1], b"one\n")
     os.write(files[2], b"two\n")
-    logs.update()
     assert not run.logs.exists()
-    logs.copy([1, 7])  # as when rank 1 fails
-    assert (content(run, 1), content(run, 2)) == ("one\n", None)
-    os.write(files[1], b"more\n")
+    assert logs.folder is not None
+    assert (logs.folder / "rank_00001.log").read_text() == "one\n"
     logs.collect()
-    assert (content(run, 1), content(run, 2)) == ("one\nmore\n", "two\n")
+    assert (content(run, 1), content(run, 2)) == ("one\n", "two\n")
     assert content(run, 3) is None  # it printed nothing
     assert list(folder_on_disk(config, run).iterdir()) == []
     logs.collect()
-    assert content(run, 1) == "one\nmore\n"
-
-
-def test_requested_logs_follow_their_workers(
-    config: RunConfig, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_logs, "MIRROR_S", 0.0)
-    logs, attempt = logs_of(config, run), run.attempt("train", 0)
-    files = {rank: logs.open(rank) for rank in (2, 3)}
-    attempt.log_requests.mkdir()
-    for name in ("rank_00002", "rank_00009", "rank_x", "rank_00003.tmp"):
-        (attempt.log_requests / name).touch()
-    logs.update()
-    assert (content(run, 2), content(run, 3)) == ("", None)
-    with monkeypatch.context() as patched:  # an empty log is not opened again and again
-        patched.delattr(rank_logs, "open_append")
-        logs.update()
-    os.write(files[2], b"a\n")
-    logs.update()
-    os.write(files[2], b"b\n")
-    logs.update()
-    assert content(run, 2) == "a\nb\n"
-    attempt.log_request(None).touch()
-    logs.update()
-    assert (content(run, 2), content(run, 3)) == ("a\nb\n", "")
-    logs.collect()
-    assert (content(run, 2), content(run, 3)) == ("a\nb\n", "")
+    assert content(run, 1) == "one\n"
 
 
 def test_a_disk_that_refuses_leaves_the_run_directory(
@@ -107,8 +79,7 @@ def test_a_disk_that_refuses_leaves_the_run_directory(
     assert (content(run, 1), content(run, 2)) == ("x\n", "x\n")
     assert len(caplog.messages) == 1
     assert "written to the run directory" in caplog.text
-    logs.copy([1])
-    logs.update()
+    assert logs.folder is None
     logs.collect()
     assert content(run, 1) == "x\n"
     collect_leftovers(config, run, "train", 1)
@@ -120,20 +91,21 @@ def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
     caplog.set_level(logging.INFO)
     killed, living = logs_of(config, run, node="n1"), logs_of(config, run, node="n2")
     first, second, third = killed.open(1), killed.open(2), living.open(3)
-    os.write(first, b"begin\n")
-    killed.copy([1])
-    for file, text in ((first, b"end\n"), (second, b"two\n"), (third, b"three\n")):
-        os.write(file, text)
+    for file, line in ((first, b"one\n"), (second, b"two\n"), (third, b"three\n")):
+        os.write(file, line)
+    copy = run.worker_log("train", 0, 1)
+    copy.parent.mkdir(parents=True)
+    copy.write_text("on")  # an earlier copy that was cut off
     assert killed._files is not None
     killed._files.lock.close()  # as its end does
     collect_leftovers(config, run, "train", 0)  # of the same attempt: it may have just begun
-    assert content(run, 1) == "begin\n"
+    assert content(run, 1) == "on"
     collect_leftovers(config, run, "train", 1)
-    assert (content(run, 1), content(run, 2)) == ("begin\nend\n", "two\n")
+    assert (content(run, 1), content(run, 2)) == ("one\n", "two\n")
     assert content(run, 3) is None
     assert "collected the logs of 2 workers of train attempt 0" in caplog.text
     collect_leftovers(config, run, "train", 1)
-    assert content(run, 1) == "begin\nend\n"
+    assert content(run, 1) == "one\n"
     living.collect()
     assert content(run, 3) == "three\n"
 
@@ -155,7 +127,6 @@ def test_logs_stay_while_the_run_directory_refuses(
     logs = logs_of(config, run)
     os.write(logs.open(1), b"precious\n")
     run.logs.write_text("not a folder")
-    logs.copy([1])
     logs.collect()
     assert "it stays there until the next attempt" in caplog.text
     run.logs.unlink()
@@ -173,31 +144,12 @@ def test_logs_stay_while_the_run_directory_refuses(
 def test_of_an_endless_log_the_middle_is_left_out(
     config: RunConfig, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_logs, "MOST_BYTES", 100)
+    monkeypatch.setattr(rank_logs, "MAX_LOG_BYTES", 100)
     monkeypatch.setattr(rank_logs, "BEGIN_BYTES", 10)
     logs = logs_of(config, run)
-    file = logs.open(1)
-    os.write(file, b"0123456789" * 30)
-    logs.copy([1])
-    assert content(run, 1) == "0123456789\n[200 bytes left out]\n" + "0123456789" * 9
-    os.write(file, b"end\n")
-    assert logs._files is not None
-    logs._files.lock.close()  # its launcher is killed
-    collect_leftovers(config, run, "train", 1)
-    expected = "0123456789\n[200 bytes left out]\n" + "0123456789" * 9 + "end\n"
-    assert content(run, 1) == expected
-
-
-def test_a_copy_that_was_refused_in_the_middle_continues_there(
-    config: RunConfig, run: RunDir
-) -> None:
-    logs = logs_of(config, run)
-    os.write(logs.open(1), b"one\ntwo\n")
-    copy = run.worker_log("train", 0, 1)
-    copy.parent.mkdir(parents=True)
-    copy.write_text("one\nt")  # then the disk was full
+    os.write(logs.open(1), b"0123456789" * 30)
     logs.collect()
-    assert content(run, 1) == "one\ntwo\n"
+    assert content(run, 1) == "0123456789\n[200 bytes left out]\n" + "0123456789" * 9
 
 
 @pytest.fixture
@@ -223,12 +175,12 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     run = RunDir(bench.runs / "r")
     bench.wait_for_step("r", 6)
     assert content(run, 3) is None
-    bench.call("logs", "r", "--rank", "0", "--attempt", "0")
-    assert not run.attempt("train", 0).log_requests.exists()
-    shown = bench.call("logs", "r", "--rank", "3")
-    assert "asking the nodes of train attempt 0" in shown
-    assert "rank 3" in shown.partition("asking")[2]
-    assert content(run, 2) is None
+    assert "starting from step 0" in bench.call("logs", "r", "--rank", "3")
+    assert "without 3 logs on the disks" in bench.call("logs", "r", "--all-ranks")
+    assert content(run, 3) is None
+    worker = bench.start("logs", "r", "-f", "--rank", "3")
+    assert worker.stdout is not None
+    first_line = worker.stdout.readline()
     watching = bench.start("status", "--watch", "0.5", "r", "--json")
     following = bench.start("logs", "r", "-f", "--all-ranks", "--stage=train")
     failures = bench.start("logs", "r", "-f", "--failed")
@@ -265,8 +217,11 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     assert any(line.startswith("[rank 0 local0] ") and "step 100/100" in line for line in lines)
     output, _ = failures.communicate(timeout=400)
     assert "first failing worker: rank 3 on local1\n  ended by SIGKILL\n" in output
-    codes = [process.returncode for process in (watching, following, failures)]
-    assert codes == [0, 0, 0]
+    log = first_line + worker.communicate(timeout=400)[0]
+    collected = "".join(str(content(run, 3, attempt)) for attempt in (0, 1, 2))
+    assert log == collected, "each line of its three attempts once"
+    codes = [process.returncode for process in (watching, following, failures, worker)]
+    assert codes == [0, 0, 0, 0]
 
 
 def test_a_worker_survives_a_full_disk(tmp_path: Path) -> None:
