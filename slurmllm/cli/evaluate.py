@@ -17,7 +17,7 @@ from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataErr
 from slurmllm.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult, JobRunner
+    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult
     from slurmllm.evaluate.request import EvaluationSettings, JobOutcome, JobRequest, Selection
     from slurmllm.evaluate.suites import LocatedSuite
 
@@ -248,26 +248,33 @@ def _run(
 ) -> EvaluationResult:
     """Run jobs; report new scores and failures on stderr."""
     from slurmllm.evaluate.evaluate import EvaluationResult, run_jobs
-    from slurmllm.evaluate.executor import run_local, run_on_slurm
-    from slurmllm.slurm.arrays import Resources, slurm_options
+    from slurmllm.evaluate.executor import run_calls
+    from slurmllm.format import format_plural
+    from slurmllm.slurm.arrays import ArrayRequest, Resources, slurm_options
 
     if not jobs:
         return EvaluationResult()
     at_once = at_once or (_DEFAULT_JOBS if slurm else 1)
     logs, progress = store.logs / "evaluate", _ScoreProgress(jobs)
-    runner: JobRunner = partial(run_local, at_once=at_once, logs=logs, on_poll=progress)
+    array = None
     if slurm:
         resources = Resources(job_options.pop("cpus"), job_options.pop("gpus"))
         job_options["time"] = job_options["time"] or "24:00:00"
-        runner = partial(
-            run_on_slurm,
-            at_once=at_once,
-            logs=logs,
-            on_poll=progress,
-            options=slurm_options(cluster, job_options, _directives(store)),
-            resources=resources,
-            on_submit=partial(click.echo, err=True),
+
+        def echo_array(job_id: str, num_jobs: int) -> None:
+            checkpoints = format_plural(num_jobs, "checkpoint")
+            message = f"Slurm job {job_id}: {checkpoints}, {at_once:,} at a time"
+            click.echo(message, err=True)
+
+        array = ArrayRequest(
+            "slurmllm-evaluate",
+            slurm_options(cluster, job_options, _directives(store)),
+            resources,
+            "the evaluation jobs",
+            "evaluate on this machine without --slurm",
+            echo_array,
         )
+    runner = partial(run_calls, at_once=at_once, logs=logs, on_poll=progress, array=array)
     try:
         return run_jobs(jobs, runner, _echo_end)
     except KeyboardInterrupt:

@@ -1,20 +1,12 @@
 """Runs jobs, one for each checkpoint: as processes of this machine, or as a Slurm array.
 
-A job verifies and exports its checkpoint, evaluates its tasks, and saves each score at once. A
-local job is a process of its own rather than one of submitit's LocalExecutor, whose controller
-discards the exit status, hides the CUDA devices and kills a job one second after SIGINT.
+A job verifies and exports its checkpoint, evaluates its tasks, and saves each score at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import secrets
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -31,155 +23,42 @@ from slurmllm.evaluate.request import (
     ModelRef,
     TaskRequest,
 )
-from slurmllm.format import format_plural
 from slurmllm.run.artifact_records import EvaluationRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm.arrays import (
-    MOST_TASKS,
-    FailedJob,
-    Resources,
-    SlurmOptions,
-    array_of,
-    finished_jobs,
-    submit_array,
-)
+from slurmllm.slurm.arrays import ArrayRequest, map_calls
+from slurmllm.slurm.processes import FailedCall
 
-_POLL_S = 0.2
-_TERMINATE_S = 5.0  # between SIGTERM and SIGKILL: a job removes the model that it has exported
 _SHARD_BYTES = 5 * 10**9  # files of an exported model
 
 
-class JobProcess:
-    """A job in a process of its own; its output is in a .log file.
-
-    Request and outcome are pickles, which run code when they are read; they pass through files
-    without a name, which only the two processes can open. The job sees one CUDA device (`device`),
-    or all that this process sees.
-    """
-
-    def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
-        self.log = logs / f"step_{job.model.step:08d}-{secrets.token_hex(4)}.log"
-        variables = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-            self._outcome = tempfile.TemporaryFile()  # noqa: SIM115  closed by `outcome`
-            with self.log.open("xb") as log, tempfile.TemporaryFile() as request:
-                pickle.dump(job, request)
-                request.seek(0)
-                outcome = self._outcome.fileno()
-                self._process = subprocess.Popen(
-                    # -P: not the modules of the working directory, which may be another user's.
-                    [sys.executable, "-P", "-m", "slurmllm.evaluate.executor", str(outcome)],
-                    env={**os.environ, **variables},
-                    stdin=request,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(outcome,),
-                    # Ctrl-C reaches only the parent, which then terminates all of the session.
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise StorageError(f"cannot write {logs}: {error.strerror or error}") from error
-
-    def done(self) -> bool:
-        return self._process.poll() is not None
-
-    def outcome(self) -> JobOutcome:
-        """Return what the job returned, or how its process ended."""
-        try:
-            with self._outcome as stream:
-                stream.seek(0)
-                outcome = pickle.load(stream)
-            assert isinstance(outcome, JobOutcome)
-        except (EOFError, pickle.UnpicklingError):
-            code = self._process.returncode
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return JobOutcome(error=f"its process {how}; see {self.log}")
-        return outcome
-
-    def terminate(self) -> None:
-        # The whole session: a task may have started processes of its own.
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TERMINATE_S)
-
-
-def cuda_devices() -> list[str]:
-    """Return the CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    # Without torch, which would take seconds to import.
-    with contextlib.suppress(OSError):
-        return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir())]
-    return []
-
-
-def run_local(
-    jobs: Sequence[JobRequest], at_once: int, logs: Path, on_poll: Callable[[], None]
-) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """Run `at_once` jobs at a time in processes of this machine, which end when this is closed.
-
-    Yields each job and its outcome as it ends; `on_poll` is called regularly meanwhile.
-    """
-    devices = cuda_devices()
-    pending = list(jobs)
-    # By slot: of several devices, each slot uses one.
-    running: dict[int, tuple[JobProcess, JobRequest]] = {}
-    try:
-        while pending or running:
-            for slot in range(at_once):
-                if pending and slot not in running:
-                    # A single job at a time may use all devices.
-                    device = devices[slot % len(devices)] if at_once > 1 and devices else None
-                    job = pending.pop(0)
-                    running[slot] = JobProcess(job, logs, device), job
-            time.sleep(_POLL_S)
-            on_poll()
-            for slot in [slot for slot, (process, _) in running.items() if process.done()]:
-                process, job = running.pop(slot)
-                yield job, process.outcome()
-    finally:
-        for process, _ in running.values():
-            process.terminate()
-
-
-def run_on_slurm(
+def run_calls(
     jobs: Sequence[JobRequest],
+    *,
     at_once: int,
     logs: Path,
     on_poll: Callable[[], None],
-    options: SlurmOptions,
-    resources: Resources,
-    on_submit: Callable[[str], None],
+    array: ArrayRequest | None = None,
 ) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """Run jobs in a Slurm array, which is cancelled when this is closed; else as `run_local`.
+    """Run jobs in processes of this machine, or in a Slurm array; yield each with its outcome.
 
-    `logs` is on a file system that the nodes share; `on_submit` gets a line about each array.
+    They end when this is closed; `on_poll` is called regularly meanwhile.
     """
-    for begin in range(0, len(jobs), MOST_TASKS):
-        part = jobs[begin : begin + MOST_TASKS]
-        tasks = submit_array(
-            run_job,
-            [(job,) for job in part],
-            logs=logs,
-            name="slurmllm-evaluate",
-            at_once=at_once,
-            options=options,
-            resources=resources,
-            description="the evaluation jobs",
-            alternative="evaluate on this machine without --slurm",
-        )
-        array = array_of(tasks)
-        checkpoints = format_plural(len(part), "checkpoint")
-        on_submit(f"Slurm job {array}: {checkpoints}, {at_once:,} at a time")
-        with contextlib.closing(finished_jobs(tasks, on_poll)) as finished:
-            for job_id, place, outcome in finished:
-                if isinstance(outcome, FailedJob):
-                    outcome = JobOutcome(error=f"job {job_id} {outcome.how}: {outcome.reason}")
-                yield part[place], outcome
+    arguments = [(job,) for job in jobs]
+    names = [f"step_{job.model.step:08d}" for job in jobs]
+    calls = map_calls(
+        run_job,
+        arguments,
+        names=names,
+        logs=logs,
+        at_once=at_once,
+        on_poll=on_poll,
+        array=array,
+    )
+    with contextlib.closing(calls):
+        for index, outcome in calls:
+            if isinstance(outcome, FailedCall):
+                outcome = JobOutcome(error=outcome.message)
+            yield jobs[index], outcome
 
 
 def run_job(request: JobRequest) -> JobOutcome:
@@ -283,16 +162,3 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
     finally:
         # If the job is killed, the caller removes the folder (`evaluate.run_jobs`).
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def main(outcome: int) -> None:
-    """Entry point of a job's process, which writes its outcome to a file descriptor."""
-    # Raises SystemExit, so that the exported model is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    result = run_job(pickle.load(sys.stdin.buffer))
-    with os.fdopen(outcome, "wb") as stream:
-        pickle.dump(result, stream)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Job arrays: a Python function over a list of arguments, submitted by submitit."""
+"""A Python function over a list of arguments: in local processes, or in a job array by submitit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slurmllm.errors import ConfigError, SlurmError, StorageError
 from slurmllm.run.safe_files import check_private_folder
 from slurmllm.slurm.container import behind_prefix
 from slurmllm.slurm.environment import slurm_environment
+from slurmllm.slurm.processes import FailedCall, map_locally
 from slurmllm.slurm.setup import limits_script, setup_faults, setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
@@ -47,6 +48,69 @@ class Resources(NamedTuple):
 
     cpus: int | None = None
     gpus: int | None = None
+
+
+@dataclass(frozen=True)
+class ArrayRequest:
+    """How calls are submitted to Slurm."""
+
+    name: str  # of the job
+    options: SlurmOptions
+    resources: Resources
+    description: str  # what the jobs do, for error messages
+    alternative: str  # what to do without Slurm
+    # Called with the id of each array, and its number of jobs.
+    on_submit: Callable[[str, int], None] = lambda job_id, num_jobs: None
+
+
+def map_calls(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    names: Sequence[str],
+    logs: Path,
+    at_once: int,
+    on_poll: Callable[[], None],
+    array: ArrayRequest | None = None,
+) -> Generator[tuple[int, Any], None, None]:
+    """Call a function once for each tuple of arguments; yield index and result as calls end.
+
+    A call that ends without a result yields a `FailedCall`. Closing the generator ends the calls
+    that still run.
+
+    Args:
+        function: A function that a new process can import.
+        names: A name of each call, for the log of its local process.
+        logs: The folder of the logs; with `array`, on a file system that the nodes share.
+        at_once: Calls that run at a time.
+        on_poll: Called regularly meanwhile.
+        array: Submit the calls to Slurm; by default they are processes of this machine.
+
+    Raises:
+        SlurmError: Slurm refused the jobs.
+        StorageError: The folder cannot be written, or is not this user's any more.
+    """
+    if array is None:
+        yield from map_locally(function, arguments, names, logs, at_once, on_poll)
+        return
+    for begin in range(0, len(arguments), MOST_TASKS):
+        jobs = submit_array(
+            function,
+            arguments[begin : begin + MOST_TASKS],
+            logs=logs,
+            name=array.name,
+            at_once=at_once,
+            options=array.options,
+            resources=array.resources,
+            description=array.description,
+            alternative=array.alternative,
+        )
+        array.on_submit(array_of(jobs), len(jobs))
+        with contextlib.closing(finished_jobs(jobs, on_poll)) as finished:
+            for job_id, index, result in finished:
+                if isinstance(result, FailedJob):
+                    result = FailedCall(f"job {job_id} {result.how}: {result.reason}")
+                yield begin + index, result
 
 
 def submit_array(

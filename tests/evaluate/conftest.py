@@ -20,9 +20,10 @@ from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
-from slurmllm.evaluate.request import JobOutcome, JobRequest
+from slurmllm.evaluate.request import JobOutcome
 from slurmllm.evaluate.suites import suites_dir
 from slurmllm.run.rundir import RunDir
+from slurmllm.slurm.processes import Call
 
 MISSING = [n for n in ("lm_eval", "accelerate") if importlib.util.find_spec(n) is None]
 needs_harness = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -95,30 +96,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 class JobHere:
     """A job in this process, where the harness is imported once for all of them."""
 
-    def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
-        from slurmllm.evaluate.executor import run_job
-
-        logs.mkdir(parents=True, exist_ok=True)
+    def __init__(self, call: Call, log: Path, device: str | None) -> None:
+        function, arguments = call
+        log.parent.mkdir(parents=True, exist_ok=True)
         with (
-            (logs / "here.log").open("a") as log,
-            redirect_stdout(log),
-            redirect_stderr(log),
+            log.with_name("here.log").open("a") as stream,
+            redirect_stdout(stream),
+            redirect_stderr(stream),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # those of the harness and what it imports
-            self._outcome = run_job(job)
+            self._outcome = function(*arguments)
 
     def done(self) -> bool:
         return True
 
-    def outcome(self) -> JobOutcome:
+    def result(self) -> JobOutcome:
         return self._outcome
 
 
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command, with its jobs in this process."""
-    monkeypatch.setattr("slurmllm.evaluate.executor.JobProcess", JobHere)
+    monkeypatch.setattr("slurmllm.slurm.processes.CallProcess", JobHere)
     return in_processes
 
 
@@ -130,7 +130,7 @@ def in_processes(run: RunDir | Path, *arguments: object) -> Result:
 @pytest.fixture(scope="session")
 def learnt(run: RunDir) -> Learnt:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slurmllm.evaluate.executor.JobProcess", JobHere)
+        patch.setattr("slurmllm.slurm.processes.CallProcess", JobHere)
         done = in_processes(run, *ALL)
     assert done.exit_code == 0, done.output
     return Learnt(run, json.loads(done.stdout))

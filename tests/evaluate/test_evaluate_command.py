@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +14,8 @@ from safetensors.torch import load_file
 
 from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
 from slurmllm.cli.main import cli
-from slurmllm.evaluate.executor import JobProcess
 from slurmllm.evaluate.harness import Harness, task_manager
-from slurmllm.evaluate.request import EvaluationSettings, JobRequest, ModelRef, TaskRequest
+from slurmllm.evaluate.request import TaskRequest
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
 from slurmllm.run.artifact_records import EvaluationRecord
@@ -151,25 +146,6 @@ def test_a_job_that_is_killed_is_reported_and_imports_nothing_of_the_working_dir
     assert "killed by signal 9" in failed["error"]
     assert Path(failed["error"].rpartition(" ")[2]).is_file()
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
-    assert not (tmp_path / "code ran").exists()
-
-
-def test_nothing_that_others_put_next_to_a_job_s_log_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Planted:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (tmp_path / "code ran",)
-
-    settings = EvaluationSettings(call_id="0")
-    job = JobRequest(tmp_path, ModelRef(tmp_path, 0, 0, "0"), (), None, settings)
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    process = JobProcess(job, tmp_path / "logs", None)
-    while not process.done():
-        time.sleep(0.01)
-    for suffix in (".request", ".outcome"):
-        process.log.with_suffix(suffix).write_bytes(pickle.dumps(Planted()))
-    assert "ended with exit code 0" in str(process.outcome().error)
     assert not (tmp_path / "code ran").exists()
 
 

@@ -1,10 +1,15 @@
-"""Job arrays whose folder another user can reach."""
+"""Calls in processes of this machine and in job arrays, whose folders another user can reach."""
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
+import signal
 import stat
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +18,14 @@ import pytest
 
 from slurmllm.errors import StorageError
 from slurmllm.slurm import arrays
-from slurmllm.slurm.arrays import Resources, SlurmOptions, finished_jobs, submit_array
+from slurmllm.slurm.arrays import (
+    Resources,
+    SlurmOptions,
+    finished_jobs,
+    map_calls,
+    submit_array,
+)
+from slurmllm.slurm.processes import CallProcess
 
 
 class Planted:
@@ -55,6 +67,36 @@ def test_results_in_another_user_s_folder_are_not_read(
     with pytest.raises(StorageError, match=r"array-x: it belongs to .*65534.*they run code"):
         list(finished_jobs([Job(folder)], lambda: None))
     assert not mark.exists()
+
+
+def local_results(
+    function: Callable[..., Any], arguments: list[tuple[Any, ...]], logs: Path
+) -> dict[int, Any]:
+    names = [f"call_{index}" for index, _ in enumerate(arguments)]
+    calls = map_calls(function, arguments, names=names, logs=logs, at_once=2, on_poll=lambda: None)
+    return dict(calls)
+
+
+def test_calls_in_processes(tmp_path: Path) -> None:
+    results = local_results(operator.truediv, [(6, 2), (1, 0), (4, 2)], tmp_path)
+    assert (results[0], results[2]) == (3, 2)
+    assert "ended with exit code 1; see" in results[1].message
+    (log,) = tmp_path.glob("call_1-*.log")
+    assert "ZeroDivisionError" in log.read_text()
+    assert local_results(signal.raise_signal, [(9,)], tmp_path)[0].signal == 9
+
+
+def test_nothing_that_others_put_next_to_a_log_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    process = CallProcess((operator.truediv, (1, 1)), tmp_path / "logs" / "call.log", None)
+    while not process.done():
+        time.sleep(0.01)
+    for suffix in (".request", ".outcome"):
+        process.log.with_suffix(suffix).write_bytes(pickle.dumps(Planted(tmp_path / "code ran")))
+    assert "ended with exit code 0" in process.result().message
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
