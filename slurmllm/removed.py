@@ -10,7 +10,9 @@ VERBS: dict[str, str] = {
     "checkpoint convert": "resume reads both formats on any mesh; export writes Hugging Face's",
 }
 # Verb and option → the replacement
-OPTIONS: dict[tuple[str, str], str] = {}
+OPTIONS: dict[tuple[str, str], str] = {
+    ("data build", "--messages-key"): "build prompts and completions, or train chats with TRL",
+}
 # Dotted path of a recipe's or profile's field, or of a section → the replacement
 FIELDS: dict[str, str] = {
     "cluster.stage_environment": "set cluster.container, or lines of cluster.setup (docs/site.md)",

@@ -108,7 +108,7 @@ data.add_command(inspect)
 
 @data.command(
     cls=commands.GroupedCommand,
-    common="format text-key overwrite prompt-key completion-key messages-key workers slurm out",
+    common="format text-key overwrite prompt-key completion-key workers slurm out",
 )
 @input_options
 @overwrite
@@ -116,10 +116,9 @@ data.add_command(inspect)
 @options.grouped(
     "keys",
     dict,
-    ("prompt_key", "completion_key", "messages_key"),
+    ("prompt_key", "completion_key"),
     click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data."),
     click.option("--completion-key", help="Field of the completion; requires --prompt-key."),
-    click.option("--messages-key", help="Field of a conversation's messages, for fine-tuning."),
 )
 @click.option("--dedup", is_flag=True, help="Skip documents with the same text as an earlier one.")
 @click.option(
@@ -177,9 +176,6 @@ def build(
         raise click.UsageError("--prompt-key and --completion-key go together")
     if tokenizer is not None and keys["prompt_key"] is not None:
         raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
-    for option, value in (("--prompt-key", keys["prompt_key"]), ("--tokenize", tokenizer)):
-        if keys["messages_key"] is not None and value is not None:
-            raise click.UsageError(f"{option} does not apply to conversations; leave it out")
     for name, value in job.items():
         if value is not None and not slurm:
             raise click.UsageError(f"--{name} applies to Slurm jobs; add --slurm")

@@ -71,7 +71,6 @@ class CorpusManifest(Record):
     text_key: str  # --text-key
     prompt_key: str | None = None  # --prompt-key
     completion_key: str | None = None  # --completion-key
-    messages_key: str | None = None  # --messages-key
     dedup: bool = False  # --dedup
     empty: int  # documents skipped because they held no text
     duplicates: int = 0  # skipped by --dedup

@@ -52,7 +52,6 @@ class ReadOptions:
         text_key: Field (JSON lines) or column (other formats) of the text.
         prompt_key: Field or column of the prompt, for fine-tuning data; None for plain text.
         completion_key: Field or column of the completion; set if `prompt_key` is.
-        messages_key: Field or column of a conversation's messages; None for other documents.
         skip_bad: Whether unreadable input is skipped and counted instead of an error.
         zstd_long: Largest window of zstd files that is read, as log2 of its bytes; the default is
             the `zstd` command's.
@@ -62,7 +61,6 @@ class ReadOptions:
     text_key: str = "text"
     prompt_key: str | None = None
     completion_key: str | None = None
-    messages_key: str | None = None
     skip_bad: bool = False
     zstd_long: int = 27
 
@@ -74,8 +72,6 @@ class ReadOptions:
     @property
     def keys(self) -> tuple[str, ...]:
         """The fields or columns read, in the order of `columns`."""
-        if self.messages_key is not None:
-            return (self.messages_key,)
         if self.prompt_key is None or self.completion_key is None:
             return (self.text_key,)
         return (self.prompt_key, self.completion_key)
@@ -83,8 +79,6 @@ class ReadOptions:
     @property
     def columns(self) -> tuple[str, ...]:
         """The corpus's columns of text."""
-        if self.messages_key is not None:
-            return ("messages",)
         return ("text",) if self.prompt_key is None else ("prompt", "completion")
 
 

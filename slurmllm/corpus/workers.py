@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from slurmllm.corpus.shard import Shard, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
-from slurmllm.data.sandbox import end_child
 from slurmllm.errors import CodeError, NodeError, SlurmError, SlurmllmError
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
@@ -108,7 +107,9 @@ def _worker() -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        end_child(process, os.getpid())
+        process.kill()
+        with contextlib.suppress(BrokenPipeError), process:  # closes the pipes
+            process.wait()
 
 
 def _run_in(process: subprocess.Popen[bytes], shard: Shard, work: WorkFolder) -> ShardResult:

@@ -135,7 +135,7 @@ class Split:
 def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None) -> State:
     """Return the part of a stream's states that identifies its data.
 
-    `tokenizer` is the fingerprint of tokenizer and chat templates, None without a tokenizer.
+    `tokenizer` is the fingerprint of tokenizer and special tokens, None without a tokenizer.
     """
     corpora = [
         {

@@ -118,10 +118,10 @@ class PackedStream:
         except BaseException:
             self.close()
             raise
-        templates = sorted({source.template for source in self._sources} - {""})
+        special_tokens = sorted({source.special_tokens for source in self._sources} - {""})
         tokenizer = None if encoder is None else encoder.fingerprint
-        if tokenizer is not None and templates:
-            combined = "\0".join([tokenizer, *templates])
+        if tokenizer is not None and special_tokens:
+            combined = "\0".join([tokenizer, *special_tokens])
             tokenizer = hashlib.sha256(combined.encode()).hexdigest()[:16]
         self._identity = identity(spec, self._sources, tokenizer)
         self.trains_every_token = all(source.trains_every_token for source in self._sources)

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
 
@@ -62,7 +61,7 @@ class TokenEncoder:
         if hasattr(tokenizer.model, "_resize_cache"):
             tokenizer.model._resize_cache(_CACHED_WORDS)
         self._tokenizer = tokenizer
-        configured = configured_eos_token(path)
+        configured = special_tokens(path).get("eos_token")
         for end in (*_END_OF_DOCUMENT_TOKENS, *([configured] if configured else [])):
             if (token_id := self.token_id(end)) is not None:
                 break
@@ -119,43 +118,28 @@ class TokenEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, without end-of-document tokens."""
-        return [encoding.ids for encoding in self._encode(texts)]
+        return self._encode(texts, add_special_tokens=False)
 
-    def encode_dialogue(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
+    def encode_as_generation(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
         """Return the token ids of texts as a program that generates text encodes them.
 
-        Special tokens spelled out are special; with `begins`, the tokenizer's template adds its
-        tokens around a text, such as Llama's `<s>`.
+        Special tokens spelled out are special; with `begins`, the tokenizer adds its tokens around
+        a text, such as Llama's `<s>`.
         """
-        return [encoding.ids for encoding in self._encode(texts, special=True, template=begins)]
-
-    def encode_with_offsets(
-        self, texts: Sequence[str]
-    ) -> list[tuple[list[int], npt.NDArray[np.int64]]]:
-        """Return token ids of conversations and the characters of each token, int64 [tokens, 2]."""
-        # Only offsets depend on the post-processor: GPT-2's excludes white space from them.
-        processor = self._tokenizer.post_processor
-        self._tokenizer.post_processor = None
-        try:
-            encodings = self._encode(texts, special=True, fast=False)
-        finally:
-            self._tokenizer.post_processor = processor
-        return [(e.ids, np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in encodings]
-
-    def _encode(
-        self, texts: Sequence[str], special: bool = False, template: bool = False, fast: bool = True
-    ) -> list[Encoding]:
-        tokenizer = self._tokenizer
-        # The fast variant computes no character offsets: 1.18 times the tokens/s of encode().
-        encode = tokenizer.encode_batch_fast if fast else tokenizer.encode_batch
         # CAUTION: state of the tokenizer, so a TokenEncoder must not be used by several threads.
-        tokenizer.encode_special_tokens = not special
+        self._tokenizer.encode_special_tokens = False
         try:
-            with _library_errors(self.path, "encodes no text"):
-                encodings: list[Encoding] = encode(texts, add_special_tokens=template)
+            return self._encode(texts, add_special_tokens=begins)
         finally:
-            tokenizer.encode_special_tokens = True
-        return encodings
+            self._tokenizer.encode_special_tokens = True
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # The fast variant computes no character offsets: 1.18 times the tokens/s of encode().
+        with _library_errors(self.path, "encodes no text"):
+            encodings = self._tokenizer.encode_batch_fast(
+                texts, add_special_tokens=add_special_tokens
+            )
+        return [encoding.ids for encoding in encodings]
 
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
@@ -219,6 +203,25 @@ def _library_errors(path: Path, what: str) -> Iterator[None]:
         raise DataError(
             f"{path} {what}: {error}; name another one, or make one with `slurmllm tokenizer train`"
         ) from error
+
+
+def special_tokens(tokenizer: Path) -> dict[str, str]:
+    """Return the fields `…_token` of the tokenizer_config.json next to a tokenizer.json."""
+    path = tokenizer.with_name("tokenizer_config.json")
+    if tokenizer.name != "tokenizer.json" or not path.is_file():
+        return {}
+    try:
+        config = json.loads(read_limited(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not readable JSON: {error}; fix it or remove it") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path} is not a JSON object; fix it or remove it")
+    tokens = {}
+    for name, value in config.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
 
 
 def count_ids(tokenizer: Tokenizer) -> int:

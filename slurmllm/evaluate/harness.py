@@ -17,10 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from slurmllm.data.sandbox import Sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
 from slurmllm.evaluate.suites import suites_dir
+from slurmllm.evaluate.task_templates import Sandbox
 from slurmllm.model.private_names import TASK_FUNCTIONS
 from slurmllm.run.artifact_records import EvaluationRecord
 
@@ -151,8 +151,7 @@ class _TaskTemplates(NamedTuple):
 
     def from_string(self, template: str) -> Any:
         def render(**values: Any) -> str:
-            (text,) = self.sandbox.ask([(template, values)])
-            return str(text)
+            return self.sandbox.render(template, values)
 
         return SimpleNamespace(render=render)
 
@@ -175,7 +174,7 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
     if not isinstance(env, _TaskTemplates):
         options = {"undefined": env.undefined.__name__}
         options["keep_trailing_newline"] = env.keep_trailing_newline
-        lm_eval.utils.env = _TaskTemplates(Sandbox("slurmllm.data.sandbox", options))
+        lm_eval.utils.env = _TaskTemplates(Sandbox(options))
     if folder is None:
         manager = TaskManager()
     else:

@@ -140,7 +140,7 @@ def test_blank_documents_and_duplicates(
     assert manifest.text_bytes == sum(len(text.encode()) for text in expected)
 
 
-def test_prompts_and_completions_and_conversations(tmp_path: Path) -> None:
+def test_prompts_and_completions(tmp_path: Path) -> None:
     rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
     lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
     write(tmp_path / "a.jsonl", lines.encode())
@@ -152,16 +152,6 @@ def test_prompts_and_completions_and_conversations(tmp_path: Path) -> None:
         (p, c, prompt_hash(p.encode(), c.encode()), str(tmp_path / "a.jsonl")) for p, c in rows[:2]
     ]
     assert (built.manifest.empty, built.manifest.duplicates) == (1, 1)
-    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = [[asked, answered], [asked], [asked, answered], [asked, {**answered, "content": " "}]]
-    lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-    write(tmp_path / "a.jsonl", lines.encode())
-    built = build(tmp_path, "a.jsonl", dedup=True, messages_key="messages")
-    text = json.dumps({"messages": rows[0]}, separators=(",", ":"))
-    assert corpus(tmp_path).select(["messages", "id"]).to_pylist() == [
-        {"messages": text, "id": document_hash(text.encode())}
-    ]
-    assert (built.manifest.empty, built.manifest.duplicates) == (2, 1)
 
 
 BAD = {
@@ -250,7 +240,6 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["a.jsonl", "--prompt-key", "p", "--completion-key", "c", "--tokenize", "t"],
             "plain text",
         ),
-        (["a.jsonl", "--messages-key", "m", "--tokenize", "t"], "--tokenize does not apply"),
         (["a.txt", "--time", "60"], "--time applies to Slurm jobs; add --slurm"),
     ],
 )

@@ -90,7 +90,7 @@ def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) 
     assert "tiny_neox: 50 steps x 64 tokens" in shown.stdout
 
 
-def test_what_is_trained_of_prompts_and_conversations(tmp_path: Path, tokenizer: Path) -> None:
+def test_what_is_trained_of_prompts(tmp_path: Path, tokenizer: Path) -> None:
     prompts = [f"what is {i}? " for i in range(9)]
     corpus = arrow(tmp_path / "p.arrow", prompt=prompts, completion=["a number"] * 9)
     result = inspect(corpus, "--tokenizer", tokenizer, "--json", "--sequences", 1)
@@ -99,22 +99,11 @@ def test_what_is_trained_of_prompts_and_conversations(tmp_path: Path, tokenizer:
     assert parts[1] == ("a number<|endoftext|>", True)
     assert parts[0][0] in prompts
     assert parts[0][1] is False
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(tokenizer.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
-    )
-    turns = [{"role": role, "content": "abcd"} for role in ("user", "assistant") * 3]
-    rows = [json.dumps({"messages": turns[:count]}) for count in (2, 6)]
-    corpus = arrow(tmp_path / "c.arrow", messages=rows)
-    result = inspect(corpus, "--tokenizer", path, "--json")
     (report,) = json.loads(result.stdout)["corpora"]
-    assert (report["trained"], report["answers"], report["documents"]) == (0.5, 2.0, 2)
-    assert (
-        "trained  50.0% of the tokens; 2.0 answers a document"
-        in inspect(corpus, "--tokenizer", path).stdout
-    )
-    text = inspect(arrow(tmp_path / "t.arrow", text=["a"]), "--tokenizer", path, "--json")
+    assert (report["answers"], report["documents"]) == (1.0, 9)
+    shown = inspect(corpus, "--tokenizer", tokenizer).stdout
+    assert f"trained  {report['trained']:.1%} of the tokens; 1.0 answers a document" in shown
+    text = inspect(arrow(tmp_path / "t.arrow", text=["a"]), "--tokenizer", tokenizer, "--json")
     assert json.loads(text.stdout)["corpora"][0]["trained"] is None
 
 

@@ -11,7 +11,6 @@ import os
 import struct
 import tempfile
 import tracemalloc
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -360,74 +359,19 @@ def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
         texts(path)
 
 
-def test_conversations(tmp_path: Path) -> None:
-    """The same from all formats; a column of structures has the fields of all messages."""
-    calls = [{"function": {"name": "get", "arguments": {"a": 1}}}]
-    messages = [
-        {"role": "user", "content": "größer?", "name": "x"},
-        {"role": "assistant", "tool_calls": calls},
-    ]
-    rows = [
-        {"m": messages, "tools": [{"type": "function"}]},
-        {"m": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"m": [{"role": "user", "content": "never answered"}]},
-    ]
-    expected = [
-        json.dumps(
-            {"messages": row["m"], **({"tools": row["tools"]} if "tools" in row else {})},
-            ensure_ascii=False,
-            separators=(",", ":"),
-        )
-        for row in rows[:2]
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = pa.Table.from_pylist(rows)
-    pq.write_table(table, tmp_path / "a.parquet")
-    (tmp_path / "a.arrow").write_bytes(arrow_stream(table))
-    strings = pa.table({"m": [*expected, json.dumps(rows[2]["m"])]})
-    pq.write_table(strings, tmp_path / "b.parquet")
-    for name in ("a.jsonl", "a.parquet", "a.arrow", "b.parquet"):
-        assert texts(tmp_path / name, messages_key="m") == [*expected, ""], name
-    (tmp_path / "c.arrow").write_bytes(arrow_stream(pa.concat_tables([table] * 200)))
-    assert texts(tmp_path / "c.arrow", messages_key="m") == [*expected, ""] * 200
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_conversations_that_cannot_be_used(tmp_path: Path, ending: str) -> None:
-    good = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    rows = [{"m": good}, {"m": []}, {"m": good}]
-    table = pa.Table.from_pylist(rows)
-    path = tmp_path / f"a.{ending}"
-    if ending == "parquet":
-        pq.write_table(table, path)
-    else:
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(lines if ending == "jsonl" else arrow_stream(table))
-    documents, (error,) = read(path, skip=True, messages_key="m")
-    assert len(documents) == 2
-    place = "a.jsonl:2: " if ending == "jsonl" else f"a.{ending}: row 2 cannot be used: "
-    assert error.endswith(f"{place}field 'm' has no messages")
-    with pytest.raises(DataError, match=r"no (field|column) 'x' .*--messages-key"):
-        texts(path, messages_key="x")
-
-
-def test_keys_that_a_format_or_a_document_does_not_have(tmp_path: Path) -> None:
-    pair = {"prompt_key": "q", "completion_key": "a"}
-    half = '{"m": [{"role": "assistant", "content": "\\ud800"}]}'
-    message = {"role": "assistant", "content": "a", "at": datetime(2026, 1, 1)}
-    pq.write_table(pa.Table.from_pylist([{"m": [message]}]), tmp_path / "a.parquet")
-    for name, content, options, error in (
-        ("a.txt", "x", {"messages_key": "m"}, "has no lists of messages, so no --messages-key"),
-        ("a.csv", "x", {"messages_key": "m"}, "has no lists of messages, so no --messages-key"),
-        ("a.txt", "x", pair, "a text file has no fields"),
-        ("a.jsonl", '{"q": "x"}', pair, r"a.jsonl:1: no field 'a' .*--completion-key"),
-        ("a.jsonl", half, {"messages_key": "m"}, r":1: field 'm' has half a surrogate pair"),
-        ("a.parquet", None, {"messages_key": "m"}, "row 1 .*: field 'm' cannot be written as"),
-    ):
-        if content is not None:
-            (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=error):
-            texts(tmp_path / name, **options)
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("a.txt", "x", "a text file has no fields"),
+        ("a.jsonl", '{"q": "x"}', r"a.jsonl:1: no field 'a' .*--completion-key"),
+    ],
+)
+def test_keys_that_a_document_does_not_have(
+    tmp_path: Path, name: str, content: str, error: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=error):
+        texts(tmp_path / name, prompt_key="q", completion_key="a")
 
 
 @pytest.mark.parametrize(

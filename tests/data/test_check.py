@@ -174,7 +174,7 @@ def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
     template["single"] = [{"SpecialToken": {"id": "missing", "type_id": 0}}]
     path.write_text(json.dumps({**tokenizer, "post_processor": template}))
     with pytest.raises(DataError, match=r"tokenizer.json encodes no text: .*; name another one"):
-        TokenEncoder(path).encode_dialogue(["a"], begins=True)
+        TokenEncoder(path).encode_as_generation(["a"], begins=True)
     path.write_text(json.dumps({**tokenizer, "normalizer": {"type": "Precompiled"}}))
     with pytest.raises(DataError, match=r"is not a tokenizer.json of the tokenizers library"):
         TokenEncoder(path)

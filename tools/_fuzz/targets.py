@@ -36,11 +36,10 @@ from slurmllm.corpus.inputs import input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
 from slurmllm.corpus.readers import DocumentReader
 from slurmllm.corpus.shard import ShardRecord
-from slurmllm.data.chat import ChatFormat
 from slurmllm.data.sources import open_source
-from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.data.tokenizer import TokenEncoder, special_tokens
 from slurmllm.diagnose.probe import ProbeLine
-from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
+from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import read_suite
 from slurmllm.log import message_of, parse_line
@@ -154,9 +153,6 @@ def arrow(path: Path) -> None:
 
 
 def corpus(path: Path) -> None:
-    with contextlib.suppress(DataError):  # formats without lists
-        conversations = ReadOptions(skip_bad=True, messages_key="text")
-        list(DocumentReader(input_file(path), conversations, InputErrors(True).add))
     for skip_bad in (True, False):
         errors = InputErrors(skip_bad)
         list(DocumentReader(input_file(path), ReadOptions(skip_bad=skip_bad), errors.add))
@@ -166,8 +162,8 @@ def tokenizer(path: Path) -> None:
     TokenEncoder(path)
 
 
-def chat(path: Path) -> None:
-    ChatFormat(path.with_name("tokenizer.json")).validate()
+def tokenizer_config(path: Path) -> None:
+    special_tokens(path.with_name("tokenizer.json"))
 
 
 def safetensors(path: Path) -> None:
@@ -287,8 +283,8 @@ def run(path: Path) -> None:
 # A target's name is that of its folder in tests/fuzz/corpus.
 _FUNCTIONS: tuple[Any, ...] = (
     *(records, config, recipe, profile, suite, metrics, events, logs, mlflow, tokens, arrow),
-    *(corpus, tokenizer, chat, safetensors, safetensors_header, dcp, huggingface, slurm, lines),
-    *(tensorboard_event, wandb_value, probe, plan, scores, run, trace),
+    *(corpus, tokenizer, tokenizer_config, safetensors, safetensors_header, dcp, huggingface),
+    *(slurm, lines, tensorboard_event, wandb_value, probe, plan, scores, run, trace),
 )
 TARGETS: dict[str, Target] = {function.__name__: function for function in _FUNCTIONS}
 TARGETS |= {"tensorboard": logs, "phase": probe}

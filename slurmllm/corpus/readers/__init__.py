@@ -46,11 +46,6 @@ class DocumentReader:
 
     def __iter__(self) -> Iterator[Documents]:
         kind, options, on_error = self.file.format, self.options, self._on_error
-        if kind in ("text", "csv") and options.messages_key is not None:
-            raise DataError(
-                f"{self.file.name}: a {kind} file has no lists of messages, so no --messages-key; "
-                "give conversations as JSON lines, Parquet or Arrow"
-            )
         if kind == "text" and options.prompt_key is not None:
             raise DataError(
                 f"{self.file.name}: a text file has no fields, so no --prompt-key; give "

@@ -7,8 +7,8 @@ either raises, or counts the error and returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import Extent
-from slurmllm.data.conversation import read_conversation
 
 # Text of one chunk, about. Memory holds only a few copies of it, and they fit into a processor's
 # cache.
@@ -25,7 +24,7 @@ CHUNK_BYTES = 2 << 20
 # compressed file can unpack to terabytes.
 LARGEST_DOCUMENT = 256 << 20
 BOM = b"\xef\xbb\xbf"
-SEE_KEYS = "see --text-key, --prompt-key and --completion-key, or --messages-key"
+SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
 
 # Some documents: a large_string array without nulls per column, all of one length and UTF-8.
 Documents = tuple[pa.LargeStringArray, ...]
@@ -140,24 +139,6 @@ def reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(
         kind, len(column), column.buffers(), column.null_count, column.offset
     )
-
-
-def conversation_text(row: Mapping[str, Any], key: str) -> str:
-    """Return a conversation as the corpus has it; empty, to be skipped, if it trains nothing.
-
-    A ValueError has the reason why the record cannot be used.
-    """
-    if key in row and row[key] is None:
-        return ""
-    conversation = read_conversation(row, key)
-    try:
-        text = conversation.to_json() if conversation.trains else ""
-        text.encode()
-    except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
-        raise ValueError(f"field {key!r} has half a surrogate pair, which is no text") from None
-    except (TypeError, RecursionError) as error:  # a table can have dates
-        raise ValueError(f"field {key!r} cannot be written as JSON: {error}") from None
-    return text
 
 
 def no_column(key: str, names: Sequence[str]) -> str:

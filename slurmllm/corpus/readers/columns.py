@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: one row per document, of one string column or two, or of messages.
+"""Parquet and Arrow files: one row per document, of one string column or two.
 
 Rows count from 1.
 """
@@ -22,7 +22,6 @@ from slurmllm.corpus.readers.base import (
     SEE_KEYS,
     Documents,
     OnError,
-    conversation_text,
     good_rows,
     no_column,
     reinterpret,
@@ -30,8 +29,6 @@ from slurmllm.corpus.readers.base import (
 from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
 
 _MOST_ROWS = 1 << 16
-# Rows of messages read at once: they become Python objects.
-_CONVERSATIONS = 1 << 8
 
 
 class _NoColumnError(Exception):
@@ -65,7 +62,7 @@ def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.R
     groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
     total = sum(group.total_byte_size for group in groups)
     rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
-    rows = min(max(rows, 16), _CONVERSATIONS if options.messages_key else _MOST_ROWS)
+    rows = min(max(rows, 16), _MOST_ROWS)
     done = 0
     # One thread: other processes read other shards at the same time.
     for batch in file.iter_batches(rows, columns=keys, use_threads=False):
@@ -93,7 +90,7 @@ def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.Rec
         batch = whole.select(_check_columns(options, whole.schema))
         for column in batch.columns:
             _check_bounds(column)
-        for begin, end in _slices(batch.columns, options):
+        for begin, end in _slices(batch.columns):
             yield batch.slice(begin, end - begin)
             if mapped:
                 mapped.release()
@@ -104,7 +101,7 @@ def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.Rec
 
 
 def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
-    """Return the columns to read; each must be of strings, unless they are messages."""
+    """Return the columns to read; each must be of strings."""
     for key in options.keys:
         if key not in schema.names:
             raise _NoColumnError(no_column(key, schema.names))
@@ -112,11 +109,9 @@ def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
             raise _NoColumnError(f"{count} columns are called {key!r}; rename one of them")
         kind = schema.field(key).type
         text = kind.value_type if pa.types.is_dictionary(kind) else kind
-        is_text = text in (pa.string(), pa.large_string(), pa.string_view())
-        if not is_text and options.messages_key is None:
+        if text not in (pa.string(), pa.large_string(), pa.string_view()):
             raise _NoColumnError(f"column {key!r} is {kind}, not strings; {SEE_KEYS}")
-    has_tools = options.messages_key is not None and "tools" in schema.names
-    return list(dict.fromkeys([*options.keys, *(["tools"] if has_tools else [])]))
+    return list(dict.fromkeys(options.keys))
 
 
 def _documents(
@@ -125,17 +120,8 @@ def _documents(
     def on_row(row: int, reason: str) -> None:
         on_error(f"{name}: row {row} {reason}")
 
-    if options.messages_key is None:
-        columns = [batch.column(key) for key in options.keys]
-        return good_rows(columns, options.keys, first_row, on_row)
-    batch.validate(full=True)
-    texts = []
-    for row, record in enumerate(batch.to_pylist(), start=first_row):
-        try:
-            texts.append(conversation_text(record, options.messages_key))
-        except ValueError as error:
-            on_row(row, f"cannot be used: {error}")
-    return (pa.array(texts, pa.large_string()),)
+    columns = [batch.column(key) for key in options.keys]
+    return good_rows(columns, options.keys, first_row, on_row)
 
 
 def _check_bounds(column: pa.Array) -> None:
@@ -155,17 +141,14 @@ def _check_bounds(column: pa.Array) -> None:
         column.validate(full=True)
 
 
-def _slices(columns: list[pa.Array], options: ReadOptions) -> Iterator[tuple[int, int]]:
+def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
     """Yield runs of rows that hold about CHUNK_BYTES of text, or one longer row."""
     rows = len(columns[0])
     begin = 0
     while begin < rows:
-        if options.messages_key is not None:
-            end = min(begin + _CONVERSATIONS, rows)
-        else:
-            # Bytes up to the end of each of the next rows.
-            ends = np.cumsum(sum(_sizes(column.slice(begin, _MOST_ROWS)) for column in columns))
-            end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
+        # Bytes up to the end of each of the next rows.
+        ends = np.cumsum(sum(_sizes(column.slice(begin, _MOST_ROWS)) for column in columns))
+        end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
         yield begin, end
         begin = end
 

@@ -1,4 +1,4 @@
-"""JSON lines, or one JSON array: objects with the text in one field, or in two, or messages.
+"""JSON lines, or one JSON array: objects with the text in one field, or in two.
 
 Arrow parses whole blocks, five times as fast as Python parses lines. A block with an unreadable
 line, a null or an empty line is parsed again line by line, which finds place and reason of each
@@ -27,7 +27,6 @@ from slurmllm.corpus.readers.base import (
     SEE_KEYS,
     Documents,
     OnError,
-    conversation_text,
     line_blocks,
     valid_utf8,
 )
@@ -47,9 +46,7 @@ def read_json_lines(
         return
     for block in line_blocks(stream, on_error, begin=begin):
         feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
-        # Messages differ in their fields, which Arrow would unite.
-        whole = options.messages_key is None
-        documents = _parse_block(block, feeds, options.keys) if whole else None
+        documents = _parse_block(block, feeds, options.keys)
         if documents is None:
             documents = _parse_lines(block, line, stream.file.name, options, on_error)
         yield documents
@@ -132,8 +129,6 @@ def _rows(
     try:
         if not isinstance(record, dict):
             raise ValueError(f"a JSON {type(record).__name__}, not an object")
-        if options.messages_key is not None:
-            return [(conversation_text(record, options.messages_key),)]
         return [tuple(_field_text(record, key) for key in options.keys)]
     except ValueError as error:
         on_error(f"{place}: {error}")

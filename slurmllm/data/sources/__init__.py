@@ -50,17 +50,20 @@ def open_source(
         return NumpySource(path, encoder, vocab_size)
     # 0.1 s of imports that token ids do not need.
     from slurmllm.data.sources.arrow import ArrowFile, ArrowTokenSource
-    from slurmllm.data.sources.text import ConversationSource, PromptSource, TextSource
+    from slurmllm.data.sources.text import PromptSource, TextSource
 
     file = ArrowFile(path)
-    kind: type[ConversationSource | PromptSource | TextSource] = TextSource
+    kind: type[PromptSource | TextSource] = TextSource
     if {"prompt", "completion"} <= {*file.names}:
         kind = PromptSource
     elif "text" not in file.names:
-        if "messages" in file.names:
-            kind = ConversationSource
-        elif file.has_tokens():
+        if file.has_tokens():
             return ArrowTokenSource(file, encoder, vocab_size)
+        if "messages" in file.names:
+            raise DataError(
+                f"{path} holds conversations, which are no longer trained; build a corpus of "
+                "prompts and completions, or train chats with TRL, supervised by `command:`"
+            )
     if encoder is None:
         raise DataError(
             f"{path} has text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "

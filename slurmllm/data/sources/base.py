@@ -70,7 +70,8 @@ class Source(ABC):
         trains_every_token: Whether no token is marked UNTRAINED.
         in_blocks: Whether blocks of tokens are shuffled instead of documents.
         knows_documents: Whether BEGINS marks documents, not only what is shuffled as a unit.
-        template: Short hex digest of the chat template, empty without one.
+        special_tokens: Short hex digest of special tokens that the tokenizer's fingerprint does
+            not cover, empty without them.
         size_unit: Unit of `total_size` and `document_size`: UTF-8 bytes of text, or token ids.
     """
 
@@ -79,7 +80,7 @@ class Source(ABC):
     trains_every_token: bool = True
     in_blocks: bool = False
     knows_documents: bool = True
-    template: str = ""
+    special_tokens: str = ""
     size_unit: Literal["bytes", "tokens"]
 
     @abstractmethod

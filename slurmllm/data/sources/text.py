@@ -1,11 +1,12 @@
 """Documents of an Arrow corpus, tokenized when they are read.
 
-Of prompts with completions only the completion is trained, of conversations only the assistant's
-turns.
+Of prompts with completions only the completion is trained.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.chat import ChatFormat, Rendered
 from slurmllm.data.sources.arrow import FIX, ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -26,7 +26,7 @@ from slurmllm.data.sources.base import (
     joined,
     prompt_hash,
 )
-from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.data.tokenizer import TokenEncoder, special_tokens
 from slurmllm.errors import DataError, StorageError
 
 # About the text that a resume inside a long document tokenizes again; more if it has no cut.
@@ -170,38 +170,37 @@ class PromptSource(_ArrowSource):
 
     A document is the prompt's tokens, the completion's and the end-of-document token: the eos
     token of the tokenizer's config if it has one. They are encoded separately, the prompt as
-    generation would encode it. With a chat template they are the two sides of a dialogue.
+    generation would encode it.
     """
 
     trains_every_token = False
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
         super().__init__(file, encoder, "prompt", "completion")
-        self._chat = ChatFormat(encoder.path)
-        self._chat.validate()
+        tokens = special_tokens(encoder.path)
         self._end = encoder.end_of_document
-        self._end_token = self._chat.end_token or encoder.decode(np.array([self._end]))
-        if self._chat.end_token is not None:
-            end = encoder.token_id(self._chat.end_token)
+        self._end_token = tokens.get("eos_token") or encoder.decode(np.array([self._end]))
+        if "eos_token" in tokens:
+            end = encoder.token_id(self._end_token)
             if end is None:
                 raise DataError(
-                    f"eos_token {self._chat.end_token!r} of the tokenizer_config.json of "
+                    f"eos_token {self._end_token!r} of the tokenizer_config.json of "
                     f"{encoder.path} is not in the tokenizer's vocabulary; name one that is"
                 )
             self._end = end
-        self.template = self._chat.fingerprint
+        if tokens:
+            # The list begins with a chat template, which is not used: states of earlier versions
+            # without a template remain valid.
+            identity = json.dumps([None, sorted(tokens.items())])
+            self.special_tokens = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def read(self, requests: Sequence[Request]) -> Pieces:
         pairs = [self._texts(document) for document, _ in requests]
-        texts = self._chat.texts([(prompt, completion) for prompt, completion in pairs])
-        # A template contains the tokens that the tokenizer would add.
-        prompts = self._encoder.encode_dialogue(
-            [before for before, _ in texts], begins=not self._chat.has_template
-        )
-        completions = self._encoder.encode_dialogue([text for _, text in texts], begins=False)
+        prompts = self._encoder.encode_as_generation([pair[0] for pair in pairs], begins=True)
+        completions = self._encoder.encode_as_generation([pair[1] for pair in pairs], begins=False)
         parts = []
-        for (_, text), prompt_ids, ids in zip(texts, prompts, completions, strict=True):
-            if not text.rstrip().endswith(self._end_token):
+        for (_, completion), prompt_ids, ids in zip(pairs, prompts, completions, strict=True):
+            if not completion.rstrip().endswith(self._end_token):
                 ids.append(self._end)
             tokens = np.array(prompt_ids + ids, dtype=np.int32)
             marks = np.zeros(len(tokens), dtype=np.uint8)
@@ -209,52 +208,3 @@ class PromptSource(_ArrowSource):
             marks[:1] |= BEGINS
             parts.append((tokens, marks))
         return joined(parts)
-
-
-class ConversationSource(_ArrowSource):
-    """The rows of an Arrow corpus with the string column `messages`, as `data build` writes it.
-
-    A document is a conversation, rendered by the tokenizer's chat template and tokenized as a
-    whole: the token ids are those of transformers' `apply_chat_template`, and none is added. A
-    token is trained if one of its characters is the assistant's.
-    """
-
-    trains_every_token = False
-
-    def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
-        super().__init__(file, encoder, "messages")
-        self._chat = ChatFormat(encoder.path)
-        self._chat.require_template()
-        self.template = self._chat.fingerprint
-
-    def read(self, requests: Sequence[Request]) -> Pieces:
-        answers = self._chat.conversations([self._texts(document)[0] for document, _ in requests])
-        rendered = [self._next(answers, document) for document, _ in requests]
-        encoded = self._encoder.encode_with_offsets([text for text, _ in rendered])
-        parts = []
-        for (document, _), (ids, offsets), (_, spans) in zip(
-            requests, encoded, rendered, strict=True
-        ):
-            begins, ends = offsets.T
-            trained = np.zeros(len(ids), dtype=bool)
-            for begin, end in spans:
-                trained |= (begins < end) & (ends > begin)
-            if not trained.any():
-                raise self._error(
-                    document,
-                    "no token belongs to a turn of the assistant, so nothing would be trained; "
-                    "remove it, or check the {% generation %} marks of the chat template",
-                )
-            marks = np.where(trained, 0, UNTRAINED).astype(np.uint8)
-            marks[:1] |= BEGINS
-            parts.append((np.array(ids, dtype=np.int32), marks))
-        return joined(parts)
-
-    def _next(self, answers: Iterator[Rendered], document: int) -> Rendered:
-        try:
-            return next(answers)
-        except DataError as error:
-            raise self._error(document, str(error)) from error
-
-    def _error(self, document: int, reason: str) -> DataError:
-        return DataError(f"document {document} of {self.path}: {reason}")
