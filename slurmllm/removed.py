@@ -8,6 +8,8 @@ from __future__ import annotations
 # Verb, with its group → the replacement
 VERBS: dict[str, str] = {
     "checkpoint convert": "resume reads both formats on any mesh; export writes Hugging Face's",
+    "run-stage": "`slurmllm resume RUN --in-allocation` or `--local` runs its stages here",
+    "shell": "use `srun --overlap --jobid=JOB --nodelist=NODE --pty bash` (docs/status.md)",
 }
 # Verb and option → the replacement
 OPTIONS: dict[tuple[str, str], str] = {
@@ -16,6 +18,7 @@ OPTIONS: dict[tuple[str, str], str] = {
 # Dotted path of a recipe's or profile's field, or of a section → the replacement
 FIELDS: dict[str, str] = {
     "cluster.stage_environment": "set cluster.container, or lines of cluster.setup (docs/site.md)",
+    "slurm.notify.webhook": "let slurm.notify.command call curl (docs/supervise.md)",
 }
 
 

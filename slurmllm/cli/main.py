@@ -22,14 +22,14 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 _VERBS = (
     *("init", "doctor", "health", "recipes", "plan", "calibrate", "submit", "status", "logs"),
     *("cancel", "resume", "delete", "nodes", "data", "tokenizer", "checkpoint", "compare"),
-    *("spikes", "report", "profile", "evaluate", "track", "drill", "shell", "run-stage"),
+    *("spikes", "report", "profile", "evaluate", "track", "drill"),
 )
 # Called on the nodes; they write logs.
 _HIDDEN = ["supervise", "launch", "worker", "check-node", "allreduce"]
 # The modules that have another name than their verb.
 _MODULES = dict.fromkeys(_HIDDEN, "hidden")
 _MODULES |= {"doctor": "diagnose", "health": "diagnose", "delete": "cancel", "resume": "submit"}
-_MODULES |= {"tokenizer": "data", "run-stage": "shell"}
+_MODULES |= {"tokenizer": "data"}
 
 # What other programs call a verb: Slurm, Kubernetes, other trainers
 _SYNONYMS = {
@@ -42,7 +42,6 @@ _SYNONYMS = {
     "recipes": "ls list models configs",
     "plan": "estimate",
     "compare": "diff",
-    "shell": "ssh exec",
     "data build": "build preprocess prepare",
     "data fetch": "download fetch",
     "checkpoint export": "export",

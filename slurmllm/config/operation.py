@@ -168,26 +168,12 @@ SlurmWord = Annotated[str, BeforeValidator(_slurm_word), _TEXT]
 NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]
 
 
-def _variable_name(value: Any) -> str:
-    """Return the name of a variable with a URL; a URL itself, a secret, is an error."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        return value
-    raise ValueError(
-        "must be the name of a variable that holds the URL, which is a secret: `export "
-        "SLACK_WEBHOOK=https://…`, then --set slurm.notify.webhook=SLACK_WEBHOOK --set "
-        "env.SLACK_WEBHOOK"
-    )
-
-
 RestartSetting = Literal["auto", "requeue", "chain", "none"]
 
 
 class NotifyConfig(Section):
     """Notifications of a run; they never delay it."""
 
-    webhook: Annotated[str, BeforeValidator(_variable_name)] | None = None
-    """Name of the variable with the URL to which a notification is posted as JSON, with the line
-    `text` that Slack shows."""
     command: ListOf[str] = ()
     """A program and its arguments, called with the JSON on its standard input and the line of text
     in $SLURMLLM_NOTIFICATION; not from a recipe's file."""

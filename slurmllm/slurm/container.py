@@ -125,7 +125,7 @@ def paths_of(container: Container) -> list[Path]:
 
 
 def container_arguments(
-    container: Container, device: str, folders: Iterable[Path | str], terminal: bool = False
+    container: Container, device: str, folders: Iterable[Path | str]
 ) -> list[str]:
     """Return the options of srun, for pyxis, or the command that a task follows.
 
@@ -133,7 +133,6 @@ def container_arguments(
         container: The container.
         device: `cluster.device`.
         folders: Further folders of the host, for the same paths inside.
-        terminal: Whether the command needs a terminal.
     """
     outermost: list[str] = []  # without those that are in another one
     for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
@@ -152,7 +151,6 @@ def container_arguments(
     # --init: processes that lose their parent are reaped, and signals passed on.
     command = [container.runtime, "run", "--rm", "--init", "--network=host", "--ipc=host"]
     command += ["--pid=host", "--ulimit=memlock=-1"]
-    command += ["--interactive", "--tty"] if terminal else []
     if container.runtime == "docker":
         command += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
     else:

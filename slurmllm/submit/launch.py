@@ -285,7 +285,6 @@ def run_locally(
     quiet: bool = False,
     stages: Sequence[Stage] | None = None,
     allocation: str | None = None,
-    once: bool = False,
 ) -> int:
     """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C.
 
@@ -293,7 +292,6 @@ def run_locally(
         quiet: Whether the stages' logs do not go to the terminal too.
         stages: By default those that the run needs.
         allocation: Slurm job that holds the nodes, instead of this machine.
-        once: Whether a stage is not started again, whatever its supervisor asks for.
     """
     run, stages = prepared.run, stages or prepared.stages
     # Handlers belong to the process: restored after all stages, also if one raises.
@@ -303,7 +301,7 @@ def run_locally(
             nodes = prepared.mesh.nodes
             if stage == "precompile":
                 nodes = precompile_nodes(prepared.config, nodes)
-            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation, once)
+            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation)
             for number in previous:
                 signal.signal(number, job.on_interrupt)
             if (code := job.run_to_end()) != EXIT_OK:
@@ -333,7 +331,6 @@ class LocalJob:
     nodes: int
     quiet: bool
     allocation: str | None = None
-    once: bool = False
 
     def __post_init__(self) -> None:
         self.interrupts = self.restarts = 0
@@ -346,7 +343,7 @@ class LocalJob:
             code = self._run_once()
             if code != EXIT_REQUEUE:
                 return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
-            if self.once or not self._has_nodes():
+            if not self._has_nodes():
                 return code
             self.restarts += 1
 

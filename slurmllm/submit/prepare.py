@@ -462,13 +462,6 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         log.warning("%s", warning)
     if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
-    if (name := notify.webhook) is not None:
-        url = config.variable(name)
-        if not url:
-            fix = f"`export` it and add --set env.{name}"
-            faults.append(f"slurm.notify.webhook: {name} is not set; {fix}")
-        elif not url.startswith(("https://", "http://")):
-            faults.append(f"slurm.notify.webhook: {name} holds no http(s) URL; correct it")
     if notify.command and shutil.which(notify.command[0]) is None:
         fix = "is not a program here; name it with its folder"
         faults.append(f"slurm.notify.command: {notify.command[0]} {fix}")

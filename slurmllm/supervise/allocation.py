@@ -308,14 +308,14 @@ def forget_site() -> None:
         os.environ.pop(name, None)
 
 
-def export_site(config: RunConfig, folders: Sequence[Path], terminal: bool = False) -> None:
-    """Set what a batch script exports for its tasks, which may need a terminal."""
+def export_site(config: RunConfig, folders: Sequence[Path]) -> None:
+    """Set what a batch script exports for its tasks."""
     forget_site()
     cluster = config.cluster
     os.environ[SETUP] = "\n".join(cluster.setup)
     if cluster.container is not None:
         shown: list[Path | str] = [*folders, cluster.node_local]
-        prefix = shlex.join(container_arguments(cluster.container, cluster.device, shown, terminal))
+        prefix = shlex.join(container_arguments(cluster.container, cluster.device, shown))
         os.environ[CONTAINER_PYTHON] = cluster.container.python
         os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = prefix

@@ -1,8 +1,8 @@
 """What a supervisor sends to other services: notifications, and metrics to trackers.
 
-A webhook or a command is called by a thread when an attempt starts and when it ends. Nothing waits
-for it while the run has work to do; the supervisor's last act is to wait a few seconds for what is
-under way, unless a notification took too long.
+A command is called by a thread when an attempt starts and when it ends. Nothing waits for it while
+the run has work to do; the supervisor's last act is to wait a few seconds for what is under way,
+unless a notification took too long.
 
 Metrics are sent by a child process of the lowest priority, which reads the run directory
 (`track.sync`): nothing waits for a tracker, and nothing is lost with it.
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +28,7 @@ from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import open_append
 from slurmllm.run.worker_files import diagnostic
 
-TIMEOUT_S = 10.0  # for a webhook to answer, or a command to end
+TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
 _LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
 _LONGEST = 1000  # characters of the text
@@ -73,12 +72,12 @@ class Notifier:
 
     def _send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
         notify = self._notify
-        if event not in notify.on:
+        if not notify.command or event not in notify.on:
             return
         job = f" of job {record.job_id}" if record.job_id else ""
-        text = f"{self._run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
+        line = f"{self._run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
         message = {
-            "text": text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…",
+            "text": line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…",
             "event": event,
             "run": self._run.name,
             "run_dir": str(self._run.path),
@@ -86,52 +85,18 @@ class Notifier:
             "time": time.time(),
             **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
         }
-        ways = [
-            *([self._post] if notify.webhook else []),
-            *([self._call] if notify.command else []),
-        ]
-        for deliver in ways:
-            # A daemon: the interpreter does not wait for it at its exit.
-            thread = threading.Thread(target=self._try, args=(deliver, message), daemon=True)
-            with diagnostic("notifications"):  # no more threads, for one
-                thread.start()
-                self._sending.append(thread)
+        # A daemon: the interpreter does not wait for it at its exit.
+        thread = threading.Thread(target=self._deliver, args=(message,), daemon=True)
+        with diagnostic("notifications"):  # no more threads, for one
+            thread.start()
+            self._sending.append(thread)
 
-    def _try(
-        self, deliver: Callable[[dict[str, Any]], str | None], message: dict[str, Any]
-    ) -> None:
+    def _deliver(self, message: dict[str, Any]) -> None:
         begin = time.monotonic()
-        try:
-            fault = deliver(message)
-        except Exception as error:  # whatever a user's host, proxy or command does
-            fault = type(error).__name__  # its text may hold the URL, which is a secret
+        fault = self._call(message)
         self._slow |= time.monotonic() - begin >= TIMEOUT_S
         if fault is not None:
             log.warning("notification of %s not delivered: %s", message["event"], fault)
-
-    def _post(self, message: dict[str, Any]) -> str | None:
-        """Return why the webhook did not take the message; None if it did."""
-        import http.client  # here: most runs have no webhook
-        from urllib.error import HTTPError, URLError
-        from urllib.request import Request, urlopen
-
-        name = str(self._notify.webhook)
-        url = self._config.variable(name) or ""
-        if not url.startswith(("https://", "http://")):
-            return f"{name} holds no http(s) URL; `slurmllm resume RUN --set env.{name}`"
-        headers = {"Content-Type": "application/json", "User-Agent": "slurmllm"}
-        request = Request(url, json.dumps(message).encode(), headers)  # noqa: S310 (http(s) only)
-        try:
-            with urlopen(request, timeout=TIMEOUT_S):  # noqa: S310
-                return None
-        except HTTPError as error:
-            return f"the webhook in {name} answered HTTP {error.code}"
-        except URLError as error:
-            cause = error.reason
-            text = cause.strerror if isinstance(cause, OSError) else None
-            return f"the webhook in {name} cannot be reached: {text or type(cause).__name__}"
-        except (TimeoutError, http.client.HTTPException) as error:
-            return f"the webhook in {name} has not answered: {type(error).__name__}"
 
     def _call(self, message: dict[str, Any]) -> str | None:
         """Return why the command did not take the message; None if it did."""
@@ -147,8 +112,9 @@ class Notifier:
             )
         except subprocess.TimeoutExpired:
             return f"{command[0]} has not ended after {TIMEOUT_S:g} s"
-        except OSError as error:
-            return f"{command[0]} cannot be started: {error.strerror}"
+        except (OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
+            return f"{command[0]} cannot be started: {cause}"
         return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else None
 
 

@@ -217,7 +217,8 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     assert any(line.startswith("[rank 0 local0] ") and "step 100/100" in line for line in lines)
     output, _ = failures.communicate(timeout=400)
     assert "first failing worker: rank 3 on local1\n  ended by SIGKILL\n" in output
-    log = first_line + worker.communicate(timeout=400)[0]
+    log = first_line + worker.stdout.read()
+    worker.wait(timeout=400)
     collected = "".join(str(content(run, 3, attempt)) for attempt in (0, 1, 2))
     assert log == collected, "each line of its three attempts once"
     codes = [process.returncode for process in (watching, following, failures, worker)]
