@@ -109,7 +109,7 @@ def drill(
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
     subject = _find(run, runs_dir, cluster, local, command, overrides)
     count, here = options.nodes_and_mode(subject.last, nodes, local)
-    chosen = parse_kinds(kinds, count, subject.config.recipe.command is not None)
+    chosen = parse_kinds(kinds, count, not subject.config.recipe.worker.has_model)
     planned["overrides"] = subject.overrides
     plan = make_plan(subject.run, subject.config, count, here, chosen, **planned)
     reason = why_no_reference(plan, subject.overrides)
@@ -162,7 +162,7 @@ def _find(
         return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
     settings = {"command.run": ("command line", command)}
     config = resolve(name, local_cluster(cluster, local), overrides, settings)
-    if config.recipe.command is None:
+    if config.recipe.worker.has_model:
         raise RunError(
             f"{name} is a recipe without a command: `slurmllm submit {name} --smoke`, then "
             "`slurmllm drill` with the name of that run"

@@ -51,7 +51,7 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     if "SLURMLLM_CACHE" not in os.environ:
         raise NodeError("SLURMLLM_CACHE is not set: `launch` is started by the job scripts")
     kind = Launcher
-    if load(run / "config.yaml", trusted=True).recipe.command is not None:
+    if not load(run / "config.yaml", trusted=True).recipe.worker.has_model:
         from slurmllm.supervise.trainer import TrainerLauncher
 
         kind = TrainerLauncher

@@ -227,6 +227,8 @@ def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
         raise UserError("--recipe FILE.yaml and --from RECIPE belong together; give both")
     options.check_folder("--recipe", recipe)
     config = write_recipe(Path(recipe), base, force=force)
-    next_command = "slurmllm plan" if config.recipe.command is None else "slurmllm submit --dry-run"
+    next_command = (
+        "slurmllm plan" if config.recipe.worker.has_model else "slurmllm submit --dry-run"
+    )
     click.echo(f"recipe  {recipe}: extends {base}")
     click.echo(f"next    {next_command} {shlex.quote(recipe)} --nodes N")

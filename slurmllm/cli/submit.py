@@ -243,7 +243,7 @@ def _print_choice(prepared: PreparedRun) -> None:
 
 def _print_graphs(prepared: PreparedRun) -> None:
     source = prepared.graphs_from
-    if prepared.config.recipe.command is not None:
+    if not prepared.config.recipe.worker.has_model:
         return
     if source is not None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
@@ -267,7 +267,7 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     if as_json:
         options.echo_json(submitted.to_dict(), indent=None)
     elif code == EXIT_OK:
-        more = ", /tensorboard" if prepared.config.recipe.command is None else ""
+        more = ", /tensorboard" if prepared.config.recipe.worker.has_model else ""
         click.echo(f"done       slurmllm status {run.name}; curves in {run.path}/metrics{more}")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         saved = "saved; " if run.checkpoint_steps() else ""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel
 
@@ -104,6 +104,15 @@ class CommandConfig(Section):
     def stop_signal(self) -> signal.Signals | None:
         """The signal that asks it to save; None if it has none."""
         return None if self.save_signal == "none" else signal.Signals[f"SIG{self.save_signal}"]
+
+
+class Worker(NamedTuple):
+    """What a recipe's workers run, and what slurmllm lacks of it."""
+
+    has_model: bool  # slurmllm trains it: model, batches, mesh, checkpoints and metrics are its own
+    steps: int | None  # to the end, if a command says so
+    one_per_node: bool = False  # a process that starts a node's others
+    saves_on_signal: bool = True  # whether it can be asked to save and exit
 
 
 def join_arguments(arguments: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ class LenientConfig:
     def model(self) -> ModelConfig | None:
         """The model; None if it is unknown, as that of a command."""
         recipe = None if self.config is None else self.config.recipe
-        return None if recipe is None or recipe.command is not None else recipe.model
+        return recipe.model if recipe is not None and recipe.worker.has_model else None
 
     def text(self, path: str) -> str | None:
         """Return the value at `path` if it is a string, else None."""

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from slurmllm.config.command import CommandConfig, absent_section
+from slurmllm.config.command import CommandConfig, Worker, absent_section
 from slurmllm.config.data_sources import SourceName
 from slurmllm.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.config.operation import (
@@ -494,21 +494,30 @@ class Recipe(Section):
 
     def require_training(self, what: str, fix: str) -> None:
         """Raise ConfigError if the recipe has a command, and `what` is of our own trainings."""
-        if self.command is not None:
+        if not self.worker.has_model:
             raise ConfigError(
                 f"{what} needs a model section, and {self.name} has a command in its place, of "
                 f"whose model nothing is known; {fix}"
             )
 
     @property
+    def worker(self) -> Worker:
+        """What the run's workers are: slurmllm's own, or those of the command."""
+        command = self.command
+        if command is None:
+            return Worker(has_model=True, steps=self.train.steps)
+        saves = command.stop_signal is not None
+        return Worker(False, command.steps, command.one_per_node, saves)
+
+    @property
     def steps(self) -> int | None:
         """Steps to the end; None if a command does not say."""
-        return self.train.steps if self.command is None else self.command.steps
+        return self.worker.steps
 
     @property
     def plugin_refs(self) -> list[PluginRef]:
         """The parts of other packages that the recipe names."""
-        if self.command is not None:
+        if not self.worker.has_model:
             return []
         refs = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
         if self.optim.name != ADAMW:

@@ -65,7 +65,7 @@ class RunConfig:
     @property
     def backend(self) -> str:
         """The backend's name, `auto` resolved; `command` for a trainer of another project."""
-        if self.recipe.command is not None:
+        if not self.recipe.worker.has_model:
             return "command"
         if self.recipe.backend != "auto":
             return self.recipe.backend
@@ -74,8 +74,7 @@ class RunConfig:
     @property
     def workers_per_node(self) -> int:
         """Processes that a launcher starts: one for each device, or one that starts the others."""
-        command = self.recipe.command
-        return 1 if command and command.one_per_node else self.cluster.devices_per_node
+        return 1 if self.recipe.worker.one_per_node else self.cluster.devices_per_node
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Return (dotted path, value, source) of every value, in the models' order."""
@@ -84,10 +83,11 @@ class RunConfig:
 
     def values(self) -> dict[str, Any]:
         """Return the nested values, as stored in config.yaml: secrets are masked."""
-        unused = {"command"} if self.recipe.command is None else {*REFUSED, *OF_OUR_TRAINERS}
+        has_model = self.recipe.worker.has_model
+        unused = {"command"} if has_model else {*REFUSED, *OF_OUR_TRAINERS}
         recipe = self.recipe.model_dump(mode="json", exclude=unused)
         # Not its default, which would be set for whoever reads it: a trainer's files are kept.
-        if self.recipe.command is not None and self.is_set(KEEP):
+        if not has_model and self.is_set(KEEP):
             recipe["checkpoint"] = {"keep": self.recipe.checkpoint.keep}
         cluster = self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
@@ -134,7 +134,7 @@ class RunConfig:
         With `parallel.auto` they are the degrees and settings of `OPEN` that are not set; without,
         the micro batch alone.
         """
-        if self.recipe.command is not None:
+        if not self.recipe.worker.has_model:
             return []
         auto, micro_batch = self.recipe.parallel.auto, self.recipe.train.micro_batch
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")

@@ -186,8 +186,8 @@ def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
         _field("name", name_of(path, "recipe")),
         _field("description", f"From {extended}"),
     ]
-    has_command = config.recipe.command is not None
-    for section, names in (_COMMAND_FIELDS if has_command else _FIELDS).items():
+    has_model = config.recipe.worker.has_model
+    for section, names in (_FIELDS if has_model else _COMMAND_FIELDS).items():
         lines += ["", f"{section}:"]
         texts = docs[type(getattr(config.recipe, section)).__name__]
         for name in names.split():
@@ -196,7 +196,7 @@ def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
             value = _EXAMPLES[field] if is_example else values[field]
             sentence = re.split(r"(?<=\.)\s", texts[name])[0]
             lines += [*_comment(sentence, "  "), f"  {'#' * is_example}{_field(name, value)}"]
-    for name, example in () if has_command else _LAST.items():
+    for name, example in _LAST.items() if has_model else ():
         text = docs["Recipe"].get(name) or docs["ParallelConfig"]["auto"]
         lines += ["", *_comment(text), f"#{_field(name, example)}"]
     return schema_line("recipe") + "\n".join(lines) + "\n"

@@ -208,7 +208,7 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
     if nodes < 1:
         raise MeshError(f"--nodes: {nodes} is less than 1", "give a whole number, from 1")
-    if recipe.command is not None:  # its trainer makes a mesh of its own
+    if not recipe.worker.has_model:  # its trainer makes a mesh of its own
         return Mesh(nodes, per_node, 1, 1, nodes * per_node, nodes * per_node, 1)
     world, model = nodes * per_node, tensor * pipeline
     if world % model:
@@ -277,7 +277,7 @@ def adapt_to_nodes(config: RunConfig, nodes: int) -> RunConfig:
     the micro batch the largest one, up to the planner's, that divides each worker's part of the
     global batch.
     """
-    if config.recipe.command is not None:
+    if not config.recipe.worker.has_model:
         return config
     shards = config.recipe.parallel.shard_nodes
     options = shard_node_options(config, nodes)
@@ -303,7 +303,7 @@ def assumed_micro_batch(config: RunConfig) -> int | None:
 
 def measures_micro_batch(config: RunConfig) -> bool:
     """Whether the precompile stage measures the micro batch, which the planner does not choose."""
-    if config.recipe.command is not None:
+    if not config.recipe.worker.has_model:
         return False
     is_open = "train.micro_batch" in config.open_settings()
     auto = config.recipe.train.micro_batch == "auto" and not is_open

@@ -272,7 +272,7 @@ def throughput_by_nodes(
         first: Flags = rows & (np.arange(len(rows)) < first_rows)
         nodes, workers = size or (None, None)
         seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
-        has_model = config is not None and config.recipe.command is None
+        has_model = config is not None and config.recipe.worker.has_model
         hardware = config.cluster.hardware if config is not None and has_model else None
         # A peak that is only a guess would give a figure that looks measured.
         if config and hardware and not hardware.rough and workers and seq_per_s:

@@ -141,7 +141,7 @@ def read_details(
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
     command = recipe.command
-    evaluates = command is not None or recipe.eval.every_steps is not None
+    evaluates = not recipe.worker.has_model or recipe.eval.every_steps is not None
     reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,

@@ -131,7 +131,7 @@ class PreparedRun:
 
     @property
     def from_step(self) -> int:
-        if self.config.recipe.command is not None:
+        if not self.config.recipe.worker.has_model:
             return max(saved_steps(self.run, self.config), default=0)
         return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
 
@@ -147,8 +147,8 @@ class PreparedRun:
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
-        has_command = self.config.recipe.command is not None
-        return self.mesh.size_json() if has_command else self.mesh.to_json()
+        has_model = self.config.recipe.worker.has_model
+        return self.mesh.to_json() if has_model else self.mesh.size_json()
 
     @property
     def shell_defaults(self) -> dict[str, str]:
@@ -184,8 +184,8 @@ def prepare(request: RunRequest) -> PreparedRun:
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
     """
     _require_access(request)
-    is_command = request.config.recipe.command is not None
-    if request.precompile == "never" and not is_command:
+    has_model = request.config.recipe.worker.has_model
+    if request.precompile == "never" and has_model:
         config = request.config.with_settings("train", incomplete_graphs="compile")
         request = replace(request, config=config)
     folder = request.folder or request.root
@@ -195,11 +195,11 @@ def prepare(request: RunRequest) -> PreparedRun:
     title = f"{recipe.name}: these settings cannot be used here"
     refusals = _refuse(request, title, site_faults(config, request.local))
     fit: FitCheck | None = None
-    if not is_command:
+    if has_model:
         config, fit, more = _check_training(request, run, mesh)
         refusals += more
     warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
-    config, missing = (with_folder(config), ()) if is_command else _resolve_data(request, config)
+    config, missing = _resolve_data(request, config) if has_model else (with_folder(config), ())
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)

@@ -33,7 +33,7 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     optimizer state, and the stage makes real steps.
     """
     few = load_environment(config.backend).precompile_nodes(config, nodes)
-    if config.recipe.command is not None:
+    if not config.recipe.worker.has_model:
         return few
     parallel, train, hardware = config.recipe.parallel, config.recipe.train, config.cluster.hardware
     if few == nodes or hardware is None or hardware.rough:

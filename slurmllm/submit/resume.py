@@ -89,7 +89,7 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
     earlier, recipe = before.recipe, config.recipe
     is_done = run_state(run, client or SlurmClient()).state == "done"
     request = replace(request, config=config)
-    if recipe.command is not None:
+    if not recipe.worker.has_model:
         _check_command(run, earlier, recipe, is_done, changes.from_scratch)
     else:
         _check_recipe(run, earlier, recipe, changes.from_scratch)
@@ -122,7 +122,7 @@ def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
         overrides.insert(0, "slurm.dependency=null")
     if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
         overrides.insert(0, "slurm.min_nodes=null")
-    if not changes.from_scratch and recipe.command is None:
+    if not changes.from_scratch and recipe.worker.has_model:
         # The warm-up keeps its steps, if another train.steps would change them.
         optim, names = recipe.optim, {text.partition("=")[0].strip() for text in overrides}
         sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}

@@ -79,7 +79,7 @@ class AttemptMonitor:
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
         command = config.recipe.command
-        self._has_command = command is not None
+        self._has_model = config.recipe.worker.has_model
         if record.stage == "train" and limits.enabled:
             reporting = None
             if command is not None:
@@ -133,7 +133,7 @@ class AttemptMonitor:
                 continue
             below = []
             # A killed launcher can no longer end what another project's workers started.
-            if number == signal.SIGKILL and self._has_command:
+            if number == signal.SIGKILL and not self._has_model:
                 with suppress(psutil.Error):
                     below = psutil.Process(launcher.pid).children(recursive=True)
             launcher.send_signal(number)

@@ -81,7 +81,7 @@ def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> 
     elastic = {"TORCHELASTIC_RUN_ID": f"{record.master_addr}:{record.master_port}"}
     sizes = {"NNODES": str(nodes), "NODE_RANK": str(node_rank), "NPROC_PER_NODE": str(devices)}
     return {
-        **({} if config.recipe.command and config.recipe.command.one_per_node else elastic),
+        **({} if config.recipe.worker.one_per_node else elastic),
         **sizes,
         **{f"PET_{name}": value for name, value in sizes.items()},
         "PET_MASTER_ADDR": record.master_addr,
