@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slurmllm.compare.comparison import BasisKind, Comparison
     from slurmllm.config.resolve import RunConfig
     from slurmllm.metrics.curves import Axis, Curve
-    from slurmllm.metrics.numbers import DecimalMark
     from slurmllm.plan.output import Plan
     from slurmllm.plan.recipe_plan import Rank
     from slurmllm.status.runs import RunState, RunStates
@@ -205,7 +204,6 @@ def read_curves(
     tags: Mapping[str, str] | None = None,
     pattern: str | None = None,
     where: Mapping[str, str] | None = None,
-    decimal: DecimalMark | None = None,
     runs_dir: str | Path | None = None,
 ) -> Curve:
     """Return the metrics of a run by step, or of another framework's log.
@@ -215,7 +213,6 @@ def read_curves(
         tags: Of another framework's log: metric → tag, column or key that holds it.
         pattern: Of a text log: regular expression of a line, with a named group for each metric.
         where: Of another framework's log: column → the value of the rows to read.
-        decimal: Of numbers such as 2,345: `comma` or `point`.
 
     Examples:
         >>> curves = slurmllm.read_curves("first")
@@ -226,7 +223,7 @@ def read_curves(
     from slurmllm.run.rundir import runs_root
 
     path = locate(str(run), runs_root(runs_dir))
-    return read_curve(path, tags, lenient=True, pattern=pattern, where=where, decimal=decimal)
+    return read_curve(path, tags, lenient=True, pattern=pattern, where=where)
 
 
 def compare_runs(

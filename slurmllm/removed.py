@@ -14,6 +14,10 @@ VERBS: dict[str, str] = {
 # Verb and option → the replacement
 OPTIONS: dict[tuple[str, str], str] = {
     ("data build", "--messages-key"): "build prompts and completions, or train chats with TRL",
+    **dict.fromkeys(
+        (("compare", "--decimal"), ("report", "--decimal"), ("spikes", "--decimal")),
+        "write numbers with decimal points, such as by sed -E 's/([0-9]),([0-9])/\\1.\\2/g'",
+    ),
 }
 # Dotted path of a recipe's or profile's field, or of a section → the replacement
 FIELDS: dict[str, str] = {

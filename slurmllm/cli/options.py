@@ -117,7 +117,6 @@ class LogOptions(NamedTuple):
     tags: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     wheres: tuple[str, ...] = ()
-    decimals: tuple[str, ...] = ()
 
     def arguments(self, count: int) -> list[dict[str, Any]]:
         """Return the arguments of `read_curve` for each of `count` sources."""
@@ -133,28 +132,23 @@ class LogOptions(NamedTuple):
                 )
         arguments = []
         for letter in letters:
-            tags, patterns, wheres, decimals = (_values_of(letter, values) for values in self)
+            tags, patterns, wheres = (_values_of(letter, values) for values in self)
             for regex in patterns:
                 check_pattern(regex)
             where = [value.partition("=") for value in wheres]
-            for column, _, text in where:
-                if not (column and text):
+            for column, equals, _ in where:
+                if not (column and equals):
                     raise UserError(f"--where {column!r}: give COLUMN=VALUE, such as split=train")
-            for mark in decimals:
-                if mark not in ("comma", "point"):
-                    raise UserError(f"--decimal {mark}: give comma or point")
-            for option, values in (("--pattern", patterns), ("--decimal", decimals)):
-                if len(set(values)) > 1:
-                    raise UserError(
-                        f"{option} '{values[1]}': there is '{values[0]}' already; give one for "
-                        f"each log, such as A:{values[0]}"
-                    )
+            if len(set(patterns)) > 1:
+                raise UserError(
+                    f"--pattern '{patterns[1]}': there is '{patterns[0]}' already; give one for "
+                    f"each log, such as A:{patterns[0]}"
+                )
             arguments.append(
                 {
                     "tags": parse_tags(tags),
                     "pattern": next(iter(patterns), None),
                     "where": {column.strip(): text.strip() for column, _, text in where},
-                    "decimal": next(iter(decimals), None),
                 }
             )
         return arguments
@@ -208,13 +202,6 @@ log_options = grouped(
         "COLUMN=VALUE",
         "Rows of another framework's log to read, such as split=train or rank=0; A:split=train "
         "for the first source only; repeatable.",
-    ),
-    _of_logs(
-        "--decimal",
-        "decimals",
-        "MARK",
-        "Decimal mark of a log's numbers, comma or point; A:comma for the first source only.  "
-        "[default: as the numbers of a column show]",
     ),
 )
 

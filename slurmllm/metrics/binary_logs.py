@@ -1,25 +1,17 @@
-"""TensorBoard event files of any framework, and W&B's run files: records of protobufs.
+"""TensorBoard event files of any framework: records of protobufs.
 
 An event file is a sequence of TFRecords: length, its checksum, a serialized `Event`, its checksum.
 Only the lengths' checksums are verified, as a wrong length would lose all that follows.
 `EventAccumulator` also migrates every event to new-style tensors, which takes 5 times as long.
-
-A .wandb file is a log in LevelDB's format (leveldb doc/log_format.md, with a header of 7 bytes):
-blocks of 32 KiB with records, each a serialized `Record` of wandb/proto/wandb_internal.proto. Only
-its history is read, without the wandb package.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import struct
-import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,9 +19,8 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import DamageWarning
-from slurmllm.metrics.log_series import Log, RowCollector, TagSeries
-from slurmllm.metrics.row_logs import json_numbers
-from slurmllm.run.safe_files import LARGEST_RECORD, open_regular
+from slurmllm.metrics.log_series import Log, TagSeries
+from slurmllm.run.safe_files import open_regular
 
 _MAX_DEPTH = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")
@@ -37,10 +28,6 @@ _PIECE_BYTES = 4 << 20
 _MAX_EVENT_BYTES = 16 << 20  # images and graphs: skipped without reading them into memory
 _HEADER = struct.Struct("<QI")  # length and its checksum
 _FRAME_BYTES = _HEADER.size + 4
-_FILE_HEADER = struct.Struct("<4sHB")  # ":W&B", magic, version
-_WANDB_HEADER = struct.Struct("<IHB")  # checksum, length, type
-_WANDB_BLOCK_BYTES = 1 << 15
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _START = 1  # SessionLog.START of tensorboard/compat/proto/event.proto
 
 
@@ -261,69 +248,3 @@ def _steps_from_tag(
         numbers = steps[has_step].astype(np.int64)
         renumbered[tag] = TagSeries(old.order[has_step], numbers, old.values[has_step], times)
     return renumbered
-
-
-def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a W&B offline run file."""
-    from google.protobuf.message import DecodeError
-
-    rows, warnings = RowCollector(), list[str]()
-    parse = _record_type().FromString
-    try:
-        with open_regular(path) as stream:
-            if (begin := stream.read(_FILE_HEADER.size)[:4]) != b":W&B":
-                raise RunError(
-                    f"{path} is not a W&B run file: it begins with {begin!r} instead of b':W&B'; "
-                    "give the run-ID.wandb of an offline-run folder"
-                )
-            for record in _wandb_records(stream):
-                history = parse(record).history
-                if history.item:
-                    row = {
-                        item.key or ".".join(item.nested_key): json.loads(item.value_json or "null")
-                        for item in history.item
-                    }
-                    rows.add(json_numbers({"_step": history.step.num} | row))
-    except (EOFError, ValueError, DecodeError, RecursionError) as error:
-        text = f"{path}: {error}; read as far as that"
-        warnings.append(text if isinstance(error, EOFError) else DamageWarning(text))
-    return rows.log(path, "jsonl", tags, warnings)
-
-
-def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
-    record, place = b"", _FILE_HEADER.size
-    while True:
-        rest = _WANDB_BLOCK_BYTES - place % _WANDB_BLOCK_BYTES  # of the block
-        header = stream.read(min(_WANDB_HEADER.size, rest))
-        if not header:
-            return
-        if len(header) < _WANDB_HEADER.size:  # the end of a block, too short for a header: zeros
-            place += len(header)
-            continue
-        checksum, size, kind = _WANDB_HEADER.unpack(header)
-        text = stream.read(size)
-        if len(text) < size:
-            raise EOFError(f"the record at byte {place} is cut")
-        if zlib.crc32(text, zlib.crc32(bytes([kind]))) != checksum:
-            raise ValueError(f"the record at byte {place} is damaged")
-        record = text if kind in (_FULL, _FIRST) else record + text
-        if len(record) > LARGEST_RECORD:
-            raise ValueError(
-                f"the record before byte {place} has more than {LARGEST_RECORD:,} bytes"
-            )
-        if kind in (_FULL, _LAST):
-            yield record
-        place += _WANDB_HEADER.size + size
-
-
-@cache
-def _record_type() -> Any:
-    from google.protobuf import (  # type: ignore[import-untyped]
-        descriptor_pb2,
-        message_factory,
-        text_format,
-    )
-
-    text = resources.files("slurmllm.metrics").joinpath("wandb.textproto").read_text("utf-8")
-    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
-    return message_factory.GetMessages([file])["slurmllm.wandb.Record"]

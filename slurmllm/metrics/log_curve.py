@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slurmllm.errors import RunError
 from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, DamageWarning, Flags, Floats, Ints, bit_identical
-from slurmllm.metrics.log_series import COUNTS, Log, TagSeries
+from slurmllm.metrics.log_series import Log, TagSeries
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
-from slurmllm.metrics.numbers import DecimalMark
 from slurmllm.metrics.row_selection import rows_with, select_rows
 from slurmllm.metrics.tags import TagChoice, choose_tags, find_tags, per_device
 
@@ -32,24 +30,21 @@ def curve_of_log(
     name: str,
     tags: Mapping[str, str],
     where: Mapping[str, str] | None = None,
-    decimal: DecimalMark | None = None,
 ) -> Curve:
     """Convert a log to a curve; arguments as of `source.read_curve`.
 
-    Raises RunError without a loss, a requested tag or a decimal mark, or for several splits.
+    Raises RunError without a loss or a requested tag, or for several splits.
     """
     for column, text in (where or {}).items():
         log = rows_with(log, column, text)
     choice = _choose_tags(log, tags)
-    log = select_rows(_with_decimals(log, choice, decimal), choice.tags)
+    log = select_rows(log, choice.tags)
     choice = _choose_tags(log, tags)  # a rank may lack some
     log = _continue_steps(log, choice.tags)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
     if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
         in_ms = chosen["step_time_s"]
         chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
-    if log.val_loss is not None and "val_loss" not in chosen:
-        chosen["val_loss"] = log.val_loss
     loss = chosen.get("loss") or chosen["grad_norm"]
     if "time" not in chosen and loss.times is not None:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
@@ -90,28 +85,6 @@ def curve_of_log(
 def _choose_tags(log: Log, tags: Mapping[str, str]) -> TagChoice:
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
     return choose_tags(counts, tags, log.path, log.format)
-
-
-def _with_decimals(log: Log, choice: TagChoice, decimal: DecimalMark | None) -> Log:
-    """Apply the user's decimal mark to the columns whose numbers do not show it."""
-    undecided = sorted(
-        tag for metric, tag in choice.tags.items() if tag in log.undecided and metric not in COUNTS
-    )
-    if undecided and decimal is None:
-        tag = undecided[0]
-        value = log.series[tag].values[np.abs(log.series[tag].values) >= 1e3][:1]
-        shown = f"{value[0]:,.0f}" if value.size else "1,234"
-        raise RunError(
-            f"{log.path}: {shown} in column {tag!r} may be {shown.replace(',', '.', 1)} or "
-            f"{shown.replace(',', '')}: none of its numbers shows it; name the decimal mark: "
-            "--decimal comma or --decimal point"
-        )
-    series = dict(log.series)
-    for tag in undecided if decimal == "comma" else ():
-        values = series[tag].values
-        scaled = np.where(np.abs(values) >= 1e3, values / 1e3, values)
-        series[tag] = replace(series[tag], values=scaled)
-    return replace(log, series=series)
 
 
 def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
@@ -243,8 +216,7 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         offset = offsets[np.searchsorted(orders, series.order, side="right")]
         return replace(series, steps=series.steps + offset)
 
-    val_loss = None if log.val_loss is None else moved(log.val_loss)
-    log = replace(log, series={tag: moved(s) for tag, s in log.series.items()}, val_loss=val_loss)
+    log = replace(log, series={tag: moved(s) for tag, s in log.series.items()})
     first, place = resumes[0], log.place(resumes[0].order)
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
     text = (

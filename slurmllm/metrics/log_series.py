@@ -16,8 +16,8 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import DamageWarning, Floats, Ints, SourceKind
-from slurmllm.metrics.numbers import CommaNumber, DecimalMark, decimal_mark
-from slurmllm.metrics.tags import LogFormat, common_names, find_tags, list_tags, step_keys
+from slurmllm.metrics.numbers import has_decimal_comma
+from slurmllm.metrics.tags import METRICS, LogFormat, common_names, find_tags, list_tags, step_keys
 from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON, open_regular
 
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
@@ -27,8 +27,6 @@ _FRACTIONAL = 0.1  # share of steps that are not whole numbers
 _MOST_TEXTS = 200  # different ones in a column that separates rows
 # Cells of a table that are no values, as pandas reads them
 MISSING = {"", "na", "n/a", "none", "null", "-", "<na>"}
-# Metrics that are whole numbers, or rates of them: a comma separates thousands
-COUNTS = ("step", "tokens", "samples", "seq_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,6 @@ class Log:
     format: LogFormat | None = None  # if its lines have shown it
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
     texts: Mapping[str, TextSeries] = field(default_factory=dict)  # by column
-    undecided: frozenset[str] = frozenset()  # tags whose commas may be of thousands or decimals
-    val_loss: TagSeries | None = None  # of rows of another split
     invented_steps: str = ""  # why its steps are none that the training counted
 
     def place(self, order: int) -> str:
@@ -131,8 +127,6 @@ class RowCollector:
         self._rows: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
         self._texts: dict[str, tuple[array[int], array[int], dict[str, int]]] = {}
-        # Key → places of its numbers with a comma among its values, and what they show
-        self._commas: dict[str, tuple[array[int], list[DecimalMark | None]]] = {}
         self._lines = array("q")
 
     def add(
@@ -146,10 +140,6 @@ class RowCollector:
         for key, value in row:
             if key not in self._rows:
                 self._rows[key], self._values[key] = array("q"), array("d")
-            if type(value) is CommaNumber:
-                places, marks = self._commas.setdefault(key, (array("q"), []))
-                places.append(len(self._values[key]))
-                marks.append(value.mark)
             self._rows[key].append(number)
             self._values[key].append(value)
         for key, text in texts:
@@ -186,10 +176,7 @@ class RowCollector:
                 f"no metrics in {path}: it has no row of numbers; give the log of a training run"
                 + "".join(f" ({warning})" for warning in warnings)
             )
-        undecided, row = self._decide_commas()
-        if row is not None:
-            place = f"{path}:{self._lines[row]}" if self._lines[row] else str(path)
-            warnings = (*warnings, f"{place}: numbers have decimal commas; read 2,5 as 2.5")
+        self._refuse_decimal_commas(path, tags)
         step_key, row_steps, skipped = self._select_steps(path, tags)
         warnings = (*warnings, *self._mixed_columns(path, step_key), *skipped)
         series = {}
@@ -212,7 +199,6 @@ class RowCollector:
             format=log_format,
             lines=self._lines,
             texts=texts,
-            undecided=undecided,
             invented_steps=invented_steps,
         )
 
@@ -273,22 +259,13 @@ class RowCollector:
                     "" if key == step_key else key,
                 )
 
-    def _decide_commas(self) -> tuple[frozenset[str], int | None]:
-        """Correct columns with decimal commas, which were read as thousands.
-
-        Returns the columns that are undecided, and the first row with a decimal comma, if any.
-        """
-        counts = {tag for metric in COUNTS for tag in find_tags(self._commas, common_names(metric))}
-        all_marks = {mark for _, marks in self._commas.values() for mark in marks}
-        undecided, rows = set[str](), list[int]()
-        for key, (places, marks) in self._commas.items():
-            values = np.frombuffer(self._values[key]).copy()
-            mark = "point" if key in counts else decimal_mark(values, marks, all_marks)
-            if mark is None:
-                undecided.add(key)
-            elif mark == "comma":
-                index = np.frombuffer(places, dtype=np.int64)[[mark is None for mark in marks]]
-                values[index] /= 1e3
-                self._values[key] = array("d", values)
-                rows.append(self._rows[key][places[0]])
-        return frozenset(undecided), min(rows, default=None)
+    def _refuse_decimal_commas(self, path: Path, tags: Mapping[str, str]) -> None:
+        names = (*tags.values(), *(name for metric in METRICS for name in common_names(metric)))
+        for key in find_tags(self._texts, names):
+            codes_of = self._texts[key][2]
+            number = next(filter(has_decimal_comma, codes_of), None)
+            if number is not None:
+                raise RunError(
+                    f"{path}: {number!r} in column {key!r} has a decimal comma; write decimal "
+                    "points: for a table, sed -E 's/([0-9]),([0-9])/\\1.\\2/g'"
+                )

@@ -1,4 +1,4 @@
-"""Logs that hold rows of numbers: tables, JSON, MLflow's files and TensorBoard's tables.
+"""Logs that hold rows of numbers: tables, JSON and TensorBoard's tables.
 
 The readers raise RunError for a file without rows or steps, OSError for one that cannot be read.
 """
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -268,38 +267,6 @@ def json_texts(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             and parse_value(key, value) is None
         ):
             yield key, value
-
-
-def mlflow_runs(folder: Path) -> list[Path]:
-    """Return the runs of an MLflow file store: the folder itself, or those below it."""
-    if (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir():
-        return [folder]
-    files = [*folder.glob("*/meta.yaml"), *folder.glob("*/*/meta.yaml")]
-    return sorted(path.parent for path in files if (path.parent / "metrics").is_dir())
-
-
-def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
-    """Read a run of an MLflow file store: metrics/NAME holds lines of `timestamp value step`."""
-    rows, warnings = RowCollector(), list[str]()
-    values: list[tuple[float, float, str, float]] = []  # time in ms, step, name, value
-    for path in sorted(path for path in (run / "metrics").rglob("*") if path.is_file()):
-        name = path.relative_to(run / "metrics").as_posix()
-        broken: list[int] = []
-        with open_regular(path) as stream:
-            for number, line in enumerate(read_lines(stream), start=1):
-                try:
-                    moment, value, step = map(float, line.split()[:3])
-                    values.append((moment, step, name, value))
-                except ValueError:
-                    broken.append(number)
-        if broken:
-            text = f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
-            warnings.append(DamageWarning(text, broken))
-    # A restart writes all metrics again: each file alone does not show in which order.
-    values.sort(key=itemgetter(0))
-    for moment, step, name, value in values:
-        rows.add([("step", step), (name, value), ("time", moment / 1e3)])
-    return rows.log(run, "jsonl", tags, warnings)
 
 
 def is_tag_table(path: Path) -> bool:

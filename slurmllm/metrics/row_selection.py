@@ -6,7 +6,7 @@ Rows of the validation set, of other ranks or of other data sets may have the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,54 +16,30 @@ from slurmllm.metrics.curves import Flags, Ints, bit_identical
 from slurmllm.metrics.log_series import Log, TagSeries, TextSeries
 from slurmllm.metrics.tags import list_tags
 
-# Of `COLUMN=VALUE`: `split=train`, `is_train=True`, `eval=0`; the same of evaluations
-_TRAIN = re.compile(
-    r".*=(train|fit)|.*train\w*=(true|1)$|(is_)?(val|eval|test)\w*=(false|0)$", re.I
-)
-_EVALUATION = re.compile(
-    r".*=(val|eval|dev|test|held.?out)|.*train\w*=(false|0)$|(is_)?(val|eval|test)\w*=(true|1)$",
-    re.I,
-)
 _RANK = re.compile(r"(.*[^a-z])?(rank|process|worker|host|device|gpu)(_?idx?)?", re.I)
 # Columns of whole numbers that may separate rows
 _NUMBERED = re.compile(rf"{_RANK.pattern}|.*(train|val|eval|test|split|fold|seed|trial).*", re.I)
 
 
 def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
-    """Return the log with the rows of the training split and of the lowest rank.
+    """Return the log with the rows of the lowest rank.
 
     Raises RunError if another column separates rows of the same steps. `metrics`: metric → tag.
     """
     loss = log.series[metrics.get("loss") or metrics["grad_norm"]]
     for name, column in _columns(log, metrics):
+        is_rank = _RANK.fullmatch(name) is not None
         codes = _codes_at(column, loss)
-        numbers = np.bincount(codes[codes >= 0], minlength=len(column.texts)).tolist()
-        counts = dict(zip(column.texts, numbers, strict=True))
-        texts = [text for text, count in counts.items() if count]
-        listed = ", ".join(f"{text} {counts[text]}" for text in texts[:5])
-        evaluations = [text for text in texts if _EVALUATION.match(f"{name}={text}")]
-        if evaluations and (np.any(codes < 0) or any(_TRAIN.match(f"{name}={t}") for t in texts)):
-            validation = min(evaluations, key=lambda text: text.lower().startswith("test"))
-            warning = (
-                f"{log.path}: rows of several splits, by {name!r} ({listed}); read those of the "
-                f"training, and {validation} as val_loss; --where {name}=… selects others"
-            )
-            series = dict(log.series)
-            codes_left_out = [column.texts.index(text) for text in evaluations]
-            for tag in {tag for metric, tag in metrics.items() if metric != "val_loss"} & set(
-                series
-            ):
-                left_out = np.isin(_codes_at(column, series[tag]), codes_left_out)
-                series[tag] = _take(series[tag], ~left_out)
-            val_loss = _take(loss, codes == column.texts.index(validation))
-            warnings = (*log.warnings, warning)
-            log = replace(log, series=series, val_loss=val_loss, warnings=warnings)
-            return select_rows(log, metrics)
-        shared = differ = False
-        if 1 < len(texts) <= len(codes) / 2:
-            shared, differ = _separates(loss, codes, bool(_RANK.fullmatch(name)))
-        if shared and _RANK.fullmatch(name):
-            rank = min(texts, key=lambda text: (len(text), text))
+        if is_rank:
+            counts = _counts(column.texts, codes[codes >= 0])
+        else:  # rows without the column may be of another split too
+            counts = _counts(("", *column.texts), codes + 1)
+        if not 1 < len(counts) <= len(codes) / 2:
+            continue
+        shared, differ = _separates(loss, codes, is_rank)
+        listed = ", ".join(f"{text or 'none'} {count}" for text, count in list(counts.items())[:5])
+        if shared and is_rank:
+            rank = min(counts, key=lambda text: (len(text), text))
             warning = (
                 f"{log.path}: several write the same steps, by {name!r} ({listed}); read "
                 f"{name}={rank}; --where {name}=… selects another"
@@ -71,12 +47,18 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
             warnings = (*log.warnings, warning) if differ else log.warnings
             return select_rows(rows_with(replace(log, warnings=warnings), name, rank), metrics)
         if shared and differ:
-            example = next((t for t in texts if _TRAIN.match(f"{name}={t}")), texts[-1])
+            most_frequent = max(counts, key=lambda text: counts[text])
             raise RunError(
                 f"{log.path}: steps have several rows with other values, which the column {name!r} "
-                f"separates ({listed}); name one, such as --where {name}={example}"
+                f"separates ({listed}); name one, such as --where {name}={most_frequent}"
             )
     return log
+
+
+def _counts(texts: Sequence[str], codes: Ints) -> dict[str, int]:
+    """Return the number of rows of each text that has any."""
+    numbers = np.bincount(codes, minlength=len(texts)).tolist()
+    return {text: number for text, number in zip(texts, numbers, strict=True) if number}
 
 
 def _columns(log: Log, metrics: Mapping[str, str]) -> Iterator[tuple[str, TextSeries]]:
@@ -131,21 +113,20 @@ def _take(series: TagSeries, rows: Flags) -> TagSeries:
 
 
 def rows_with(log: Log, name: str, text: str) -> Log:
-    """Return the log with the rows whose column `name` is `text`; raise RunError if none is."""
+    """Return the log with the rows whose column `name` is `text`; raise RunError without any.
+
+    An empty text selects the rows that lack the column.
+    """
     column = log.texts.get(name)
     if column is None and name in log.series:
         column = _as_texts(log.series[name])
-    what = f"column {name!r}" if column is None else f"row with {text!r} in column {name!r}"
-    names = (*log.texts, *log.series) if column is None else column.texts
-    if column is None or text not in column.texts:
+    if column is None or (text and text not in column.texts):
+        missing = f"column {name!r}" if column is None else f"row with {text!r} in column {name!r}"
+        names = (*log.texts, *log.series) if column is None else column.texts
         raise RunError(
-            f"{log.path} has no {what} (--where {name}={text}); there are {list_tags(names)}; "
+            f"{log.path} has no {missing} (--where {name}={text}); there are {list_tags(names)}; "
             f"for one of the sources only, give its letter: --where B:{name}={text}"
         )
-    orders = column.order[column.codes == column.texts.index(text)]
-    series = {tag: _take(s, np.isin(s.order, orders)) for tag, s in log.series.items()}
-    val_loss = log.val_loss
-    if val_loss is not None and (rows := np.isin(val_loss.order, orders)).any():
-        val_loss = _take(val_loss, rows)  # without such rows only another rank logs it: keep all
-    series = {tag: s for tag, s in series.items() if s.order.size}
-    return replace(log, series=series, val_loss=val_loss)
+    code = column.texts.index(text) if text else -1
+    series = {tag: _take(s, _codes_at(column, s) == code) for tag, s in log.series.items()}
+    return replace(log, series={tag: s for tag, s in series.items() if s.order.size})

@@ -18,13 +18,11 @@ from slurmllm.metrics.binary_logs import (
     event_folders,
     is_event_file,
     read_tensorboard,
-    read_wandb,
 )
 from slurmllm.metrics.curves import Convention, Curve, Setting
 from slurmllm.metrics.log_curve import curve_of_log
 from slurmllm.metrics.log_series import Log, log_suffix
 from slurmllm.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
-from slurmllm.metrics.numbers import DecimalMark
 from slurmllm.metrics.row_reader import parse_row, read_error, read_evaluations
 from slurmllm.metrics.tags import JSON_LINES, TABLES, TEXTS, parse_tags
 from slurmllm.metrics.text_logs import read_text
@@ -39,15 +37,14 @@ _READERS: Mapping[str, Callable[[Path, Mapping[str, str]], Log]] = {
     **dict.fromkeys(JSON_LINES, row_logs.read_json_lines),
     ".json": row_logs.read_json,
     **dict.fromkeys(TABLES, row_logs.read_table),
-    ".wandb": read_wandb,
     **dict.fromkeys(TEXTS, read_text),
 }
-# Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger, W&B's offline runs and llm.c
-_LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "run-*.wandb", "main.log")
+# Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger and llm.c
+_LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "main.log")
 _CLUSTER_SETTINGS = ("name", "device", "instance_type")
 _KINDS = (
-    "a run's name or directory, a TensorBoard event file or a folder of them, an MLflow run's "
-    "folder, or a .jsonl, .json, .csv, .tsv, .log, .txt, .out or .wandb file"
+    "a run's name or directory, a TensorBoard event file or a folder of them, or a .jsonl, .json, "
+    ".csv, .tsv, .log, .txt or .out file"
 )
 
 
@@ -61,6 +58,7 @@ def locate(source: str, root: Path) -> Path:
         raise RunError(f"an empty name is not a run; give {_KINDS}")
     path = Path(source)
     try:
+        refuse_removed_format(path)
         if path.is_file():
             return path
         is_log = is_event_file(path) or log_suffix(path) in _READERS
@@ -74,7 +72,6 @@ def locate(source: str, root: Path) -> Path:
                 (folder / "metrics").is_dir()
                 or event_files(folder)
                 or event_folders(folder, limit=1)
-                or row_logs.mlflow_runs(folder)
                 or row_logs.split_log_files(folder)
             ):
                 return folder
@@ -93,6 +90,20 @@ def locate(source: str, root: Path) -> Path:
         ) from error
 
 
+def refuse_removed_format(path: Path) -> None:
+    """Raise RunError for the trackers' own files, which earlier versions read."""
+    way = ""
+    if path.suffix == ".wandb" or next(path.glob("run-*.wandb"), None) is not None:
+        way = "W&B's run files: wandb.Api().run('ENTITY/PROJECT/ID').scan_history()"
+    elif (path / "meta.yaml").is_file() and (path / "metrics").is_dir():
+        way = "MLflow's file store: mlflow.MlflowClient().get_metric_history(RUN_ID, 'loss')"
+    if way:
+        raise RunError(
+            f"{path}: slurmllm no longer reads {way.replace(': ', '; export the metrics to CSV: ')}"
+            " has the rows"
+        )
+
+
 # Folders that logging libraries name
 _FOLDER = re.compile(r"tb|tensorboard|((lightning|tb|tf)_)?logs?|events|runs|version_\d+|metrics")
 
@@ -104,7 +115,6 @@ def read_curve(
     lenient: bool = False,
     pattern: str | None = None,
     where: Mapping[str, str] | None = None,
-    decimal: DecimalMark | None = None,
     by_file: FileRows | None = None,
 ) -> Curve:
     """Read the metrics of a run, or the log of another framework.
@@ -115,7 +125,6 @@ def read_curve(
         lenient: In our own files, skip broken lines with a warning.
         pattern: Regular expression of a text log's lines, with a named group for each metric.
         where: Of another framework's log: column → the value that it must have in the rows to read.
-        decimal: The decimal mark of numbers such as 2,345 that do not show it.
         by_file: Filled with what was read of each of our own files, for a second reader.
 
     Raises:
@@ -127,7 +136,7 @@ def read_curve(
         log = read_log(source, tags, pattern)
         if log is None:
             return read_run(source, lenient, by_file)
-        return curve_of_log(log, run_name(log.path, source.is_file()), tags, where, decimal)
+        return curve_of_log(log, run_name(log.path, source.is_file()), tags, where)
     except OSError as error:
         raise RunError(
             f"cannot read {error.filename or source}: {os_error_text(error)}; a log must be "
@@ -137,6 +146,7 @@ def read_curve(
 
 def read_log(source: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log | None:
     """Read a log of another framework; None if it is one of ours. Raises also OSError."""
+    refuse_removed_format(source)
     if not source.is_file():
         return _read_folder(source, tags)
     if pattern is not None:
@@ -155,13 +165,6 @@ def read_log(source: Path, tags: Mapping[str, str], pattern: str | None = None) 
 
 def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
     """Read a folder of another framework, or a run's event files; None if it has metrics files."""
-    if runs := row_logs.mlflow_runs(source):
-        if len(runs) > 1:
-            names = ", ".join(str(run.relative_to(source)) for run in runs[:20])
-            raise RunError(
-                f"{source} holds {len(runs)} MLflow runs: {names}; name one, such as {runs[0]}"
-            )
-        return row_logs.read_mlflow(runs[0], tags)
     run = RunDir(source)
     if run.metrics_files() or not source.is_dir():
         return None

@@ -27,7 +27,7 @@ PATTERN_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
 TEXTS = (".log", ".txt", ".out", ".err")
 TABLES = (".csv", ".tsv")
 JSON_LINES = (".jsonl", ".ndjson")
-FILES = (*TEXTS, *TABLES, *JSON_LINES, ".json", ".wandb")
+FILES = (*TEXTS, *TABLES, *JSON_LINES, ".json")
 
 
 class LineFormat(BaseModel):

@@ -21,7 +21,7 @@ from typing import Any
 from slurmllm.errors import RunError
 from slurmllm.format import printable
 from slurmllm.metrics.log_series import Log, RowCollector, open_log
-from slurmllm.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_number, parse_value
+from slurmllm.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_value
 from slurmllm.metrics.tags import (
     ANY_FRAMEWORK,
     METRICS,
@@ -55,16 +55,7 @@ _DESCRIBED = re.compile(r"[A-Za-z]:\s{1,3}\d{1,3}%\|")
 _NUMBERED = "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
 # What launchers and log collectors write before each line: the rank, the host, the time
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[-+]\d\d:?\d\d)?"
-_METRIC = "step|iter|epoch|batch|update|loss|train|val"  # no name of a host or a program
-# Of syslog, and of journalctl with short, precise, iso, full and unix times
-_CLOCK = (
-    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,9})?|\d{10}\.\d{1,9}"
-    rf"|(?:[A-Z][a-z]{{2}} )?{_TIME}(?: [A-Z]{{3}})?)"
-)
-_PROGRAM = (
-    r"[\w.-]{1,64} (?:[a-z][\w./-]{0,64}\[\d{1,10}\]"
-    rf"|(?!{_METRIC})[a-z][\w./-]{{0,64}}(?=:))"
-)
+_METRIC = "step|iter|epoch|batch|update|loss|train|val"  # no name of a host
 _PREFIXES = (
     r" {0,6}(\d{1,6}):(?: |(?=\D|$))",  # srun --label, which pads the task's number
     r"\[[A-Za-z_]{1,20}(\d{1,6})\]: ?",  # torchrun --tee
@@ -73,7 +64,6 @@ _PREFIXES = (
     r"\[\d{1,6},(\d{1,6})\]<std(?:out|err)>: ?",  # mpirun --tag-output
     r"\(\w{1,80} pid=(\d{1,10})(?:, ip=[\d.]{7,15})?\) ?",  # Ray
     rf"(?!{_METRIC})([a-z][\w.-]{{0,62}}\d[\w.-]{{0,62}}): ",  # pdsh
-    rf"{_CLOCK} {_PROGRAM}: ?",  # Nov 27 12:00:00 host python[123]:
     # kubectl logs --timestamps, CI, containerd; not a time that the framework's own fields follow
     rf"\[?{_TIME}\]? (?:std(?:out|err) F )?(?!-|\| |,)",
 )
@@ -346,7 +336,7 @@ def _has_step(names: tuple[str, ...]) -> bool:
 def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
     """Return the values of a line's head, and its time; None if the step is not a number."""
     groups = {name: text for name, text in match.groupdict().items() if text is not None}
-    numbers = ((name, parse_number(text)) for name, text in groups.items())
+    numbers = ((name, parse_value(name, text)) for name, text in groups.items())
     values = {name: number for name, number in numbers if number is not None}
     if "step" in match.re.groupindex:
         if "step" not in values:
@@ -363,7 +353,7 @@ def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers 
 
 def _unread_texts(match: re.Match[str]) -> list[tuple[str, str]]:
     groups = ((name, text) for name, text in match.groupdict().items() if name in METRICS)
-    return [(name, text) for name, text in groups if text and parse_number(text) is None]
+    return [(name, text) for name, text in groups if text and parse_value(name, text) is None]
 
 
 @cache

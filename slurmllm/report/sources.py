@@ -73,8 +73,7 @@ def find_run_directory(source: str, root: Path) -> Path | None:
 def _is_run_or_part(path: Path) -> bool:
     parts = {name for name in _PARTS_OF_A_RUN if (path / name).exists()}
     # Other frameworks too keep a config.yaml or a folder `metrics` with their event files.
-    logs = (*path.glob("*tfevents*"), *path.glob("meta.yaml"))  # the latter is MLflow's
-    foreign = parts <= {"config.yaml", "metrics"} and bool(logs)
+    foreign = parts <= {"config.yaml", "metrics"} and any(path.glob("*tfevents*"))
     return path.is_dir() and bool(parts) and not foreign
 
 

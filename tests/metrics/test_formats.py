@@ -1,12 +1,11 @@
-"""Every format of formats.yaml, by an example of each, and the trackers' files.
+"""Every format of formats.yaml, by an example of each.
 
 The files in formats/ were written by the frameworks' own code (transformers 5.23, lightning 2.6,
-torchtune 0.6, wandb 0.19); lines here follow the print statement that the format's `source` names.
+torchtune 0.6); lines here follow the print statement that the format's `source` names.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -78,69 +77,31 @@ def test_the_hugging_face_trainers_output_equals_its_trainer_state() -> None:
         ("litgpt.csv", range(6), ("litgpt", 0, "micro-iterations")),
         ("metrics.csv", range(9, 60, 10), ("Lightning", 0, "steps")),
         ("torchtune.txt", range(1, 7), ("torchtune", 1, "steps")),
-        ("run-abc123.wandb", range(1, 7), ("Hugging Face Trainer", 1, "steps")),
     ],
 )
 def test_loggers(name: str, steps: range, convention: tuple[str, int, str], tmp_path: Path) -> None:
     path = tmp_path / name
-    if name.endswith(".wandb"):  # one of its records spans two blocks
-        path.write_bytes(gzip.decompress((FOLDER / f"{name}.gz").read_bytes()))
-    else:
-        shutil.copy(FOLDER / name.replace("metrics.csv", "lightning.csv"), path)
-    curve = read_curve(locate(str(tmp_path if name.startswith(("run", "metr")) else path), ROOT))
+    shutil.copy(FOLDER / name.replace("metrics.csv", "lightning.csv"), path)
+    curve = read_curve(locate(str(tmp_path if name.startswith("metr") else path), ROOT))
     assert curve.steps.tolist() == list(steps)
     assert curve.series("loss")[1].tolist() == LOSSES
     read = curve.convention
     assert (read.format, read.steps_from, read.counts) == convention
 
 
-def test_a_damaged_wandb_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    content = gzip.decompress((FOLDER / "run-abc123.wandb.gz").read_bytes())
-    path = tmp_path / "run-1.wandb"
-    for damaged, message in (
-        (content[:-20], "is cut"),
-        (content[:-20] + b"?" + content[-19:], "is damaged"),
+def test_removed_formats_name_what_to_use(tmp_path: Path) -> None:
+    (tmp_path / "offline-run-1").mkdir()
+    (tmp_path / "offline-run-1" / "run-1.wandb").write_bytes(b":W&B")
+    (tmp_path / "mlruns" / "metrics").mkdir(parents=True)
+    (tmp_path / "mlruns" / "meta.yaml").touch()
+    for name, way in (
+        ("offline-run-1/run-1.wandb", "scan_history"),
+        ("offline-run-1", "scan_history"),
+        ("mlruns", "get_metric_history"),
     ):
-        path.write_bytes(damaged)
-        curve = read_curve(path)
-        assert curve.columns["loss"].tolist() == LOSSES[:5]
-        assert message in curve.warnings[0]
-    path.write_bytes(b"nothing")
-    with pytest.raises(RunError, match="is not a W&B run file"):
-        read_curve(path)
-
-
-def write_mlflow(run: Path) -> None:
-    """Files as mlflow 3's FileStore writes them (mlflow/store/tracking/file_store.py)."""
-    for name, values in (("train/loss", LOSSES), ("lr", [1e-4] * 6)):
-        path = run / "metrics" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [f"{1795406440214 + step} {value} {step}" for step, value in enumerate(values, 1)]
-        path.write_text("\n".join(lines) + "\n")
-    (run / "meta.yaml").write_text("run_name: a\n")
-
-
-def test_mlflows_file_store(tmp_path: Path) -> None:
-    write_mlflow(tmp_path / "mlruns" / "0" / "aaa")
-    for source in ("mlruns", "mlruns/0", "mlruns/0/aaa"):
-        curve = read_curve(locate(str(tmp_path / source), ROOT))
-        assert (curve.steps.tolist(), curve.name) == (list(range(1, 7)), "aaa")
-        assert curve.columns["loss"].tolist() == LOSSES
-        assert curve.columns["time"][0] == 1795406440.215
-    restarted = tmp_path / "restarted"
-    write_mlflow(restarted)
-    for name, values in (("train/loss", LOSSES[4:]), ("lr", [2e-4, 2e-4])):  # from step 5 on
-        with (restarted / "metrics" / name).open("a") as stream:
-            stream.writelines(f"17954064402{20 + at} {v} {5 + at}\n" for at, v in enumerate(values))
-    curve = read_curve(restarted)
-    assert curve.columns["lr"].tolist() == [1e-4] * 4 + [2e-4] * 2
-    assert (curve.overlap_rows, curve.overlap_identical) == (2, False), "of the learning rate too"
-    write_mlflow(tmp_path / "mlruns" / "0" / "bbb")
-    with pytest.raises(RunError, match=r"holds 2 MLflow runs: 0/aaa, 0/bbb; name one"):
-        read_curve(tmp_path / "mlruns")
-    with (tmp_path / "mlruns/0/aaa/metrics/lr").open("a") as stream:
-        stream.write("179540644 0.0\n")
-    assert "lr:7: not `timestamp value step`" in read_curve(tmp_path / "mlruns/0/aaa").warnings[0]
+        for read in (lambda path: locate(str(path), ROOT), read_curve):
+            with pytest.raises(RunError, match=f"no longer reads .*; export .* to CSV: .*{way}"):
+                read(tmp_path / name)
 
 
 def test_tensorboards_tables_of_one_tag(tmp_path: Path) -> None:
@@ -187,7 +148,7 @@ def test_json_lines(key: str, row: dict[str, float], name: str, tmp_path: Path) 
 
 def test_a_pattern_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "train.any"
-    path.write_text("t=1 L 3,5 g 0.5\nt=2 L 2,5 g nan\nt=x L 2\nother\n")
+    path.write_text("t=1 L 3.5 g 0.5\nt=2 L 2.5 g nan\nt=x L 2\nother\n")
     curve = read_curve(path, pattern=r"t=(?P<step>\S+) L (?P<loss>\S+)(?: g (?P<grad_norm>\S+))?")
     assert curve.steps.tolist() == [1, 2]
     assert curve.columns["loss"].tolist() == [3.5, 2.5]
@@ -206,13 +167,12 @@ def test_a_pattern_of_the_user(tmp_path: Path) -> None:
             check_pattern(wrong)
 
 
-def test_tables_with_decimal_commas_and_byte_order_marks(tmp_path: Path) -> None:
+def test_byte_order_marks(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_bytes("step;loss;lr\n1;3,25;1e-4\n2;2,5;inf\n".encode("utf-8-sig"))
+    path.write_bytes("step;loss;lr\n1;3.25;1e-4\n2;2.5;inf\n".encode("utf-8-sig"))
     curve = read_curve(path)
     assert curve.columns["loss"].tolist() == [3.25, 2.5]
     assert curve.columns["lr"].tolist() == [1e-4, np.inf]
-    assert curve.warnings == (f"{path}:2: numbers have decimal commas; read 2,5 as 2.5",)
     rows = tmp_path / "x.jsonl"
     rows.write_bytes('{"epoch": 0, "step": 1, "loss": 2.5}\n'.encode("utf-8-sig"))
     assert read_curve(rows).columns["loss"].tolist() == [2.5]

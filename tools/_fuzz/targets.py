@@ -12,7 +12,6 @@ import io
 import os
 import shutil
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import read_suite
 from slurmllm.log import message_of, parse_line
-from slurmllm.metrics import attempt_metrics, binary_logs
+from slurmllm.metrics import attempt_metrics
 from slurmllm.metrics.row_reader import last_rows, read_events
 from slurmllm.metrics.source import read_curve, read_run
 from slurmllm.plan.mesh import load_mesh
@@ -116,27 +115,6 @@ def tensorboard_event(path: Path) -> None:
     framed = path.with_name("events.out.tfevents.1.n1")
     framed.write_bytes(frame)
     logs(framed)
-
-
-def wandb_value(path: Path) -> None:
-    """The value of an item in the history of a W&B run, with the checksum that it must have."""
-    message = binary_logs._record_type()()
-    item = message.history.item.add()
-    item.key, item.value_json = "loss", path.read_text(errors="replace")
-    record = message.SerializeToString()
-    if len(record) < 30_000:  # of one block
-        header = struct.pack("<IHB", zlib.crc32(record, zlib.crc32(b"\x01")), len(record), 1)
-        framed = path.with_name("run-1.wandb")
-        framed.write_bytes(b":W&B\xe1\xbe\x00" + header + record)
-        logs(framed)
-
-
-def mlflow(path: Path) -> None:
-    folder = path.parent / "metrics"
-    folder.mkdir(exist_ok=True)
-    (path.parent / "meta.yaml").touch()
-    path.replace(folder / "loss")
-    logs(path.parent)
 
 
 def tokens(path: Path) -> None:
@@ -282,9 +260,9 @@ def run(path: Path) -> None:
 
 # A target's name is that of its folder in tests/fuzz/corpus.
 _FUNCTIONS: tuple[Any, ...] = (
-    *(records, config, recipe, profile, suite, metrics, events, logs, mlflow, tokens, arrow),
+    *(records, config, recipe, profile, suite, metrics, events, logs, tokens, arrow),
     *(corpus, tokenizer, tokenizer_config, safetensors, safetensors_header, dcp, huggingface),
-    *(slurm, lines, tensorboard_event, wandb_value, probe, plan, scores, run, trace),
+    *(slurm, lines, tensorboard_event, probe, plan, scores, run, trace),
 )
 TARGETS: dict[str, Target] = {function.__name__: function for function in _FUNCTIONS}
 TARGETS |= {"tensorboard": logs, "phase": probe}
