@@ -8,6 +8,8 @@ from __future__ import annotations
 # Verb, with its group → the replacement
 VERBS: dict[str, str] = {
     "checkpoint convert": "resume reads both formats on any mesh; export writes Hugging Face's",
+    "profile": "set profile.steps and open the traces in runs/NAME/profiles with Perfetto or "
+    "HolisticTraceAnalysis (docs/train.md)",
     "run-stage": "`slurmllm resume RUN --in-allocation` or `--local` runs its stages here",
     "shell": "use `srun --overlap --jobid=JOB --nodelist=NODE --pty bash` (docs/status.md)",
 }

@@ -22,7 +22,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 _VERBS = (
     *("init", "doctor", "health", "recipes", "plan", "calibrate", "submit", "status", "logs"),
     *("cancel", "resume", "delete", "nodes", "data", "tokenizer", "checkpoint", "compare"),
-    *("spikes", "report", "profile", "evaluate", "track", "drill"),
+    *("spikes", "report", "evaluate", "track", "drill"),
 )
 # Called on the nodes; they write logs.
 _HIDDEN = ["supervise", "launch", "worker", "check-node", "allreduce"]

@@ -24,7 +24,6 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 _STEP = re.compile(r"^step_([0-9]{8,18})$")  # as many digits as 64 bits hold
 _NUMBER = re.compile(r"^(\d{3,})$")
 _METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
-_PROFILE = re.compile(r"attempt_(\d{3,18})/rank_(\d{5,18})\.trace\.json\.gz")
 _READERS = 16  # threads that wait for files
 _FEW = 8  # files that are read sooner than threads are started
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -124,14 +123,11 @@ class ProfileFiles:
 
     Attributes:
         trace: The profiler's trace, in Chrome's format.
-        summary: Time by part and longest operations (`profile.trace.RankProfile`).
         snapshot: CUDA's memory snapshot.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.rank = rank
         self.trace = folder / f"rank_{rank:05d}.trace.json.gz"
-        self.summary = folder / f"rank_{rank:05d}.json"
         self.snapshot = folder / f"rank_{rank:05d}.memory.pickle"
 
 
@@ -220,15 +216,6 @@ class RunDir:
 
     def profile(self, attempt: int, rank: int) -> ProfileFiles:
         return ProfileFiles(self.profiles / f"attempt_{attempt:03d}", rank)
-
-    def profiled(self) -> dict[int, list[ProfileFiles]]:
-        """Return the profiles of each attempt that has any, by rank, oldest attempt first."""
-        profiles: dict[int, list[ProfileFiles]] = {}
-        for trace in sorted(self.profiles.glob("attempt_*/rank_*.trace.json.gz")):
-            if match := _PROFILE.fullmatch(f"{trace.parent.name}/{trace.name}"):
-                attempt, rank = (int(number) for number in match.groups())
-                profiles.setdefault(attempt, []).append(ProfileFiles(trace.parent, rank))
-        return profiles
 
     def evaluation(self, checksum: str, key: str) -> Path:
         """Return the scores of a checkpoint, by its checksum, in a task (`EvaluationRecord`)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import time
 import warnings
@@ -26,7 +28,6 @@ from slurmllm.model.decoder import CausalCore, Mask
 from slurmllm.model.init import local_part
 from slurmllm.model.output import Output
 from slurmllm.plan.memory import worker_memory
-from slurmllm.profile.trace import RankProfile
 from slurmllm.supervise.allocation import LocalAllocation
 
 # Inductor's advice for fp32.
@@ -349,12 +350,13 @@ def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
     profile = ("profile.steps=[3, 4]", "profile.memory=true")
     run = Gang(make_run(tmp_path / "run", data, *options, *profile)).finish()
     assert curve(run) == curve(plain)
-    (files,) = run.profiled()[0]
-    summary = RankProfile.load(files.summary)
-    assert summary.device
-    for part in ("forward", "backward", "optimizer"):
-        assert summary.parts[part] > 0, part
-    assert sum(summary.parts.values()) == pytest.approx(summary.step_s)
+    files = run.profile(0, 0)
+    with gzip.open(files.trace) as stream:
+        events = json.load(stream)["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert {f"slurmllm.{name}" for name in ("step 3", "step 4", "forward", "backward")} <= {
+        event.get("name") for event in events
+    }
     assert files.snapshot.stat().st_size > 0
 
 

@@ -39,7 +39,6 @@ def loaded(*arguments: str, among: str, cwd: Path) -> str:
         ("recipes", "neox_20b", "--explain"),
         ("submit", "neox_20b", "--nodes", "4", "--dry-run", "--fetch"),
         ("status",),
-        ("profile", "--help"),
     ],
 )
 def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ may raise a SlurmllmError; anything else is a fault, and so are a hang and a gre
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import os
 import shutil
@@ -46,7 +45,6 @@ from slurmllm.metrics import attempt_metrics
 from slurmllm.metrics.row_reader import last_rows, read_events
 from slurmllm.metrics.source import read_curve, read_run
 from slurmllm.plan.mesh import load_mesh
-from slurmllm.profile.trace import RankProfile, summarize
 from slurmllm.run import artifact_records
 from slurmllm.run import records as run_records
 from slurmllm.run.error_patterns import cause_line, meaning_of
@@ -62,7 +60,7 @@ Target = Callable[[Path], object]
 
 
 def records(path: Path) -> None:
-    others = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord, RankProfile)}
+    others = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord)}
     kind: Any = {**vars(run_records), **vars(artifact_records), **others}[path.stem]
     with contextlib.suppress(StorageError):
         kind.load_known(path)
@@ -219,15 +217,6 @@ def plan(path: Path) -> None:
     load_mesh(path)
 
 
-def trace(path: Path) -> None:
-    packed = path.with_suffix(".gz")
-    with gzip.open(packed, "wb") as stream:
-        stream.write(path.read_bytes())
-    for file in (path, packed):
-        with contextlib.suppress(StorageError):
-            summarize(file, 0)
-
-
 def scores(path: Path) -> None:
     folder = RunDir(path.parent).path / "evaluations/step_00000001"
     folder.mkdir(parents=True, exist_ok=True)
@@ -262,7 +251,7 @@ def run(path: Path) -> None:
 _FUNCTIONS: tuple[Any, ...] = (
     *(records, config, recipe, profile, suite, metrics, events, logs, tokens, arrow),
     *(corpus, tokenizer, tokenizer_config, safetensors, safetensors_header, dcp, huggingface),
-    *(slurm, lines, tensorboard_event, probe, plan, scores, run, trace),
+    *(slurm, lines, tensorboard_event, probe, plan, scores, run),
 )
 TARGETS: dict[str, Target] = {function.__name__: function for function in _FUNCTIONS}
 TARGETS |= {"tensorboard": logs, "phase": probe}

@@ -10,13 +10,13 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from slurmllm.backends.native.device import Device
-from slurmllm.profile.trace import PREFIX, STEP, summarize
 from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Hook
 from slurmllm.train.job import Job
 
 log = logging.getLogger(__name__)
 
+_PREFIX = "slurmllm."  # of the names of our annotations
 _MEMORY_EVENTS = 200_000  # allocations and frees of a snapshot, the newest
 
 
@@ -53,7 +53,7 @@ class ProfilingHook(Hook):
         if not inside:
             self._finish()
             return
-        self._step = record_function(f"{STEP}{step}")
+        self._step = record_function(f"{_PREFIX}step {step}")
         self._step.__enter__()
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class ProfilingHook(Hook):
             profile_memory=self._memory and not device.memory_history,
         )
         self._profiler.start()
-        self._job.backend.part = lambda name: record_function(PREFIX + name)
+        self._job.backend.part = lambda name: record_function(_PREFIX + name)
 
     def _drop(self) -> None:
         self._profiler = None
@@ -87,7 +87,7 @@ class ProfilingHook(Hook):
         self._step = None
 
     def _finish(self) -> None:
-        """Write trace, summary and snapshot; what cannot be written does not end the training."""
+        """Write trace and snapshot; what cannot be written does not end the training."""
         job, profiler = self._job, self._profiler
         assert profiler is not None
         self._drop()
@@ -101,5 +101,4 @@ class ProfilingHook(Hook):
                 history._dump_snapshot(str(files.snapshot))
                 history._record_memory_history(enabled=None)
             profiler.export_chrome_trace(str(files.trace))
-            summarize(files.trace, rank, job.worker.node).save(files.summary)
             log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)
