@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from slurmllm.backends.environment import load_environment, node_disk
@@ -35,7 +35,6 @@ from slurmllm.run.safe_files import (
     open_lock,
     open_trusted,
     read_limited,
-    unpack_tar,
 )
 from slurmllm.run.worker_files import INSTALLED_FILE
 
@@ -158,7 +157,7 @@ def collect_graphs(
             with open_trusted(source, group) as stream, tarfile.open(fileobj=stream) as archive:
                 # Equal names are equal graphs: names are digests of the content.
                 new = [member for member in archive if not (cache / member.name).exists()]
-                unpack_tar(archive, cache, new)
+                _unpack(archive, cache, new)
             source.unlink()
     return missing
 
@@ -212,6 +211,22 @@ def write_tar(
         temporary.unlink(missing_ok=True)
     fsync_dir(target.parent)
     return added
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path, members: Iterable[tarfile.TarInfo]) -> None:
+    """Unpack files into a folder that only this user may enter; TarError for what is no file."""
+    for member in members:
+        name = PurePosixPath(member.name)
+        if not member.isreg() or name.is_absolute() or ".." in name.parts:
+            raise tarfile.ExtractError(f"{member.name!r} is not a file inside the folder")
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = archive.extractfile(member)
+        assert source is not None, "it is a regular file"
+        with source, path.open("xb") as target:
+            shutil.copyfileobj(source, target)
+        path.chmod(member.mode & 0o755 | 0o600)
+        os.utime(path, (member.mtime, member.mtime))
 
 
 def make_own_folder(folder: Path) -> None:
@@ -299,7 +314,7 @@ def install_archive(
         unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
         try:
             with stream, tarfile.open(fileobj=stream) as archive:
-                unpack_tar(archive, unpacked)
+                _unpack(archive, unpacked, archive)
             (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
             if cache.exists():
                 shutil.rmtree(cache)

@@ -12,7 +12,6 @@ than for a disk that refuses.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
 import grp
@@ -20,21 +19,20 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
-
-if TYPE_CHECKING:
-    import tarfile
+from typing import BinaryIO
 
 # Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
 LARGEST_RECORD = 1 << 26
+LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 500 bytes
 LFS_POINTER = b"version https://git-lfs"
 LFS_REASON = "a Git LFS pointer, not the file; fetch it with `git lfs pull`"
-_MOST_LINKS = 40  # on a path, as in the kernel
-# For opening a file to write: through no link, and without waiting for the reader of a pipe.
-_NEW_OR_PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 500 bytes
+_MAX_LINKS = 40  # on a path, as in the kernel
+# Without O_NONBLOCK, opening a pipe waits for its other end; for regular files it has no effect.
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_HANDLE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
@@ -46,36 +44,34 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     Args:
         follow: Whether `path` itself may be a symbolic link.
     """
-    # Without O_NONBLOCK, opening a pipe waits for its writer; for regular files it has no effect.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-    target, linked_by = path, set[int]()
-    for _ in range(_MOST_LINKS):
+    target, link_owners = path, set[int]()
+    max_links = _MAX_LINKS if follow else 0
+    while True:
         try:
-            descriptor = os.open(target, flags)
+            descriptor = os.open(target, os.O_RDONLY | _SAFE)
             break
-        except OSError as error:
-            error.filename = str(path)
-            if error.errno != errno.ELOOP or not follow:
+        except OSError as refusal:
+            refusal.filename = str(path)
+            if refusal.errno != errno.ELOOP or max_links == 0:
                 raise
-        with contextlib.suppress(NotADirectoryError):  # no link any more
+        max_links -= 1
+        with suppress(NotADirectoryError):  # replaced by a file since
             link, owner = _read_link(target)
             target = target.parent / link
-            linked_by |= {owner} - {0, os.geteuid()}
-    else:
-        raise OSError(errno.ELOOP, "too many links", str(path))
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        public = info.st_uid == 0 and info.st_mode & stat.S_IROTH
-        for owner in linked_by - {info.st_uid}:
-            if not public and not _is_unmapped(owner):
-                whose = f"a link of {user_name(owner)} to a file of {user_name(info.st_uid)}"
-                raise PermissionError(errno.EPERM, whose, str(path))
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
+            link_owners.add(owner)
+    info = os.fstat(descriptor)
+    error: OSError | None = None
+    if not stat.S_ISREG(info.st_mode):
+        error = OSError(errno.EINVAL, "not a regular file", str(path))
+    is_public = info.st_uid == 0 and info.st_mode & stat.S_IROTH
+    for owner in link_owners - {info.st_uid}:
+        if _is_foreign(owner) and not is_public:
+            names = f"{user_name(owner)} to a file of {user_name(info.st_uid)}"
+            error = PermissionError(errno.EPERM, f"a link of {names}", str(path))
+    if error is not None:
         os.close(descriptor)
-        raise
+        raise error
+    return os.fdopen(descriptor, "rb")
 
 
 def read_limited(
@@ -121,14 +117,14 @@ def _require_length(length: int, longest: int, stream: BinaryIO) -> None:
 
 def os_error_text(error: OSError) -> str:
     """Return why a file cannot be read or written, and whose it is if permission is denied."""
-    text = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if error.errno != errno.EACCES or error.filename is None:
-        return text
+        return reason
     path = Path(os.fsdecode(error.filename)).absolute()
     for entry in (path, *path.parents):  # in a closed folder not even the owner is known
-        with contextlib.suppress(OSError):
-            return f"{text}; {entry} belongs to {user_name(entry.lstat().st_uid)}"
-    return text
+        with suppress(OSError):
+            return f"{reason}; {entry} belongs to {user_name(entry.lstat().st_uid)}"
+    return reason
 
 
 def open_trusted(path: Path, group: str | None = None) -> BufferedReader:
@@ -166,22 +162,22 @@ def _is_trusted(uid: int, group: str | None) -> bool:
         user = pwd.getpwuid(uid)
     except KeyError:
         return False
-    return _group_id(group) in os.getgrouplist(user.pw_name, user.pw_gid)
+    return group_id(group) in os.getgrouplist(user.pw_name, user.pw_gid)
 
 
 def _other_writers(info: os.stat_result, group: str | None) -> str:
     """Return who else may write to a file or folder, such as `every user`; empty if nobody may."""
     if info.st_mode & stat.S_IWOTH:
         return "every user"
-    if not info.st_mode & stat.S_IWGRP or info.st_gid == _group_id(group):
+    if not info.st_mode & stat.S_IWGRP or info.st_gid == group_id(group):
         return ""
     try:
         owner, user = grp.getgrgid(info.st_gid), pwd.getpwuid(os.geteuid())
     except KeyError:
         return f"the group {info.st_gid}"
     # This user's own group without other members, as Debian and Red Hat make it.
-    private = user.pw_gid == info.st_gid and owner.gr_name == user.pw_name and not owner.gr_mem
-    return "" if private else f"the group {owner.gr_name}"
+    is_private = user.pw_gid == info.st_gid and owner.gr_name == user.pw_name and not owner.gr_mem
+    return "" if is_private else f"the group {owner.gr_name}"
 
 
 def open_folder(path: Path) -> int:
@@ -194,59 +190,60 @@ def open_folder(path: Path) -> int:
     Raises:
         OSError: Another user's link, or the file system refuses.
     """
-    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-    folder, below_own, num_links = os.open("/", flags), False, 0
-    links: list[tuple[int, int]] = []  # of others: owner, and names that remain at its target
-    remaining = [*reversed(path.absolute().parts)]
-    try:
-        while remaining:
-            name = remaining[-1]
-            try:
-                # O_DIRECTORY: without it, an automounter's folder is not mounted.
-                inside = os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
-            except FileNotFoundError:
-                _refuse_linked(links, os.geteuid())  # whose folder it would be
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=folder)
-            except NotADirectoryError:
-                num_links += 1
-                if num_links > _MOST_LINKS:
-                    raise OSError(errno.ELOOP, "too many links", str(path)) from None
-                target, owner = _read_link(name, folder)
-                if owner not in (0, os.geteuid()) and not _is_unmapped(owner):
-                    if below_own:
-                        whose = f"{name} is a link of {user_name(owner)}; remove it"
-                        raise PermissionError(errno.EPERM, whose, name) from None
-                    links.append((owner, len(remaining) - 1))
-                remaining[-1:] = reversed(target.parts)
-                below_own = below_own and not target.is_absolute()
-            else:
-                remaining.pop()
-                os.close(folder)
-                folder = inside
-                owner = os.fstat(folder).st_uid
-                while links and links[-1][1] >= len(remaining):
-                    _refuse_linked([links.pop()], owner)
-                below_own = below_own or owner == os.geteuid()
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    except OSError as error:
-        error.filename = str(path)  # of the call it is a single name
-        raise
-    finally:
-        os.close(folder)
+    with ExitStack() as stack:
+        try:
+            folder = _walk(stack, -1, path.absolute().parts, True, iter(range(_MAX_LINKS)))
+            return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            error.filename = str(path)  # of the call it is a single name
+            raise
 
 
-def _refuse_linked(links: Sequence[tuple[int, int]], owner: int) -> None:
-    """Refuse a folder of `owner` that links of others lead to; one of root's is no trap."""
-    for linked_by, _ in links:
-        if owner != linked_by and (owner or not os.geteuid()):
-            whose = f"{user_name(linked_by)} to a folder of {user_name(owner)}"
-            raise PermissionError(errno.EPERM, f"a link of {whose}; name the folder")
+def _walk(
+    stack: ExitStack, folder: int, names: Sequence[str], make: bool, links: Iterator[int]
+) -> int:
+    """Return a descriptor, which `stack` closes, of what `names` lead to from a folder."""
+    for name in names:
+        try:
+            # O_DIRECTORY: without it, an automounter's folder is not mounted.
+            inside = os.open(name, _HANDLE | os.O_DIRECTORY, dir_fd=folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+            inside = os.open(name, _HANDLE | os.O_DIRECTORY, dir_fd=folder)
+        except NotADirectoryError:
+            folder = _follow(stack, folder, name, make, links)
+            continue
+        stack.callback(os.close, inside)
+        folder = inside
+    return folder
+
+
+def _follow(stack: ExitStack, folder: int, name: str, make: bool, links: Iterator[int]) -> int:
+    """Return a descriptor of the folder that a link leads to; OSError if it may be a trap."""
+    target, owner = _read_link(name, folder)
+    if next(links, None) is None:
+        raise OSError(errno.ELOOP, "too many links")
+    if not _is_foreign(owner):
+        return _walk(stack, folder, target.parts, make, links)
+    path = Path(f"/proc/self/fd/{folder}").readlink()
+    if any(entry.stat().st_uid == os.geteuid() for entry in (path, *path.parents)):
+        raise PermissionError(errno.EPERM, f"{name} is a link of {user_name(owner)}; remove it")
+    target_owner = os.geteuid()  # of a folder that would be made
+    with suppress(FileNotFoundError):
+        inside = _walk(stack, folder, target.parts, False, links)
+        target_owner = os.fstat(inside).st_uid
+    if target_owner not in (0, owner):
+        names = f"{user_name(owner)} to a folder of {user_name(target_owner)}"
+        raise PermissionError(errno.EPERM, f"a link of {names}; name the folder")
+    return inside
 
 
 def _read_link(name: str | Path, folder: int | None = None) -> tuple[Path, int]:
     """Return the target of a link and its owner; NotADirectoryError if it is none."""
-    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    link = os.open(name, _HANDLE, dir_fd=folder)
     try:
         info = os.fstat(link)
         if not stat.S_ISLNK(info.st_mode):
@@ -265,7 +262,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
     folder = open_folder(path.parent)
     # In the same folder: rename is atomic only within a file system.
     temporary = f".{path.name}.{os.urandom(4).hex()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
     try:
         with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
             try:
@@ -276,7 +273,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
                     os.fsync(stream.fileno())
                 os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
         if durable:
@@ -313,13 +310,14 @@ def open_update(path: Path) -> int:
 
 def open_lock(path: Path) -> BinaryIO:
     """Open this user's own lock file, made if it is missing; never through a link."""
-    return os.fdopen(_check_own(os.open(path, os.O_RDWR | _NEW_OR_PLAIN, 0o600), path), "r+b")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
+    return os.fdopen(_check_own(descriptor, path), "r+b")
 
 
 def _open_in_folder(path: Path, flags: int) -> int:
     folder = open_folder(path.parent)
     try:
-        return os.open(path.name, flags | _NEW_OR_PLAIN, 0o644, dir_fd=folder)
+        return os.open(path.name, flags | os.O_CREAT | _SAFE, 0o644, dir_fd=folder)
     except OSError as error:
         error.filename = str(path)  # of the call it is a single name
         raise
@@ -334,34 +332,8 @@ def _check_own(descriptor: int, path: Path) -> int:
     os.close(descriptor)
     if not info.st_nlink:
         raise FileNotFoundError(errno.ENOENT, "removed while it was opened", str(path))
-    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
-        raise OSError(errno.EINVAL, "not a file of its own", str(path))
-    owner = user_name(info.st_uid)
-    raise PermissionError(errno.EPERM, f"it belongs to {owner}, not to you", str(path))
-
-
-def unpack_tar(
-    archive: tarfile.TarFile, folder: Path, members: Sequence[tarfile.TarInfo] | None = None
-) -> None:
-    """Unpack files, folders and links that stay inside a folder, as `filter="data"` does."""
-    import tarfile
-
-    if hasattr(tarfile, "data_filter"):
-        archive.extractall(folder, members=members, filter="data")
-        return
-    # Python before 3.11.4, such as Debian 12's, has no filters.
-    inside = Path(os.path.realpath(folder))
-    for member in archive if members is None else members:
-        link = member.linkname if member.issym() or member.islnk() else ""
-        base = Path(member.name).parent if member.issym() else Path()
-        for name in filter(None, (member.name, link and str(base / link))):
-            if not Path(os.path.realpath(inside / name)).is_relative_to(inside):
-                raise tarfile.ExtractError(f"{member.name!r} leads outside the folder")
-        if not (member.isreg() or member.isdir() or link) or link.startswith("/"):
-            raise tarfile.ExtractError(f"{member.name!r} is no file, folder or relative link")
-        member.mode = (member.mode & 0o755) | (0o700 if member.isdir() else 0o600)
-        member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
-        archive.extract(member, inside)
+    reason = f"not a file of its own, or not yours: it belongs to {user_name(info.st_uid)}"
+    raise PermissionError(errno.EPERM, reason, str(path))
 
 
 def make_private_folder(path: Path) -> Path:
@@ -374,59 +346,24 @@ def make_private_folder(path: Path) -> Path:
 
     try:
         path.mkdir(mode=0o700)
+        return path
     except FileExistsError:
         # mkdtemp adds eight characters.
-        others = sorted(path.parent.glob(f"{glob.escape(path.name)}-????????"))
-        for candidate in (path, *others):
-            with contextlib.suppress(OSError):
-                check_private_folder(candidate)
-                return candidate
-        return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
-    return path
-
-
-def group_error(group: str) -> str | None:
-    """Return why this user cannot give files to a group; None for root and the members."""
-    if (group_id := _group_id(group)) is None:
-        return f"there is no group {group} on this machine"
-    if os.geteuid() and group_id not in (os.getegid(), *os.getgroups()):
-        return f"you are not a member of the group {group}"
-    return None
-
-
-def give_to_group(folder: Path, group: str) -> None:
-    """Give a folder, and what will be made in it, to a group; OSError if that is refused."""
-    if error := group_error(group):
-        raise PermissionError(errno.EPERM, error, str(folder))
-    os.chown(folder, -1, grp.getgrnam(group).gr_gid)
-    # Afterwards: chown clears the setgid bit.
-    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
-
-
-def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
-    """Return a folder that several runs share: `name`, or this user's own next to another's."""
-    folder = parent / name
-    # Every link has mode 777: its owner counts, and the folder that it names.
-    if os.path.lexists(folder) and (
-        folder.lstat().st_uid not in (0, os.geteuid())
-        or (folder.exists() and untrusted_error(folder.stat(), group))
-    ):
-        return make_private_folder(parent / f"{name}-{os.geteuid()}")
-    return folder
+        second_names = sorted(path.parent.glob(f"{glob.escape(path.name)}-????????"))
+    for candidate in (path, *second_names):
+        with suppress(OSError):
+            check_private_folder(candidate)
+            return candidate
+    return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
 
 
 def check_private_folder(path: Path) -> None:
     """Refuse a folder that is a link, is not this user's, or that others may enter."""
     info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode):
-        error = "not a folder"
-    elif info.st_uid != os.geteuid():
-        error = f"it belongs to {user_name(info.st_uid)}, not to you"
-    elif stat.S_IMODE(info.st_mode) & 0o077:
-        error = f"its mode is {stat.S_IMODE(info.st_mode):o}, not 700"
-    else:
-        return
-    raise PermissionError(errno.EPERM, error, str(path))
+    if info.st_uid != os.geteuid() or info.st_mode & ~0o7700 != stat.S_IFDIR:
+        reason = f"not a folder for you alone: {stat.filemode(info.st_mode)}"
+        owner = user_name(info.st_uid)
+        raise PermissionError(errno.EPERM, f"{reason}, it belongs to {owner}", str(path))
 
 
 def replaceable_error(folder: Path, group: str | None = None) -> str | None:
@@ -438,22 +375,24 @@ def replaceable_error(folder: Path, group: str | None = None) -> str | None:
     for entry in (path, *path.parents):
         info = entry.stat()
         # A sticky bit does not stop the owner.
-        if not _is_trusted(info.st_uid, group) and not _is_unmapped(info.st_uid):
+        if _is_foreign(info.st_uid) and not _is_trusted(info.st_uid, group):
             return f"{entry} belongs to {user_name(info.st_uid)}, who may replace what is in it"
         # With a sticky bit, as /tmp has it, only owners rename and remove.
-        if (who := _other_writers(info, group)) and not info.st_mode & stat.S_ISVTX:
-            mode = f"{stat.S_IMODE(info.st_mode):o}"
-            return (
-                f"{who} may replace what is in {entry}, which has mode {mode} and no sticky bit "
-                f"(`chmod +t {entry}`)"
-            )
+        writers = _other_writers(info, group)
+        if writers and not info.st_mode & stat.S_ISVTX:
+            mode = f"mode {stat.S_IMODE(info.st_mode):o} and no sticky bit (`chmod +t {entry}`)"
+            return f"{writers} may replace what is in {entry}, which has {mode}"
     return None
 
 
-def _is_unmapped(uid: int) -> bool:
-    """Return whether this container shows an owner of outside, such as root, as this id."""
-    overflow, users = (Path("/proc", p) for p in ("sys/kernel/overflowuid", "self/uid_map"))
-    return uid == int(overflow.read_text()) and int(users.read_text().split()[2]) < 2**32 - 1
+def _is_foreign(uid: int) -> bool:
+    """Return whether an owner is neither this user nor root, of this container or outside it."""
+    if uid in (0, os.geteuid()):
+        return False
+    # A container shows an owner of outside, such as root, as the overflow id.
+    overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    mapped_ids = int(Path("/proc/self/uid_map").read_text().split()[2])
+    return uid != overflow or mapped_ids == 2**32 - 1
 
 
 def user_name(uid: int) -> str:
@@ -464,8 +403,9 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _group_id(name: str | None) -> int | None:
+def group_id(name: str | None) -> int | None:
+    """Return the id of a group; None if this machine does not know it: nobody is in it."""
     try:
         return None if name is None else grp.getgrnam(name).gr_gid
-    except KeyError:  # not a group of this machine: nobody is in it
+    except KeyError:
         return None

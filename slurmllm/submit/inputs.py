@@ -22,7 +22,7 @@ from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir, runs_root
-from slurmllm.run.safe_files import os_error_text, own_folder
+from slurmllm.run.safe_files import make_private_folder, os_error_text, untrusted_error
 
 log = logging.getLogger(__name__)
 LIMIT_S = 180.0  # torch from a busy network file system takes a minute
@@ -41,6 +41,17 @@ def data_folder(config: RunConfig, root: Path) -> Path:
     if config.cluster.data_folder is not None:
         return Path(config.cluster.data_folder).expanduser()
     return own_folder(root, ".data", config.cluster.trusted_group)
+
+
+def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
+    """Return a folder that several runs share: `name`, or this user's own next to another's."""
+    folder = parent / name
+    # Every link has mode 777: its owner counts, and the folder that it names.
+    if os.path.lexists(folder):
+        is_foreign = folder.lstat().st_uid not in (0, os.geteuid())
+        if is_foreign or (folder.exists() and untrusted_error(folder.stat(), group)):
+            return make_private_folder(parent / f"{name}-{os.geteuid()}")
+    return folder
 
 
 def source_folder(folder: Path, name: str) -> Path:

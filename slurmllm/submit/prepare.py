@@ -36,7 +36,7 @@ from slurmllm.plan.mesh import (
 )
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
-from slurmllm.run.safe_files import group_error, read_limited
+from slurmllm.run.safe_files import read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.slurm.container import container_faults
 from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
@@ -52,6 +52,7 @@ from slurmllm.submit.inputs import (
 from slurmllm.submit.render import render
 from slurmllm.submit.run_folder import (
     claim_run,
+    group_error,
     limit_umask,
     new_run,
     remove_half_record,

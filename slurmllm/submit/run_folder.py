@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import socket
+import stat
 from pathlib import Path
 
 from slurmllm.config.cluster import Cluster
@@ -13,7 +15,7 @@ from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RUN_NAME, RunDir, SweepDir, is_run
-from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
+from slurmllm.run.safe_files import group_id, untrusted_error, user_name
 from slurmllm.supervise.attempts import is_running
 
 
@@ -103,7 +105,7 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
                     return run
             run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
             if cluster.runs_group is not None:
-                give_to_group(run.path, cluster.runs_group)
+                _give_to_group(run.path, cluster.runs_group)
         except FileExistsError:
             if not root.is_dir():
                 raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None
@@ -146,3 +148,21 @@ def require_own(run: RunDir, group: str | None) -> None:
                 f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
                 f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"
             )
+
+
+def group_error(group: str) -> str | None:
+    """Return why this user cannot give files to a group; None for root and the members."""
+    if (number := group_id(group)) is None:
+        return f"there is no group {group} on this machine"
+    if os.geteuid() and number not in (os.getegid(), *os.getgroups()):
+        return f"you are not a member of the group {group}"
+    return None
+
+
+def _give_to_group(folder: Path, group: str) -> None:
+    """Give a folder, and what will be made in it, to a group; OSError if that is refused."""
+    if error := group_error(group):
+        raise PermissionError(errno.EPERM, error, str(folder))
+    os.chown(folder, -1, group_id(group) or 0)
+    # Afterwards: chown clears the setgid bit.
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,6 +79,27 @@ def test_a_node_without_its_disk_is_named(run: RunDir, manifest: GraphManifest) 
         graph_cache.install_archive(Path("/proc/nowhere/cache"), run, manifest)
     with pytest.raises(NodeError, match=r"cluster\.node_local"):
         graph_cache.empty_cache(Path("/proc/nowhere/cache"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("../x", "REGTYPE"),
+        ("a/../../x", "REGTYPE"),
+        ("/x", "REGTYPE"),
+        *(("x", f"{kind}TYPE") for kind in ("SYM", "LNK", "FIFO", "CHR", "DIR")),
+    ],
+)
+def test_nothing_but_files_inside_is_unpacked(tmp_path: Path, name: str, kind: str) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = getattr(tarfile, kind), "/etc"
+    with tarfile.open(tmp_path / "tar", "w") as archive:
+        archive.addfile(member)
+    with tarfile.open(tmp_path / "tar") as archive, pytest.raises(tarfile.ExtractError):
+        graph_cache._unpack(archive, folder, archive)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "tar"]
 
 
 def test_launchers_of_one_machine_do_not_collide(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import grp
-import io
 import os
 import pwd
 import shutil
 import stat
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -31,7 +29,6 @@ from slurmllm.run.safe_files import (
     read_limited,
     read_pieces,
     replaceable_error,
-    unpack_tar,
     untrusted_error,
     user_name,
 )
@@ -265,63 +262,6 @@ def test_a_chain_of_links_ends(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError):
         open_append(tmp_path / "file" / "x")
-
-
-def _tar(*members: tuple[str, str, str]) -> io.BytesIO:
-    """A tar archive of (name, kind, content or target)."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, kind, content in members:
-            member = tarfile.TarInfo(name)
-            member.uid, member.mode = 12345, 0o6777
-            if kind == "file":
-                member.size = len(content)
-            else:
-                member.type, member.linkname = getattr(tarfile, kind), content
-            archive.addfile(member, io.BytesIO(content.encode()))
-    stream.seek(0)
-    return stream
-
-
-@pytest.fixture(params=["filters", "no filters"])
-def _with_or_without_filters(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if request.param == "no filters":  # Python before 3.11.4
-        monkeypatch.delattr(tarfile, "data_filter")
-
-
-@pytest.mark.usefixtures("_with_or_without_filters")
-def test_unpacking(tmp_path: Path) -> None:
-    good = _tar(("a", "DIRTYPE", ""), ("a/x", "file", "text"), ("l", "SYMTYPE", "a/x"))
-    with tarfile.open(fileobj=good, mode="r|") as archive:
-        unpack_tar(archive, tmp_path)
-    assert (tmp_path / "l").read_text() == "text"
-    info = (tmp_path / "a" / "x").stat()
-    assert (stat.S_IMODE(info.st_mode), info.st_uid) == (0o755, os.geteuid())
-
-
-@pytest.mark.usefixtures("_with_or_without_filters")
-@pytest.mark.parametrize(
-    "members",
-    [
-        [("../x", "file", "text")],
-        [("l", "SYMTYPE", "/etc")],
-        [("l", "SYMTYPE", "../..")],
-        [("l", "LNKTYPE", "../secret")],
-        [("l", "SYMTYPE", "a"), ("l/../../x", "file", "text")],
-        [("p", "FIFOTYPE", "")],
-        [("d", "CHRTYPE", "")],
-    ],
-)
-def test_nothing_is_unpacked_outside(tmp_path: Path, members: list[tuple[str, str, str]]) -> None:
-    folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True)
-    (tmp_path / "a" / "secret").write_text("secret")
-    with tarfile.open(fileobj=_tar(*members)) as archive, pytest.raises(tarfile.TarError):
-        unpack_tar(archive, folder)
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b", "secret"]
-    assert not (tmp_path / "x").exists()
 
 
 def test_pieces_have_whole_lines_and_each_line_a_limit(tmp_path: Path) -> None:
