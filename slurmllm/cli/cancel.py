@@ -90,7 +90,7 @@ def _require_own_record(run: RunDir) -> None:
 def _cancel_run(run: RunDir, client: SlurmClient) -> None:
     from slurmllm.checkpoint.foreign import command_of
     from slurmllm.run.records import JobsRecord
-    from slurmllm.status.runs import is_active, process_elsewhere
+    from slurmllm.supervise.run_state import is_active, process_elsewhere
 
     submission = JobsRecord.of(run).last
     if submission is not None:
@@ -134,7 +134,7 @@ def _signal(pid: int, number: int) -> None:
 def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
     from slurmllm.run.records import JobsRecord, SweepRecord
-    from slurmllm.status.runs import is_active
+    from slurmllm.supervise.run_state import is_active
 
     cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
     submissions = {

@@ -410,7 +410,7 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
 def _until_ended(run: RunDir) -> Iterator[bool]:
     """Yield whether the run has ended, checked before each read of the files."""
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import is_active
+    from slurmllm.supervise.run_state import is_active
 
     client, asked_at, unreachable, ended = SlurmClient(), float("-inf"), False, False
     while not ended:

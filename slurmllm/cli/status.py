@@ -122,8 +122,9 @@ def _read_states(
     targets: Sequence[RunDir | SweepDir], runs_dir: Path, active: bool, client: SlurmClient
 ) -> _ShownStates:
     """Read the states of the named runs and sweeps, or of all runs."""
+    from slurmllm.run.records import runs_of
     from slurmllm.status.runs import list_runs, run_state, run_states
-    from slurmllm.status.sweeps import read_sweep, runs_of
+    from slurmllm.status.sweeps import read_sweep
 
     if len(targets) > 1:
         runs = dict.fromkeys(chain.from_iterable(map(runs_of, targets)))

@@ -362,7 +362,7 @@ def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], others: Seq
 
     Raises UserError if it is and other options are given, named by `others`: they have no effect.
     """
-    from slurmllm.status.runs import is_active
+    from slurmllm.supervise.run_state import is_active
 
     if (active := is_active(run, client)) and others:
         text = f"run {run.name} is queued or running, so only --include can change it"

@@ -52,7 +52,7 @@ def sync(
     from slurmllm.config.load import load
     from slurmllm.log import setup_logging
     from slurmllm.slurm.client import SlurmClient, retry_unreachable
-    from slurmllm.status.runs import is_active
+    from slurmllm.supervise.run_state import is_active
     from slurmllm.track import sync as sending
 
     run_dir = find_run(run, runs_dir)

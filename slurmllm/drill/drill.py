@@ -42,12 +42,13 @@ from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.slurm.environment import slurm_environment
-from slurmllm.status.runs import is_active, run_state
+from slurmllm.status.runs import run_state
 from slurmllm.submit.launch import submit_jobs
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.allocation import SLURMLLM, node_command
 from slurmllm.supervise.attempts import load_attempts
 from slurmllm.supervise.run_lock import locked
+from slurmllm.supervise.run_state import is_active
 
 POLL_S = 0.25
 QUEUE_POLL_S = 2.0  # slurmctld answers slowly if many clients poll it

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
-from slurmllm.run.rundir import RUN_NAME, RunDir, write_atomic
+from slurmllm.run.rundir import RUN_NAME, RunDir, SweepDir, write_atomic
 from slurmllm.run.safe_files import os_error_text, read_limited
 
 EndingClass = Literal[
@@ -236,6 +236,15 @@ class SweepRecord(Record):
         last = [path.rpartition(".")[2] for path in paths]
         pairs = zip(paths, last, strict=True)
         return {path: name if last.count(name) == 1 else path for path, name in pairs}
+
+
+def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> list[RunDir]:
+    """Return a run, or the runs of a sweep in the order of its cases, without removed ones."""
+    if isinstance(target, RunDir):
+        return [target]
+    cases = (record or SweepRecord.load(target.record)).cases
+    runs = [target.run(case.run) for case in cases]
+    return [run for run in runs if run.path.is_dir() and not run.only_checkpoints()]
 
 
 class LockRecord(Record):

@@ -207,6 +207,14 @@ class RunDir:
         """Return the steps of all checkpoint folders, oldest first, verified or not."""
         return [step for step, _ in _numbered(self.checkpoints, _STEP)]
 
+    def only_checkpoints(self) -> bool:
+        """Return whether all but the checkpoints has been deleted."""
+        with contextlib.suppress(OSError, ValueError):
+            steps = {self.checkpoint(step) for step in self.checkpoint_steps()}
+            entries = [*self.path.iterdir()]
+            return entries == [self.checkpoints] and steps == {*self.checkpoints.iterdir()}
+        return False
+
     def metrics_files(self) -> list[Path]:
         return [path for _, path in _numbered(self.path / "metrics", _METRICS)]
 

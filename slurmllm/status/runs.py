@@ -27,20 +27,16 @@ from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.error_patterns import matches
-from slurmllm.run.records import AttemptRecord, JobsRecord
+from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir, run_folders
 from slurmllm.run.safe_files import os_error_text, write_error
 from slurmllm.slurm.client import PartitionNode, QueuedJob, SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
-from slurmllm.status.run_state import (
-    SILENT_S,
+from slurmllm.supervise.run_state import (
     JobState,
     RunRecords,
     derive_state,
     explain_waits,
-    host_elsewhere,
-    is_process_alive,
-    last_written,
     query_queue,
     read_job_states,
     read_records,
@@ -214,17 +210,6 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
     return [build(records) for records in everything]
 
 
-def is_active(run: RunDir, client: SlurmClient) -> bool:
-    """Return whether jobs of a run are pending or running; SlurmError if Slurm does not say."""
-    sent = JobsRecord.of(run).last
-    if sent is None:
-        return False
-    if sent.local:
-        writes = time.time() - last_written(run) < SILENT_S
-        return is_process_alive(sent) or (writes and process_elsewhere(run, client) is not None)
-    return any(job.active for job in client.queue(sent.own_jobs).values())
-
-
 def _excluding(
     run: RunDir, jobs: Iterable[QueuedJob], exclude: str | None, client: SlurmClient
 ) -> list[str]:
@@ -238,15 +223,6 @@ def _excluding(
     options = "".join(f" --include {name}" for name in sorted(names))
     text = f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
     return [text] if names else []
-
-
-def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
-    """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
-    sent = JobsRecord.of(run).last
-    if sent is None or not sent.local or is_process_alive(sent):
-        return None
-    host = host_elsewhere(sent, read_job_states(sent, query_queue([sent], client), client))
-    return None if host is None else f"process {sent.pid} on {host}"
 
 
 def _node_texts(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmllm.format import format_plural
 from slurmllm.metrics.row_reader import json_number, last_rows, read_error
-from slurmllm.run.records import JobsRecord, SweepRecord
+from slurmllm.run.records import JobsRecord, SweepRecord, runs_of
 from slurmllm.run.rundir import RunDir, SweepDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import RunState, run_states
@@ -71,23 +70,6 @@ class RankedRun:
             "last_loss": self.state.loss,
             **{name: getattr(self.state, name) for name in fields},
         }
-
-
-def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> list[RunDir]:
-    """Return a run, or the runs of a sweep in the order of its cases, without removed ones."""
-    if isinstance(target, RunDir):
-        return [target]
-    cases = (record or SweepRecord.load(target.record)).cases
-    runs = [target.run(case.run) for case in cases]
-    return [run for run in runs if run.path.is_dir() and not only_checkpoints(run)]
-
-
-def only_checkpoints(run: RunDir) -> bool:
-    with suppress(OSError, ValueError):
-        steps = {run.checkpoint(step) for step in run.checkpoint_steps()}
-        entries = [*run.path.iterdir()]
-        return entries == [run.checkpoints] and steps == {*run.checkpoints.iterdir()}
-    return False
 
 
 def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints
 from slurmllm.config.load import load
 from slurmllm.errors import ConfigError, RunError, StorageError
-from slurmllm.run.records import JobsRecord, SweepRecord
+from slurmllm.run.records import JobsRecord, SweepRecord, runs_of
 from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
 from slurmllm.run.safe_files import os_error_text, user_name
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.sweeps import only_checkpoints, runs_of
 from slurmllm.submit.resume import require_ended
 
 
@@ -47,12 +46,12 @@ def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
 
 def _left_runs(path: Path) -> list[RunDir]:
     """Return the runs, of a sweep too, whose deletion has left nothing but checkpoints here."""
-    if only_checkpoints(RunDir(path)):
+    if RunDir(path).only_checkpoints():
         return [RunDir(path)]
     with suppress(OSError):
         # Without the lock of this deletion.
         runs = [RunDir(entry) for entry in path.iterdir() if entry != RunDir(path).lock]
-        if all(map(only_checkpoints, runs)):
+        if all(run.only_checkpoints() for run in runs):
             return runs
     return []
 
@@ -72,7 +71,7 @@ def plan_deletion(
         runs = _left_runs(path) or [target]
     else:
         cases = [target.run(case.run) for case in SweepRecord.load(target.record).cases]
-        left = [run for run in cases if only_checkpoints(run)]
+        left = [run for run in cases if run.only_checkpoints()]
         runs = [*runs_of(target), *left, *target.graph_runs()]
     jobs: dict[str, RunDir] = {}  # those that Slurm is asked about, at once
     for run in runs:

@@ -467,7 +467,7 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         fix = "is not a program here; name it with its folder"
         faults.append(f"slurm.notify.command: {notify.command[0]} {fix}")
     if config.recipe.trackers and config.cluster.trackers.network:
-        from slurmllm.track.trackers import missing
+        from slurmllm.config.trackers import missing
 
         faults += missing(config, config.recipe.trackers)
     return faults

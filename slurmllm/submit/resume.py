@@ -10,17 +10,21 @@ from typing import Any, NamedTuple
 
 from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
 from slurmllm.checkpoint.state import require_same_settings
-from slurmllm.config.load import read_summary
+from slurmllm.config.load import read_summary, summarize
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import RunConfig, change, changed_settings
 from slurmllm.errors import RunError
 from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.run_state import read_records, sweep_process
-from slurmllm.status.runs import is_active, process_elsewhere, run_state
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.supervise.exclusion import to_avoid
+from slurmllm.supervise.run_state import (
+    is_active,
+    process_elsewhere,
+    read_records,
+    sweep_process,
+)
 from slurmllm.train.schedules import check_decay_start, moved_decay_end
 
 log = logging.getLogger(__name__)
@@ -87,7 +91,7 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
     run, before, client = request.run, request.config, request.slurm
     config = changed_config(before, changes)
     earlier, recipe = before.recipe, config.recipe
-    is_done = run_state(run, client or SlurmClient()).state == "done"
+    is_done = read_records(run, summarize(before)).done
     request = replace(request, config=config)
     if not recipe.worker.has_model:
         _check_command(run, earlier, recipe, is_done, changes.from_scratch)

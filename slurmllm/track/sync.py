@@ -22,6 +22,7 @@ from pydantic import Field
 
 from slurmllm.config.recipe import TrackerName
 from slurmllm.config.resolve import RunConfig
+from slurmllm.config.trackers import missing
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
 from slurmllm.metrics.curves import TAGS, VAL_LOSS, Curve, Ints
@@ -36,7 +37,6 @@ from slurmllm.track.trackers import (
     State,
     StepValues,
     Tracker,
-    missing,
     variables,
     without_secrets,
 )

@@ -141,7 +141,7 @@ def test_following_goes_on_into_the_next_attempt(
     alive.set()
     monkeypatch.setattr(module, "_LOOK_S", 0.02)
     monkeypatch.setattr(module, "_ASK_S", 0.0)
-    monkeypatch.setattr("slurmllm.status.runs.is_active", lambda *_: alive.is_set())
+    monkeypatch.setattr("slurmllm.supervise.run_state.is_active", lambda *_: alive.is_set())
 
     def later() -> None:
         time.sleep(0.2)

@@ -19,9 +19,9 @@ from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_INTERRUPTED
 from slurmllm.run.records import Submission
 from slurmllm.run.rundir import RunDir
-from slurmllm.status.run_state import is_process_alive
 from slurmllm.submit.launch import LocalJob
 from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.run_state import is_process_alive
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ from slurmllm.errors import SlurmError
 from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.environment import PREDECESSOR
-from slurmllm.status.run_state import JobState, derive_state, read_records
-from slurmllm.status.runs import is_active
 from slurmllm.supervise import starts
 from slurmllm.supervise.allocation import SlurmAllocation
+from slurmllm.supervise.run_state import JobState, derive_state, is_active, read_records
 from slurmllm.supervise.successor import (
     cancel_successor,
     choose_restart,

@@ -14,17 +14,18 @@ from made_records import save_attempt, save_submission
 from training_rows import make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
+from slurmllm.config import trackers as tracker_settings
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.config.trackers import missing
 from slurmllm.errors import ConfigError, InfrastructureError, RunError
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.notify import Tracking
 from slurmllm.track import sync as sending
-from slurmllm.track import trackers
 from slurmllm.track.sync import TrackerRecord, state_of, sync
-from slurmllm.track.trackers import Description, State, StepValues, Tracker, missing
+from slurmllm.track.trackers import Description, State, StepValues, Tracker
 
 KEY = "cAnArY" + "0" * 34
 
@@ -202,7 +203,7 @@ def test_what_is_missing_is_refused_at_submit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "no_wandb", "mlflow": "no_mlflow"})
+    monkeypatch.setattr(tracker_settings, "PACKAGES", {"wandb": "no_wandb", "mlflow": "no_mlflow"})
     config = resolve("tiny_neox", "local", ["trackers=[wandb, mlflow]"])
     with pytest.raises(ConfigError) as error:
         prepare(RunRequest(config=config, nodes=1, root=tmp_path / "runs", local=True))
@@ -218,7 +219,7 @@ def test_a_key_may_be_in_any_of_wandb_s_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "json"})
+    monkeypatch.setattr(tracker_settings, "PACKAGES", {"wandb": "json"})
 
     def complete(*overrides: str) -> bool:
         return not missing(resolve("tiny_neox", "local", overrides), ("wandb",))

@@ -71,6 +71,11 @@ class RunRecords:
         return last if (newer if sent.local else last.job_id == sent.precompile_job) else None
 
     @property
+    def done(self) -> bool:
+        """Whether the last submission has trained all steps."""
+        return self.last is not None and self.last.action == "finish"
+
+    @property
     def cancelled(self) -> bool:
         """Whether `slurmllm cancel` cancelled the last submission."""
         return self.sent is not None and self.sent.cancelled_at is not None
@@ -144,7 +149,7 @@ def derive_state(records: RunRecords, jobs: _Jobs) -> State:
 
 def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
     run, sent, last = records.run, records.sent, records.last
-    if last is not None and last.action == "finish":
+    if records.done:
         return "done", ""
     if sent is None and (process := sweep_process(run)):
         return "waiting", f"for the runs before it in its sweep, {process}"
@@ -348,3 +353,23 @@ def read_job_states(
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
     return jobs
+
+
+def is_active(run: RunDir, client: SlurmClient) -> bool:
+    """Return whether jobs of a run are pending or running; SlurmError if Slurm does not say."""
+    sent = JobsRecord.of(run).last
+    if sent is None:
+        return False
+    if sent.local:
+        writes = time.time() - last_written(run) < SILENT_S
+        return is_process_alive(sent) or (writes and process_elsewhere(run, client) is not None)
+    return any(job.active for job in client.queue(sent.own_jobs).values())
+
+
+def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
+    """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
+    sent = JobsRecord.of(run).last
+    if sent is None or not sent.local or is_process_alive(sent):
+        return None
+    host = host_elsewhere(sent, read_job_states(sent, query_queue([sent], client), client))
+    return None if host is None else f"process {sent.pid} on {host}"
