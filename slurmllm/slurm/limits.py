@@ -34,9 +34,10 @@ class LimitCheck(NamedTuple):
     warnings: Sequence[str] = ()  # why it waits, or runs at the speed of the smallest node
 
 
-def read_options(script: str) -> dict[str, str]:
-    rows = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.M)
-    return {name: next(iter(shlex.split(value)), "") for name, value in rows}
+def read_options(directives: Sequence[str]) -> dict[str, str]:
+    """Return the options of `#SBATCH` lines by long name."""
+    rows = (line.removeprefix("#SBATCH --").partition("=") for line in directives)
+    return {name: next(iter(shlex.split(value)), "") for name, _, value in rows}
 
 
 def check_limits(options: Options, client: SlurmClient) -> LimitCheck:

@@ -49,7 +49,7 @@ from slurmllm.submit.inputs import (
     warn_if_changed,
     with_folder,
 )
-from slurmllm.submit.render import render
+from slurmllm.submit.render import directives, render
 from slurmllm.submit.run_folder import (
     claim_run,
     group_error,
@@ -89,19 +89,17 @@ class RunRequest:
     check_layout: bool = True  # whether to compare the layout with the planner's
     check_weights: bool = True  # whether to check `train.init_from`
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
-    is_chosen: bool = False  # whether `prepare` has resolved `parallel.auto`
     slurm: SlurmClient | None = None  # whose limits are checked; None: no job is submitted
     # Fetches the recipe's published data, if they are missing; None: their absence is an error.
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
-    @property
-    def compiles(self) -> bool:
-        return self.precompile == "always" or needs_precompile(self.config)
 
-    @property
-    def has_precompile(self) -> bool:
-        return self.compiles and self.precompile != "never"
+def has_precompile(request: RunRequest, config: RunConfig) -> bool:
+    """Whether the run has a precompile stage if no graphs exist."""
+    if request.precompile == "never":
+        return False
+    return request.precompile == "always" or needs_precompile(config)
 
 
 @dataclass(frozen=True)
@@ -174,6 +172,27 @@ class PreparedRun:
             raise ConfigError(f"{name} has no training data", self.missing_data)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What was chosen of a run: its nodes, and the settings that were open."""
+
+    config: RunConfig
+    nodes: int
+    run: RunDir
+    mesh: Mesh
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the checks of a layout returned."""
+
+    config: RunConfig  # with the initial weights
+    fit: FitCheck | None
+    warnings: Sequence[str]
+    refusals: Sequence[str]
+    limit_faults: Sequence[str]
+
+
 def prepare(request: RunRequest) -> PreparedRun:
     """Check a run, then write its configuration, plan and scripts.
 
@@ -185,29 +204,21 @@ def prepare(request: RunRequest) -> PreparedRun:
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
     """
     _require_access(request)
-    has_model = request.config.recipe.worker.has_model
-    if request.precompile == "never" and has_model:
-        config = request.config.with_settings("train", incomplete_graphs="compile")
-        request = replace(request, config=config)
-    folder = request.folder or request.root
-    run = request.run or new_run(folder, request.name, request.config.recipe.name)
-    request, mesh = _choose_layout(request, run)
-    config, recipe = request.config, request.config.recipe
-    title = f"{recipe.name}: these settings cannot be used here"
-    refusals = _refuse(request, title, site_faults(config, request.local))
-    fit: FitCheck | None = None
-    if has_model:
-        config, fit, more = _check_training(request, run, mesh)
-        refusals += more
-    warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
-    config, missing = _resolve_data(request, config) if has_model else (with_folder(config), ())
+    layout = choose(request)
+    checks = check(request, layout)
+    config, run = checks.config, layout.run
+    missing: Sequence[str] = ()
+    if config.recipe.worker.has_model:
+        config, missing = _resolve_data(request, config)
+    else:
+        config = with_folder(config)
     if request.dry_run:
-        prepared = render_run(config, request.nodes, run)
-        prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
-        prepared = replace(prepared, compiles=request.has_precompile, missing_data=missing)
-        return replace(prepared, fit=fit, refusals=refusals)
+        prepared = _render(request, layout, checks, config, run)
+        refusals, limit_faults = checks.refusals, checks.limit_faults
+        return replace(prepared, refusals=refusals, limit_faults=limit_faults, missing_data=missing)
     if request.run is None:
-        run = claim_run(folder, request.name, recipe.name, config.cluster)
+        folder = request.folder or request.root
+        run = claim_run(folder, request.name, config.recipe.name, config.cluster)
         if request.claimed is not None:
             # It takes the run's lock: of two that reuse a directory only one goes on.
             request.claimed(run)
@@ -215,18 +226,17 @@ def prepare(request: RunRequest) -> PreparedRun:
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.
-        graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
+        graphs_from = (
+            _find_graphs(request, layout.nodes, config, run) if request.find_graphs else None
+        )
         prepared = replace(
-            render_run(config, request.nodes, run),
-            fit=fit,
-            warnings=warnings,
-            compiles=request.has_precompile,
+            _render(request, layout, checks, config, run),
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
         if graphs_from is None:
-            _check_limits(request, run, ("precompile",))
+            _check_limits(request, layout, ("precompile",))
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -235,28 +245,47 @@ def prepare(request: RunRequest) -> PreparedRun:
     return prepared
 
 
-def _check_training(
-    request: RunRequest, run: RunDir, mesh: Mesh
-) -> tuple[RunConfig, FitCheck | None, list[str]]:
-    """Check a run of slurmllm's own trainer.
+def _render(
+    request: RunRequest, layout: Layout, checks: Checks, config: RunConfig, run: RunDir
+) -> PreparedRun:
+    prepared = render_run(config, layout.nodes, run)
+    compiles = has_precompile(request, config)
+    return replace(prepared, fit=checks.fit, warnings=checks.warnings, compiles=compiles)
 
-    Returns:
-        The configuration with the initial weights, the planner's prediction, and the refusals.
+
+def check(request: RunRequest, layout: Layout) -> Checks:
+    """Check the settings of a run; its data are checked later.
+
+    Raises:
+        ConfigError: with the first faults; in a dry run all are returned.
     """
-    config, recipe = request.config, request.config.recipe
-    title = f"backend {config.backend} cannot train {recipe.name} like this"
-    refusals = _refuse(request, title, _setting_faults(request, mesh))
-    fit, fit_refusals = _check_fit(request, run)
-    if request.check_weights and recipe.train.init_from is not None:
-        from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
-        from slurmllm.checkpoint.state import require_model
+    config, fit = layout.config, None
+    title = f"{config.recipe.name}: these settings cannot be used here"
+    refusals = _refuse(request, title, site_faults(config, request.local))
+    if config.recipe.worker.has_model:
+        title = f"backend {config.backend} cannot train {config.recipe.name} like this"
+        refusals += _refuse(request, title, _setting_faults(request, layout))
+        fit, fit_refusals = _check_fit(request, layout)
+        refusals += fit_refusals
+        config = _with_weights(request, config)
+    warnings, limit_faults = _check_limits(request, layout, STAGES)
+    return Checks(config, fit, warnings, refusals, limit_faults)
 
-        source = find_checkpoint(recipe.train.init_from, request.root)
-        if isinstance(source, RunDir):  # the workers verify the checksums
-            source, _ = newest_verified(source, checksums=False)
-        require_model(source := source.absolute(), recipe.model)
-        config = config.with_settings("train", init_from=str(source))
-    return config, fit, refusals + fit_refusals
+
+def _with_weights(request: RunRequest, config: RunConfig) -> RunConfig:
+    """Return the configuration with the path of its initial weights, which are checked."""
+    weights = config.recipe.train.init_from
+    if not request.check_weights or weights is None:
+        return config
+    from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
+    from slurmllm.checkpoint.state import require_model
+
+    source = find_checkpoint(weights, request.root)
+    if isinstance(source, RunDir):  # the workers verify the checksums
+        source, _ = newest_verified(source, checksums=False)
+    source = source.absolute()
+    require_model(source, config.recipe.model)
+    return config.with_settings("train", init_from=str(source))
 
 
 def _require_access(request: RunRequest) -> None:
@@ -273,36 +302,38 @@ def _require_access(request: RunRequest) -> None:
         forget_site()
 
 
-def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
-    """Return the request with `parallel.auto` and the number of nodes resolved, and its mesh."""
-    config, nodes, resumes = request.config, request.nodes, request.run is not None
+def choose(request: RunRequest) -> Layout:
+    """Return the run's directory, with `parallel.auto` and the number of nodes resolved."""
+    config = request.config
+    if request.precompile == "never" and config.recipe.worker.has_model:
+        config = config.with_settings("train", incomplete_graphs="compile")
+    folder = request.folder or request.root
+    run = request.run or new_run(folder, request.name, config.recipe.name)
     unsupported = load_environment(config.backend).unsupported
     if config.recipe.parallel.auto or config.open_settings():
-        config = _resolve_open(request, unsupported)
-    nodes = _most_nodes(config, nodes)
+        config = _resolve_open(request, config, unsupported)
+    nodes = _largest_node_count(config, request.nodes)
     try:
         config = adapt_to_nodes(config, nodes)
-        # A value that Slurm would misread is refused before data are fetched.
-        mesh = render_run(config, nodes, run).mesh
+        mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
     except MeshError as error:
         if not request.check_layout or config.cluster.hardware is None:
             raise
         from slurmllm.plan.fit_check import mesh_fixes
 
-        fixes = mesh_fixes(config, nodes, unsupported, resumes=resumes)
+        fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
         raise ConfigError(error.title, [error.rule, *fixes]) from None
-    is_chosen = request.config.recipe.parallel.auto
-    return replace(request, config=config, nodes=nodes, is_chosen=is_chosen), mesh
+    return Layout(config, nodes, run, mesh)
 
 
-def _resolve_open(request: RunRequest, unsupported: Unsupported) -> RunConfig:
+def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupported) -> RunConfig:
     """Return the configuration with the settings that the planner chooses.
 
     Without hardware figures a recipe's `parallel: auto` is data parallelism alone.
     """
     from slurmllm.plan.fit_check import check_fit, choose_parallel
 
-    config, nodes = request.config, request.nodes
+    nodes = request.nodes
     auto, source = config.origins.get("parallel.auto", "default"), "no hardware figures"
     if config.cluster.hardware is None and not auto.startswith("--set"):
         if config.recipe.parallel.auto:
@@ -333,9 +364,10 @@ def _refuse(request: RunRequest, title: str, faults: Sequence[str], hint: str = 
     return list(faults)
 
 
-def _setting_faults(request: RunRequest, mesh: Mesh) -> list[str]:
+def _setting_faults(request: RunRequest, layout: Layout) -> list[str]:
     """Return why the backend cannot train a run with these settings."""
-    config, recipe = request.config, request.config.recipe
+    config, mesh = layout.config, layout.mesh
+    recipe = config.recipe
     faults = list(load_environment(config.backend).unsupported(config))
     weights = recipe.train.finetune
     if weights and not config.is_trial and recipe.train.init_from is None:
@@ -370,20 +402,20 @@ def _setting_faults(request: RunRequest, mesh: Mesh) -> list[str]:
     return faults
 
 
-def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[str]]:
-    config = request.config
+def _check_fit(request: RunRequest, layout: Layout) -> tuple[FitCheck | None, list[str]]:
+    config = layout.config
     if not request.check_layout or config.cluster.hardware is None:
         return None, []
     from slurmllm.plan.fit_check import check_fit
 
     # The fewest nodes: shards of the model are the largest there.
-    fewest = min(request.nodes, config.recipe.slurm.min_nodes or request.nodes)
+    fewest = min(layout.nodes, config.recipe.slurm.min_nodes or layout.nodes)
     fit = check_fit(
         config,
         fewest,
         load_environment(config.backend).unsupported,
-        reuse.measured_micro_batch(run),
-        chosen=request.is_chosen,
+        reuse.measured_micro_batch(layout.run),
+        chosen=request.config.recipe.parallel.auto,
         force=request.force,
         resumes=request.run is not None,
     )
@@ -396,21 +428,26 @@ def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[
 
 
 def _check_limits(
-    request: RunRequest, run: RunDir, stages: Sequence[Stage]
+    request: RunRequest, layout: Layout, stages: Sequence[Stage]
 ) -> tuple[Sequence[str], list[str]]:
     """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
     faults, limits = list[str](), LimitCheck()
+    # A value that Slurm would misread is refused before data are fetched.
+    options = {
+        stage: directives(stage, layout.config, layout.run, layout.nodes) for stage in STAGES
+    }
     if request.slurm is None:
         return (), []
-    scripts = render_run(request.config, request.nodes, run).scripts
-    for stage in stages if request.has_precompile else stages[1:]:
-        limits = check_limits(read_options(scripts[stage]), request.slurm)
-        texts = (f"{stage} job: {text}" for text in limits.faults)
+    for stage in stages:
+        if stage == "precompile" and not has_precompile(request, layout.config):
+            continue
+        limits = check_limits(read_options(options[stage]), request.slurm)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="
-        faults += [text.replace("--time ", option) for text in texts]
+        for fault in limits.faults:
+            faults.append(f"{stage} job: {fault}".replace("--time ", option))
     if stages == STAGES and not limits.faults and not request.dry_run:
         faults = []  # whether the precompile job is needed shows later
-    title = _NEVER_STARTS % request.config.recipe.name
+    title = _NEVER_STARTS % layout.config.recipe.name
     return limits.warnings, _refuse(request, title, faults)
 
 
@@ -436,7 +473,7 @@ def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Se
     return config, missing
 
 
-def _most_nodes(config: RunConfig, nodes: int) -> int:
+def _largest_node_count(config: RunConfig, nodes: int) -> int:
     """Return the largest possible node count up to `nodes`, if slurm.min_nodes permits fewer."""
     least = config.recipe.slurm.min_nodes
     if least is None or least >= nodes:
@@ -506,13 +543,13 @@ def write_run(prepared: PreparedRun) -> None:
     run.logs.mkdir(parents=True, exist_ok=True)
 
 
-def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | None:
+def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir) -> str | None:
     """Return the run that compiled all graphs of this one; None if the precompile stage must run.
 
     Another run's archive is adopted if it is complete and trusted. Raises StorageError.
     """
-    nodes, local, group = request.nodes, request.local, config.cluster.trusted_group
-    if not request.compiles:
+    local, group = request.local, config.cluster.trusted_group
+    if request.precompile != "always" and not needs_precompile(config):
         return None
     if request.precompile == "always":
         reuse.delete_manifest(run)

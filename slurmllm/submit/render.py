@@ -63,31 +63,39 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     Raises:
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
-    slurm = config.recipe.slurm
-    count = str(nodes + slurm.spare_nodes)
-    if stage == "precompile":
-        count = str(precompile_nodes(config, nodes))
-    elif slurm.min_nodes is not None and slurm.min_nodes < nodes:
-        count = f"{slurm.min_nodes + slurm.spare_nodes}-{count}"
-    lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, count)]
+    lines = ["#!/bin/bash", *directives(stage, config, run, nodes)]
     lines += ["", *limits_script(), "", *setup_script(config.cluster.setup, stop=False)]
     lines += ["# What the body below reads.", *_exports(config, run, python)]
-    count = count if count.isdecimal() and not slurm.spare_nodes else "N"
+    count = node_count(stage, config, nodes)
+    if not count.isdecimal() or config.recipe.slurm.spare_nodes:
+        count = "N"
     srun = launch_line(count, stage, _srun_options(config, run))
     lines += ["", "# The supervisor starts the workers of attempt N by:", f"# {srun}"]
     body = (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
     return "\n".join(lines) + "\n\n" + body
 
 
-def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> list[str]:
+def node_count(stage: Stage, config: RunConfig, nodes: int) -> str:
+    """Return the number of nodes, or their range, that a stage requests."""
+    slurm = config.recipe.slurm
+    if stage == "precompile":
+        return str(precompile_nodes(config, nodes))
+    count = str(nodes + slurm.spare_nodes)
+    if slurm.min_nodes is not None and slurm.min_nodes < nodes:
+        return f"{slurm.min_nodes + slurm.spare_nodes}-{count}"
+    return count
+
+
+def directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
+    """Return the lines of a script that hold options of sbatch; ConfigError as `render`."""
     slurm, cluster = config.recipe.slurm, config.cluster
+    count = node_count(stage, config, nodes)
     options: dict[str, str | None] = {
         "job-name": f"{run.name}-{stage}",
-        "nodes": nodes,
+        "nodes": count,
         # One launcher a node, which starts the workers. With a range of nodes, Slurm would give as
         # few as the tasks need.
-        "ntasks-per-node": None if "-" in nodes else "1",
+        "ntasks-per-node": None if "-" in count else "1",
         "time": slurm.time if stage == "train" else slurm.precompile_time,
         "partition": slurm.partition or cluster.partition,
         "account": slurm.account,
@@ -106,21 +114,22 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> lis
         # B: only to the batch shell, which does not get the signal without it.
         options["signal"] = f"B:USR1@{slurm.signal_lead_s}"
     users = slurm.directives.train if stage == "train" else slurm.directives.precompile
-    directives = [
+    lines = [
         f"--{name}={_checked(name, value)}"
         for name, value in options.items()
         if value is not None and name not in users
     ]
-    directives += ["--exclusive"] if cluster.exclusive and "exclusive" not in users else []
+    if cluster.exclusive and "exclusive" not in users:
+        lines.append("--exclusive")
     # Slurm itself requeues too, when a node of the job dies.
-    directives += ["--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue"]
-    # Else a train job whose precompile job failed is pending for ever.
-    directives += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
-    directives += cluster.directives
-    return directives + [
-        f"--{name}" if value is True else f"--{name}={quoted(str(value))}"
-        for name, value in users.items()
-    ]
+    lines.append("--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue")
+    if stage == "train":
+        # Else a train job whose precompile job failed is pending for ever.
+        lines.append("--kill-on-invalid-dep=yes")
+    lines += cluster.directives
+    for name, value in users.items():
+        lines.append(f"--{name}" if value is True else f"--{name}={quoted(str(value))}")
+    return [f"#SBATCH {line}" for line in lines]
 
 
 def _checked(name: str, value: str) -> str:

@@ -144,7 +144,7 @@ def test_unreadable_runs_of_colleagues_do_not_stop_a_submit() -> None:
         request = RunRequest(config, 2, root, name="mine")
         os.seteuid(NOBODY.pw_uid)  # root reads everything
         try:
-            assert _find_graphs(request, config, run) is None
+            assert _find_graphs(request, 2, config, run) is None
         finally:
             os.seteuid(0)
 

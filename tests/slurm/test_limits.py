@@ -184,9 +184,9 @@ def test_unequal_nodes_are_one_line(unequal: dict[str, Any], text: str) -> None:
     assert check(slurm, nodes="1-4").warnings == warnings
 
 
-def test_options_are_read_from_a_script() -> None:
-    script = '#!/bin/bash\n#SBATCH --nodes=2-4\n#SBATCH --comment="a \\"b\\""\n#SBATCH --hold\n'
-    assert read_options(f"{script}\necho\n") == {"nodes": "2-4", "comment": 'a "b"', "hold": ""}
+def test_options_are_read_from_directives() -> None:
+    lines = ["#SBATCH --nodes=2-4", '#SBATCH --comment="a \\"b\\""', "#SBATCH --hold"]
+    assert read_options(lines) == {"nodes": "2-4", "comment": 'a "b"', "hold": ""}
 
 
 def test_the_nodes_that_suit_all_options() -> None:
