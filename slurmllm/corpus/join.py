@@ -30,7 +30,7 @@ import pyarrow.ipc
 from slurmllm.corpus.options import TokenDtype
 from slurmllm.corpus.shard import DOCUMENTS, ShardRecord, spans
 from slurmllm.corpus.work_folder import OutputFile, WorkFolder, writing
-from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
+from slurmllm.data.sources.arrow_batches import FILE_BEGIN, MappedBatches
 from slurmllm.data.sources.tokenized import (
     MEGATRON_HEADER,
     MEGATRON_MAGIC,
@@ -56,14 +56,15 @@ class FinishedShard:
 
     def batches(self, *columns: str) -> Iterator[pa.RecordBatch]:
         """Yield some columns of the kept documents; a batch is valid until the next one."""
-        file, row = ArrowBatches(self.folder / DOCUMENTS), 0
-        for index, rows in enumerate(file.rows):
-            batch = file[index].select(columns)
-            keep = None if self.keep is None else np.asarray(self.keep[row : row + rows])
+        mapped, row = MappedBatches(self.folder / DOCUMENTS), 0
+        for whole in mapped:
+            batch = whole.select(columns)
+            end = row + batch.num_rows
+            keep = None if self.keep is None else np.asarray(self.keep[row:end])
             # Most batches have no duplicates: without a copy.
             yield batch if keep is None or keep.all() else batch.filter(pa.array(keep))
-            row += rows
-            file.release()
+            row = end
+            mapped.release()
 
     def documents_by_input(self) -> list[int]:
         """Return the number of kept documents of each input file."""

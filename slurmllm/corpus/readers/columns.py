@@ -26,7 +26,7 @@ from slurmllm.corpus.readers.base import (
     no_column,
     reinterpret,
 )
-from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
+from slurmllm.data.sources.arrow_batches import FILE_BEGIN, MappedBatches
 
 _MOST_ROWS = 1 << 16
 
@@ -76,8 +76,7 @@ def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.Rec
     batches: Iterable[pa.RecordBatch]
     if stream.file.compression is None:
         # Mapped: a batch may be as large as the file.
-        mapped = ArrowBatches(stream.file.path)
-        batches = map(mapped.__getitem__, range(len(mapped.rows)))
+        mapped = batches = MappedBatches(stream.file.path)
     else:
         # The file format is the stream format between eight bytes and a footer, so a compressed
         # file can be read as a stream.
@@ -86,7 +85,7 @@ def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.Rec
             if opened.read(len(FILE_BEGIN)) == FILE_BEGIN:
                 stream.read(len(FILE_BEGIN))
         batches = pa.ipc.open_stream(pa.PythonFile(stream, "r"))
-    for index, whole in enumerate(batches):
+    for whole in batches:
         batch = whole.select(_check_columns(options, whole.schema))
         for column in batch.columns:
             _check_bounds(column)
@@ -94,10 +93,8 @@ def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.Rec
             yield batch.slice(begin, end - begin)
             if mapped:
                 mapped.release()
-                part_of_file = (index + end / batch.num_rows) / len(mapped.rows)
-                stream.mapped_bytes = int(part_of_file * stream.file.size_bytes)
-    if mapped and mapped.fault:
-        raise pa.ArrowInvalid(mapped.fault)
+                # A corpus of `data build` has a single batch.
+                stream.mapped_bytes = mapped.offset_bytes * end // batch.num_rows
 
 
 def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from slurmllm.data.sources.arrow_batches import ArrowBatches
+from slurmllm.data.sources.arrow_batches import MappedBatches
 from slurmllm.data.sources.base import fingerprint
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
@@ -22,10 +22,10 @@ from slurmllm.errors import DataError, StorageError
 
 FIX = "build it again with `slurmllm data build`"
 _TOKENS = "input_ids"
-# Batches that stay open: mapped ones take a kilobyte, decompressed ones their size.
+# Batches of a column that stay open: mapped ones take a kilobyte, copied ones their size.
 _OPEN_BATCHES = 4096
 _OPEN_COPIES = 4
-# Largest batch that is copied into the memory of each process, in bytes.
+# Most that is copied of a file into the memory of each process, in bytes.
 _LARGEST_COPY = 256 << 20
 
 
@@ -38,17 +38,12 @@ class ArrowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = corpus_files(path)
+        self._batches: list[pa.RecordBatch] = []
+        self._layouts: list[str] = []
         file = path
         try:
-            self._parts: list[ArrowBatches] = []
             for file in self.files:
-                part = ArrowBatches(file)
-                if part.fault is not None:
-                    raise pa.ArrowInvalid(part.fault)
-                if part.rows and not part.compressed:
-                    part[0]  # raises an error if it is damaged
-                self.names: list[str] = part.schema.names
-                self._parts.append(part)
+                self._map(file)
         except FileNotFoundError as error:
             raise DataError(
                 f"no corpus {path}; make one with `slurmllm data build INPUT... --out {path}`"
@@ -60,29 +55,42 @@ class ArrowFile:
                 f"{file} is not a complete Arrow file: {error}; was it cut while it was copied, or "
                 f"is it another format? {FIX.capitalize()}"
             ) from error
-        self._schema = self._parts[0].schema
-        are_views = pa.string_view() in self._schema.types
-        for file, part in zip(self.files, self._parts, strict=True):
-            if not part.schema.equals(self._schema):
-                raise DataError(
-                    f"{file} has other columns than {self.files[0].name}, or of other types "
-                    f"({part.schema.names} and {self._schema.names}); {FIX}"
-                )
-            if (are_views or part.compressed) and part.largest_bytes > _LARGEST_COPY:
-                raise DataError(
-                    f"{file} is compressed, or of the type string_view, in a batch of "
-                    f"{part.largest_bytes / 1e6:,.0f} MB, which cannot be mapped; {FIX}"
-                )
-        self._first_batch = np.cumsum([0, *(len(part.rows) for part in self._parts)]).tolist()
         # [batches + 1], the index of each batch's first row
-        rows = [0, *(rows for part in self._parts for rows in part.rows)]
-        self.first: list[int] = np.cumsum(rows).tolist()
+        self.first: list[int] = np.cumsum([0, *(b.num_rows for b in self._batches)]).tolist()
         if len(self) == 0:
             raise DataError(f"{path} has no documents; {FIX} from files with text")
-        copied = are_views or any(part.compressed for part in self._parts)
-        # How many batches of a column stay open.
-        self.open_batches = _OPEN_COPIES if copied else _OPEN_BATCHES
-        self.batch = lru_cache(self.open_batches)(self._read)
+
+    def _map(self, file: Path) -> None:
+        """Add the batches of a file; a DataError if it does not fit to those before it."""
+        mapped = MappedBatches(file)
+        if not self._layouts:
+            self._schema = mapped.schema
+            self.names: list[str] = mapped.schema.names
+        if not mapped.schema.equals(self._schema):
+            raise DataError(
+                f"{file} has other columns than {self.files[0].name}, or of other types "
+                f"({mapped.schema.names} and {self.names}); {FIX}"
+            )
+        are_views = pa.string_view() in self._schema.types
+        before = pa.total_allocated_bytes()
+        for batch in mapped:
+            # Views are copied a batch at a time, compressed batches when they are opened.
+            copied = batch.nbytes if are_views else pa.total_allocated_bytes() - before
+            if copied > _LARGEST_COPY:
+                raise DataError(
+                    f"{file} is compressed, or of the type string_view, and takes more than "
+                    f"{_LARGEST_COPY / 1e6:,.0f} MB of memory, which cannot be mapped; {FIX}"
+                )
+            self._batches.append(batch)
+        self._layouts.append(mapped.layout)
+
+    def batch(self, index: int) -> pa.RecordBatch:
+        return self._batches[index]
+
+    @property
+    def open_batches(self) -> int:
+        """How many batches of a column stay open."""
+        return _OPEN_COPIES if pa.string_view() in self._schema.types else _OPEN_BATCHES
 
     def __len__(self) -> int:
         return self.first[-1]
@@ -123,7 +131,7 @@ class ArrowFile:
         return self._schema.field(index).type if index >= 0 else pa.null()
 
     def fingerprint(self) -> str:
-        return fingerprint(self.files, "".join(part.layout for part in self._parts))
+        return fingerprint(self.files, "".join(self._layouts))
 
     def decoded(self, document: int, data: memoryview, begin: int = 0) -> str:
         """Decode bytes of a document, from the offset `begin` in it; a StorageError if damaged."""
@@ -139,13 +147,6 @@ class ArrowFile:
             f"document {document} of {self.path} is damaged: {reason}; compare the file with the "
             f"sha256 in its manifest, and {FIX}"
         )
-
-    def _read(self, index: int) -> pa.RecordBatch:
-        part = bisect_right(self._first_batch, index) - 1
-        try:
-            return self._parts[part][index - self._first_batch[part]]
-        except (pa.ArrowException, OSError) as error:
-            raise self.damaged(self.first[index], f"its batch cannot be read: {error}") from error
 
 
 class _View(NamedTuple):
