@@ -42,11 +42,6 @@ def host_memory(sharing: int) -> Memory:
     return Memory(status["VmHWM:"], min(total // sharing, status["VmRSS:"] + free // sharing))
 
 
-def free_memory() -> int:
-    """Return the bytes that this process may still take."""
-    return _machine()[1]
-
-
 def count_oom_kills() -> int:
     """Return how many processes of this control group the kernel has ended for want of memory.
 

@@ -6,7 +6,7 @@ A pure function of records, so that every row is tested without a cluster.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,13 +19,18 @@ from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, LaunchF
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 # Exit codes (errors.py) of workers that could not write a failure record, most specific first.
 _EXITS: Mapping[int, EndingClass] = {
-    **{4: "storage_failure", 2: "bad_configuration", 71: "divergence"},
+    4: "storage_failure",
+    2: "bad_configuration",
+    71: "divergence",
     EXIT_OUT_OF_MEMORY: "out_of_memory",
 }
 # The class of a launch that failed, by whose fault it is; a node_failure for all others.
 LAUNCH_ENDINGS: Mapping[str, EndingClass] = {
-    **{"request": "bad_configuration", "user": "bad_configuration", "storage": "storage_failure"},
-    **{"memory": "out_of_memory", "limit": "advance_signal"},
+    "request": "bad_configuration",
+    "user": "bad_configuration",
+    "storage": "storage_failure",
+    "memory": "out_of_memory",
+    "limit": "advance_signal",
 }
 
 
@@ -97,47 +102,68 @@ class FailedWorker(NamedTuple):
 
 def classify(evidence: Evidence) -> Ending:
     """Classify the ending; the first matching row of the table wins."""
-    endings = (row(evidence) for row in _TABLE)
-    return next(ending for ending in endings if ending is not None)
+    return next(ending for ending in _rows(evidence) if ending is not None)
 
 
-def _superseded(evidence: Evidence) -> Ending | None:
-    if evidence.superseded_by is None:
-        return None
-    text = f"superseded by attempt {evidence.superseded_by} of another supervisor"
-    return Ending("superseded", (text,))
-
-
-def _done(evidence: Evidence) -> Ending | None:
-    if not evidence.finished or evidence.uncompiled:
-        return None
-    note = (evidence.unfinished,) if evidence.unfinished else ()
-    return Ending("done", (f"all {len(evidence.exit_codes)} workers finished", *note))
-
-
-def _by_slurm(evidence: Evidence) -> Ending | None:
+def _rows(evidence: Evidence) -> Iterator[Ending | None]:
+    """Yield the rows of the table, in its order; None if a row does not match."""
+    nodes, launch, stop_signal = evidence.nodes, evidence.launch, evidence.stop_signal
+    if evidence.superseded_by is not None:
+        reason = f"superseded by attempt {evidence.superseded_by} of another supervisor"
+        yield Ending("superseded", (reason,))
+    incomplete = tuple(evidence.uncompiled) if evidence.finished else ()
+    if evidence.finished and not incomplete:
+        note = (evidence.unfinished,) if evidence.unfinished else ()
+        yield Ending("done", (f"all {len(evidence.exit_codes)} workers finished", *note))
     if evidence.slurm_state == "CANCELLED":
-        return Ending("cancelled", ("the job was cancelled",))
+        yield Ending("cancelled", ("the job was cancelled",))
     if evidence.step_out_of_memory:
-        incomplete = evidence.uncompiled if evidence.finished else ()
-        return Ending("out_of_memory", ("Slurm: the step ran out of host memory", *incomplete))
-    return None
-
-
-def _uncompiled(evidence: Evidence) -> Ending | None:
-    if not evidence.finished:
-        return None
-    number = evidence.stop_signal
-    cut = (f"{number} came before the compiler was done",) if number else ()
-    return Ending("compile_failure", (*cut, *evidence.uncompiled))
-
-
-def _saved(evidence: Evidence) -> Ending | None:
+        yield Ending("out_of_memory", ("Slurm: the step ran out of host memory", *incomplete))
+    if incomplete:
+        cut = (f"{stop_signal} came before the compiler was done",) if stop_signal else ()
+        yield Ending("compile_failure", (*cut, *incomplete))
     codes = {*evidence.exit_codes}
-    if evidence.unreported or EXIT_REQUEUE not in codes or codes - {EXIT_OK, EXIT_REQUEUE}:
-        return None
-    text = f"{evidence.stop_signal or 'a stop signal'}: {evidence.leaving}"
-    return Ending("advance_signal", (text,))
+    if not evidence.unreported and EXIT_REQUEUE in codes and not codes - {EXIT_OK, EXIT_REQUEUE}:
+        yield Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: {evidence.leaving}",))
+    yield _hang(evidence)
+    if launch is not None and not evidence.begun and stop_signal is None:
+        # Slurm refused the launchers, or could not start them, by no fault of a node.
+        ending = launch_ending(launch, evidence.expected_nodes)
+        yield None if ending.ending == "node_failure" else ending
+    down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
+    if down:
+        message = () if launch is None else (launch.text,)
+        refusal = None if evidence.begun else launch
+        lines = (f"Slurm: {', '.join(down)} down", *message)
+        yield Ending("node_failure", lines, down, launch=refusal)
+    for failure in evidence.failures:
+        if matches(failure.message, "port"):  # another process took it first: no node is to blame
+            reason = f"rank {failure.rank} on {failure.node}: {failure.message}"
+            yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
+    yield _by_failure(evidence)
+    if evidence.unwritable is not None:  # most records could not be written either
+        yield Ending("storage_failure", (evidence.unwritable,))
+    # Workers with a failure record have been judged by it: echoes, or one was the cause.
+    failed = workers_without_failure_record(nodes, evidence.failures)
+    for exit_code, ending_class in _EXITS.items():
+        for rank, code, name in failed:
+            if code == exit_code:
+                how = f"ended with exit code {code} and could not write why"
+                yield Ending(ending_class, (f"rank {rank} on {name} {how}",))
+    yield _launcher_error(evidence)
+    yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
+    if evidence.overran_s is not None:
+        reason = f"{stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
+        yield Ending("advance_signal", (reason,))
+    yield _unreported(evidence)
+    if evidence.failures:
+        first = min(evidence.failures, key=lambda failure: failure.time)
+        reason = f"communication: rank {first.rank} on {first.node}: {first.message}"
+        yield Ending("node_failure", (reason,))
+    yield _by_workers(evidence, failed)
+    rank, code, _ = failed[0] if failed else (-1, -1, "")
+    reason = f"rank {rank} ended with exit code {code} and wrote no reason; see its log"
+    yield Ending("code_error", (reason,))
 
 
 def _hang(evidence: Evidence) -> Ending | None:
@@ -148,14 +174,6 @@ def _hang(evidence: Evidence) -> Ending | None:
     if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
         return None
     return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
-
-
-def _refused(evidence: Evidence) -> Ending | None:
-    """Slurm refused the launchers, or could not start them, by no fault of a node."""
-    if evidence.launch is None or evidence.begun or evidence.stop_signal is not None:
-        return None
-    ending = launch_ending(evidence.launch, evidence.expected_nodes)
-    return None if ending.ending == "node_failure" else ending
 
 
 def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
@@ -171,13 +189,6 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
     blamed = failure.accused if len(failure.accused) <= max(len(nodes) // 2, 1) else ()
     ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
     return Ending(ending, lines, blamed, started, None if started else failure)
-
-
-def _down(evidence: Evidence) -> Ending | None:
-    down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
-    lines = [f"Slurm: {', '.join(down)} down", *([evidence.launch.text] if evidence.launch else [])]
-    launch = None if evidence.begun else evidence.launch
-    return Ending("node_failure", tuple(lines), down, launch=launch) if down else None
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -214,15 +225,6 @@ def hang_text(hang: HangRecord) -> list[str]:
         ranks = ", ".join(map(str, hang.behind[:8])) + (" …" if len(hang.behind) > 8 else "")
         lines.append(f"behind the others: rank {ranks}")
     return lines
-
-
-def _port_taken(evidence: Evidence) -> Ending | None:
-    """Another process took the rendezvous port first: no node is to blame."""
-    for failure in evidence.failures:
-        if matches(failure.message, "port"):
-            text = f"rank {failure.rank} on {failure.node}: {failure.message}"
-            return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
-    return None
 
 
 def _by_failure(evidence: Evidence) -> Ending | None:
@@ -271,24 +273,6 @@ def is_echo(failure: FailureRecord) -> bool:
     return meaning_of(_text(failure)) == "lost_peer"
 
 
-def _unwritable(evidence: Evidence) -> Ending | None:
-    """The run directory cannot be written; most records could not be written either."""
-    if evidence.unwritable is None:
-        return None
-    return Ending("storage_failure", (evidence.unwritable,))
-
-
-def _by_exit_code(evidence: Evidence) -> Ending | None:
-    """A specific exit code of a worker that could not write its failure record."""
-    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
-    for exit_code, ending in _EXITS.items():
-        for rank, code, name in failed:
-            if code == exit_code:
-                text = f"rank {rank} on {name} ended with exit code {code} and could not write why"
-                return Ending(ending, (text,))
-    return None
-
-
 def _launcher_error(evidence: Evidence) -> Ending | None:
     errors = [evidence.nodes[n].error_code for n in evidence.expected_nodes if n in evidence.nodes]
     by_user = len(errors) == len(evidence.expected_nodes) and {*errors} == {ConfigError.exit_code}
@@ -304,17 +288,6 @@ def _launcher_error(evidence: Evidence) -> Ending | None:
             blamed = () if meaning_of(node.error) == "port" else (name,)
             return Ending("node_failure", (f"{name}: {node.error}",), blamed)
     return None
-
-
-def _by_signal(evidence: Evidence) -> Ending | None:
-    """A worker ended by a signal that was not its launcher's, or by the forced end of a stop."""
-    # Workers with a failure record have been judged by it: echoes, or one was the cause.
-    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
-    ending = _by_workers(evidence, [worker for worker in failed if worker.code < 0])
-    if ending is None and evidence.overran_s is not None:
-        text = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
-        return Ending("advance_signal", (text,))
-    return ending
 
 
 def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending | None:
@@ -391,27 +364,3 @@ def _unreported(evidence: Evidence) -> Ending | None:
     # failed.
     few = len(names) <= max(len(evidence.expected_nodes) // 2, 1)
     return Ending("node_failure", tuple(lines), tuple(names) if few else ())
-
-
-def _echoes(evidence: Evidence) -> Ending | None:
-    if not evidence.failures:
-        return None
-    first = min(evidence.failures, key=lambda failure: failure.time)
-    text = f"communication: rank {first.rank} on {first.node}: {first.message}"
-    return Ending("node_failure", (text,))
-
-
-def _no_record(evidence: Evidence) -> Ending:
-    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
-    if (ending := _by_workers(evidence, failed)) is not None:
-        return ending
-    rank, code, _ = failed[0] if failed else (-1, -1, "")
-    text = f"rank {rank} ended with exit code {code} and wrote no reason; see its log"
-    return Ending("code_error", (text,))
-
-
-_TABLE: tuple[Callable[[Evidence], Ending | None], ...] = (
-    *(_superseded, _done, _by_slurm, _uncompiled, _saved, _hang, _refused, _down, _port_taken),
-    *(_by_failure, _unwritable, _by_exit_code, _launcher_error, _by_signal, _unreported, _echoes),
-    _no_record,
-)
