@@ -83,9 +83,11 @@ class ControlPlane:
 
         Values are picklable; if no worker has one, no value is sent.
         """
-        rank = self.rank.to_bytes(4, "big")
-        result = self._wait(Kind.FIRST, b"" if value is None else rank + pickle.dumps(value))
-        return None if not result else pickle.loads(result[4:])  # noqa: S301 (of this attempt)
+        sender = self.world_size if value is None else self.rank
+        (first,) = self.all_reduce([sender], "min")
+        if first == self.world_size:
+            return None
+        return self._broadcast_from(first, value)
 
     def gather(self, value: T) -> list[T] | None:
         """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
@@ -95,17 +97,22 @@ class ControlPlane:
         return [pickle.loads(parts[rank]) for rank in range(self.world_size)]  # noqa: S301
 
     def broadcast(self, value: T | None) -> T:
-        sent = b"" if self.rank else pickle.dumps(value)
-        received: T = pickle.loads(self._wait(Kind.BROADCAST, sent))  # noqa: S301 (of this attempt)
+        """Return the picklable value of rank 0 on every worker."""
+        return self._broadcast_from(0, value)
+
+    def _broadcast_from(self, rank: int, value: T | None) -> T:
+        payload = pickle.dumps(value) if self.rank == rank else b""
+        received: T = pickle.loads(self._wait(Kind.BROADCAST, payload))  # noqa: S301 (this attempt)
         return received
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """Return this worker's of the picklable values that rank 0 has for all, by rank."""
-        parts: Sequence[T] = () if self.rank or values is None else values
-        sent = b"".join(encode_part(rank, pickle.dumps(part)) for rank, part in enumerate(parts))
-        received = decode_parts(self._wait(Kind.SCATTER, sent))[self.rank]
-        part: T = pickle.loads(received)  # noqa: S301 (of this attempt)
-        return part
+        payload = b""
+        if self.rank == 0 and values is not None:
+            payload = b"".join(encode_part(i, pickle.dumps(v)) for i, v in enumerate(values))
+        received = decode_parts(self._wait(Kind.SCATTER, payload))[self.rank]
+        value: T = pickle.loads(received)  # noqa: S301 (of this attempt)
+        return value
 
     def close(self) -> None:
         """Leave as planned; operations in which others still wait for this worker fail."""

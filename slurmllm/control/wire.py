@@ -3,9 +3,8 @@
 Contributions to an operation are bytes, and relays unpickle none of them:
 
     SUM, MAX, MIN   a JSON list of numbers, element by element
-    FIRST           rank and value of one worker, or nothing: that of the lowest rank wins
     GATHER          values by rank; only rank 0 gets them
-    BROADCAST       the value of rank 0; nothing from the others
+    BROADCAST       the value of one worker; nothing from the others
     SCATTER         values by rank, from rank 0; every worker gets its own
 """
 
@@ -46,7 +45,6 @@ class Kind(IntEnum):
     SUM = 1
     MAX = 2
     MIN = 3
-    FIRST = 4
     GATHER = 5
     BROADCAST = 6
     SCATTER = 7
@@ -142,11 +140,7 @@ def combine(kind: Kind, contributions: Iterable[bytes]) -> bytes:
             return lists[0]
         columns = zip(*map(json.loads, lists), strict=True)
         return encode_numbers(reduction(column) for column in columns)
-    present = [part for part in contributions if part]
-    if kind is Kind.FIRST:
-        # The rank comes first in the bytes, in big-endian order.
-        return min(present, key=lambda part: part[:4], default=b"")
-    return b"".join(present)  # parts by rank, or one part from rank 0
+    return b"".join(contributions)  # values by rank, or one worker's value
 
 
 def encode_numbers(numbers: Iterable[float]) -> bytes:

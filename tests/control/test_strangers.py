@@ -77,15 +77,7 @@ def test_text_and_pickles_of_strangers_are_not_read(attacked: Gang, tmp_path: Pa
     assert not (tmp_path / "planted").exists()
 
 
-def test_idle_strangers_delay_nobody_and_are_dismissed(
-    attacked: Gang, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(authentication, "_GREETING_S", 0.2)
-        with dial(attacked) as stranger:
-            assert len(stranger.recv(32)) == 32  # the challenge
-            assert stranger.recv(1) == b""
-    monkeypatch.setattr(authentication, "_GREETING_S", 600.0)
+def test_idle_strangers_delay_nobody(attacked: Gang, request: pytest.FixtureRequest) -> None:
     for _ in range(20):
         stranger = dial(attacked)
         request.addfinalizer(stranger.close)

@@ -194,8 +194,6 @@ def write_shards(
     """
     weight_map: dict[str, str] = {}
     done_bytes = 0
-    mask = os.umask(0o022)  # read by setting it
-    os.umask(mask)
     for file, parts in shards.items():
         tensors: dict[str, Tensor] = {}
         for part in parts:
@@ -203,6 +201,8 @@ def write_shards(
             done_bytes += sizes_bytes[part]
             on_progress(done_bytes)
         path = folder / file
+        path.touch()  # with the mode that the user's umask gives
+        mode = path.stat().st_mode
         try:
             # transformers refuses a file without this metadata.
             save_file(tensors, path, metadata={"format": "pt"})
@@ -210,7 +210,7 @@ def write_shards(
             number = re.search(r"\(os error (\d+)\)", str(error))
             code = int(number[1]) if number else 0
             raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
-        path.chmod(0o666 & ~mask)  # the library creates files that only their owner may read
+        path.chmod(mode)  # the library creates files that only their owner may read
         fsync_file(path)
         on_file(file)
         weight_map |= dict.fromkeys(tensors, file)
