@@ -19,7 +19,8 @@ from slurmllm.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from slurmllm.init.draft import Draft
-    from slurmllm.init.survey import Partition, Survey
+    from slurmllm.init.survey import Survey
+    from slurmllm.slurm.site import Partition
 
 Confirm = Callable[[str, bool], bool]  # question, the answer without one → whether the user agrees
 
@@ -149,14 +150,24 @@ def _make_default(path: Path, confirm: Confirm) -> bool:
     return True
 
 
+def _partition_text(partition: Partition) -> str:
+    text = partition.name
+    if partition.is_default:
+        text += ", the default"
+    if not partition.is_up:
+        text += ", down"
+    return text
+
+
 def _print_survey(site: Survey) -> None:
-    machine, requeue = site.machine, site.settings.get("JobRequeue", "unknown")
+    machine, settings = site.machine, site.site.settings
+    requeue = settings.get("JobRequeue", "unknown")
     accounts = [
         f"{row.account}{' (default)' * row.default}, QOS {' '.join(row.qos)}"
-        for row in site.associations
+        for row in site.site.associations
     ]
     facts = {
-        "cluster": f"{site.name}, Slurm {site.settings['SLURM_VERSION']}, JobRequeue={requeue}",
+        "cluster": f"{site.name}, Slurm {settings['SLURM_VERSION']}, JobRequeue={requeue}",
         "accounts": "; ".join(accounts) or "none: no accounting",
         "machine": machine.host,
         "modules": " ".join([machine.modules, *machine.loaded]),
@@ -169,7 +180,7 @@ def _print_survey(site: Survey) -> None:
     click.echo()
     rows = [
         (
-            partition.name + ", the default" * partition.default + ", down" * (not partition.up),
+            _partition_text(partition),
             partition.time_limit,
             str(len(kind.nodes)),
             str(kind.cpus),
@@ -207,15 +218,26 @@ def _as_json(
     partitions = site.partitions.values()
     return {
         "cluster": site.name,
-        "slurm_version": site.settings.get("SLURM_VERSION"),
-        "requeue": site.settings.get("JobRequeue") == "1",
-        "partitions": [{**asdict(row), "time_limit": row.time_limit} for row in partitions],
-        "associations": [asdict(row) for row in site.associations],
+        "slurm_version": site.site.settings.get("SLURM_VERSION"),
+        "requeue": site.site.settings.get("JobRequeue") == "1",
+        "partitions": [_partition_json(partition) for partition in partitions],
+        "associations": [asdict(row) for row in site.site.associations],
         "machine": asdict(site.machine),
         "partition": chosen.name,
         "figures": {name: figures[name] for name in ("profile", "confidence", "reason")},
         "profile": {"file": str(path), "text": draft.text, "written": written},
         "default": is_default,
+    }
+
+
+def _partition_json(partition: Partition) -> dict[str, Any]:
+    return {
+        "name": partition.name,
+        "default": partition.is_default,
+        "up": partition.is_up,
+        "fields": partition.fields,
+        "kinds": [asdict(kind) for kind in partition.kinds],
+        "time_limit": partition.time_limit,
     }
 
 

@@ -26,6 +26,7 @@ from slurmllm.slurm.limits import (
     describe_difference,
     suitable_nodes,
 )
+from slurmllm.slurm.site import Site
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -252,9 +253,9 @@ def slurm_findings(
         yield fail("slurm commands", state, fix="install Slurm's client commands here")
     else:
         yield ok("slurm commands", ", ".join(COMMANDS))
+    site = Site(client)
     try:
-        settings = client.settings()
-        nodes = client.partition_nodes()
+        settings, _ = site.settings, site.nodes
     except SlurmError as error:
         fix = "`scontrol ping`; --local does without Slurm"
         yield fail("slurm controller", str(error), fix=fix)
@@ -275,7 +276,7 @@ def slurm_findings(
         fix = "slurm.restart: auto continues runs by successor jobs (chain)"
         yield warn("requeue", f"JobRequeue={requeue or 'unknown'}", fix=fix)
     yield _accounting(client, settings.get("AccountingStorageType", ""))
-    yield from _partition_findings(client, nodes, cluster, partition or cluster.partition)
+    yield from _partition_findings(site, cluster, partition or cluster.partition)
 
 
 def _accounting(client: SlurmClient, storage: str) -> Finding:
@@ -290,10 +291,9 @@ def _accounting(client: SlurmClient, storage: str) -> Finding:
     return ok("accounting", storage)
 
 
-def _partition_findings(
-    client: SlurmClient, nodes: Sequence[PartitionNode], cluster: Cluster, partition: str | None
-) -> Iterator[Finding]:
+def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> Iterator[Finding]:
     """The partition that jobs are submitted to, and its nodes."""
+    nodes = site.nodes
     members = [n for n in nodes if (n.partition == partition if partition else n.default)]
     if not members:
         names = ", ".join(sorted({node.partition for node in nodes})) or "none"
@@ -321,12 +321,12 @@ def _partition_findings(
     # As of a run of one node with the profile's options and the default time limit.
     options = {"partition": name, "time": SlurmConfig().time}
     options |= {n: str(value) for n, value in parse_options(cluster.directives).items()}
-    if faults := check_limits(options, client).faults:
+    if faults := check_limits(options, site).faults:
         status = warn if all(text.startswith("--time") for text in faults) else fail
         yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")
     else:
         yield ok("limits", "a node and the default time limit are within the partition's")
-    suited = suitable_nodes(options, members, client) or members
+    suited = suitable_nodes(options, members, site.client) or members
     if difference := describe_difference(suited):
         yield warn("equal nodes", difference, fix=EQUAL_NODES)
     else:

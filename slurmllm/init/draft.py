@@ -20,10 +20,11 @@ from slurmllm.config.yaml_source import parse_yaml, write_yaml
 from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.errors import SlurmError
 from slurmllm.format import format_plural
-from slurmllm.init.survey import NodeKind, Partition, Survey, survey
+from slurmllm.init.survey import Survey, survey
 from slurmllm.run.records import Finding
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.slurm.setup import setup_faults
+from slurmllm.slurm.site import NodeKind, Partition
 
 _DISK = "/var/tmp"  # noqa: S108 (every Linux has it on a disk; the caches there are private)
 _COLUMN = 34  # of the comments
@@ -161,7 +162,7 @@ def _lines(
 
 def _disk_line(survey: Survey, figures: Figures, base: dict[str, Any]) -> Iterator[tuple[str, str]]:
     seen = f"here: {', '.join(survey.machine.disks) or 'none'}"
-    configured = survey.settings.get("TmpFS", "")
+    configured = survey.site.settings.get("TmpFS", "")
     if figures.confidence == "exact":
         yield f"node_local: {base['node_local']}", f"a disk of each node, {figures.profile}'s"
     elif configured.startswith("/") and configured != "/tmp":  # noqa: S108 (Slurm's default)
@@ -179,7 +180,7 @@ def _directive_lines(
         count = f"{kind.gpu_type}:{kind.gpus}" if others and kind.gpu_type else str(kind.gpus)
         text = f"leaves out {format_plural(others, 'node')} of the partition"
         options[f"--gpus-per-node={count}"] = text * bool(others)
-    for settings in (survey.settings, partition.fields):
+    for settings in (survey.site.settings, partition.fields):
         for name in ("DefMemPerNode", "DefMemPerCPU"):
             if (default := settings.get(name, "UNLIMITED")) != "UNLIMITED":
                 options["--mem=0"] = f"all of the node's: a job without it gets {name}={default}"
@@ -202,19 +203,14 @@ def _charges(
     survey: Survey, partition: Partition
 ) -> Iterator[tuple[str, list[str], str, list[str] | None]]:
     """Yield option, the user's values, that of jobs without it, and those that are allowed."""
-    rows = [row for row in survey.associations if row.partition in ("", partition.name)]
+    rows = [row for row in survey.site.associations if row.partition in ("", partition.name)]
     accounts = list(dict.fromkeys(row.account for row in rows))
     default = next((row.account for row in rows if row.default), "")
-    yield "account", accounts, default, _allowed(partition, "AllowAccounts")
+    yield "account", accounts, default, partition.allowed("AllowAccounts")
     of_default = [row for row in rows if row.default] or rows[:1]
     qos = list(dict.fromkeys(name for row in of_default for name in row.qos if name))
     chosen = next((row.default_qos for row in of_default if row.default_qos), "")
-    yield "qos", qos, chosen or next(iter(qos), ""), _allowed(partition, "AllowQos")
-
-
-def _allowed(partition: Partition, name: str) -> list[str] | None:
-    text = partition.fields.get(name, "ALL")
-    return None if text == "ALL" else text.lower().split(",")
+    yield "qos", qos, chosen or next(iter(qos), ""), partition.allowed("AllowQos")
 
 
 def _yaml(values: dict[str, Any]) -> str:
@@ -240,7 +236,7 @@ def profile_finding(
         site = survey(client)
     except SlurmError:  # other checks report it
         return ok("profile", state)
-    default = next((p.name for p in site.partitions.values() if p.default), "")
+    default = next((p.name for p in site.partitions.values() if p.is_default), "")
     name = partition or cluster.partition or default
     if name not in site.partitions:
         return ok("profile", state)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ from pathlib import Path
 from slurmllm.diagnose.storage import SHARED_TYPES, file_system
 from slurmllm.errors import SlurmError
 from slurmllm.run.safe_files import replaceable_error
-from slurmllm.slurm.client import Association, PartitionNode, SlurmClient, count_gpus
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.site import Partition, Site
 
 # Where sites mount the disks of a node.
 _DISKS = (
@@ -23,37 +24,6 @@ _DISKS = (
 )
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _RUNTIMES = ("apptainer", "singularity", "podman", "docker")
-
-
-@dataclass(frozen=True)
-class NodeKind:
-    """The nodes of a partition that have the same GPUs."""
-
-    nodes: tuple[str, ...]
-    cpus: int  # of the smallest of them, as is memory_mb
-    memory_mb: int
-    gpus: int
-    gpu_type: str  # as GRES names it; may be empty
-    features: tuple[str, ...]  # that all of them have
-
-    @property
-    def num_gpus(self) -> int:
-        return self.gpus * len(self.nodes)
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A partition that this user may use."""
-
-    name: str
-    default: bool
-    up: bool
-    fields: Mapping[str, str]  # as of `scontrol show partition`
-    kinds: tuple[NodeKind, ...]  # the most devices first
-
-    @property
-    def time_limit(self) -> str:
-        return self.fields.get("MaxTime", "UNLIMITED").lower()
 
 
 @dataclass(frozen=True)
@@ -77,21 +47,21 @@ class Machine:
 class Survey:
     """A cluster as Slurm shows it, and the machine that asked."""
 
-    settings: Mapping[str, str]  # slurm.conf and SLURM_VERSION
-    partitions: Mapping[str, Partition]
-    associations: Sequence[Association]
+    site: Site
+    partitions: Mapping[str, Partition]  # those with nodes
     machine: Machine
 
     @property
     def name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.settings.get("ClusterName", "")) or "cluster"
+        cluster = self.site.settings.get("ClusterName", "")
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", cluster) or "cluster"
 
     @property
     def suggested(self) -> Partition:
         """The partition with the most GPUs of one kind, then of equal nodes, then the default."""
         return max(
             self.partitions.values(),
-            key=lambda p: (p.kinds[0].num_gpus, -len(p.kinds), p.default),
+            key=lambda p: (p.kinds[0].num_gpus, -len(p.kinds), p.is_default),
         )
 
 
@@ -109,39 +79,14 @@ def survey(client: SlurmClient) -> Survey:
     """
     if "scontrol" in client.missing_commands():
         raise SlurmError(f"no Slurm here: scontrol is not on the PATH; {_ELSEWHERE}")
+    site = Site(client)
     try:
-        settings, fields = client.settings(), client.partitions()
+        partitions = {name: row for name, row in site.partitions.items() if row.nodes}
     except SlurmError as error:
         raise SlurmError(f"{error}; {_ELSEWHERE}") from error
-    members: dict[str, list[PartitionNode]] = {}
-    for node in client.partition_nodes():
-        members.setdefault(node.partition, []).append(node)
-    partitions = {
-        name: Partition(name, nodes[0].default, nodes[0].up, fields.get(name, {}), _kinds(nodes))
-        for name, nodes in sorted(members.items(), key=lambda row: not row[1][0].default)
-    }
     if not partitions:
         raise SlurmError("Slurm shows no partition with nodes that you may use: `sinfo --all`")
-    return Survey(settings, partitions, client.associations(), _this_machine(client))
-
-
-def _kinds(nodes: Sequence[PartitionNode]) -> tuple[NodeKind, ...]:
-    groups: dict[tuple[int, str], list[PartitionNode]] = {}
-    for node in nodes:
-        match = re.search(r"(?:^|,)gpu:(\d*[^:,(\d][^:,(]*)", node.gres)
-        groups.setdefault((count_gpus(node.gres), match[1] if match else ""), []).append(node)
-    kinds = [
-        NodeKind(
-            tuple(node.name for node in group),
-            min(node.cpus for node in group),
-            min(node.memory_mb for node in group),
-            gpus,
-            gpu_type,
-            tuple(sorted(set.intersection(*({*n.features.split(",")} for n in group)) - {""})),
-        )
-        for (gpus, gpu_type), group in groups.items()
-    ]
-    return tuple(sorted(kinds, key=lambda kind: (-kind.num_gpus, -len(kind.nodes))))
+    return Survey(site, partitions, _this_machine(client))
 
 
 def _this_machine(client: SlurmClient) -> Machine:

@@ -15,6 +15,7 @@ from slurmllm.config.rules import minutes_of
 from slurmllm.errors import SlurmError
 from slurmllm.format import format_names, format_plural
 from slurmllm.slurm.client import PartitionNode, SlurmClient, count_gpus
+from slurmllm.slurm.site import Partition, Site
 
 Options = Mapping[str, str]  # sbatch's, by long name
 EQUAL_NODES = "each step may take as long as on the slowest; --constraint or --exclude: equal ones"
@@ -40,29 +41,29 @@ def read_options(directives: Sequence[str]) -> dict[str, str]:
     return {name: next(iter(shlex.split(value)), "") for name, _, value in rows}
 
 
-def check_limits(options: Options, client: SlurmClient) -> LimitCheck:
+def check_limits(options: Options, site: Site) -> LimitCheck:
     """Compare a job with the partitions that it is submitted to, of which one is enough."""
     try:
-        partitions, nodes = client.partitions(), client.partition_nodes()
-        default = ",".join(n for n, row in partitions.items() if row["Default"] == "YES")
-        names = options.get("partition") or default
+        partitions = site.partitions
+        default = ",".join(name for name, row in partitions.items() if row.is_default)
+        names = (options.get("partition") or default).split(",")
         # A hidden partition is not listed, but may be used; another cluster's are not known here.
-        if "clusters" in options or not all(name in partitions for name in names.split(",")):
+        listed = [partitions[name] for name in names if name in partitions]
+        if (
+            "clusters" in options
+            or not all(row.fields for row in listed)
+            or len(listed) < len(names)
+        ):
             return LimitCheck()
-        checks = [_check(options, partitions[n], nodes, client) for n in names.split(",")]
+        checks = [_check(options, partition, site.client) for partition in listed]
     except (SlurmError, ValueError):  # or a value that only Slurm can read
         return LimitCheck()
     return min(checks, key=lambda check: (len(check.faults), len(check.warnings)))
 
 
-def _check(
-    options: Options,
-    partition: Mapping[str, str],
-    nodes: Sequence[PartitionNode],
-    client: SlurmClient,
-) -> LimitCheck:
-    where, state = f"partition {partition['PartitionName']}", partition["State"]
-    fitting = members = [node for node in nodes if node.partition == partition["PartitionName"]]
+def _check(options: Options, partition: Partition, client: SlurmClient) -> LimitCheck:
+    where, state = f"partition {partition.name}", partition.fields["State"]
+    fitting = partition.nodes
     faults, warnings = list[str](), list[str]()
     for flag, text in _limit_faults(options, partition, where):
         # A QOS may permit it. The job's own is known only if it is requested.
@@ -72,9 +73,8 @@ def _check(
         unless = f", unless the job's QOS is {' or '.join(allowing)}" * bool(allowing)
         (warnings if allowing else faults).append(f"{text}, or another --partition{unless}")
     fewest, most = _node_range(options)
-    # Without PrivateData=cloud, sinfo does not show a cloud's nodes that are powered down.
-    hidden = len(members) < int(partition.get("TotalNodes", 0))
-    for option, remedy, suited in () if hidden else _requirements(options, members, client):
+    requirements = _requirements(options, partition.nodes, client)
+    for option, remedy, suited in () if partition.hides_nodes else requirements:
         fitting = [node for node in fitting if node in suited]
         if len(fitting) < fewest:
             which = f"needs {format_plural(fewest, 'node')}; {where} has {len(suited)} suitable"
@@ -129,11 +129,10 @@ def _node_range(options: Options) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
-def _limit_faults(
-    options: Options, partition: Mapping[str, str], where: str
-) -> Iterator[tuple[str, str]]:
+def _limit_faults(options: Options, partition: Partition, where: str) -> Iterator[tuple[str, str]]:
     """Yield the text of each violated limit, and the flag of a QOS that permits it, if any."""
-    limits = {name: text for name, text in partition.items() if text[:1].isdigit()}  # UNLIMITED
+    fields = partition.fields
+    limits = {name: text for name, text in fields.items() if text[:1].isdigit()}  # UNLIMITED
     (fewest, most), time = _node_range(options), options.get("time-min") or options.get("time", "0")
     if (limit := limits.get("MaxTime")) and minutes_of(time) > minutes_of(limit):
         text = f"--time {time}: {where} permits {limit} (MaxTime); choose --time {limit} or less"
@@ -147,11 +146,14 @@ def _limit_faults(
     memory = options.get("mem", "")
     if (limit := limits.get("MaxMemPerNode")) and _amount("mem", memory) > int(limit):
         yield "", f"--mem {memory}: {where} permits {limit}M (MaxMemPerNode); choose less"
-    if partition.get("ReqResv") == "YES" and "reservation" not in options:
+    if fields.get("ReqResv") == "YES" and "reservation" not in options:
         yield "", f"{where}: takes only jobs with a --reservation (ReqResv); name one"
-    qos, allowed = options.get("qos"), partition.get("AllowQos", "ALL")
-    if qos and allowed != "ALL" and qos.lower() not in allowed.lower().split(","):
-        yield "", f"--qos {qos}: {where} permits {allowed} (AllowQos); choose one of them"
+    qos, allowed = options.get("qos"), partition.allowed("AllowQos")
+    if qos and allowed is not None and qos.lower() not in allowed:
+        yield (
+            "",
+            f"--qos {qos}: {where} permits {fields['AllowQos']} (AllowQos); choose one of them",
+        )
 
 
 def _requirements(

@@ -41,6 +41,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.slurm.container import container_faults
 from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
+from slurmllm.slurm.site import Site
 from slurmllm.submit.inputs import (
     locate,
     missing_data,
@@ -438,10 +439,11 @@ def _check_limits(
     }
     if request.slurm is None:
         return (), []
+    site = Site(request.slurm)
     for stage in stages:
         if stage == "precompile" and not has_precompile(request, layout.config):
             continue
-        limits = check_limits(read_options(options[stage]), request.slurm)
+        limits = check_limits(read_options(options[stage]), site)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="
         for fault in limits.faults:
             faults.append(f"{stage} job: {fault}".replace("--time ", option))

@@ -12,8 +12,9 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.resolve import resolve
 from slurmllm.init import survey as survey_module
 from slurmllm.init.draft import Draft, draft_profile, nearest_figures, profile_finding
-from slurmllm.init.survey import Machine, NodeKind, survey
+from slurmllm.init.survey import Machine, survey
 from slurmllm.slurm.client import Association
+from slurmllm.slurm.site import NodeKind
 
 MACHINE = Machine("login1", "", (), (), "/home/me/venv/bin/python", "nfs4", ())
 

@@ -10,6 +10,7 @@ from fake_slurm import FakeSlurm
 
 from slurmllm.slurm import client
 from slurmllm.slurm.limits import check_limits, describe_difference, read_options, suitable_nodes
+from slurmllm.slurm.site import Site
 
 # As 22.05.8 and 24.11.5 print it: the later one has more fields, and others between them.
 OLD = (
@@ -55,7 +56,9 @@ def test_what_sinfo_prints_is_read() -> None:
 
 
 def check(slurm: FakeSlurm, **options: str) -> Any:
-    return check_limits({name.replace("_", "-"): value for name, value in options.items()}, slurm)
+    return check_limits(
+        {name.replace("_", "-"): value for name, value in options.items()}, Site(slurm)
+    )
 
 
 @pytest.mark.parametrize(
