@@ -189,12 +189,12 @@ def delete(
     plans = [plan_deletion(target, checkpoints, client) for target in targets]
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")
-        what = f"including {count}"
+        description = f"including {count}"
         count = count if plan.checkpoints else "the trainer's outputs"
         if plan.keeps_checkpoints:
             size = format_bytes(plan.checkpoint_bytes)
-            what = f"not {count} ({size}), for which add --checkpoints"
-        click.echo(f"{plan.target.path}: deletes {format_bytes(plan.bytes)}, {what}")
+            description = f"not {count} ({size}), for which add --checkpoints"
+        click.echo(f"{plan.target.path}: deletes {format_bytes(plan.bytes)}, {description}")
     total = f"{', '.join(plan.target.name for plan in plans)}: "
     total += format_bytes(sum(plan.bytes for plan in plans))
     if not yes and not sys.stdin.isatty():

@@ -42,23 +42,25 @@ _SELECTORS = {"--rank", "--ranks", "--all-ranks", "--failed"}
 
 
 def _parse_ranks(
-    ctx: click.Context, param: click.Parameter, text: str | None
+    ctx: click.Context, param: click.Parameter, value: str | None
 ) -> frozenset[int] | None:
     """`0,3,8-11` → the ranks."""
 
-    if text is None:
+    if value is None:
         return None
     ranks: set[int] = set()
-    for part in text.split(","):
+    for segment in value.split(","):
         # A slip of the keyboard would fill the memory: a rank has at most six digits.
-        match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", segment)
         if match is None:
             raise UserError(
-                f"--ranks {text}: {part!r} is not a rank below 1000000; write such as 0,3,8-11"
+                f"--ranks {value}: {segment!r} is not a rank below 1000000; write it as 0,3,8-11"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise UserError(f"--ranks {text}: {part!r} ends before it begins; write {last}-{first}")
+            raise UserError(
+                f"--ranks {value}: {segment!r} ends before it begins; write {last}-{first}"
+            )
         ranks.update(range(first, last + 1))
     return frozenset(ranks)
 
@@ -135,8 +137,8 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
         for param in ctx.command.params
         if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
     ]
-    if stacks and (others := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
-        names = " and ".join(sorted(others))
+    if stacks and (alternatives := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
+        names = " and ".join(sorted(alternatives))
         raise UserError(
             f"--stacks shows the last hang and combines only with --rank; leave out {names}"
         )
@@ -244,16 +246,16 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
         return None
     numbers = [attempt.number for attempt in run.attempts(stage)]
     if attempt is not None and attempt not in numbers:
-        others = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
-        raise RunError(f"{stage} attempt {attempt} of {run.name}: {others}")
+        alternatives = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
+        raise RunError(f"{stage} attempt {attempt} of {run.name}: {alternatives}")
     if not numbers and rank == 0:
         raise RunError(f"{run.name} has no logs yet: {_state_text(run)}")
     number = max(numbers, default=0) if attempt is None else attempt
     if not (rank and node):
         ranks = ranks_with_logs(run, stage, number)
-        others = f"; those with one are {ranks[0]}–{ranks[-1]}" if ranks else ""
+        alternatives = f"; those with one are {ranks[0]}–{ranks[-1]}" if ranks else ""
         raise RunError(
-            f"none of these workers of {run.name} wrote a log{others}; see {run.logs}, and "
+            f"none of these workers of {run.name} wrote a log{alternatives}; see {run.logs}, and "
             f"`slurmllm status {run.name}` for whether it has started"
         )
     worker = f"rank {rank} on {node}, {stage} attempt {number}"
@@ -282,13 +284,13 @@ def _echo(texts: Iterable[str]) -> None:
         click.echo("\n".join(block))
 
 
-def _coloured(text: str) -> str:
+def _coloured(message: str) -> str:
     """Return a line in the colour of its level; click removes colours unless on a terminal."""
     from slurmllm.log import parse_line
 
-    record = parse_line(text)
+    record = parse_line(message)
     style = _LEVELS.get(record.level) if record is not None else None
-    return text if style is None else click.style(text, **style)
+    return message if style is None else click.style(message, **style)
 
 
 class _Printer:
@@ -337,13 +339,13 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     if not dumps:
         raise RunError(f"{run.name} has no stacks that can be read; see {attempt.path}")
     if rank is not None and rank not in dumps:
-        ranks = ", ".join(map(str, sorted(dumps)))
-        raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {ranks}")
+        listed = ", ".join(map(str, sorted(dumps)))
+        raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {listed}")
     differing = outliers({rank: stack_location(dump) for rank, dump in dumps.items()})
     parts = []
-    for shown in [rank] if rank is not None else [*differing, *sorted({*dumps} - {*differing})]:
-        mark = ", differs from the others" if shown in differing else ""
-        parts.append(f"attempt {attempt.number}, rank {shown}{mark}\n{dumps[shown].rstrip()}\n")
+    for worker in [rank] if rank is not None else [*differing, *sorted({*dumps} - {*differing})]:
+        mark = ", differs from the others" if worker in differing else ""
+        parts.append(f"attempt {attempt.number}, rank {worker}{mark}\n{dumps[worker].rstrip()}\n")
     return "\n".join(parts)
 
 
@@ -364,13 +366,13 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
             printed.add((records[-1].stage, records[-1].attempt))
             _print_culprit(run, culprit(run, records[-1]), lines)
     if not printed:
-        text = f"no attempt of {run.name} has failed"
+        message = f"no attempt of {run.name} has failed"
         if follow:
-            click.echo(text)
+            click.echo(message)
             return
         if attempt is not None:
-            text = f"attempt {attempt} of {run.name} has not failed"
-        raise RunError(f"{text}; see `slurmllm status`")
+            message = f"attempt {attempt} of {run.name} has not failed"
+        raise RunError(f"{message}; see `slurmllm status`")
 
 
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
@@ -391,8 +393,8 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
         click.echo(f"  {line}")
     if (failure := culprit.failure) is not None:
         step = f" after step {failure.step}" if failure.step is not None else ""
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
-        click.echo(f"  {at}{step}, blame: {failure.blame}")
+        failed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
+        click.echo(f"  {failed_at}{step}, blame: {failure.blame}")
         click.echo(f"  {failure.error}: {failure.message}")
         if failure.traceback.strip():
             click.echo(failure.traceback.rstrip())

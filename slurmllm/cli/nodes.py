@@ -89,5 +89,5 @@ def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> Non
 
     with locked(run, "nodes"):
         jobs = include(run, client, names)
-    text = f"; job {', '.join(jobs)} may start there" if jobs else ""
-    click.echo(f"{run.name} uses {' '.join(names)} again{text}", err=True)
+    jobs_text = f"; job {', '.join(jobs)} may start there" if jobs else ""
+    click.echo(f"{run.name} uses {' '.join(names)} again{jobs_text}", err=True)

@@ -96,8 +96,8 @@ class _ShownStates:
     def as_json(self, indent: int | None = None) -> str:
         runs = [state.to_dict() for state in self.states]
         of_sweep = self.sweep.to_json() if self.sweep is not None else {}
-        shown = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
-        return json.dumps(shown, indent=indent)
+        listing = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
+        return json.dumps(listing, indent=indent)
 
     def view(self, height: int | None = None) -> list[Text]:
         from rich.text import Text
@@ -114,8 +114,8 @@ class _ShownStates:
         return view
 
     def print(self) -> None:
-        for text in self.view():
-            print_line(text)
+        for message in self.view():
+            print_line(message)
 
 
 def _read_states(
@@ -133,15 +133,15 @@ def _read_states(
         if isinstance(target, RunDir):
             return _ShownStates([run_state(target, client)], None)
         sweep = read_sweep(target, client)
-        text = f"{target.name}: all runs of the sweep were removed"
-        return _ShownStates(sweep.runs, text, sweep)
+        message = f"{target.name}: all runs of the sweep were removed"
+        return _ShownStates(sweep.runs, message, sweep)
     # Listed at each refresh: runs may be submitted in between.
     states = run_states(list_runs(runs_dir), client)
     if active and states:
         # While slurmctld is unreachable, these runs may still be active: they stay in the list.
-        shown = [state for state in states if state.active or state.slurm_unreachable]
-        text = f"none of the {len(states)} runs in {runs_dir} is pending or running"
-        return _ShownStates(shown, text)
+        listing = [state for state in states if state.active or state.slurm_unreachable]
+        message = f"none of the {len(states)} runs in {runs_dir} is pending or running"
+        return _ShownStates(listing, message)
     hint = "`slurmllm submit tiny_neox --local` starts one"
     return _ShownStates(states, f"no runs in {runs_dir} yet; {hint}")
 
@@ -153,20 +153,20 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
 
     terminal = console()
     if as_json or not terminal.is_terminal:  # nothing can be redrawn in a pipe or file
-        for shown in _refresh_until_ended(read_states, interval_s):
+        for listing in _refresh_until_ended(read_states, interval_s):
             if as_json:
-                click.echo(shown.as_json())
+                click.echo(listing.as_json())
             else:
                 click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
-                shown.print()
+                listing.print()
                 click.echo("")
         return
     # The raw stream: drawing again needs sequences that are removed from the texts.
     raw = Console(file=sys.__stdout__, highlight=False)
     with Live(console=raw, auto_refresh=False, vertical_overflow="crop") as live:
-        for shown in _refresh_until_ended(read_states, interval_s):
+        for listing in _refresh_until_ended(read_states, interval_s):
             # Five lines are reserved: headings, clock, notes on omitted columns and rows.
-            view = shown.view(max(terminal.height - 5, 1))
+            view = listing.view(max(terminal.height - 5, 1))
             now = time.strftime("%H:%M:%S")
             clock = f"{now}, refreshed every {interval_s:g} s; Ctrl-C to stop"
             live.update(Group(*view, Text(clock, style="dim")), refresh=True)
@@ -181,10 +181,10 @@ def _refresh_until_ended(
     """
     was_active = False
     while True:
-        shown = read_states()
-        yield shown
-        active = any(state.active for state in shown.states)
+        listing = read_states()
+        yield listing
+        active = any(state.active for state in listing.states)
         was_active = was_active or active
-        if not active and not (was_active and any(s.slurm_unreachable for s in shown.states)):
+        if not active and not (was_active and any(s.slurm_unreachable for s in listing.states)):
             return
         time.sleep(interval_s)

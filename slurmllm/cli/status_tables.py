@@ -73,11 +73,11 @@ def runs_view(
 
     With a `height` each run takes one line, and older ones that do not fit are only counted.
     """
-    shown = list(states)
-    if height is not None and len(shown) > height:
+    listed = list(states)
+    if height is not None and len(listed) > height:
         # Active runs first; by identity, as two runs may have equal figures.
-        fitting = {id(state) for state in sorted(shown, key=lambda s: s.active)[-max(height, 1) :]}
-        shown = [state for state in shown if id(state) in fitting]
+        fitting = {id(state) for state in sorted(listed, key=lambda s: s.active)[-max(height, 1) :]}
+        listed = [state for state in listed if id(state) in fitting]
     # A redrawn table must not be longer than the terminal: one line per run.
     one_line = height is not None
     rows = [
@@ -85,23 +85,23 @@ def runs_view(
             cell(state) if state.state != "damaged" or column.heading in _COLUMNS_OF_DAMAGED else ""
             for column, cell in _RUNS.items()
         ]
-        for state in shown
+        for state in listed
     ]
     table, left_out = _table([*_RUNS], rows, console, one_line)
     view = [table]
     if "reason" in left_out and not one_line:
-        view += [Text(printable(f"{s.name}: {s.reason}")) for s in shown if s.reason]
+        view += [Text(printable(f"{s.name}: {s.reason}")) for s in listed if s.reason]
     view += _no_room(left_out)
-    if len(shown) < len(states):
-        view.append(Text(f"… and {len(states) - len(shown)} older ones", style="dim"))
+    if len(listed) < len(states):
+        view.append(Text(f"… and {len(states) - len(listed)} older ones", style="dim"))
     return view
 
 
 def run_view(state: RunState, console: Console) -> list[Text]:
     """Return a run's figures, one line each, and a table with one row per attempt."""
     view = [
-        Text.assemble((f"{name:<14} ", "bold"), printable(text), overflow="fold")
-        for name, text in _lines(state)
+        Text.assemble((f"{name:<14} ", "bold"), printable(message), overflow="fold")
+        for name, message in _lines(state)
     ]
     if state.attempts:
         open_ending = "running" if state.state == "training" else "not recorded"
@@ -209,7 +209,7 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
         if line not in state.reason:
             yield "uncompiled", line
     for reason in dict.fromkeys(details.unused_graphs.values()):
-        nodes = [node for node, text in details.unused_graphs.items() if text == reason]
+        nodes = [node for node, message in details.unused_graphs.items() if message == reason]
         yield "graphs", f"not used on {format_names(nodes, _SHOWN)}: {reason}"
     if state.attempts and state.attempts[-1].new_graphs:
         added = state.attempts[-1].new_graphs
@@ -241,23 +241,23 @@ def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
 
 def _progress(workers: WorkerProgress) -> str:
     """`stepping after step 41`, with the time since the last change if it exceeds 10 s."""
-    text = f"{workers.phase.replace('_', ' ')} after step {workers.step}"
+    message = f"{workers.phase.replace('_', ' ')} after step {workers.step}"
     if workers.unchanged_s < 10:
-        return text + _limit_and_others(replace(workers, limit_s=None))
-    what = "no step" if workers.phase == "stepping" else "no change"
-    unchanged = f", {what} for {format_duration(workers.unchanged_s)}"
-    return text + unchanged + _limit_and_others(workers)
+        return message + _limit_and_others(replace(workers, limit_s=None))
+    subject = "no step" if workers.phase == "stepping" else "no change"
+    unchanged = f", {subject} for {format_duration(workers.unchanged_s)}"
+    return message + unchanged + _limit_and_others(workers)
 
 
 def _limit_and_others(workers: WorkerProgress | None) -> str:
     """` (limit 0:10:00); behind the others: rank 3`, each part if it applies."""
     if workers is None:
         return ""
-    text = "" if workers.limit_s is None else f" (limit {format_duration(workers.limit_s)})"
+    message = "" if workers.limit_s is None else f" (limit {format_duration(workers.limit_s)})"
     if workers.behind:
         ranks = ", ".join(map(str, workers.behind[:8]))
-        text += f"; behind the others: rank {ranks}" + (" …" if len(workers.behind) > 8 else "")
-    return text
+        message += f"; behind the others: rank {ranks}" + (" …" if len(workers.behind) > 8 else "")
+    return message
 
 
 def _table(
@@ -267,17 +267,17 @@ def _table(
     one_line: bool = False,
 ) -> tuple[Text, list[str]]:
     """Return a table without its empty columns, and the headings of those without room."""
-    used = [at for at in range(len(columns)) if at == 0 or any(row[at] for row in rows)]
-    cells = [[row[at] for at in used] for row in rows]
-    table = fitted([columns[at] for at in used], cells, console.width, one_line)
+    used = [index for index in range(len(columns)) if index == 0 or any(row[index] for row in rows)]
+    cells = [[row[index] for index in used] for row in rows]
+    table = fitted([columns[index] for index in used], cells, console.width, one_line)
     heading, *lines = table.lines
-    text = Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
-    return text, table.left_out
+    message = Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
+    return message, table.left_out
 
 
 def _no_room(columns: Sequence[str]) -> list[Text]:
-    text = f"no room for {', '.join(columns)}; see --json"
-    return [Text(text, style="dim")] if columns else []
+    message = f"no room for {', '.join(columns)}; see --json"
+    return [Text(message, style="dim")] if columns else []
 
 
 def _number(value: float | None, form: str) -> str:

@@ -71,12 +71,12 @@ class GraphManifest(Record):
             return self.rejected or None
         differences = []
         for name in sorted(self.versions.keys() | versions.keys()):
-            built, here = self.versions.get(name, "none"), versions.get(name, "none")
+            built, ours = self.versions.get(name, "none"), versions.get(name, "none")
             if name == "cpu_features":  # long: only those that the other has not
-                old, new = set(built.split()), set(here.split())
-                built, here = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
-            if built != here:
-                differences.append(f"{name} {built} in the archive, {here} on this node")
+                old, new = set(built.split()), set(ours.split())
+                built, ours = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
+            if built != ours:
+                differences.append(f"{name} {built} in the archive, {ours} on this node")
         return f"built in another environment ({'; '.join(differences)})"
 
 
@@ -144,9 +144,9 @@ class DataRecord(Record):
         if self._contents() != other._contents():
             differences.append(f"corpora {_phrase(self.corpora)} and {_phrase(other.corpora)}")
         for name in ("tokenizer", "seed", "seq_len", "global_batch", "mask", "validation"):
-            here, there = getattr(self, name), getattr(other, name)
-            if here != there:
-                differences.append(f"{name} {here} and {there}")
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                differences.append(f"{name} {ours} and {theirs}")
         return tuple(differences)
 
     def _contents(self) -> list[tuple[str, float]]:

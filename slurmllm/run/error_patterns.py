@@ -59,8 +59,8 @@ class Row(NamedTuple):
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a table that is part of the package, by libyaml if it is there."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = path.read_text(encoding="utf-8")
-    return list(yaml.load(text, Loader=loader))  # noqa: S506 - both are safe
+    content = path.read_text(encoding="utf-8")
+    return list(yaml.load(content, Loader=loader))  # noqa: S506 - both are safe
 
 
 @cache

@@ -63,8 +63,8 @@ def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
     # A task of several files: handing one to a thread takes as long as reading it from a cache.
     parts = [paths[begin : begin + _FEW] for begin in range(0, len(paths), _FEW)]
     with ThreadPoolExecutor(_READERS) as pool:
-        contents = pool.map(lambda part: [read(path) for path in part], parts)
-        return [content for part in contents for content in part]
+        contents = pool.map(lambda item: [read(path) for path in item], parts)
+        return [content for item in contents for content in item]
 
 
 def fsync_dir(path: Path) -> None:
@@ -177,8 +177,8 @@ class RunDir:
 
     def outputs(self) -> list[Path]:
         """Return what another project's trainer has written into the directory."""
-        parts = (part for part in vars(RunDir).values() if isinstance(part, FixedPath | PathOf))
-        ours = {"attempts", "hooks", "core", *(part.form.partition("/")[0] for part in parts)}
+        parts = (item for item in vars(RunDir).values() if isinstance(item, FixedPath | PathOf))
+        ours = {"attempts", "hooks", "core", *(item.form.partition("/")[0] for item in parts)}
         ours -= {self.checkpoints.name}
         entries = (entry for entry in _entries(self.path) if entry.name not in ours)
         # Temporary files and core files are none.

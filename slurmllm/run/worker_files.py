@@ -76,7 +76,7 @@ _failed_diagnostics: set[str] = set()
 
 
 @contextmanager
-def diagnostic(what: str, cleanup: Callable[[], object] = lambda: None) -> Iterator[None]:
+def diagnostic(action: str, cleanup: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Log and suppress errors of the body, the first of each `what`.
 
     For curves, events and reports; never for checkpoints, metrics, or a call that others wait for.
@@ -84,11 +84,13 @@ def diagnostic(what: str, cleanup: Callable[[], object] = lambda: None) -> Itera
     try:
         yield
     except Exception as error:
-        if what not in _failed_diagnostics:
-            _failed_diagnostics.add(what)
-            text = os_error_text(error) if isinstance(error, OSError) else repr(error)
+        if action not in _failed_diagnostics:
+            _failed_diagnostics.add(action)
+            cause = os_error_text(error) if isinstance(error, OSError) else repr(error)
             log.warning(
-                "%s failed: %s; its records may be incomplete, and training continues", what, text
+                "%s failed: %s; its records may be incomplete, and training continues",
+                action,
+                cause,
             )
         cleanup()
 

@@ -115,7 +115,7 @@ def read_history(
     if unknown:
         numbers = ", ".join(str(number) for number in unknown)
         warnings.append(f"ignoring metrics: no attempt record of attempt {numbers}")
-    submitted = tuple(sent.submitted_at for sent in read_submissions(run, warnings))
+    submitted = tuple(submission.submitted_at for submission in read_submissions(run, warnings))
     return RunHistory(
         name=run.name,
         attempts=attempts,
@@ -157,23 +157,25 @@ def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence
 
 def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
     try:
-        parts, left_out = metrics.get(path) or read_attempts([path], lenient=True)
+        segments, left_out = metrics.get(path) or read_attempts([path], lenient=True)
     except RunError as error:  # a damaged file must not hide the other attempts
         warnings.append(str(error))
         return Steps(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
     warnings += left_out
     none = np.empty(0)
-    numbers = np.concatenate([none.astype(np.int64), *(part.steps for part in parts)])
+    numbers = np.concatenate([none.astype(np.int64), *(segment.steps for segment in segments)])
 
     def column(name: str) -> Floats:
-        unknown = (np.full(len(part.steps), np.nan) for part in parts)
-        columns = zip(parts, unknown, strict=True)
-        return np.concatenate([none, *(part.columns.get(name, nan) for part, nan in columns)])
+        unknown = (np.full(len(segment.steps), np.nan) for segment in segments)
+        columns = zip(segments, unknown, strict=True)
+        return np.concatenate([none, *(segment.columns.get(name, nan) for segment, nan in columns)])
 
     seconds, ends = column("step_time_s"), column("time")
     absent = [
-        part.absent.get("step_time_s", np.full(len(part.steps), "step_time_s" not in part.columns))
-        for part in parts
+        segment.absent.get(
+            "step_time_s", np.full(len(segment.steps), "step_time_s" not in segment.columns)
+        )
+        for segment in segments
     ]
     if numbers.size and (untimed := np.concatenate(absent)).any():  # another trainer's
         measured = seconds[np.isfinite(seconds)]
@@ -209,9 +211,9 @@ def _each_step(steps: Steps, resumed: int) -> Steps:
 def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
     """Return every start of every job of a run, oldest first; empty without Slurm or accounting."""
     jobs: list[tuple[str | None, Stage]] = []
-    for sent in submissions:
-        jobs.append((sent.precompile_job, "precompile"))
-        jobs += [(job, "train") for job in (*sent.earlier_jobs, sent.train_job)]
+    for submission in submissions:
+        jobs.append((submission.precompile_job, "precompile"))
+        jobs += [(job, "train") for job in (*submission.earlier_jobs, submission.train_job)]
     rows: dict[str | None, list[AccountingRow]] = {}
     for row in client.accounting(*dict.fromkeys(job for job, _ in jobs if job is not None)):
         rows.setdefault(row.job_id, []).append(row)

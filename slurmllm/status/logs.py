@@ -69,9 +69,9 @@ class GrowingLog:
 
     def flush(self) -> Iterator[str]:
         """Yield the text after the last newline, if any."""
-        rest, self.rest = self.rest, b""
-        if rest:
-            yield text_of(rest)
+        remainder, self.rest = self.rest, b""
+        if remainder:
+            yield text_of(remainder)
 
     def skip_to_last(self, lines: int) -> None:
         """Continue before the last `lines` lines; at the start if the file is unreadable."""
@@ -82,8 +82,8 @@ class GrowingLog:
                 stream.seek(begin)
                 block = stream.read(end - begin)
                 newlines = lines + block.endswith(b"\n")
-                before, *rest = block.rsplit(b"\n", newlines)
-                if len(rest) == newlines:
+                before, *remainder = block.rsplit(b"\n", newlines)
+                if len(remainder) == newlines:
                     begin += len(before) + 1
                 elif begin > 0 and length < _LONGEST_TAIL_BYTES:
                     length *= 4
@@ -94,8 +94,8 @@ class GrowingLog:
 
 def text_of(line: bytes) -> str:
     """Return a line made safe for a terminal; of a progress bar only its last state."""
-    text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-    return printable(text)
+    last_state = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
+    return printable(last_state)
 
 
 def node_of(record: AttemptRecord, rank: int) -> str:
@@ -161,16 +161,16 @@ class _RankLog:
         A clock that is set back must not move the lines that follow before those already shown.
         """
         begin = re.compile(rf"{self.stage} attempt (\d+)\b.*?: (\S+ → )?")
-        for text in chain(self.file.lines(), self.file.flush() if last else ()):
-            record = parse_line(text)
-            if self.rank == 0 and (match := begin.match(record.message if record else text)):
+        for line in chain(self.file.lines(), self.file.flush() if last else ()):
+            record = parse_line(line)
+            if self.rank == 0 and (match := begin.match(record.message if record else line)):
                 if int(match[1]) != self.attempt:
                     self.attempt, self.time = int(match[1]), -inf
                 if match[2]:  # its ending, which follows the lines of all ranks
                     self.time = inf
             if record is not None:
                 self.time = max(record.time, self.time)
-            yield self.time, RankLine(self.stage, self.attempt, self.rank, text)
+            yield self.time, RankLine(self.stage, self.attempt, self.rank, line)
 
 
 class MergedLogs:
@@ -207,9 +207,11 @@ class MergedLogs:
         for stage, stage_log in self._stage_logs.items():
             workers = self._worker_logs(stage)
             for attempt, lines in groupby(stage_log.read(last), lambda timed: timed[1].attempt):
-                shown = self._selection.includes(0) and self._shows(stage, attempt)
+                is_selected = self._selection.includes(0) and self._shows(stage, attempt)
                 logs = workers.pop(attempt, [])
-                yield from _merge([*([lines] if shown else []), *(log.read(last) for log in logs)])
+                yield from _merge(
+                    [*([lines] if is_selected else []), *(log.read(last) for log in logs)]
+                )
             # Attempts that the stage's log does not name: it may be written later than theirs.
             for logs in workers.values():
                 yield from _merge([log.read(last) for log in logs])
@@ -227,8 +229,8 @@ class MergedLogs:
                 worker.file.skip_to_last(lines)
         tails: dict[tuple[Stage, int, int], deque[tuple[int, RankLine]]]
         tails = defaultdict(lambda: deque(maxlen=lines))
-        for place, line in enumerate(self.poll(last)):
-            tails[line[:3]].append((place, line))
+        for index, line in enumerate(self.poll(last)):
+            tails[line[:3]].append((index, line))
         return (line for _, line in merge(*tails.values()))
 
     def _worker_logs(self, stage: Stage) -> dict[int, list[_RankLog]]:

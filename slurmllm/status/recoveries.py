@@ -70,10 +70,10 @@ def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
     train = sorted((a for a in history.attempts if a.stage == "train"), key=lambda a: a.attempt)
     allocations = {time.attempt: time for time in break_down_time(history) if time.stage == "train"}
     recoveries = []
-    at = 0
-    while at < len(train):
-        ended = train[at]
-        following = at + 1
+    index = 0
+    while index < len(train):
+        ended = train[index]
+        following = index + 1
         while following < len(train) and train[following].attempt not in history.steps:
             following += 1
         if ended.ending is not None and ended.ended_at is not None and ended.ending != "done":
@@ -83,14 +83,14 @@ def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
             if following < len(train):
                 first = history.steps[train[following].attempt]
                 first_step = float(first.ends[0]), float(first.seconds[0])
-                phases = recovery_phases(last_step_at, train[at : following + 1], *first_step)
+                phases = recovery_phases(last_step_at, train[index : following + 1], *first_step)
             else:
                 phases = _closing_phases(last_step_at, ended)
             recoveries.append(
                 FailureRecovery(
                     attempt=ended.attempt,
                     ending=ended.ending,
-                    further=tuple(a.ending for a in train[at + 1 : following] if a.ending),
+                    further=tuple(a.ending for a in train[index + 1 : following] if a.ending),
                     nodes=time.nodes,
                     last_step=int(steps.numbers[-1]) if steps is not None else ended.last_step,
                     steps_lost=time.steps_lost,
@@ -99,7 +99,7 @@ def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
                     phases_s=phases,
                 )
             )
-        at = following
+        index = following
     return recoveries
 
 

@@ -174,8 +174,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
             partition = config.recipe.slurm.partition or config.cluster.partition
             waiting = queue.jobs.values()
             lists = _excluding(run, waiting, config.recipe.slurm.exclude, client)
-            texts = [state.reason, *_node_texts(client, partition, state, waiting), *lists]
-            state = replace(state, reason="; ".join(filter(None, texts)))
+            messages = [state.reason, *_node_texts(client, partition, state, waiting), *lists]
+            state = replace(state, reason="; ".join(filter(None, messages)))
         return replace(state, details=read_details(run, state.attempts, state.state, config))
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
@@ -197,8 +197,8 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
         if isinstance(records, RunState):
             return records
         try:
-            ended, sent = records.ended, records.sent
-            jobs = {} if ended else read_job_states(sent, queue, client, brief=True)
+            ended, submission = records.ended, records.sent
+            jobs = {} if ended else read_job_states(submission, queue, client, brief=True)
             return _build_state(records, jobs)
         except Exception as error:
             return _damaged(records.run, error)
@@ -221,8 +221,10 @@ def _excluding(
         names = {name for nodes in lists for name in client.hostnames(nodes)}
         names -= {*client.hostnames(exclude)} if names and exclude else set()
     options = "".join(f" --include {name}" for name in sorted(names))
-    text = f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
-    return [text] if names else []
+    message = (
+        f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
+    )
+    return [message] if names else []
 
 
 def _node_texts(
@@ -232,7 +234,7 @@ def _node_texts(
     nodes: list[PartitionNode] = []
     with suppress(SlurmError):
         nodes = client.partition_nodes()
-    texts = sorted({text for node in nodes if (text := explain_drain(node))})
+    messages = sorted({message for node in nodes if (message := explain_drain(node))})
     names = partition.split(",") if partition else None
     # By name: a node may be in two of them.
     members = {n.name: n for n in nodes if (n.partition in names if names else n.default)}
@@ -246,26 +248,30 @@ def _node_texts(
             unavailable = client.hostnames(listed)
             away = [node for node in away if node.name in unavailable]
     elif len(members) - len(away) >= state.nodes:
-        return texts[:_SHOWN]
+        return messages[:_SHOWN]
     by_reason: dict[str, list[str]] = {}
     for node in away:
-        text = node.reason or "no reason recorded"
-        if _NO_CAPACITY.search(text):
-            text += " (the cloud has no free machines of this kind and Slurm asks again by itself; "
-            text += f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
-            text += "NAME` use others)"
-        by_reason.setdefault(f"{node.state}: {text}", []).append(node.name)
-    for text, alike in by_reason.items():
-        texts.append(f"{format_names(alike, 4)} {text}")
-    return texts[:_SHOWN]
+        message = node.reason or "no reason recorded"
+        if _NO_CAPACITY.search(message):
+            message += (
+                " (the cloud has no free machines of this kind and Slurm asks again by itself; "
+            )
+            message += (
+                f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
+            )
+            message += "NAME` use others)"
+        by_reason.setdefault(f"{node.state}: {message}", []).append(node.name)
+    for message, alike in by_reason.items():
+        messages.append(f"{format_names(alike, 4)} {message}")
+    return messages[:_SHOWN]
 
 
 def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
     jobs = explain_waits(records, jobs)
     state, reason = derive_state(records, jobs)
-    if state in (*ACTIVE, "interrupted") and (text := _unwritten(run, jobs)):
-        reason = "; ".join(filter(None, (text, reason)))
+    if state in (*ACTIVE, "interrupted") and (message := _unwritten(run, jobs)):
+        reason = "; ".join(filter(None, (message, reason)))
     row, pace = last_row(run) or {}, read_pace(run, attempts)
     step, eta_s = int(row.get("step", 0)), None
     total = records.config.steps

@@ -76,8 +76,8 @@ def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     """Read the state of a sweep; raises StorageError if its record is damaged."""
     record = SweepRecord.load(sweep.record)
     runs, compiling = runs_of(sweep, record), sweep.graph_runs()
-    sent = {run.name: JobsRecord.of(run).last for run in compiling}
-    jobs = {name: last.precompile_job if last else None for name, last in sent.items()}
+    submissions = {run.name: JobsRecord.of(run).last for run in compiling}
+    jobs = {name: last.precompile_job if last else None for name, last in submissions.items()}
     states = run_states([*runs, *compiling], client)
     hours = math.fsum(state.node_hours for state in states[len(runs) :])
     return SweepState(sweep, record, states[: len(runs)], jobs, hours)

@@ -40,9 +40,9 @@ class AllocationTime:
     overlap_s: float = 0.0  # seconds by which the measured parts exceeded the allocation; cut off
     spare_nodes: int = 0  # those that the job held in addition; all of their time is idle
 
-    def node_seconds_of(self, part: TimePart) -> float:
-        idle = self.spare_nodes * (self.end - self.start) if part == "idle" else 0.0
-        return self.nodes * self.parts_s[part] + idle
+    def node_seconds_of(self, kind: TimePart) -> float:
+        idle = self.spare_nodes * (self.end - self.start) if kind == "idle" else 0.0
+        return self.nodes * self.parts_s[kind] + idle
 
 
 def break_down_time(history: RunHistory) -> list[AllocationTime]:
@@ -54,15 +54,15 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     attempts = sorted(history.attempts, key=lambda a: a.started_at)
     incarnations = _incarnations(attempts, history)
     allocations = []
-    for place, (attempt, incarnation) in enumerate(zip(attempts, incarnations, strict=True)):
+    for index, (attempt, incarnation) in enumerate(zip(attempts, incarnations, strict=True)):
         start, end, nodes = _span(attempt, incarnation, history)
         used, spare = len(attempt.nodes), attempt.spare_nodes
         if incarnation is not None:
             # Attempts that follow each other in one allocation divide its time.
-            if place and incarnations[place - 1] is incarnation:
+            if index and incarnations[index - 1] is incarnation:
                 start = attempt.started_at
-            if incarnations[place + 1 : place + 2] == [incarnation]:
-                end = max(start, attempts[place + 1].started_at)
+            if incarnations[index + 1 : index + 2] == [incarnation]:
+                end = max(start, attempts[index + 1].started_at)
             nodes, spare = min(nodes, used), max(0, nodes - used)
         steps, lost, overlap_s = 0, 0, 0.0
         if attempt.stage == "precompile":
@@ -94,12 +94,20 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
             )
         )
     # Job starts in which no attempt was opened.
-    for rest in history.incarnations:
-        if not any(incarnation is rest for incarnation in incarnations):
-            part: TimePart = "precompile" if rest.stage == "precompile" else "start_up"
-            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {part: rest.end - rest.start}
+    for unopened in history.incarnations:
+        if not any(incarnation is unopened for incarnation in incarnations):
+            kind: TimePart = "precompile" if unopened.stage == "precompile" else "start_up"
+            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {kind: unopened.end - unopened.start}
             allocations.append(
-                AllocationTime(None, rest.stage, None, rest.nodes, rest.start, rest.end, parts_s)
+                AllocationTime(
+                    None,
+                    unopened.stage,
+                    None,
+                    unopened.nodes,
+                    unopened.start,
+                    unopened.end,
+                    parts_s,
+                )
             )
     return sorted(allocations, key=lambda allocation: allocation.start)
 
@@ -112,9 +120,11 @@ def _incarnations(
     for attempt in attempts:
         # The closest start by the supervisor's clock, which is a node's: a job that gave up a node
         # has another one right after it.
-        at, incarnation = attempt.started_at, None
+        opened_at, incarnation = attempt.started_at, None
         starts = (s for s in history.incarnations if s.job_id == attempt.job_id)
-        distances = ((max(s.start - at, at - s.end, 0.0), -s.start, s) for s in starts)
+        distances = (
+            (max(s.start - opened_at, opened_at - s.end, 0.0), -s.start, s) for s in starts
+        )
         nearest = min(distances, key=lambda distance: distance[:2], default=None)
         if nearest is not None and nearest[0] <= _SLACK_S:
             incarnation = nearest[2]
@@ -196,7 +206,7 @@ def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePa
     in part be within a step's time, then from all parts in proportion.
     """
     parts = dict.fromkeys(TIME_PARTS, 0.0)
-    parts.update({part: max(0.0, seconds) for part, seconds in measured.items()})
+    parts.update({kind: max(0.0, seconds) for kind, seconds in measured.items()})
     excess = math.fsum(parts.values()) - length_s
     if excess <= 0:
         parts["idle"] = -excess
@@ -206,7 +216,7 @@ def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePa
     if from_saving < excess:
         total = math.fsum(parts.values())
         scale = length_s / total if total > 0 else 0.0
-        parts = {part: seconds * scale for part, seconds in parts.items()}
+        parts = {kind: seconds * scale for kind, seconds in parts.items()}
     return parts, excess - from_saving
 
 
@@ -231,7 +241,7 @@ class Utilization(BaseModel):
     @property
     def shares(self) -> dict[TimePart, float]:
         """Shares of the node hours by part; all 0 without node hours."""
-        return {part: _ratio(hours, self.node_hours) or 0.0 for part, hours in self.parts.items()}
+        return {kind: _ratio(hours, self.node_hours) or 0.0 for kind, hours in self.parts.items()}
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -270,8 +280,8 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
     """Account for a run's node hours; without a price, no dollars are computed."""
     allocations = break_down_time(history)
     parts: dict[TimePart, float] = {
-        part: math.fsum(time.node_seconds_of(part) for time in allocations) / HOUR_S
-        for part in TIME_PARTS
+        kind: math.fsum(time.node_seconds_of(kind) for time in allocations) / HOUR_S
+        for kind in TIME_PARTS
     }
     # Seconds with an allocation: two at once, such as a precompile of a resume, count once.
     covered, waits, until = [], [], -math.inf
@@ -308,7 +318,7 @@ def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
     amounts: dict[str, Any] = {name: math.fsum(getattr(r, name) for r in runs) for name in hours}
     for name in ("attempts", "steps", "steps_lost"):
         amounts[name] = sum(getattr(run, name) for run in runs)
-    amounts["parts"] = {part: math.fsum(run.parts[part] for run in runs) for part in TIME_PARTS}
+    amounts["parts"] = {kind: math.fsum(run.parts[kind] for run in runs) for kind in TIME_PARTS}
     prices = {run.usd_per_node_hour for run in runs}
     return Utilization(**amounts, usd_per_node_hour=prices.pop() if len(prices) == 1 else None)
 
@@ -336,5 +346,5 @@ def _warnings(allocations: Sequence[AllocationTime], history: RunHistory) -> Ite
             )
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
+def _ratio(kind: float, whole: float) -> float | None:
+    return kind / whole if whole > 0 else None

@@ -183,10 +183,10 @@ class SlurmAllocation(Allocation):
                     process.wait()
                     return fault
                 errors.seek(0)
-                text = errors.read().decode(errors="replace").strip()
+                message = errors.read().decode(errors="replace").strip()
         except OSError as error:
             return str(error)
-        return None if process.returncode == 0 else (text or f"exit {process.returncode}")
+        return None if process.returncode == 0 else (message or f"exit {process.returncode}")
 
     def state(self) -> str:
         """The state of this start of the job; UNKNOWN if Slurm does not respond."""
@@ -314,8 +314,8 @@ def export_site(config: RunConfig, folders: Sequence[Path]) -> None:
     cluster = config.cluster
     os.environ[SETUP] = "\n".join(cluster.setup)
     if cluster.container is not None:
-        shown: list[Path | str] = [*folders, cluster.node_local]
-        prefix = shlex.join(container_arguments(cluster.container, cluster.device, shown))
+        mounted: list[Path | str] = [*folders, cluster.node_local]
+        prefix = shlex.join(container_arguments(cluster.container, cluster.device, mounted))
         os.environ[CONTAINER_PYTHON] = cluster.container.python
         os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = prefix
@@ -368,5 +368,5 @@ def allocate_nodes(
     salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
     environment = slurm_environment(salloc=True)
     # Slurm's accounting stores the command line, for everybody; these verbs need no secrets.
-    command = [part for part in command if not is_secret_option(part)]
+    command = [argument for argument in command if not is_secret_option(argument)]
     return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)  # noqa: S606 (no shell)

@@ -168,8 +168,8 @@ class AttemptMonitor:
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
             # The record of a node whose workers have all ended changes no more.
-            rest = [n for n in self._record.nodes if not reported_all(self._nodes.get(n))]
-            self._nodes |= attempts.node_records(self._run, self._record, rest)
+            unreported = [n for n in self._record.nodes if not reported_all(self._nodes.get(n))]
+            self._nodes |= attempts.node_records(self._run, self._record, unreported)
             failures, nodes = attempts.failure_records(self._run, self._record), self._nodes
         except SlurmllmError:
             return LAUNCHER_GRACE_S

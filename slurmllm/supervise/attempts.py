@@ -57,15 +57,15 @@ def process_identity(pid: int) -> str | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         # proc(5): the name, in parentheses, may hold anything; state and start time come after it.
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        content = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()
+    state, *fields = content.rpartition(")")[2].split()
     # Not by psutil's `create_time`: it moves with the clock.
     return None if state in "ZX" else f"{boot} {fields[18]}"
 
 
-def is_running(pid: int, identity: str | None, text: bytes) -> bool:
+def is_running(pid: int, identity: str | None, content: bytes) -> bool:
     """Whether a recorded process still runs, with `text` in its command line.
 
     A run that Python submitted has a process of any name.
@@ -74,7 +74,7 @@ def is_running(pid: int, identity: str | None, text: bytes) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return text in command and identity is not None and identity == process_identity(pid)
+    return content in command and identity is not None and identity == process_identity(pid)
 
 
 def incarnation(record: AttemptRecord, allocation: Allocation) -> AccountingRow | None:
@@ -96,8 +96,8 @@ def ending_of_orphaned(
     """
     state = row.state if row is not None else "UNKNOWN"
     if row is not None and row.exit_code == f"{StorageError.exit_code}:0":
-        text = f"the supervisor on {record.nodes[0]} could not write why it ended"
-        return Ending("storage_failure", (f"Slurm: {state}, exit code {row.exit_code}: {text}",))
+        content = f"the supervisor on {record.nodes[0]} could not write why it ended"
+        return Ending("storage_failure", (f"Slurm: {state}, exit code {row.exit_code}: {content}",))
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
         if record.job_id is not None

@@ -241,7 +241,7 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     if first.error == "DivergenceError":
         return Ending("divergence", reason)
     out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
-    if out_of_memory or matches(_text(first), "memory"):
+    if out_of_memory or matches(_full_message(first), "memory"):
         return Ending("out_of_memory", reason)
     if first.error == "PluginError":  # its message is the plugin's, whatever it reads like
         return Ending("code_error", reason)
@@ -252,25 +252,25 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         return Ending("storage_failure", reason)
     if device_fault(first):
         return Ending("node_failure", reason, (first.node,))
-    if matches(_text(first), "compiler"):
+    if matches(_full_message(first), "compiler"):
         return Ending("compile_failure", reason)
     if first.blame == "infrastructure":
         return Ending("node_failure", reason, (first.node,))
-    if matches(_text(first), "storage", "storage_lasting"):
+    if matches(_full_message(first), "storage", "storage_lasting"):
         return Ending("storage_failure", reason)
     return Ending("code_error", reason)
 
 
 def device_fault(failure: FailureRecord) -> bool:
-    return matches(_text(failure), "device")
+    return matches(_full_message(failure), "device")
 
 
-def _text(failure: FailureRecord) -> str:
+def _full_message(failure: FailureRecord) -> str:
     return f"{failure.error} {failure.message}"
 
 
 def is_echo(failure: FailureRecord) -> bool:
-    return meaning_of(_text(failure)) == "lost_peer"
+    return meaning_of(_full_message(failure)) == "lost_peer"
 
 
 def _launcher_error(evidence: Evidence) -> Ending | None:
@@ -303,10 +303,10 @@ def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending |
             unexplained = unexplained or by_signal
             continue
         line, meaning = cause
-        text = f"rank {worker.rank} on {worker.node} {how_ended(worker.code)}: "
+        reason = f"rank {worker.rank} on {worker.node} {how_ended(worker.code)}: "
         ending, blamed = ENDINGS[meaning]
         blamed_nodes = (worker.node,) if blamed else ()
-        by_log = Ending(ending, (f"{text}{line.strip()[:400]}",), blamed_nodes)
+        by_log = Ending(ending, (f"{reason}{line.strip()[:400]}",), blamed_nodes)
         if meaning != "lost_peer":
             return by_log
         echo = echo or by_log
@@ -332,12 +332,14 @@ def _unexplained(worker: FailedWorker, evidence: Evidence) -> Ending | None:
     if evidence.overran_s is not None:
         return None  # the supervisor may have sent the signal
     if -code == signal.SIGKILL and (kills := evidence.nodes[name].oom_kills):
-        text = f"rank {rank} on {name} was ended by SIGKILL: out of host memory"
-        return Ending("out_of_memory", (f"{text} (the kernel's oom_kill there: {kills})",))
-    text = f"rank {rank} on {name} was ended by {how} from outside"
+        reason = f"rank {rank} on {name} was ended by SIGKILL: out of host memory"
+        return Ending("out_of_memory", (f"{reason} (the kernel's oom_kill there: {kills})",))
+    reason = f"rank {rank} on {name} was ended by {how} from outside"
     if -code == signal.SIGBUS:
-        text = f"rank {rank} on {name}: SIGBUS: memory, or a file mapped into it, could not be read"
-    return Ending("node_failure", (text,), (name,))
+        reason = (
+            f"rank {rank} on {name}: SIGBUS: memory, or a file mapped into it, could not be read"
+        )
+    return Ending("node_failure", (reason,), (name,))
 
 
 def _unreported(evidence: Evidence) -> Ending | None:
@@ -346,8 +348,8 @@ def _unreported(evidence: Evidence) -> Ending | None:
     if not names:
         return None
     if evidence.stop_signal is not None:
-        text = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
-        return Ending("advance_signal", (text,))
+        reason = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
+        return Ending("advance_signal", (reason,))
     lines, launch = list[str](), evidence.launch
     if launch is not None:
         # The request, the program or a log cannot end a step that has begun.

@@ -109,8 +109,8 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
         ended = "ended without saving, as command.save_signal is none"
     fields = {"leaving": f"{ended}; {where}"}
     if last is not None and command.steps is not None and int(last["step"]) < command.steps:
-        text = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
-        fields["unfinished"] = text
+        reason = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
+        fields["unfinished"] = reason
     return fields
 
 
@@ -139,5 +139,5 @@ def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
     except OSError:
         return []
     begin = f"{record.stage} attempt {record.attempt}"
-    starts = [at for at, line in enumerate(lines) if message_of(line).startswith(begin)]
+    starts = [index for index, line in enumerate(lines) if message_of(line).startswith(begin)]
     return lines[starts[0] :] if rank == 0 and starts else lines

@@ -108,8 +108,8 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
         until = now + exclusion_hours(count, longest) * HOUR_S
         fields = {"node": name, "reason": reason, "evidence": evidence, "exclusions": count}
         new.append(ExcludedNode.model_validate({**fields, "since": now, "until": until}))
-    others = (node for name, node in before.items() if name not in failing)
-    ExcludedNodes(nodes=(*others, *new)).save(run.excluded)
+    other_nodes = (node for name, node in before.items() if name not in failing)
+    ExcludedNodes(nodes=(*other_nodes, *new)).save(run.excluded)
     return new
 
 
@@ -139,8 +139,8 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
         if name not in excluded_names:
             listed = ", ".join(sorted(excluded_names)) or "none"
             raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
-    others = tuple(node for node in record.nodes if node.node not in names)
-    ExcludedNodes(nodes=others).save(run.excluded)
+    other_nodes = tuple(node for node in record.nodes if node.node not in names)
+    ExcludedNodes(nodes=other_nodes).save(run.excluded)
     changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
     for job, nodes in changed.items():
         try:

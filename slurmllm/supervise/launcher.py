@@ -238,7 +238,7 @@ class Launcher(Workers):
 
     def _archive_graphs(self, compile_s: float) -> None:
         # The other nodes submit their graphs through the run directory.
-        others = () if self.local else self.record.nodes[1:]
+        other_nodes = () if self.local else self.record.nodes[1:]
         graphs = self.backend.graphs(self.cache)
         compiled = tuple(graph.folder for graph in graphs if graph.state == "compiled")
         self.save(compile_s=compile_s, graphs=compiled)
@@ -249,7 +249,7 @@ class Launcher(Workers):
             graph_cache.submit_graphs(self.cache, self.run, self.node, without=elsewhere)
             return
         missing = graph_cache.collect_graphs(
-            self.cache, self.run, others, self._has_failed, self.group
+            self.cache, self.run, other_nodes, self._has_failed, self.group
         )
         first = self.attempt.worker(0)
         manifest = graph_cache.pack_archive(

@@ -156,9 +156,9 @@ class NextJob:
         try:
             job = ensure_successor(self.run, allocation, self._script("train"), exclude)
         except SlurmllmError as error:
-            text = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
-            log_attempt(closed, text)
-            return self._changed(closed, action="stop", evidence=(*closed.evidence, text))
+            reason = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
+            log_attempt(closed, reason)
+            return self._changed(closed, action="stop", evidence=(*closed.evidence, reason))
         try:
             if job is not None and exclude:
                 retry_unreachable(lambda: client.exclude(job, exclude))

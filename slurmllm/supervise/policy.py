@@ -75,8 +75,8 @@ def decide(
     actions = ACTIONS[closed.ending]
     if closed.stage == "precompile" and closed.ending == "compile_failure":
         if recipe.train.incomplete_graphs == "compile":
-            text = "train.incomplete_graphs: compile: the train stage starts all the same"
-            return _with_action(closed, "finish", (*closed.evidence, text))
+            message = "train.incomplete_graphs: compile: the train stage starts all the same"
+            return _with_action(closed, "finish", (*closed.evidence, message))
     elif closed.stage == "precompile" and started and "requeue" in actions:
         actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
     elif closed.ending == "divergence" and rolled_back:
@@ -86,15 +86,15 @@ def decide(
     if "requeue" not in actions:
         return _with_action(closed, actions[0])
     if restart_mode == "none":
-        text = "slurm.restart is none: `slurmllm resume` continues the run"
-        return _with_action(closed, "stop", (*closed.evidence, text))
+        message = "slurm.restart is none: `slurmllm resume` continues the run"
+        return _with_action(closed, "stop", (*closed.evidence, message))
     limits = recipe.slurm
     idle = 0  # attempts in a row, this one included, without a new checkpoint
     for attempt in takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier))):
         idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
     if idle >= limits.no_progress_limit and closed.ending != "divergence":
-        text = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
-        evidence = (text, f"the last one: {closed.ending}", *closed.evidence)
+        message = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
+        evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
         return _with_action(closed, "stop", evidence).model_copy(update={"ending": "no_progress"})
     backoff = 0.0
     if closed.ending in BUDGETS:
@@ -104,8 +104,8 @@ def decide(
         within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
         used = 1 + sum(attempt.ending == closed.ending for attempt in within)
         if used > budget:
-            text = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
-            return _with_action(closed, "stop", (*closed.evidence, text))
+            message = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
+            return _with_action(closed, "stop", (*closed.evidence, message))
         backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
     # Not twice in a row without a new checkpoint: other nodes may be better. The first time there
     # is no backoff, as the nodes wait too.
@@ -149,7 +149,7 @@ def failing_nodes(
     """
     failing: dict[str, NodeFault] = {}
     attempts = [a for a in (*earlier, closed) if a.ending not in ("superseded", "cancelled")]
-    others = {name for a in attempts for name in a.nodes} - {
+    other_nodes = {name for a in attempts for name in a.nodes} - {
         name for a in attempts for name in a.blamed_nodes
     }
     for name in closed.blamed_nodes:
@@ -158,7 +158,7 @@ def failing_nodes(
             naming = lines_about(closed.evidence, name)
             reason = [*naming, *closed.evidence, str(closed.ending)][0]
             failing[name] = NodeFault(proven[name], reason)
-        elif others and len(last) == 2 and all(name in a.blamed_nodes for a in last):
+        elif other_nodes and len(last) == 2 and all(name in a.blamed_nodes for a in last):
             which = ", ".join(f"{a.stage} {a.attempt}" for a in last)
             failing[name] = NodeFault("repeated", f"blamed for 2 attempts in a row: {which}")
     return failing

@@ -167,7 +167,7 @@ def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:
     evidence = []
     if common and len(nodes) > 1:
         evidence += [f"preflight: all nodes: {f.message}" for f in of_first if f.check in common]
-        rest = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
-        failed = {name: tuple(findings) for name, findings in rest.items() if findings}
+        remaining = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
+        failed = {name: tuple(findings) for name, findings in remaining.items() if findings}
     evidence += [f"preflight: {name}: {f.message}" for name, fs in failed.items() for f in fs]
     return Ending("node_failure", tuple(evidence), tuple(failed), started=False)

@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 _AHEAD_S = 60.0  # that another node's clock may be ahead
 
 
-def check_progress(text: str) -> None:
+def check_progress(setting: str) -> None:
     """Raise a ValueError if `progress` of a recipe is no format, pattern or path."""
-    if "(?P<" in text:
+    if "(?P<" in setting:
         try:
-            check_pattern(text, "progress")
+            check_pattern(setting, "progress")
         except UserError as error:
             raise ValueError(str(error)) from error
-    elif not is_path(text):
-        find_format(text)
+    elif not is_path(setting):
+        find_format(setting)
 
 
 class TrainerProgress:
@@ -95,12 +95,12 @@ class TrainerProgress:
                     "give `progress` the trainer's trainer_state.json or event folder"
                 )
             return ""
-        what = self._fault or self._names.problem
-        if not what and isinstance(self._source, FollowedOutput):
+        problem = self._fault or self._names.problem
+        if not problem and isinstance(self._source, FollowedOutput):
             kind = "of a known format" if self._progress is None else f"like '{self._progress}'"
-            what = f"no line {kind} in {self._bytes:,} bytes of the output of rank 0"
+            problem = f"no line {kind} in {self._bytes:,} bytes of the output of rank 0"
         return (
-            f"no steps: {what or f'no new rows in {self._progress}'}; give `progress` a format "
+            f"no steps: {problem or f'no new rows in {self._progress}'}; give `progress` a format "
             "that the trainer prints (torchtitan, Megatron-LM, …: docs/metrics.md), a pattern such "
             f"as {PATTERN_EXAMPLE}, or the path of its JSON lines, CSV, trainer_state.json or "
             "event folder"
@@ -137,8 +137,8 @@ class TrainerProgress:
             loss = values.get(VAL_LOSS)
             if loss is not None and (step, loss) != self._evaluation:
                 self._evaluation = step, loss
-                at = {"time": values["time"]} if self._is_of_run(values) else {}
-                self._events.add("evaluation", step, values={"validation": loss}, **at)
+                times = {"time": values["time"]} if self._is_of_run(values) else {}
+                self._events.add("evaluation", step, values={"validation": loss}, **times)
             values = {name: value for name, value in values.items() if name != VAL_LOSS}
             if not values.keys() - {"time", "step_time_s"}:
                 continue

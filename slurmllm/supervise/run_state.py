@@ -63,12 +63,16 @@ class RunRecords:
     @property
     def precompiled(self) -> AttemptRecord | None:
         """The last precompile attempt of the last submission, if it has ended."""
-        last, sent = next(reversed(self.precompiles), None), self.sent
-        if last is None or sent is None or last.ending is None:
+        last, submission = next(reversed(self.precompiles), None), self.sent
+        if last is None or submission is None or last.ending is None:
             return None
         # A local attempt has no job id: its time decides.
-        newer = last.started_at >= sent.submitted_at
-        return last if (newer if sent.local else last.job_id == sent.precompile_job) else None
+        newer = last.started_at >= submission.submitted_at
+        return (
+            last
+            if (newer if submission.local else last.job_id == submission.precompile_job)
+            else None
+        )
 
     @property
     def done(self) -> bool:
@@ -91,9 +95,9 @@ class RunRecords:
 
 def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
     """Read the records of a run; raises StorageError if one is damaged."""
-    sent = JobsRecord.of(run).last
+    submission = JobsRecord.of(run).last
     return RunRecords(
-        run, config, sent, load_attempts(run, "train"), load_attempts(run, "precompile")
+        run, config, submission, load_attempts(run, "train"), load_attempts(run, "precompile")
     )
 
 
@@ -148,27 +152,27 @@ def derive_state(records: RunRecords, jobs: _Jobs) -> State:
 
 
 def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
-    run, sent, last = records.run, records.sent, records.last
+    run, submission, last = records.run, records.sent, records.last
     if records.done:
         return "done", ""
-    if sent is None and (process := sweep_process(run)):
+    if submission is None and (process := sweep_process(run)):
         return "waiting", f"for the runs before it in its sweep, {process}"
-    if sent is None:
+    if submission is None:
         return "interrupted", "never submitted"
     active = "training" if last is not None else "precompiling"
-    if sent.local and is_process_alive(sent):
-        return active, f"process {sent.pid}"
-    if sent.local:
+    if submission.local and is_process_alive(submission):
+        return active, f"process {submission.pid}"
+    if submission.local:
         last = last or records.precompiled
         if last is not None and last.action == "stop":
             return _stopped(run, last)
-        if not records.cancelled and (host := host_elsewhere(sent, jobs)) is not None:
+        if not records.cancelled and (host := host_elsewhere(submission, jobs)) is not None:
             silent_s = time.time() - last_written(run)
-            process = f"on {host}, process {sent.pid}"
+            process = f"on {host}, process {submission.pid}"
             if silent_s < SILENT_S:
                 return active, process
-            text = f"{process}, which has written nothing for {format_duration(silent_s)}"
-            return "unknown", f"{text}; if it is gone, `slurmllm resume {run.name} --force`"
+            activity = f"{process}, which has written nothing for {format_duration(silent_s)}"
+            return "unknown", f"{activity}; if it is gone, `slurmllm resume {run.name} --force`"
         state = "cancelled" if records.cancelled else "interrupted"
         return state, f"`slurmllm resume {run.name}` continues"
     if records.ended:
@@ -258,13 +262,15 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
     return state, f"precompile job {job_state}; see {compiling.stage_log('precompile')}"
 
 
-def is_process_alive(sent: Submission) -> bool:
+def is_process_alive(submission: Submission) -> bool:
     """Return whether the process of a local submission is seen to run on this machine."""
     # Its identity names the boot of a machine: a shared file system shows runs of others, too.
-    return sent.pid not in (None, os.getpid()) and is_running(sent.pid or 0, sent.process, b"")
+    return submission.pid not in (None, os.getpid()) and is_running(
+        submission.pid or 0, submission.process, b""
+    )
 
 
-def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
+def host_elsewhere(submission: Submission, jobs: _Jobs) -> str | None:
     """Return the machine that may run a local submission, if its processes are not seen here.
 
     None if the submission has ended, or Slurm shows that the allocation that it used has.
@@ -273,9 +279,14 @@ def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
     # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
     unclear = allocation is None or (allocation.state == "UNKNOWN" and allocation.reason)
     gone = allocation is not None and not (allocation.has_nodes or unclear)
-    if not sent.local or sent.ended_at is not None or gone or sent.host == socket.gethostname():
+    if (
+        not submission.local
+        or submission.ended_at is not None
+        or gone
+        or submission.host == socket.gethostname()
+    ):
         return None
-    return sent.host
+    return submission.host
 
 
 def last_written(run: RunDir) -> float:
@@ -313,16 +324,16 @@ class QueueSnapshot:
     error: str = ""  # why Slurm did not answer; empty if it did
 
 
-def job_ids(sent: Submission | None) -> dict[str, str]:
+def job_ids(submission: Submission | None) -> dict[str, str]:
     """Return stage, `successor`, or `allocation` of a local run → job id of a submission."""
-    if sent is not None and sent.local and sent.allocation is not None:
-        return {"allocation": sent.allocation}
-    return {} if sent is None or sent.local else sent.jobs
+    if submission is not None and submission.local and submission.allocation is not None:
+        return {"allocation": submission.allocation}
+    return {} if submission is None or submission.local else submission.jobs
 
 
 def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -> QueueSnapshot:
     """Query Slurm once for the jobs of many submissions."""
-    jobs = [job for sent in submissions for job in job_ids(sent).values()]
+    jobs = [job for submission in submissions for job in job_ids(submission).values()]
     if not jobs:
         return QueueSnapshot()
     try:
@@ -332,14 +343,14 @@ def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -
 
 
 def read_job_states(
-    sent: Submission | None, queue: QueueSnapshot, client: SlurmClient, brief: bool = False
+    submission: Submission | None, queue: QueueSnapshot, client: SlurmClient, brief: bool = False
 ) -> dict[str, JobState]:
     """Return stage → state of the jobs of a submission.
 
     `brief`: one active job is enough, as sacct is called once for every job that has left the
     queue, which takes long for a list of runs.
     """
-    jobs, ids = {}, job_ids(sent)
+    jobs, ids = {}, job_ids(submission)
     enough = brief and any(job in queue.jobs and queue.jobs[job].active for job in ids.values())
     for stage, job in ids.items():
         if queue.error:
@@ -357,19 +368,23 @@ def read_job_states(
 
 def is_active(run: RunDir, client: SlurmClient) -> bool:
     """Return whether jobs of a run are pending or running; SlurmError if Slurm does not say."""
-    sent = JobsRecord.of(run).last
-    if sent is None:
+    submission = JobsRecord.of(run).last
+    if submission is None:
         return False
-    if sent.local:
+    if submission.local:
         writes = time.time() - last_written(run) < SILENT_S
-        return is_process_alive(sent) or (writes and process_elsewhere(run, client) is not None)
-    return any(job.active for job in client.queue(sent.own_jobs).values())
+        return is_process_alive(submission) or (
+            writes and process_elsewhere(run, client) is not None
+        )
+    return any(job.active for job in client.queue(submission.own_jobs).values())
 
 
 def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
     """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
-    sent = JobsRecord.of(run).last
-    if sent is None or not sent.local or is_process_alive(sent):
+    submission = JobsRecord.of(run).last
+    if submission is None or not submission.local or is_process_alive(submission):
         return None
-    host = host_elsewhere(sent, read_job_states(sent, query_queue([sent], client), client))
-    return None if host is None else f"process {sent.pid} on {host}"
+    host = host_elsewhere(
+        submission, read_job_states(submission, query_queue([submission], client), client)
+    )
+    return None if host is None else f"process {submission.pid} on {host}"

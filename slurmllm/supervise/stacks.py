@@ -64,12 +64,14 @@ def stack_location(dump: str) -> StackLocation:
     if not frames:
         return StackLocation("no Python frames", outside_step=False)
     caller = next((frame for frame in frames if "slurmllm/" in frame["path"]), frames[0])
-    text = " from ".join(
+    description = " from ".join(
         f"{frame['name']} ({'/'.join(frame['path'].split('/')[-2:])}:{frame['line']})"
         for frame in dict.fromkeys((frames[0], caller))
     )
     # A frame of a library or a backend: it is in the step that all workers take together.
-    return StackLocation(text, not any(_COLLECTIVE.search(frame["path"]) for frame in frames))
+    return StackLocation(
+        description, not any(_COLLECTIVE.search(frame["path"]) for frame in frames)
+    )
 
 
 def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
@@ -84,8 +86,8 @@ def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
     lines = [f"rank {rank}: {locations[rank].text}" for rank in ranks[:4]]
     if not ranks and locations:
         texts = [location.text for location in locations.values()]
-        most = max(set(texts), key=texts.count)
-        lines = [f"{texts.count(most)} of {len(texts)} workers: {most}"]
+        location = max(set(texts), key=texts.count)
+        lines = [f"{texts.count(location)} of {len(texts)} workers: {location}"]
     return tuple(lines)
 
 

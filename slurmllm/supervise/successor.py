@@ -94,12 +94,12 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str | None:
     state = job.state if job else rows[-1].state if rows else "UNKNOWN"
     if state != "CANCELLED":
         return None
-    text = f"Slurm: job {job_id} CANCELLED"
+    reason = f"Slurm: job {job_id} CANCELLED"
     if record is not None:
-        ending = Ending("cancelled", (text, *record.evidence))
+        ending = Ending("cancelled", (reason, *record.evidence))
         attempts.close_attempt(run, record, ending, ended_at=record.ended_at)
     JobsRecord.change_last(run, cancelled_at=time.time())
-    return text
+    return reason
 
 
 def ensure_successor(

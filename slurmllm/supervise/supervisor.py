@@ -270,8 +270,8 @@ class Supervisor:
             log.warning("%s", error)  # the graphs can be compiled again
             return
         if names:
-            shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-            log.info("graph cache: %d new graphs in the archive: %s", len(names), shown)
+            listed_names = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+            log.info("graph cache: %d new graphs in the archive: %s", len(names), listed_names)
 
     def _act(self, closed: AttemptRecord) -> int:
         """Carry out the action of a closed attempt; returns the exit code."""
@@ -319,8 +319,8 @@ class Supervisor:
             ending = ending_of_orphaned(record, reported, row, failed_nodes(self.allocation))
             this_job = record.job_id is not None and record.job_id == self.allocation.job_id
             if this_job and record.restart_count == self.allocation.restart_count:
-                text = f"slurmctld lost this start of job {record.job_id}, and started it again"
-                ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
+                reason = f"slurmctld lost this start of job {record.job_id}, and started it again"
+                ending, row = Ending("node_failure", (reason,)), None  # and no node is to blame
             ended_at = None if row is None else to_unix(row.end)
             if unrecorded := unrecorded_ending(self.allocation, record):
                 evidence, ended_at = unrecorded.evidence, unrecorded.ended_at
@@ -371,5 +371,5 @@ def supervise(run: RunDir, stage: Stage) -> int:
         return requeue_unrecorded(run, stage, allocation, error)
     except OSError as error:  # most likely of a look at the run directory
         log.warning("the supervisor ends because of an unexpected error", exc_info=True)
-        text = f"{error.filename or run.path} cannot be used: {os_error_text(error)}"
-        return requeue_unrecorded(run, stage, allocation, StorageError(text))
+        reason = f"{error.filename or run.path} cannot be used: {os_error_text(error)}"
+        return requeue_unrecorded(run, stage, allocation, StorageError(reason))

@@ -176,8 +176,8 @@ class TrainerLauncher(Launcher):
         until = time.monotonic() + STACKS_S
         for rank, pid in self.pids().items():
             with suppress(OSError):
-                text = stacks_of(pid, until)
-                write_whole(self.attempt.stacks(rank), text.encode(), durable=False)
+                dump = stacks_of(pid, until)
+                write_whole(self.attempt.stacks(rank), dump.encode(), durable=False)
         self._hangs = True
 
     def kill(self, ranks: Sequence[int]) -> None:

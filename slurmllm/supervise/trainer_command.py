@@ -63,11 +63,11 @@ def command_line(command: CommandConfig, values: dict[str, object]) -> str:
 
     These need a complete checkpoint if they name it.
     """
-    text, resume = command.run, command.resume
+    shell_line, resume = command.run, command.resume
     named = resume is not None and ("{checkpoint}" in resume or "{step}" in resume)
     if resume is not None and values["attempt"] and (values["checkpoint"] or not named):
-        text = f"{text} {resume}"
-    return fill(text, values, quote=True)
+        shell_line = f"{shell_line} {resume}"
+    return fill(shell_line, values, quote=True)
 
 
 def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> dict[str, str]:
@@ -142,8 +142,8 @@ def failure_of(
     last = next((line for line in reversed(lines) if re.search(r"\w", line.text)), None)
     last = last or OutputLine(ended_at, "it printed nothing")
     if code in _UNUSABLE:
-        text = re.sub(r"^bash: line \d+: ", "", last.text.strip())
-        return record(last, _UNUSABLE[code], text, blame="user")
+        line_text = re.sub(r"^bash: line \d+: ", "", last.text.strip())
+        return record(last, _UNUSABLE[code], line_text, blame="user")
     exceptions = list(_exceptions(recent))
     causes = [item for item in exceptions if meaning_of(f"{item[1]} {item[2]}") != "lost_peer"]
     if chosen := next(iter(causes or exceptions), None):
@@ -153,16 +153,16 @@ def failure_of(
     if code < 0:
         return None
     if (cause := cause_line(line.text for line in recent)) is not None:
-        text, meaning = cause
-        line = next(line for line in recent if line.text == text)
+        line_text, meaning = cause
+        line = next(line for line in recent if line.text == line_text)
         blame = "infrastructure" if meaning == "node" else "code"
-        return record(line, f"exit code {code % _FOREIGN}", text.strip(), blame=blame)
+        return record(line, f"exit code {code % _FOREIGN}", line_text.strip(), blame=blame)
     for line in recent:
         if match := _KILLED.search(line.text):
             number = int(match[1] or match[2])
-            text = f"a process of the trainer was killed by signal {number}"
+            message = f"a process of the trainer was killed by signal {number}"
             blame = "code" if number in CRASHES else "infrastructure"
-            return record(line, "killed", text, blame=blame)
+            return record(line, "killed", message, blame=blame)
     for line in recent:
         if _REFUSAL.search(line.text):
             return record(line, f"exit code {code % _FOREIGN}", line.text.strip())
@@ -177,14 +177,14 @@ def _exceptions(lines: Iterable[OutputLine]) -> Iterable[tuple[OutputLine, str, 
     inside = False
     pending: tuple[OutputLine, str, str] | None = None
     for line in lines:
-        text = _LABEL.sub("", line.text)
-        if text.startswith(_TRACEBACK):
+        line_text = _LABEL.sub("", line.text)
+        if line_text.startswith(_TRACEBACK):
             inside = True
-        elif text.startswith(("During handling of the above", "The above exception was the")):
+        elif line_text.startswith(("During handling of the above", "The above exception was the")):
             pending = None
-        elif inside and text.strip() and not text[0].isspace():
+        elif inside and line_text.strip() and not line_text[0].isspace():
             inside = False
-            match = _EXCEPTION.fullmatch(text.rstrip())
+            match = _EXCEPTION.fullmatch(line_text.rstrip())
             if match is None or match["name"].rpartition(".")[2] in _WRAPPERS:
                 continue
             if pending is not None:

@@ -74,9 +74,9 @@ def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> 
 
 def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
     """Return the ranks furthest behind, which may be all of them."""
-    places = {rank: _place(phase) for rank, phase in phases.items()}
-    last = min(places.values(), default=None)
-    return tuple(sorted(rank for rank, place in places.items() if place == last))
+    positions = {rank: _position(phase) for rank, phase in phases.items()}
+    last = min(positions.values(), default=None)
+    return tuple(sorted(rank for rank, position in positions.items() if position == last))
 
 
 def find_hang(
@@ -153,7 +153,7 @@ def recent_step_times(run: RunDir) -> list[float]:
     return durations[-STEPS_LEARNED:]
 
 
-def _place(worker: WorkerPhase) -> tuple[int, int, int]:
+def _position(worker: WorkerPhase) -> tuple[int, int, int]:
     """Return the order of progress: start-up, steps; after one its evaluation, save, the next."""
     if worker.phase in ("starting", "resuming"):
         return ("starting", "resuming").index(worker.phase), 0, 0

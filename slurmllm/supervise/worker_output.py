@@ -68,11 +68,11 @@ class _Stream:
         return done
 
     def lines(self) -> list[OutputLine]:
-        lines, rest = list[OutputLine](), ""
-        for at, data in list(self.tail):
-            *whole, rest = re.split(r"[\r\n]+", rest + data.decode(errors="replace"))
-            lines += [OutputLine(at, text) for text in whole]
-        return [*lines, OutputLine(self.tail[-1][0], rest)] if rest else lines
+        lines, tail = list[OutputLine](), ""
+        for arrived_at, data in list(self.tail):
+            *whole, tail = re.split(r"[\r\n]+", tail + data.decode(errors="replace"))
+            lines += [OutputLine(arrived_at, line) for line in whole]
+        return [*lines, OutputLine(self.tail[-1][0], tail)] if tail else lines
 
     def close(self) -> None:
         self._put(self._bar)

@@ -148,8 +148,8 @@ class Workers:
             try:
                 self.processes[rank] = self.start_worker(rank, environment)
             except OSError as error:
-                text = f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
-                raise NodeError(text) from error
+                message = f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
+                raise NodeError(message) from error
         variables = {**os.environ, **interface_variables(self.record.master_addr)}
         variables = mask({**variables, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
