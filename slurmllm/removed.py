@@ -20,6 +20,8 @@ OPTIONS: dict[tuple[str, str], str] = {
         (("compare", "--decimal"), ("report", "--decimal"), ("spikes", "--decimal")),
         "write numbers with decimal points, such as by sed -E 's/([0-9]),([0-9])/\\1.\\2/g'",
     ),
+    ("report", "--no-html"): "the page is the only file; --no-files writes none",
+    ("report", "--plot"): "the page shows the node hours; its camera button saves a picture",
 }
 # Dotted path of a recipe's or profile's field, or of a section → the replacement
 FIELDS: dict[str, str] = {

@@ -35,10 +35,8 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
     metavar="FILE.html",
     help="Page (default: reports/report.html of the run; of several runs report-A-B.html of A).",
 )
-@click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
-@click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
+@click.option("--no-files", is_flag=True, help="Write no page; only print the tables.")
 @options.log_options
-@options.plot(": a stacked bar of node hours per run.")
 @click.option(
     "--prediction", is_flag=True, help="Only compare a run with what `plan` predicts for it."
 )
@@ -55,9 +53,7 @@ def report(
     sources: tuple[str, ...],
     price: str | None,
     out: str | None,
-    no_html: bool,
     no_files: bool,
-    plot: str | None,
     prediction: bool,
     cluster: str | None,
     runs_dir: Path,
@@ -68,7 +64,7 @@ def report(
 
     SOURCE is a run's name or directory (a partial copy is enough), another framework's log
     (TensorBoard, JSON lines, CSV, text), or a sweep: a table of its runs, the lowest loss first,
-    and a page of the best 20. Writes a self-contained HTML page and a Markdown version.
+    and a page of the best 20. Writes an HTML page, and the script of its plots beside it.
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
@@ -79,11 +75,10 @@ def report(
     from slurmllm.slurm.client import SlurmClient
 
     if prediction or cluster is not None:
-        alone = prediction and not any((price, out, plot, no_html, *of_logs))
+        alone = prediction and not any((price, out, *of_logs))
         _print_prediction(sources if alone else (), runs_dir, cluster, as_json)
         return
     choice = None if price is None else parse_price(price)
-    options.check_picture(plot)
     if out is not None and no_files:
         raise UserError("--out and --no-files exclude each other; give one of them")
     options.check_page("--out", out)
@@ -92,30 +87,31 @@ def report(
     logs = zip(paths, of_logs.arguments(len(paths)), strict=True)
     facts = [read_run_facts(*log, choice, client) for log in logs]
     runs = compare_with_first(make_names_unique(facts))
-    if plot is not None:
-        _draw(runs, plot, as_json)
     only_sweeps = len(rankings) == len(sources)
-    if not as_json:  # before the files, whose pictures take longer than all the reading
+    if not as_json:  # before the page, which may fail
         _print_rankings(rankings)
         if not only_sweeps:
             _print(runs)
     page = default_path(runs) if out is None else Path(out)
     if out is None and only_sweeps and len(rankings) == 1:
         page = rankings[0][0].sweep.reports / "report.html"
-    written, failure = _write(runs, None if no_files else page, not no_html, rankings)
+    try:
+        if not no_files:
+            _write(runs, page, rankings)
+        failure = None
+    except StorageError as error:  # after the JSON, which has everything but the page
+        failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
+    written = None if no_files or failure else page
     if as_json:
         tables = {"sweeps": [ranking_json(*ranking) for ranking in rankings]} if rankings else {}
         click.echo(to_json(runs, written, **tables))
-    for path in filter(None, () if as_json else written.values()):
-        click.echo(f"report: {path}")
+    elif written is not None:
+        click.echo(f"report: {written}")
     if failure is not None:
         raise failure
 
 
-def _write(
-    runs: Sequence[RunFacts], page: Path | None, html: bool, rankings: Rankings
-) -> tuple[dict[str, str | None], StorageError | None]:
-    """Write the page; returns the files, and the failure, before which the JSON is printed."""
+def _write(runs: Sequence[RunFacts], page: Path, rankings: Rankings) -> None:
     from slurmllm.cli.sweep import ranking_rows
     from slurmllm.report.tables import Table
     from slurmllm.report.write import write_report
@@ -125,15 +121,10 @@ def _write(
         Table(*ranking_rows(state, ranked), f"{state.sweep.name}, {state.summary}; {loss}")
         for state, ranked in rankings
     ]
-    nothing: dict[str, str | None] = {"html": None, "markdown": None}
-    try:
-        heading = None
-        if rankings:
-            heading = f"Report of {format_names([state.sweep.name for state, _ in rankings])}"
-        return nothing if page is None else write_report(runs, page, html, sweeps, heading), None
-    except StorageError as error:
-        text = f"{error}; name another place with --out FILE.html, or --no-files"
-        return nothing, StorageError(text)
+    heading = None
+    if rankings:
+        heading = f"Report of {format_names([state.sweep.name for state, _ in rankings])}"
+    write_report(runs, page, sweeps, heading)
 
 
 def _locate(
@@ -155,17 +146,6 @@ def _locate(
         paths += [Path(run.state.run_dir) for run in ranked[:_MOST_OF_SWEEP]]
     # A run named twice, by its name and its directory, is one.
     return rankings, list(dict.fromkeys(paths))
-
-
-def _draw(runs: Sequence[RunFacts], plot: str, as_json: bool) -> None:
-    from slurmllm.report.pictures import draw_utilization
-
-    used = {run.name: run.used for run in runs if run.used is not None}
-    if not used:
-        raise UserError(f"--plot {plot}: none of the sources is a run, and logs have no node hours")
-    draw_utilization(used, Path(plot))
-    if not as_json:
-        click.echo(f"picture: {plot}")
 
 
 def _print_rankings(rankings: Rankings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from slurmllm.compare.comparison import Comparison
 from slurmllm.compare.plot import LABELS, Drawn, align
-from slurmllm.format import format_names, format_utc
+from slurmllm.format import format_names
 from slurmllm.metrics.curves import Curve, relative_difference, thin_rows
 from slurmllm.report.document import (
     Block,
@@ -22,12 +21,11 @@ from slurmllm.report.document import (
     settings_table,
 )
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.figures import CurvePositions, Json, PlotData, figures, packed, page_data
+from slurmllm.report.figures import CurveFigure, CurvePositions, PlotData, figures, run_line
 from slurmllm.report.tables import Table
-from slurmllm.report.write import to_html, utf8
-from slurmllm.run.rundir import write_atomic
+from slurmllm.report.write import write_page
 
-_MOST_ROWS = 3000  # of a line of differences
+_MAX_ROWS = 3000  # of a line of differences
 
 
 def write_comparison(
@@ -54,33 +52,24 @@ def write_comparison(
     ]
     of_runs = figures(runs)
     names = {name for each in comparisons for name in each.metrics}
-    shown_names = [name for name in LABELS if name in names]
-    made = [_difference(a, drawn, name) for name in shown_names]
-    differences = [plot for plot in made if plot.content["series"]]
-    texts = [
-        Paragraph(
-            "every difference is 0"
-            if all(c.metrics[name].bit_identical for c in comparisons if name in c.metrics)
-            else "none is a finite number above 0",
-            strong=plot.title,
-        )
-        for plot, name in zip(made, shown_names, strict=True)
-        if not plot.content["series"]
-    ]
+    differences: list[Block] = []
+    for name in (name for name in LABELS if name in names):
+        of_metric = [c.metrics[name] for c in comparisons if name in c.metrics]
+        bit_identical = all(metric.bit_identical for metric in of_metric)
+        differences.append(_difference(runs, a, drawn, name, bit_identical))
+    differences.sort(key=lambda block: isinstance(block, Paragraph))
     settings = settings_table({f.name: c.settings for f, (_, c) in zip(runs, shown, strict=True)})
     sections = filled(
         {
             "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
             "loss": ("Loss", plots_of("loss", of_runs)),
-            "differences": ("Relative differences", [*differences, *texts]),
+            "differences": ("Relative differences", differences),
             "settings": ("Settings that differ", [settings] if settings else []),
             "curves": ("Curves", plots_of("curves", of_runs)),
         }
     )
     title = "Comparison of " + format_names([curve.name for curve in curves], 4)
-    of_curves = [plot for plot in of_runs if plot.section in ("loss", "curves")]
-    data = page_data(runs, [*of_curves, *differences])
-    write_atomic(page, utf8(to_html(title, sections, data, format_utc(time.time()))))
+    write_page(page, title, sections)
 
 
 def _verdicts(
@@ -99,30 +88,27 @@ def _verdicts(
             yield Bullets(comparison.warnings)
 
 
-def _difference(a: Curve, drawn: Sequence[Drawn], metric: str) -> PlotData:
-    """Return the plot of the relative differences of a metric, with the tolerance."""
-
-    lines: list[Json] = []
+def _difference(
+    runs: Sequence[RunFacts], a: Curve, drawn: Sequence[Drawn], metric: str, bit_identical: bool
+) -> Block:
+    """Return the plot of a metric's relative differences; or a sentence, if none."""
+    first = drawn[0].comparison
+    limit = first.metrics[metric].tolerance if metric in first.metrics else 0.0
+    if first.band is not None:
+        limit = 0.0
+    figure = CurveFigure("relative difference", log=True, limit=limit)
     for number, each in enumerate(drawn, 1):
         points = each.alignment.of(metric)
         values = relative_difference(points.a, points.b)
-        rows = thin_rows(values, _MOST_ROWS)
+        rows = thin_rows(values, _MAX_ROWS)
         # 0 has no place on a logarithmic axis.
-        shown = np.where(values[rows] > 0, values[rows], np.nan)
-        if np.isfinite(shown).any():
-            where = CurvePositions(a).at_steps(a, points.steps[rows])
-            lines.append({"run": number, "x": where, "y": packed(shown, "f4")})
-    title = LABELS[metric].split(" (")[0]
-    first = drawn[0].comparison
-    limit = first.metrics[metric].tolerance if metric in first.metrics else 0.0
-    content = {
-        "kind": "curve",
-        "title": title,
-        "unit": "relative difference",
-        "series": lines,
-        "marks": [],
-        "log": True,
-        "limit": limit if first.band is None else 0.0,
-    }
-    note = f"Dashed: the tolerance, {limit:.2g}." if content["limit"] else ""
-    return PlotData(f"difference-{metric}", title.capitalize(), "curves", content, note)
+        positive = np.where(values[rows] > 0, values[rows], np.nan)
+        if np.isfinite(positive).any():
+            axes = CurvePositions(a).select_steps(a, points.steps[rows])
+            figure.add(run_line(runs, number, len(rows)), axes, positive)
+    title = LABELS[metric].split(" (")[0].capitalize()
+    if not figure:
+        reason = "every difference is 0" if bit_identical else "none is a finite number above 0"
+        return Paragraph(reason, strong=title)
+    note = f"Dashed: the tolerance, {limit:.2g}." if limit else ""
+    return PlotData(f"difference-{metric}", title, "curves", figure.finish(), note)

@@ -1,4 +1,4 @@
-"""The sections of a report: which blocks they hold, independent of the output format."""
+"""The sections of a report and the blocks that they hold."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from slurmllm.spikes.analysis import NAMES
 if TYPE_CHECKING:
     from slurmllm.compare.comparison import Comparison
 
-# Names of the Markdown's pictures
-CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
-_LONGEST = 40  # characters of a name within a file's name
+_MAX_NAME = 40  # characters of a name within a file's name
 _SHOWN_SETTINGS = 40
 _MEASURE = (
     f"seq/s are the mean over the first {FIRST_STEPS} steps, each step once, as in Table 1 of "
@@ -44,15 +42,7 @@ class Bullets:
     items: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A PNG file, which replaces plots in the Markdown."""
-
-    name: str
-    title: str
-
-
-Block = Paragraph | Bullets | Table | PlotData | Picture
+Block = Paragraph | Bullets | Table | PlotData
 
 
 @dataclass(frozen=True)
@@ -66,12 +56,7 @@ class ReportSection:
 
 def file_part(name: str) -> str:
     """Return a run's or suite's name as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]
-
-
-def scores_name(run: int, suite: str) -> str:
-    """Return the name of a picture of scores; `run` is the index of the run in the report."""
-    return f"scores-{run}-{file_part(suite)}"
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_MAX_NAME]
 
 
 def sections(
@@ -83,15 +68,13 @@ def sections(
     """
     verdicts = [Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs]
     warnings = [f"{facts.name}: {text}" for facts in runs for text in facts.warnings]
-    curves, loss = plots_of("curves", drawn), plots_of("loss", drawn)
-    picture = [Picture(CURVES, "Curves")] if curves or loss else []
     contents: dict[str, tuple[str, Iterable[Block]]] = {
-        "loss": ("Loss", [*loss, *(picture if loss else [])]),
+        "loss": ("Loss", plots_of("loss", drawn)),
         "sweep": ("Runs by rank", sweeps),
         "summary": ("Summary", [*verdicts, tables.summary_table(runs)]),
         "comparison": ("Comparison", _comparison(runs)),
         "setting": ("What ran where", _setting(runs)),
-        "curves": ("Curves", [*curves, *([] if loss else picture)]),
+        "curves": ("Curves", plots_of("curves", drawn)),
         "throughput": ("Throughput and scaling", _throughput(runs, drawn)),
         "utilization": ("Utilization", _utilization(runs, drawn)),
         "evaluation": ("Evaluation", _evaluation(runs, drawn)),
@@ -118,10 +101,9 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
 
 def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
     yield from plots_of("evaluation", drawn)
-    for number, facts in enumerate(runs):
+    for facts in runs:
         for table in facts.scores:
             yield Paragraph(f"suite {table.suite}", strong=facts.name)
-            yield Picture(scores_name(number, table.suite), f"Scores of {facts.name}")
             yield tables.scores_table(table)
 
 
@@ -205,9 +187,7 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
     if rows:
         yield tables.scaling_table(rows)
         yield Paragraph(" ".join(notes))
-    for plot in plots_of("throughput", drawn):
-        yield plot
-        yield Picture(SCALING, plot.title)
+    yield from plots_of("throughput", drawn)
 
 
 def _utilization(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
@@ -215,7 +195,6 @@ def _utilization(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterato
     if not used:
         return
     yield from plots_of("utilization", drawn)
-    yield Picture(UTILIZATION, "Where the node hours went")
     yield tables.parts_table(used)
     for facts in runs:
         if not facts.lost:

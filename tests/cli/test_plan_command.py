@@ -306,7 +306,7 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     run.config.write_text(short.to_yaml(), encoding="utf-8")
     result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     assert result["effective utilization"]["predicted"] is None
-    for options in (["--price", "3y"], ["--plot", "x.png"], ["another"], ["--no-html"]):
+    for options in (["--price", "3y"], ["another"], ["--out", "x.html"]):
         refused = CliRunner().invoke(cli, [*command, *options])
         assert refused.exit_code == 2
         assert "--prediction is of one run" in refused.stderr

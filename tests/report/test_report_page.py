@@ -1,4 +1,4 @@
-"""The page in a real browser, the Markdown beside it, and where they lie."""
+"""The page in a real browser, its texts, and where it is written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from worker_events import evaluation
 
 from slurmllm.cli.main import cli
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
-from slurmllm.report.document import Bullets, Paragraph, ReportSection
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.tables import Table, scores_table
-from slurmllm.report.write import default_path, to_markdown
+from slurmllm.report.tables import scores_table
+from slurmllm.report.write import default_path
 from slurmllm.run.rundir import RunDir
 
 EVIL = "<script>alert(1)<b>&"
@@ -66,15 +65,10 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     text = page.read_text()
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.findall(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", outside)
-    assert len(text) < 6e6
-    markdown = page.with_suffix(".md").read_text()
-    for picture in ("curves", "utilization", "scaling", "scores-0-hlat"):
-        assert f"(page_files/{picture}.png)" in markdown
-        assert (tmp_path / "page_files" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
-    assert "&lt;script&gt;alert(1)" in markdown
-    assert "<script>" not in markdown
-    for part in ("99.8 %", "3.3M", "13.6", "node\\_failure", "0.6 ± 0.01"):
-        assert part in markdown, part
+    assert len(text) < 200_000
+    assert sorted(path.name for path in tmp_path.glob("*.js")) == ["plotly.min.js"]
+    for words in ("99.8 %", "3.3M", "13.6", "node_failure", "0.6 ± 0.01"):
+        assert words in text, words
 
 
 def test_a_comparison_as_a_page(tmp_path: Path) -> None:
@@ -90,8 +84,6 @@ def test_a_comparison_as_a_page(tmp_path: Path) -> None:
     opened = open_report(page, tmp_path)
     require_sound(opened)
     assert set(opened.seen["plots"]) >= {"loss", "grad_norm", "lr", "difference-loss"}
-    # All runs at a step, in one box.
-    assert re.search(r"A: a.*at step 2B: b.*at step 2C: c.*at step 2$", opened.seen["hovered"])
     assert re.search(r"differ: loss diverges at step 41.*<th[^>]*>metric", opened.text, re.DOTALL)
     assert "the tolerance, 0.001." in opened.text
     assert "prefers-color-scheme: dark" in opened.text
@@ -113,8 +105,7 @@ def test_a_log_on_a_narrow_page(tmp_path: Path) -> None:
     assert plots["step_time_s"]["range"] == [0, 0.75]
     assert plots["step_time_s"]["hover"] == "gpt: 40 s at step 20000"
     assert any(re.fullmatch(r"20,0\d\d", tick) for tick in plots["loss"]["ticks"])
-    assert {plot["legend"] for plot in plots.values()} == {"v"}
-    assert page.with_suffix(".md").read_text().startswith("# Report of gpt\n")
+    assert "<h1>Report of gpt</h1>" in page.read_text()
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
@@ -129,12 +120,12 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     short = write_rows(tmp_path / "late.jsonl", [make_row(step) for step in range(900, 910)])
     out = call(tmp_path, "first", "second", str(third), str(short), "--out", str(runs / "p.html"))
     assert out.exit_code == 0, out.output
-    text = (runs / "p.md").read_text()
-    assert re.search(r"\*\*second \(B\) compared with first \(A\):\*\* (match|identical): ", text)
-    assert re.search(r"\*\*third \(C\) compared with first \(A\):\*\* differ: ", text)
-    assert re.search(r"\*\*late \(D\) .*:\*\* .*(900|step)", text)
-    assert "\n**late (D) compared with first (A):** differ" not in text
-    assert "| train.seed | 1234 | 7 |" in text
+    text = (runs / "p.html").read_text()
+    assert re.search(r"second \(B\) compared with first \(A\):</strong> (match|identical): ", text)
+    assert re.search(r"third \(C\) compared with first \(A\):</strong> differ: ", text)
+    assert re.search(r"late \(D\) .*:</strong> .*(900|step)", text)
+    assert "late (D) compared with first (A):</strong> differ" not in text
+    assert re.search(r"<td>train.seed</td><td[^>]*>1234</td><td[^>]*>7</td>", text)
     assert "second (B) compared with first (A): " in out.output
     runs = json.loads(call(tmp_path, "first", "second", "--no-files", "--json").stdout)["runs"]
     assert runs[0]["comparison"] is None
@@ -147,11 +138,10 @@ def test_warnings_about_spikes_are_shown(tmp_path: Path) -> None:
     log = write_rows(tmp_path / "noisy.jsonl", rows)
     done = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
     assert (done.exit_code, "noisy: 100 steps in a" in done.output) == (0, True)
-    for page in ("p.html", "p.md"):
-        text = (tmp_path / page).read_text()
-        assert "may be noise" in text
-        assert "more than 0.1 above the mean of the 20 logged steps" in text
-        assert text.count("over 86%") <= 1  # with the gradient norm only
+    text = (tmp_path / "p.html").read_text()
+    assert "may be noise" in text
+    assert "more than 0.1 above the mean of the 20 logged steps" in text
+    assert text.count("over 86%") <= 1  # with the gradient norm only
 
 
 def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
@@ -159,10 +149,7 @@ def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     add_scores(runs[0], 60)
     document = json.loads(call(tmp_path, "small", "--price", "10", "--json").stdout)
     assert set(document) == {"runs", "total", "scaling", "report"}
-    assert document["report"] == {
-        "html": str(small / "report.html"),
-        "markdown": str(small / "report.md"),
-    }
+    assert document["report"] == {"html": str(small / "report.html")}
     (run,) = document["runs"]
     assert set(run) >= KEYS
     assert (run["nodes"], run["steps"], run["restarts"], run["mesh"]["tensor"]) == (4, 60, 1, 8)
@@ -174,11 +161,9 @@ def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     assert (small / f"report-small-{re.sub('[^a-z0-9]', '_', EVIL)}.html").is_file()
     assert "scaling" in shown.output
     (small / "report.html").unlink()
-    alone = json.loads(call(tmp_path, "small", "--no-html", "--json").stdout)["report"]
-    assert alone == {"html": None, "markdown": str(small / "report.md")}
+    nothing = json.loads(call(tmp_path, "small", "--no-files", "--json").stdout)["report"]
+    assert nothing == {"html": None}
     assert not (small / "report.html").exists()
-    none = json.loads(call(tmp_path, "small", "--no-files", "--json").stdout)["report"]
-    assert none == {"html": None, "markdown": None}
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
@@ -190,7 +175,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, runs: tuple[RunDir, RunD
     assert "node hours" in shown.stdout  # the tables
     result = call(tmp_path, "small", "--json")
     assert result.exit_code == 4
-    assert json.loads(result.stdout)["report"] == {"html": None, "markdown": None}
+    assert json.loads(result.stdout)["report"] == {"html": None}
     assert call(tmp_path, "small", "--no-files").exit_code == 0
     assert call(tmp_path, "small", "--out", str(runs[0].reports / "x.html")).exit_code == 4
 
@@ -210,8 +195,7 @@ def test_no_value_is_finite(tmp_path: Path, values: float, steps: range) -> None
     log = write_rows(tmp_path / "odd.jsonl", rows)
     shown = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
     assert shown.exit_code == 0, shown.output
-    assert (tmp_path / "p.md").is_file()
-    assert (tmp_path / "p_files").is_dir() == math.isfinite(values)
+    assert ("plotly-graph-div" in (tmp_path / "p.html").read_text()) == math.isfinite(values)
 
 
 def test_unusable_options(tmp_path: Path) -> None:
@@ -220,28 +204,18 @@ def test_unusable_options(tmp_path: Path) -> None:
         (("--price", "-1"), "dollars for an hour"),
         (("--out", "x.pdf"), "name it x.html"),
         (("--out", "x.html", "--no-files"), "exclude each other"),
-        (("--plot", "p.pdf"), "use p.png"),
-        (("--plot", "p.png"), "logs have no node hours"),
+        (("--plot", "p.png"), "was removed"),
+        (("--no-html",), "was removed"),
     ):
         done = call(tmp_path, log, *arguments)
         assert (done.exit_code, message in done.stderr) == (2, True), done.output
 
 
-def test_markdown_is_escaped() -> None:
+def test_the_name_of_a_page_of_many_runs() -> None:
     facts = [RunFacts(f"{'x' * 300}/../{i}", Path("x.csv"), "csv") for i in range(9)]
     name = default_path(facts).name
     assert len(name) < 200
     assert name.endswith("-and-5-more.html")
-    blocks = [
-        Paragraph("a|b *c*\n<d>", strong="_x_"),
-        Bullets(["[l](u)", "\x1b]0;title\x07plain"]),
-        Table(("", "n"), [("  a|", "1")]),
-    ]
-    text = to_markdown("t", [ReportSection("s", "S", blocks)], {}, "now")
-    assert "**\\_x\\_:** a\\|b \\*c\\* &lt;d&gt;" in text
-    assert "- \\[l\\](u)\n- plain\n" in text  # a terminal shows it with cat
-    assert "| &nbsp;&nbsp;a\\| | 1 |" in text
-    assert "|---|---:|" in text
 
 
 def test_scores_stand_beside_published_ones() -> None:

@@ -24,7 +24,7 @@ from slurmllm.plan.parameters import model_flops
 from slurmllm.plan.prices import PriceChoice
 from slurmllm.report.document import sections
 from slurmllm.report.facts import RunFacts, scaling_rows
-from slurmllm.report.figures import figures, page_data
+from slurmllm.report.figures import figures
 from slurmllm.report.sources import make_names_unique, read_run_facts
 from slurmllm.report.write import to_html
 from slurmllm.run.rundir import RunDir
@@ -170,8 +170,7 @@ def test_what_is_left_is_reported(
     assert not named or any(named in warning for warning in shown["warnings"]), shown["warnings"]
     assert not any("\n" in warning for warning in shown["warnings"])
     facts = [read_run_facts(run.path, {}, None, FakeSlurm(["n1"]))]
-    drawn = figures(facts)
-    page = to_html("r", sections(facts, drawn), page_data(facts, drawn), "now")
+    page = to_html("r", sections(facts, figures(facts)), "now")
     assert ("Warnings</h2>" in page) is bool(shown["warnings"])
 
 

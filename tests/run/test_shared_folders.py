@@ -49,7 +49,7 @@ def test_doctor_imports_nothing_from_the_working_directory(
 
 def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "matplotlibrc")
-    modules = ("compare.plot", "report.pictures", "plan.plot", "spikes.plot")
+    modules = ("compare.plot", "plan.plot", "spikes.plot")
     code = "import " + ", ".join(f"slurmllm.{module}" for module in modules)
     command = [sys.executable, "-P", "-c", code]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)

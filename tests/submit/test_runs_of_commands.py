@@ -45,7 +45,6 @@ def run(fake: FakeSlurm) -> RunDir:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("profile", "r"), OF_TRAININGS),
         (("report", "r", "--prediction"), OF_TRAININGS),
         (("evaluate", "r", "--task", "validation"), "its checkpoints are its trainer's"),
         (("checkpoint", "export", "r@10", "--out", "x"), "its checkpoints are its trainer's"),
@@ -153,14 +152,14 @@ def test_compare_names_the_arguments_that_differ(run: RunDir) -> None:
 
 
 def test_a_report_has_no_figures_of_a_model(run: RunDir) -> None:
-    (facts,) = call_json("report", "r", "--no-html")["runs"]
+    (facts,) = call_json("report", "r")["runs"]
     assert (facts["steps"], facts["planned_steps"], facts["loss"]) == (29, 40, 2.71)
     unknown = ("parameters", "mesh", "mfu", "tokens_per_s", "seq_per_s", "tokens")
     assert {facts[name] for name in unknown} == {None}
     states = {c["step"]: c["state"] for c in facts["checkpoints"]}
     assert states == {10: "kept", 20: "damaged"}
-    page = (run.path / "reports/report.md").read_text()
-    assert "| command | python train.py" in page
+    page = (run.path / "reports/report.html").read_text()
+    assert "<td>command</td><td>python train.py" in page
     assert "tensor" not in page
 
 

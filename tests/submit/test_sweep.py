@@ -161,9 +161,11 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: Inputs) -> No
     assert lines[2].split()[:4] == ["1", NAMES[1], "3e-4", "2"]
     report = json.loads(call("report", "s", "--json"))
     assert report["sweeps"][0]["runs"] == ranking["runs"]
-    page = (sweep.reports / "report.md").read_text()
-    assert page.index("## Loss") < page.index("## Runs by rank") < page.index("## Summary")
-    assert f"| 1 | {NAMES[1]} | 3e-4 | 2 |" in page
+    page = (sweep.reports / "report.html").read_text()
+    headings = ("Loss", "Runs by rank", "Summary")
+    places = [page.index(f"<h2>{heading}</h2>") for heading in headings]
+    assert places == sorted(places)
+    assert f"<td>{NAMES[1]}</td>" in page
     assert "no sweep" in call("compare", NAMES[0], code=2)
     assert "is a sweep" in call("compare", "s", "--exact", code=2)
     assert "is a sweep" in call("logs", "s", code=2)
