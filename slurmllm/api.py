@@ -68,7 +68,7 @@ def plan_run(
     nodes: int | Sequence[int],
     *,
     tokens: str | None = None,
-    price: str | None = None,
+    price: float | None = None,
     rank: Rank = "speed",
 ) -> Plan:
     """Rank the parallel layouts of a recipe by predicted throughput, with memory, time and cost.
@@ -76,7 +76,7 @@ def plan_run(
     Args:
         nodes: Number of nodes, or several.
         tokens: Tokens to train on, such as 20B; by default the recipe's.
-        price: As of `--price`: `1y`, `us-east-1/1y`, or dollars for a node hour.
+        price: Dollars for an hour of one node; None: the profile's on-demand price.
         rank: `speed`, or `lower`: the lower end of the throughput's interval.
 
     Examples:
@@ -98,7 +98,7 @@ def plan_run(
     counts = node_counts(map(str, [nodes] if isinstance(nodes, int) else nodes))
     if rank not in ("speed", "lower"):
         raise errors.UserError(f"rank {rank!r}: give speed or lower")
-    node_price = select_price(config, None if price is None else parse_price(str(price)))
+    node_price = select_price(config, None if price is None else parse_price(price))
     count = None if tokens is None else parse_tokens(str(tokens))
     unsupported = load_environment(config.backend).unsupported
     return Plan(plan_recipe(config, counts, unsupported, node_price, count, rank))

@@ -17,6 +17,11 @@ VERBS: dict[str, str] = {
 OPTIONS: dict[tuple[str, str], str] = {
     ("data build", "--messages-key"): "build prompts and completions, or train chats with TRL",
     **dict.fromkeys(
+        (("plan", "--budget"), ("plan", "--deadline")),
+        "`--nodes 4,8,16 --price USD` prints time and cost of each node count",
+    ),
+    ("plan", "--prices"): "give the price of a node hour with --price USD",
+    **dict.fromkeys(
         (("compare", "--decimal"), ("report", "--decimal"), ("spikes", "--decimal")),
         "write numbers with decimal points, such as by sed -E 's/([0-9]),([0-9])/\\1.\\2/g'",
     ),
@@ -25,6 +30,7 @@ OPTIONS: dict[tuple[str, str], str] = {
 }
 # Dotted path of a recipe's or profile's field, or of a section → the replacement
 FIELDS: dict[str, str] = {
+    "cluster.price.reserved": "give the price of a node hour with --price USD",
     "cluster.stage_environment": "set cluster.container, or lines of cluster.setup (docs/site.md)",
     "slurm.notify.webhook": "let slurm.notify.command call curl (docs/supervise.md)",
 }

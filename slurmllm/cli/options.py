@@ -90,9 +90,8 @@ runs_dir = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 price = click.option(
     "--price",
-    metavar="NAME|USD",
-    help="on_demand, capacity_block, 1y or 3y, with a region before it if needed "
-    "(us-east-1/1y); or, with one profile, dollars for an hour of one node.  [default: on_demand]",
+    metavar="USD",
+    help="Dollars for an hour of one node.  [default: the profile's on-demand price]",
 )
 set_value = set_option(
     help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4 (which alone "

@@ -287,8 +287,6 @@ class Price(Section):
 
     on_demand: PositiveFloat
     """Dollars for an hour of one node, on demand."""
-    reserved: PositiveFloat | None = None
-    """Likewise, reserved for three years, as the effective rate."""
     date: Annotated[str, AfterValidator(check_day)]
     """When these were the prices."""
     source: str = ""
@@ -300,13 +298,3 @@ class Price(Section):
         if in_the_future(day):
             raise ValueError(f"{day} is in the future; write when these were the prices")
         return day
-
-    @field_validator("reserved")
-    @classmethod
-    def _reserved_is_cheaper(cls, reserved: float | None, info: ValidationInfo) -> float | None:
-        on_demand = info.data.get("on_demand")
-        if reserved is not None and on_demand is not None and reserved > on_demand:
-            raise ValueError(
-                f"is above on_demand {on_demand:g}; both are dollars for an hour of one node"
-            )
-        return reserved

@@ -29,7 +29,7 @@ from slurmllm.config.resolve import clusters_dir
 from slurmllm.format import format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.parameters import parameters
-from slurmllm.plan.step import StepTime, step_time
+from slurmllm.plan.step import step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
 _SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
@@ -130,36 +130,22 @@ def evidence_text(candidate: LayoutEstimate) -> str:
 
 
 def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
-    """Yield a layout's interval, the nearest published run, and speeds over an assumed range."""
-    published = evidence(candidate)
+    """Yield a layout's interval with its evidence, and the nearest published run."""
     yield f"evidence       {evidence_text(candidate)}"
-    if (near := published.nearest) is not None:
-        runs = (run for run in published_runs() if run.profile == near.profile)
-        same = [run.seq_per_s for run in runs if run.point == near.point]
-        similar = f"; {len(same)} such runs: {min(same):.4g}–{max(same):.4g} seq/s"
+    near = evidence(candidate).nearest
+    if near is not None:
+        devices = near.nodes * near.devices_per_node
+        size = "one GPU" if devices == 1 else format_plural(near.nodes, "node")
         yield (
-            f"nearest run    {near.name}: {near.model} on {_size(near)}, "
-            f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
-            f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{similar * (len(same) > 1)}"
+            f"nearest run    {near.name}: {near.model} on {size}, sequence {near.sequence:,}, "
+            f"TP {near.tensor} × PP {near.pipeline}: {near.seq_per_s:.4g} seq/s, "
+            f"MFU {100 * near.mfu:.1f} %"
         )
-    cluster = candidate.config.cluster
-    peers = runs_on(cluster.device, cluster.hardware)
-    newest = max((run.generation for run in peers), default="")
-    peaks = {_peaks_of(run.profile)[0] for run in peers}
-    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
-    if newer := [run for run in alike if run.generation > newest]:
-        mfu = [100 * run.mfu for run in newer]
+    span = network_range(candidate)
+    if span is not None:
         yield (
-            f"newer runs     software of {newer[0].generation} on {_size(newer[0])} of "
-            f"{newer[0].profile}: MFU {min(mfu):.1f}–{max(mfu):.1f} %"
-        )
-    if (span := network_range(candidate)) is not None:
-        assert cluster.hardware is not None
-        assert cluster.hardware.network_efficiency_range is not None
-        low, high = cluster.hardware.network_efficiency_range
-        yield (
-            f"network        {format_number(span[0])}–{format_number(span[1])} seq/s if {low:g} to "
-            f"{high:g} of its rate is reached; assumed: {cluster.hardware.network_efficiency:g}"
+            f"network        {format_number(span[0])}–{format_number(span[1])} seq/s over the "
+            "assumed range of network_efficiency"
         )
 
 
@@ -178,7 +164,7 @@ def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, 
     octaves = {}
     points = [run.point for run in runs]
     for axis in _AXES:
-        values = [of[axis] for of in points]
+        values = [run_point[axis] for run_point in points]
         if not values:
             return {"": _FAR}
         beyond = max(math.log2(min(values) / point[axis]), math.log2(point[axis] / max(values)))
@@ -214,9 +200,9 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     reasons = [] if same_hardware else [f"no published run on {cluster.name}"]
     for axis in beyond if same_hardware else ():
         values = [run.point[axis] for run in same_hardware]
-        low, high = (_text(axis, value) for value in (min(values), max(values)))
+        low, high = (_axis_text(axis, value) for value in (min(values), max(values)))
         span = low if low == high else f"{low} to {high}"
-        value = _text(axis, point[axis])
+        value = _axis_text(axis, point[axis])
         reasons.append(f"{_AXES[axis]} {value} is outside {span} of the published runs")
     if mesh.replicate > 1:
         reasons.append("no published run keeps copies of its shards (parallel.shard_nodes)")
@@ -224,10 +210,10 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     alike = [run for run in same_hardware if size / 2 <= run.parameters <= 2 * size]
     highest = max((run.mfu for run in alike or same_hardware), default=math.inf)
     if candidate.mfu > highest:
-        of = "models of half to twice the size" if alike else "any model"
+        peers = "models of half to twice the size" if alike else "any model"
         reasons.append(
             f"MFU {100 * candidate.mfu:.1f} % is above the highest published on this hardware for "
-            f"{of}, {100 * highest:.1f} %"
+            f"{peers}, {100 * highest:.1f} %"
         )
     factor = math.exp(half_width(same_hardware or of_kind, octaves))
 
@@ -240,15 +226,6 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     speed = candidate.seq_per_s
     interval = speed / factor, speed * factor
     return RunEvidence(status, tuple(reasons), generations(same_hardware), near, *interval)
-
-
-def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
-    """Return the layout at the lower end of its interval; unchanged without published runs."""
-    if (lower := evidence(candidate).lower) is None:
-        return candidate
-    slower = candidate.seq_per_s / lower
-    parts = {name: slower * seconds for name, seconds in candidate.step.parts().items()}
-    return replace(candidate, step=StepTime(**parts))
 
 
 def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
@@ -274,11 +251,6 @@ def _of_kind(device: str) -> tuple[MeasuredRun, ...]:
     return tuple(run for run in published_runs() if run.profile.startswith("trn") is neuron)
 
 
-def _size(run: MeasuredRun) -> str:
-    devices = run.nodes * run.devices_per_node
-    return "one GPU" if devices == 1 else format_plural(run.nodes, "node")
-
-
 @lru_cache
 def runs_on(device: str, hardware: Hardware | None) -> tuple[MeasuredRun, ...]:
     if hardware is None:
@@ -302,5 +274,5 @@ def _peaks_of(profile: str) -> tuple[float, float]:
     return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
 
 
-def _text(axis: str, value: int) -> str:
+def _axis_text(axis: str, value: int) -> str:
     return f"{value / 1e9:.3g}B" if axis == "parameters" else f"{value:,}"

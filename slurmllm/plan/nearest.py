@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice, takewhile
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.config.rules import divisors
 from slurmllm.format import format_gib, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.explain import describe, describe_memory
@@ -23,10 +21,6 @@ from slurmllm.plan.search import (
     smallest_layouts,
     some_fits,
 )
-
-_SHORTEST = 128  # tokens: shorter sequences are not suggested
-_NEAR = 0.05  # a batch that differs by less is suggested if it is faster by more than _FASTER
-_FASTER = 1.03
 
 
 @dataclass(frozen=True)
@@ -66,80 +60,43 @@ def fitting_changes(
 ) -> list[SettingSuggestion]:
     """Return the nearest node counts and global batches, below and above, that fit.
 
-    A side on which there is none is left out. A batch that is farther away, but by less than 5 %,
-    is added if it is faster by more than 3 %. Node counts above `LARGEST` are not tried. A
-    tensor-parallel degree that the search does not try is added if it fits with the same nodes and
-    batch.
-    Arguments are those of `search`; with `train.global_batch` fixed, no batches are tried.
+    A side on which there is none is left out. Node counts above `LARGEST` are not tried. Arguments
+    are those of `search`; with `train.global_batch` fixed, no batches are tried.
     """
-    where = f"on {format_plural(nodes, 'node')}"
-
-    def suggest(
-        options: tuple[str, str],
-        change: str,
-        ratio: float = 1.0,
-        config: RunConfig = config,
-        nodes: int = nodes,
-        fixed: Collection[str] = fixed,
-    ) -> SettingSuggestion | None:
-        if not some_fits(config, nodes, unsupported, fixed):
-            return None
-        return SettingSuggestion(options, change, ratio, config, nodes, unsupported, fixed)
-
-    def with_nodes(count: int) -> SettingSuggestion | None:
-        minimum = ", the minimum" * (count > nodes and not changes)
-        text = f"{format_change(count, nodes)} nodes{minimum}"
-        return suggest(("--nodes", str(count)), text, count / nodes, nodes=count)
-
     changes: list[SettingSuggestion] = []
     for counts in next_to(nodes, _possible_nodes(config, fixed)):
-        changes += islice(filter(None, map(with_nodes, counts)), 1)
+        for count in counts:
+            if some_fits(config, count, unsupported, fixed):
+                minimum = ", the minimum" if count > nodes and not changes else ""
+                suggestion = SettingSuggestion(
+                    options=("--nodes", str(count)),
+                    change=f"{format_change(count, nodes)} nodes{minimum}",
+                    ratio=count / nodes,
+                    config=config,
+                    nodes=count,
+                    unsupported=unsupported,
+                    fixed=fixed,
+                )
+                changes.append(suggestion)
+                break
     batch = config.recipe.train.global_batch
-
-    def with_batch(size: int) -> SettingSuggestion | None:
-        text = f"{format_change(size, batch)} sequences a step, {where}"
-        changed = config.with_settings("train", global_batch=size)
-        return suggest(("--set", f"train.global_batch={size}"), text, size / batch, changed)
-
-    closest: list[SettingSuggestion] = []
-    farther: list[SettingSuggestion] = []
     for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
-        fitting = filter(None, map(with_batch, sizes))
-        closest += islice(fitting, 1)
-        farther += takewhile(lambda change: abs(change.ratio - 1) < _NEAR, fitting)
-    changes += closest
-    if farther:
-        fastest = max(farther, key=lambda change: change.best.seq_per_s)
-        if fastest.best.seq_per_s > _FASTER * max(change.best.seq_per_s for change in closest):
-            changes.append(fastest)
-    for changed, fixed_too in _other_degrees(config, fixed):
-        options = ("--set", f"parallel.tensor={changed.recipe.parallel.tensor}")
-        text = f"no published run of {config.cluster.name} has that degree, {where}"
-        if change := suggest(options, text, config=changed, fixed=fixed_too):
-            return [*changes, change]
+        for size in sizes:
+            changed = config.with_settings("train", global_batch=size)
+            if some_fits(changed, nodes, unsupported, fixed):
+                on_nodes = f"on {format_plural(nodes, 'node')}"
+                suggestion = SettingSuggestion(
+                    options=("--set", f"train.global_batch={size}"),
+                    change=f"{format_change(size, batch)} sequences a step, {on_nodes}",
+                    ratio=size / batch,
+                    config=changed,
+                    nodes=nodes,
+                    unsupported=unsupported,
+                    fixed=fixed,
+                )
+                changes.append(suggestion)
+                break
     return changes
-
-
-def no_batch_reason(
-    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
-) -> str:
-    """Return why no global batch fits on a number of nodes; arguments as for `fitting_changes`."""
-    none = f"no other global batch fits on {format_plural(nodes, 'node')}"
-    batch = config.recipe.train.global_batch
-    sizes = sorted(_possible_batches(config, nodes, fixed), key=lambda size: abs(size - batch))
-    if not sizes:
-        devices = nodes * config.cluster.devices_per_node
-        return f"{none}: no product of tensor and pipeline degree divides the {devices:,} workers"
-    changed = [config.with_settings("train", global_batch=size) for size in sizes]
-    layouts = chain.from_iterable(smallest_layouts(c, nodes, unsupported, fixed) for c in changed)
-    least = min(layouts, key=lambda layout: layout.memory.peak, default=None)
-    if least is None:
-        refused = search(changed[0], nodes, unsupported, fixed).refused
-        return f"{none}: {next(iter(refused), 'no layout is possible')}"
-    return (
-        f"{none}: {describe(least)} needs the least memory, {format_gib(least.memory.peak)} of "
-        f"{format_gib(least.memory.limit)} GiB"
-    )
 
 
 def memory_shortfall(
@@ -149,55 +106,31 @@ def memory_shortfall(
 
     Returns:
         The layout that needs the least memory on any number of nodes, with the bytes that are
-        missing, and the longest sequence that would fit; empty if no layout is possible at all.
+        missing; empty if no layout is possible at all.
     """
-    configs = [(config, fixed), *_other_degrees(config, fixed)]
-
-    def smallest(length: int) -> Iterator[LayoutEstimate]:
-        shorter = [(base.with_settings("model", seq_len=length), names) for base, names in configs]
-        counts = {count for base, names in shorter for count in _possible_nodes(base, names)}
-        for count in sorted({*counts, nodes}, key=lambda count: (abs(count - nodes), count)):
-            for base, names in shorter:
-                yield from smallest_layouts(base, count, unsupported, names)
-
-    length = config.recipe.model.seq_len
-    least = min(smallest(length), key=lambda e: (e.memory.peak, e.mesh.nodes), default=None)
-    if least is None:
-        return []
-    missing = format_gib(least.memory.peak - least.memory.limit)
-    lines = [
-        f"no number of nodes up to {LARGEST} is enough: {describe(least)} needs the least, on "
-        f"{format_plural(least.mesh.nodes, 'node')} {describe_memory(least.memory)}; a device "
-        f"with {missing} GiB more would do"
+    counts = {*_possible_nodes(config, fixed), nodes}
+    layouts = [
+        layout
+        for count in sorted(counts, key=lambda count: (abs(count - nodes), count))
+        for layout in smallest_layouts(config, count, unsupported, fixed)
     ]
-    scores = score_bytes(least.config, least.mesh) if config.backend == "nxd" else 0
-    if 2 * scores > least.memory.peak:
+    if not layouts:
+        return []
+    smallest = min(layouts, key=lambda layout: (layout.memory.peak, layout.mesh.nodes))
+    missing = format_gib(smallest.memory.peak - smallest.memory.limit)
+    lines = [
+        f"no number of nodes up to {LARGEST} is enough: {describe(smallest)} needs the least, on "
+        f"{format_plural(smallest.mesh.nodes, 'node')} {describe_memory(smallest.memory)}; a "
+        f"device with {missing} GiB more would do"
+    ]
+    scores = score_bytes(smallest.config, smallest.mesh) if config.backend == "nxd" else 0
+    if 2 * scores > smallest.memory.peak:
         lines.append(
             f"attention scores are {format_gib(scores)} GiB of it: the {config.backend} backend "
-            "computes those of a whole sequence at once, seq_len² for each head"
+            "computes those of a whole sequence at once, seq_len² for each head; shorten "
+            "model.seq_len"
         )
-    while (length := length // 2) >= _SHORTEST:
-        if fitting := next((layout for layout in smallest(length) if layout.fits), None):
-            mesh = fitting.mesh
-            options = f"--set model.seq_len={length} --nodes {mesh.nodes}"
-            if "parallel.tensor" not in fixed:
-                options += f" --set parallel.tensor={mesh.tensor}"
-            return [*lines, f"{options}: would fit, with shorter sequences"]
     return lines
-
-
-def _other_degrees(
-    config: RunConfig, fixed: Collection[str]
-) -> list[tuple[RunConfig, Collection[str]]]:
-    """Return configurations with the tensor-parallel degrees not searched, and their `fixed`."""
-    if "parallel.tensor" in fixed:
-        return []
-    tried = {tensor for tensor, _ in model_degrees(config, LARGEST, fixed)}
-    return [
-        (config.with_settings("parallel", tensor=tensor), (*fixed, "parallel.tensor"))
-        for tensor in divisors(config.recipe.model.num_heads)
-        if tensor <= config.cluster.devices_per_node and tensor not in tried
-    ]
 
 
 def _possible_nodes(config: RunConfig, fixed: Collection[str]) -> set[int]:
@@ -211,10 +144,10 @@ def _possible_batches(config: RunConfig, nodes: int, fixed: Collection[str]) -> 
     if "train.global_batch" in fixed:
         return batches
     for tensor, pipeline in model_degrees(config, nodes, fixed):
-        data, rest = divmod(world, tensor * pipeline)
+        data, remainder = divmod(world, tensor * pipeline)
         interleaved = "parallel.virtual_pipeline" in fixed and parallel.virtual_pipeline > 1
         rounds = pipeline if interleaved else 1
-        if not rest:
+        if not remainder:
             unit = data * _at_once(config, fixed) * rounds
             batches.update(near_batches(config.recipe.train.global_batch, unit))
     return batches

@@ -205,10 +205,10 @@ def _print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     )
     if price is not None:
         click.echo(f"price          {price}")
-    if price is not None and cost.waiting_usd:
+    if cost.waiting_usd:
         click.echo(
-            f"waiting        ${cost.waiting_usd:,.2f} of the cost is for {price.waiting_term}, "
-            "paid while the job is pending"
+            f"waiting        ${cost.waiting_usd:,.2f} of the cost is for owned nodes, paid while "
+            "the job is pending"
         )
     for line in _lost_time_lines(best, forecast):
         click.echo(line)
@@ -221,18 +221,18 @@ def _lost_time_lines(best: LayoutEstimate, forecast: TrainingForecast) -> Iterat
     # Not to be confused with that of activations, of which the table above has a column.
     names = {"recomputation": "recomputation of lost steps"}
     parts = ", ".join(
-        f"{names.get(part, part).replace('_', ' ')} {100 * share:.2f} %"
-        for part, share in sorted(lost.shares.items(), key=lambda row: -row[1])
-        if share >= 5e-5 and part != "productive"
+        f"{names.get(name, name).replace('_', ' ')} {100 * share:.2f} %"
+        for name, share in sorted(lost.shares.items(), key=lambda row: -row[1])
+        if share >= 5e-5 and name != "productive"
     )
-    spares = "without spare nodes " * bool(recipe.slurm.spare_nodes)
+    spares = "without spare nodes " if recipe.slurm.spare_nodes else ""
     percent = f"{100 * lost.effective:.2f} % of the node hours"
     yield f"utilization    {percent} {spares}are productive; {parts}"
     yield (
         f"failures       one in {format_number(lost.mtbf_s / 3600)} h (MTBF of one node: "
         f"{best.config.cluster.node_mtbf_hours:,.0f} h)"
     )
-    interval = f"every {lost.interval_steps} step{'s' * (lost.interval_steps != 1)}"
+    interval = f"every {format_plural(lost.interval_steps, 'step')}"
     if recipe.checkpoint.every_steps != "auto":
         before_end = lost.auto_steps < forecast.cost.steps
         choice = str(lost.auto_steps) if before_end else "none before the end"
@@ -251,12 +251,15 @@ def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
     for plan in plans:
         node_plans = {node_plan.nodes: node_plan for node_plan in plan.node_plans}
         for point in plan.points(top or 1):
-            mark = " *" * node_plans[point.nodes].is_recipe_layout(point.candidate)
-            rank = [f"{point.rank}{mark}"] * (top is not None)
-            cells = [getattr(point, key) for key in keys]
-            rows.append([*cells, str(point.nodes), *rank, *point_cells(point).values()])
-    headings = [*keys, "nodes", *["#"] * (top is not None), *POINT_HEADINGS]
-    return PlanTable(headings, rows)
+            cells = [*(getattr(point, key) for key in keys), str(point.nodes)]
+            if top is not None:
+                is_recipes = node_plans[point.nodes].is_recipe_layout(point.candidate)
+                cells.append(f"{point.rank} *" if is_recipes else str(point.rank))
+            rows.append([*cells, *point_cells(point).values()])
+    headings = [*keys, "nodes"]
+    if top is not None:
+        headings.append("#")
+    return PlanTable([*headings, *POINT_HEADINGS], rows)
 
 
 def print_points(
@@ -272,20 +275,20 @@ def print_points(
     print_table(*points_table(recipe_plans, top))
     for plan in recipe_plans:
         for node_plan, point in zip(plan.node_plans, plan.points(), strict=True):
-            where = format_plural(node_plan.nodes, "node")
+            request = format_plural(node_plan.nodes, "node")
             if len(recipe_plans) > 1:
-                where = f"{plan.config.recipe.name} on {where} of {plan.config.cluster.name}"
+                request = f"{plan.config.recipe.name} on {request} of {plan.config.cluster.name}"
             if node_plan.best is None:
                 misfit = "no layout is possible"
                 if node_plan.too_large:
                     misfit = node_plan.meshes_too_large[0]
                 elif reasons := most_refused(node_plan.refused, limit=1):
                     misfit += f": {reasons[0][0]}"
-                click.echo(f"{where}: {misfit}")
-                for line in node_plan.near_lines:
-                    click.echo(f"  {line}")
+                click.echo(f"{request}: {misfit}")
+                for change in node_plan.nearest:
+                    click.echo(f"  {change}")
                 continue
-            click.echo(f"{where}: {describe(node_plan.best)}; {recipe_layout_text(node_plan)}")
+            click.echo(f"{request}: {describe(node_plan.best)}; {recipe_layout_text(node_plan)}")
             for reason in evidence(node_plan.best).reasons:
                 click.echo(f"  {reason}")
             click.echo(f"  {submit(plan, node_plan.best)}")
@@ -311,8 +314,8 @@ def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
         shares = [cost.waiting_usd / cost.usd for cost in costs if cost.waiting_usd and cost.usd]
         if shares:
             lines.append(
-                f"waiting: up to {100 * max(shares):.2g} % of the cost is for "
-                f"{price.waiting_term}, paid while jobs are pending"
+                f"waiting: up to {100 * max(shares):.2g} % of the cost is for owned nodes, paid "
+                "while jobs are pending"
             )
     return lines
 
@@ -399,8 +402,8 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
         if not node_plan.fitting:
             near = [change.to_json() for change in node_plan.nearest]
-            rows["nearest"].append({**key, "would_fit": near, "no_batch": node_plan.no_batch})
-    text = {
+            rows["nearest"].append({**key, "would_fit": near})
+    document = {
         "recipe": _value_or_list([plan.config.recipe.name for plan in plans]),
         "cluster": _value_or_list([plan.config.cluster.name for plan in plans]),
         "nodes": _value_or_list([node_plan.nodes for node_plan in plans[0].node_plans]),
@@ -414,15 +417,15 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         "warnings": plan_warnings(plans),
     }
     if not _is_single(plans):
-        text["scaling"] = [point_json(point) for plan in plans for point in plan.points()]
+        document["scaling"] = [point_json(point) for plan in plans for point in plan.points()]
     if explained:
         fitting = [node_plan for _, node_plan in node_plans if node_plan.fitting]
-        text["explanation"] = [
+        document["explanation"] = [
             line
             for node_plan in fitting
             for line in explain(node_plan.fitting, node_plan.too_large)
         ]
-    return text
+    return document
 
 
 def _value_or_list(values: list[Any]) -> Any:

@@ -18,7 +18,6 @@ from slurmllm.display.pictures import (
     rc_context,
 )
 from slurmllm.format import format_plural
-from slurmllm.plan.budget import PurchasePlan, TimedPlan
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
@@ -28,7 +27,6 @@ from slurmllm.plan.recipe_plan import RecipePlan
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc79a7", "#000000"]
 _HATCHES = ("", "///", "...")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-_OFFSET = "offset points"
 _BARS = 6  # layouts of which the memory is drawn, at most
 _WHOLE = StrMethodFormatter("{x:,.0f}")
 
@@ -52,10 +50,9 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     """
     curves = [curve for curve in curves if len(curve.nodes) > 1]
     panels = {
-        field: shown
-        for field in _PANELS
-        if (shown := [curve for curve in curves if getattr(curve, field) is not None])
+        field: [curve for curve in curves if getattr(curve, field) is not None] for field in _PANELS
     }
+    panels = {field: drawn for field, drawn in panels.items() if drawn}
     bars = 1.6 + 0.45 * len(layouts) if layouts else 0.0
     lines = 4.2 if panels else 0.0
     width = 14 if len(panels) == 3 else 11
@@ -64,8 +61,8 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     rows = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     if panels:
         drawn = rows[0].subplots(1, len(panels), squeeze=False)[0]
-        for axes, (field, shown) in zip(drawn, panels.items(), strict=True):
-            _draw_panel(axes, shown, field)
+        for axes, (field, panel_curves) in zip(drawn, panels.items(), strict=True):
+            _draw_panel(axes, panel_curves, field)
     if layouts:
         _draw_memory(rows[-1], layouts)
     return figure
@@ -111,8 +108,9 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes: Axes = figure.subplots()
     labels, uses = list(layouts), list(layouts.values())
     left = [0.0] * len(uses)
-    for number, part in enumerate(dict.fromkeys(part for use in uses for part in use.parts)):
-        widths = [use.parts.get(part, 0) / GIB for use in uses]
+    names = dict.fromkeys(name for use in uses for name in use.parts)
+    for number, name in enumerate(names):
+        widths = [use.parts.get(name, 0) / GIB for use in uses]
         if not any(widths):
             continue
         color, hatch = number % len(COLORS), number // len(COLORS) % len(_HATCHES)
@@ -121,7 +119,7 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
             "hatch": _HATCHES[hatch],
             "edgecolor": "white",
         }
-        label = part.replace("_", " ")
+        label = name.replace("_", " ")
         axes.barh(range(len(uses)), widths, 0.7, left, label=label, linewidth=0.5, **look)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     limits = [use.limit / GIB for use in uses]
@@ -145,55 +143,9 @@ _TIMES = {
 }
 
 
-def _time_ticks(least: float, most: float) -> tuple[list[float], list[str]]:
-    times = {hours: text for hours, text in _TIMES.items() if least <= hours <= most}
+def _time_ticks(min_hours: float, max_hours: float) -> tuple[list[float], list[str]]:
+    times = {h: label for h, label in _TIMES.items() if min_hours <= h <= max_hours}
     return list(times), list(times.values())
-
-
-@rc_context(fname=PICTURE_STYLE)
-def draw_purchase(purchase: PurchasePlan) -> Figure:
-    """Draw time against dollars or nodes: a line per cluster profile, the front, and the limits."""
-    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
-    axes: Axes = figure.subplots()
-
-    def coordinates(plans: Sequence[TimedPlan]) -> tuple[list[float], list[float]]:
-        return [plan.hours for plan in plans], [purchase.price(plan) for plan in plans]
-
-    look: dict[str, Any] = {"color": "#bbbbbb", "linewidth": 8, "alpha": 0.6, "zorder": 1}
-    front = coordinates(purchase.front)
-    axes.plot(*front, solid_capstyle="round", label="Pareto front", **look)
-    colors = [color for color in COLORS if color != "#f0e442"]  # yellow lines are hard to see
-    for number, name in enumerate(dict.fromkeys(plan.point.cluster for plan in purchase.plans)):
-        plans = [plan for plan in purchase.plans if plan.point.cluster == name]
-        color, marker = colors[number % len(colors)], MARKERS[number % len(MARKERS)]
-        axes.plot(*coordinates(plans), label=name, linewidth=1.6, color=color, marker=marker)
-        for plan in plans:
-            text: dict[str, Any] = {"fontsize": 8, "color": "#444444", "textcoords": _OFFSET}
-            point = plan.hours, purchase.price(plan)
-            axes.annotate(str(plan.point.nodes), point, (4, 5), **text)
-    limits = purchase.limits
-    if limits.usd is not None:
-        label = f"budget, ${limits.usd:,.0f}"
-        axes.axhline(limits.usd, color="#b00020", linestyle="--", label=label)
-    if limits.hours is not None:
-        label = f"deadline, {limits.deadline}"
-        axes.axvline(limits.hours, color="#b00020", linestyle=":", linewidth=1.8, label=label)
-    for name, plan in purchase.choices.items():
-        point, shift = (plan.hours, purchase.price(plan)), 22 if name == "fastest" else -28
-        style: dict[str, Any] = {"ha": "center", "fontsize": 9, "fontweight": "bold"}
-        arrow = {"arrowstyle": "-", "linewidth": 0.8}
-        axes.annotate(name, point, (0, shift), textcoords=_OFFSET, arrowprops=arrow, **style)
-    unit = "dollars to the end" if purchase.priced else "nodes"
-    axes.set(xlabel=f"time to the end{purchase.where}; at the points: nodes", ylabel=unit)
-    axes.set(xscale="log", yscale="log")
-    axes.margins(0.06, 0.16)
-    axes.set_xticks(*_time_ticks(*axes.get_xlim()))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(_WHOLE if purchase.priced else StrMethodFormatter("{x:,g}"))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
 
 
 def draw(plans: Sequence[RecipePlan]) -> Figure:

@@ -1,48 +1,28 @@
-"""What a training costs: prices of nodes with date and source, time and dollars to the end."""
+"""What a training costs: the price of a node hour, time and dollars to the end."""
 
 from __future__ import annotations
 
 import datetime
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from slurmllm.config.cluster import check_day, in_the_future
-from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.resolve import RunConfig
-from slurmllm.config.yaml_source import read_yaml
-from slurmllm.errors import ConfigError, UserError
-from slurmllm.format import format_plural, printable
+from slurmllm.errors import UserError
+from slurmllm.format import printable
 from slurmllm.plan.estimate import LayoutEstimate
 
 _HOUR_S = 3600.0
-OPTIONS = {
-    "on_demand": "on demand",
-    "capacity_block": "capacity block",
-    "1y": "1 year",
-    "3y": "3 years",
-}
-_ALIASES = {"reserved": "3y", "1yr": "1y", "3yr": "3y", "capacity_blocks": "capacity_block"}
-_FIRST_REGION = "us-east-1"  # whose price is used if no region is given
 _OLD_DAYS = 183  # AWS changed prices of GPU nodes by up to 44 % within a year (June 2025)
-_REGION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
-# Commas only between thousands: 21,50 would be 2,150.
-_DOLLARS = re.compile(
-    r"\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9_]*)((?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?)([km]?)",
-    re.ASCII | re.IGNORECASE,
-)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Digits in groups of any length, a fraction, an exponent that stays a number, a suffix.
 _COUNT = re.compile(
     r"(?P<number>[0-9]+(?:[_,][0-9]+)*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)(?P<suffix>[KMBTkmbt]?)"
 )
 MOST_TOKENS = 10**18
-_KEYS = ("date", "currency", "source", "prices")
 
 
 @dataclass(frozen=True)
@@ -50,36 +30,22 @@ class NodePrice:
     """What one node costs, by one source."""
 
     usd: float  # dollars for an hour of one node
-    option: str = "given"  # one of OPTIONS; "given" with --price
-    region: str | None = None  # None: a cluster profile's or the user's
     date: str | None = None  # when this was the price; None with --price
     source: str = "--price"
-    node: str = ""  # instance type, or name of a cluster profile
-    owned: bool = False  # nodes of a profile without an instance type
+    # Nodes of a profile without an instance type: they are paid while a run is pending, too.
+    owned: bool = False
 
     @property
     def bills_waiting(self) -> bool:
-        """Whether nodes are paid while a run waits in the queue for its next attempt.
-
-        Nodes on demand are started for a job. Those of a capacity block and reserved ones are paid
-        for the whole term, and owned ones anyway.
-        """
-        return self.owned or self.option in ("capacity_block", "1y", "3y")
-
-    @property
-    def waiting_term(self) -> str:
-        """What nodes are paid while they wait, for messages."""
-        return "owned nodes" if self.owned else f"nodes at the price {self.option}"
+        """Whether nodes are paid while a run waits in the queue for its next attempt."""
+        return self.owned
 
     def __str__(self) -> str:
-        where = f" in {self.region}" if self.region else ""
-        what = f", {OPTIONS.get(self.option, self.option)}{where}"
         dated = f", {self.date}" if self.date else ""
-        return printable(f"${self.usd:,.2f} per node hour{what}{dated} ({self.source})")
+        return printable(f"${self.usd:,.2f} per node hour{dated} ({self.source})")
 
     def as_json(self) -> dict[str, Any]:
-        names = ("option", "region", "date", "source")
-        return {"usd_per_node_hour": self.usd} | {name: getattr(self, name) for name in names}
+        return {"usd_per_node_hour": self.usd, "date": self.date, "source": self.source}
 
     def warning(self, cluster: str, today: datetime.date | None = None) -> str | None:
         """Return a warning if the price is older than six months."""
@@ -89,166 +55,35 @@ class NodePrice:
         if age.days <= _OLD_DAYS:
             return None
         return (
-            f"the price of {cluster} is of {self.date}, {age.days // 30} months ago; --price "
-            "DOLLARS or --prices FILE gives today's"
+            f"the price of {cluster} is of {self.date}, {age.days // 30} months ago; --price USD "
+            "sets today's"
         )
 
 
-@dataclass(frozen=True)
-class PriceChoice:
-    """Which price to plan with: the value of --price."""
-
-    usd: float | None = None
-    option: str = "on_demand"
-    region: str | None = None
-
-
-def parse_dollars(text: str) -> float | None:
-    """Return dollars above 0 (21.50, $1,000, 12.5K, 1e9); None if it is anything else."""
-    match = _DOLLARS.fullmatch(text.strip())
-    if match is None:
-        return None
+def parse_price(value: str | float) -> float:
+    """Return dollars for an hour of one node; raise UserError unless it is a number above 0."""
     try:
-        usd = float(f"{match[1].replace(',', '')}{match[2]}") * _FACTORS[match[3].upper()]
-    except ValueError:  # no digit
-        return None
-    return usd if 0 < usd < 1e15 else None
-
-
-def parse_price(text: str) -> PriceChoice:
-    """Read --price: dollars for a node hour, OPTION, REGION or REGION/OPTION; raises UserError."""
-    if (usd := parse_dollars(text)) is not None:
-        return PriceChoice(usd)
-    region, slash, name = text.strip().rpartition("/")
-    if not slash and _REGION.fullmatch(name) and _option(name) is None:
-        region, name = name, "on_demand"
-    option = _option(name)
-    if option is not None and (not slash or _REGION.fullmatch(region)):
-        return PriceChoice(option=option, region=region or None)
-    raise UserError(
-        f"--price {text}: dollars for an hour of one node, above 0, such as 21.50 (convert other "
-        f"currencies); or one of {', '.join(OPTIONS)}, with a region before it, such as "
-        "us-east-1/1y"
-    )
-
-
-def _option(name: str) -> str | None:
-    name = name.lower().replace("-", "_")
-    name = _ALIASES.get(name, name)
-    return name if name in OPTIONS else None
-
-
-def select_price(
-    config: RunConfig, choice: PriceChoice | None, table: Sequence[NodePrice] | None = None
-) -> NodePrice | None:
-    """Return the price of a node of a run's cluster.
-
-    Without a table it is the profile's own, else the shipped tables': of the given region, else of
-    us-east-1, else of any; the newest. With `price: null` in the profile it is in no shipped table.
-
-    Args:
-        choice: None: on demand, if there is such a price.
-        table: Prices that are used in place of the profile's and the shipped ones.
-
-    Raises:
-        ConfigError: there is no such price.
-    """
-    request, cluster = choice or PriceChoice(), config.cluster
-    if request.usd is not None:
-        return NodePrice(request.usd, owned=cluster.instance_type is None)
-    of_profile: list[NodePrice] = []
-    if table is None and (section := cluster.price) is not None:
-        source, owned = section.source or f"profile {cluster.name}", cluster.instance_type is None
-        of_profile = [
-            NodePrice(usd, option, None, section.date, source, owned=owned)
-            for option, usd in (("on_demand", section.on_demand), ("3y", section.reserved))
-            if usd is not None
-        ]
-    names = {cluster.instance_type, cluster.name}
-    shipped = () if cluster.price is None and config.is_set("cluster.price") else _shipped()
-    listed = [price for price in (shipped if table is None else table) if price.node in names]
-    candidates = [*of_profile, *listed]
-    matching = [price for price in candidates if price.option == request.option]
-    if request.region is not None:
-        matching = [price for price in matching if price.region == request.region]
-    if matching:
-        in_profile = [price for price in matching if price in of_profile]
-        return max(in_profile or matching, key=lambda p: (p.region == _FIRST_REGION, p.date or ""))
-    if choice is None and table is None:
-        return None
-    names_of_prices = sorted({_price_name(price.region, price.option) for price in candidates})
-    available = f"known: {', '.join(names_of_prices)}" if candidates else "no price is known"
-    raise ConfigError(
-        f"cluster profile {cluster.name} has no such price",
-        [
-            f"--price {_price_name(request.region, request.option)}: unknown for "
-            f"{cluster.instance_type or cluster.name}; {available}; or give dollars with --price, "
-            "or a table with --prices"
-        ],
-    )
-
-
-def _price_name(region: str | None, option: str) -> str:
-    return f"{region}/{option}" if region else option
-
-
-@cache
-def _shipped() -> tuple[NodePrice, ...]:
-    folder = shipped_dir() / "configs" / "prices"
-    return tuple(price for path in sorted(folder.glob("*.yaml")) for price in read_prices(path))
-
-
-def read_prices(path: Path) -> list[NodePrice]:
-    """Read a table of prices; raise ConfigError if it cannot be read or has faults."""
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--prices {path}: a table of prices is YAML; its name must end in .yaml")
-    tree = read_yaml(path, form=f"a table of prices has {', '.join(_KEYS)}")[0]
-    faults = list(_faults(tree))
-    if faults:
-        raise ConfigError(f"{path}: {format_plural(len(faults), 'error')} in the prices", faults)
-    return [
-        NodePrice(float(usd), str(_option(option)), region, tree["date"], tree["source"], node)
-        for region, options in tree["prices"].items()
-        for option, nodes in options.items()
-        for node, usd in nodes.items()
-    ]
-
-
-def _faults(tree: Mapping[str, Any]) -> Iterable[str]:
-    for key in tree.keys() - set(_KEYS):
-        yield f"{key}: unknown; known here: {', '.join(_KEYS)}"
-    day, currency, source = (tree.get(key) for key in _KEYS[:3])
-    try:
-        check_day(str(day))
+        usd = float(value)
     except ValueError:
-        what = "missing" if day is None else f"{day!r}: no day"
-        yield f"date: {what}; write when these were the prices, such as 2026-11-09"
-    else:
-        if in_the_future(str(day)):
-            yield f"date: {day} is in the future; write when these were the prices"
-    if currency != "USD":
-        what = "missing" if currency is None else f"{currency!r}: costs are in dollars"
-        yield f"currency: {what}; convert the prices, and write USD"
-    if not isinstance(source, str) or not source.strip():
-        yield "source: missing; write where the prices come from"
-    regions = tree.get("prices")
-    if not isinstance(regions, Mapping) or not regions:
-        yield "prices: missing; write region: {option: {instance type: dollars per node hour}}"
-        return
-    for region, options in regions.items():
-        if not isinstance(options, Mapping):
-            yield f"prices.{region}: {options!r}: must be option: {{instance type: dollars}}"
-            continue
-        for option, nodes in options.items():
-            path = f"prices.{region}.{option}"
-            if _option(str(option)) is None or not isinstance(nodes, Mapping):
-                choices = ", ".join(OPTIONS)
-                yield f"{path}: must be one of {choices}, with {{instance type: dollars}}"
-                continue
-            for node, usd in nodes.items():
-                if type(usd) not in (int, float) or not 0 < usd < math.inf:
-                    rule = "must be dollars for an hour of one node, above 0"
-                    yield f"{path}.{node}: {usd!r}: {rule}"
+        usd = math.nan
+    if 0 < usd < 1e15:
+        return usd
+    raise UserError(
+        f"--price {value}: must be dollars for an hour of one node, above 0, such as 21.50"
+    )
+
+
+def select_price(config: RunConfig, usd: float | None) -> NodePrice | None:
+    """Return the price of a node: `usd` if it is given, else the profile's on-demand price."""
+    cluster = config.cluster
+    owned = cluster.instance_type is None
+    if usd is not None:
+        return NodePrice(usd, owned=owned)
+    section = cluster.price
+    if section is None:
+        return None
+    source = section.source or f"profile {cluster.name}"
+    return NodePrice(section.on_demand, section.date, source, owned=owned)
 
 
 @dataclass(frozen=True)
@@ -315,7 +150,7 @@ def parse_tokens(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UserError(
-            f"--tokens {text!r} is no count of tokens; write for instance 375M, 20B, 1.5T or 2e9"
+            f"--tokens {text!r} is not a count of tokens; write for instance 375M, 20B, 1.5T or 2e9"
         )
     # Exact: a float product may miss a whole number by its rounding error.
     number = Decimal(re.sub("[_,]", "", match["number"])) * _FACTORS[match["suffix"].upper()]

@@ -16,12 +16,7 @@ from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime, lost_time
 from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import (
-    SettingSuggestion,
-    fitting_changes,
-    memory_shortfall,
-    no_batch_reason,
-)
+from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
 from slurmllm.plan.prices import Cost, NodePrice, cost
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
@@ -41,17 +36,10 @@ class NodePlan:
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
     nearest: tuple[SettingSuggestion, ...]  # what would fit; empty if a layout does
-    no_batch: str | None  # why no other batch is among these; None if one is, or a layout fits
 
     @property
     def best(self) -> LayoutEstimate | None:
         return self.fitting[0] if self.fitting else None
-
-    @property
-    def near_lines(self) -> list[str]:
-        """What would fit; and if that is no batch, why."""
-        lines = list(map(str, self.nearest))
-        return [*lines, self.no_batch] if lines and self.no_batch else lines
 
     def rank(self, candidate: LayoutEstimate) -> int:
         """Return the position among the fitting layouts; 1 is the best."""
@@ -218,9 +206,9 @@ class RecipePlan:
         fixed = fixed_settings(config)
         counts = [plan.nodes for plan in self.node_plans]
         near = [
-            f"{format_plural(plan.nodes, 'node')}: {line}" if len(counts) > 1 else line
+            f"{format_plural(plan.nodes, 'node')}: {change}" if len(counts) > 1 else str(change)
             for plan in self.node_plans
-            for line in plan.near_lines
+            for change in plan.nearest
         ]
         if not near:
             near = memory_shortfall(config, last.nodes, self.unsupported, fixed)
@@ -249,13 +237,15 @@ class RecipePlan:
 
 def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
     """Return the warnings of all plans, and one if they compare software of different years."""
-    warnings = [text for plan in plans for text in plan.warnings]
+    warnings = [warning for plan in plans for warning in plan.warnings]
     profiles: dict[str, list[str]] = {}  # generation of software → profiles of GPUs
     for cluster in {plan.config.cluster.name: plan.config.cluster for plan in plans}.values():
         if software := generations(runs_on("cuda", cluster.hardware)):
             profiles.setdefault(software, []).append(cluster.name)
     if len(profiles) > 1:
-        years = "; ".join(f"{', '.join(names)}: {of}" for of, names in sorted(profiles.items()))
+        years = "; ".join(
+            f"{', '.join(names)}: {software}" for software, names in sorted(profiles.items())
+        )
         warnings.append(
             "these profiles were fitted to software of different years, and newer software is "
             f"faster, so that their speeds cannot be compared: {years}"
@@ -265,12 +255,12 @@ def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
 
 def node_counts(texts: Iterable[str]) -> list[int]:
     """Return the counts of --nodes, each once, ascending; raise UserError if one is not a count."""
-    text = ",".join(texts)
-    parts = [part.strip() for part in text.split(",")]
-    counts = [int(part) for part in parts if part.isascii() and part.isdigit()]
-    if len(counts) < len(parts) or not all(1 <= count <= _MOST_NODES for count in counts):
+    value = ",".join(texts)
+    items = [item.strip() for item in value.split(",")]
+    counts = [int(item) for item in items if item.isascii() and item.isdigit()]
+    if len(counts) < len(items) or not all(1 <= count <= _MOST_NODES for count in counts):
         raise UserError(
-            f"--nodes {text!r}: whole numbers from 1 to {_MOST_NODES} with commas between; write "
+            f"--nodes {value!r}: whole numbers from 1 to {_MOST_NODES} with commas between; write "
             "for instance 16 or 4,8,16"
         )
     return sorted(set(counts))
@@ -317,14 +307,8 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
         fitting.sort(key=lambda layout: -(evidence(layout).lower or 0.0))
-    near: Sequence[SettingSuggestion] = ()
-    no_batch = None
-    if not fitting:
-        near = fitting_changes(config, nodes, unsupported, fixed)
-        if not any("global_batch" in change.options[1] for change in near):
-            no_batch = no_batch_reason(config, nodes, unsupported, fixed)
-    layouts = tuple(fitting), tuple(too_large)
-    return NodePlan(nodes, result.refused, layout, *layouts, tuple(near), no_batch)
+    near = [] if fitting else fitting_changes(config, nodes, unsupported, fixed)
+    return NodePlan(nodes, result.refused, layout, tuple(fitting), tuple(too_large), tuple(near))
 
 
 def _recipe_layout(
@@ -379,5 +363,7 @@ def most_refused(refused: Mapping[str, int], limit: int = 4) -> list[tuple[str, 
         similar = f" (one of {len(group)} such reasons)" if len(group) > 1 else ""
         rows.append((group[0][0] + similar, sum(count for _, count in group)))
     rows.sort(key=lambda row: -row[1])
-    rest = sum(count for _, count in rows[limit:])
-    return rows[:limit] + ([("other reasons", rest)] if rest else [])
+    num_others = sum(count for _, count in rows[limit:])
+    if num_others:
+        return [*rows[:limit], ("other reasons", num_others)]
+    return rows[:limit]

@@ -15,14 +15,14 @@ from slurmllm.checkpoint.foreign import list_trainer_checkpoints
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, RunError, SlurmllmError
+from slurmllm.errors import RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
 from slurmllm.plan.mesh import load_mesh
-from slurmllm.plan.prices import NodePrice, PriceChoice, select_price
+from slurmllm.plan.prices import NodePrice, select_price
 from slurmllm.report.facts import (
     CheckpointFacts,
     CheckpointState,
@@ -78,7 +78,7 @@ def _is_run_or_part(path: Path) -> bool:
 
 
 def read_run_facts(
-    source: Path, of_log: Mapping[str, Any], price: PriceChoice | None, client: SlurmClient
+    source: Path, of_log: Mapping[str, Any], price: float | None, client: SlurmClient
 ) -> RunFacts:
     """Read a run, whole or in part, or another framework's log.
 
@@ -96,7 +96,7 @@ def read_run_facts(
         )
         return _read_run(RunDir(source), curve, metrics, warnings, price, client)
     curve = read_curve(source, lenient=True, **of_log)
-    paid = _price(None, price, warnings)
+    paid = _price(None, price)
     return RunFacts(
         name=curve.name,
         path=source,
@@ -114,7 +114,7 @@ def _read_run(
     curve: Curve | None,
     metrics: FileRows,
     warnings: list[str],
-    price: PriceChoice | None,
+    price: float | None,
     client: SlurmClient,
 ) -> RunFacts:
     configuration = warn_on_error(lambda: load_leniently(run.config), warnings) or LenientConfig()
@@ -129,7 +129,7 @@ def _read_run(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
     warnings += _attempts_without_metrics(run, history)
-    paid = _price(configuration.config, price, warnings)
+    paid = _price(configuration.config, price)
     usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
     mesh = warn_on_error(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
@@ -181,16 +181,11 @@ def _attempts_without_metrics(run: RunDir, history: RunHistory) -> Iterator[str]
             )
 
 
-def _price(
-    config: RunConfig | None, choice: PriceChoice | None, warnings: list[str]
-) -> NodePrice | None:
-    """Return the price of a node hour, with a warning if it is not known."""
+def _price(config: RunConfig | None, usd: float | None) -> NodePrice | None:
+    """Return the price of a node hour; None if it is unknown."""
     if config is not None:
-        try:
-            return select_price(config, choice)
-        except ConfigError as error:
-            warnings.append(" ".join([error.title, *error.faults]))
-    return None if choice is None or choice.usd is None else NodePrice(choice.usd)
+        return select_price(config, usd)
+    return None if usd is None else NodePrice(usd)
 
 
 def read_checkpoints(

@@ -21,7 +21,6 @@ from slurmllm.cli.main import cli
 from slurmllm.config.load import load
 from slurmllm.metrics.curves import piece_means, thin_rows
 from slurmllm.plan.parameters import model_flops
-from slurmllm.plan.prices import PriceChoice
 from slurmllm.report.document import sections
 from slurmllm.report.facts import RunFacts, scaling_rows
 from slurmllm.report.figures import figures
@@ -31,7 +30,7 @@ from slurmllm.run.rundir import RunDir
 
 
 def read(run: RunDir, price: float = 7.59) -> RunFacts:
-    return read_run_facts(run.path, {}, PriceChoice(price), FakeSlurm(["n1"]))
+    return read_run_facts(run.path, {}, price, FakeSlurm(["n1"]))
 
 
 def test_the_row_of_awss_table(tmp_path: Path) -> None:
