@@ -55,7 +55,10 @@ def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatc
 def first_attempt_used(run: RunDir) -> int:
     """Return the first attempt since `resume --from-scratch`; those before it do not count."""
     submissions = JobsRecord.of(run).submissions
-    return max((sent.first_attempt for sent in submissions if sent.from_scratch), default=0)
+    return max(
+        (submission.first_attempt for submission in submissions if submission.from_scratch),
+        default=0,
+    )
 
 
 def invalidated_checkpoints(
@@ -93,12 +96,12 @@ def recorded_saves(run: RunDir) -> dict[int, float]:
         with suppress(StorageError):
             record = AttemptRecord.load(attempt.record)
         if record is not None and record.first_step is not None:
-            saves = {step: at for step, at in saves.items() if step < record.first_step}
+            saves = {step: saved_at for step, saved_at in saves.items() if step < record.first_step}
         if not attempt_saves and record and record.steps_gained and record.checkpoint_after:
             attempt_saves = {record.checkpoint_after: record.ended_at or record.started_at}
         saves |= {
-            step: at
-            for step, at in attempt_saves.items()
+            step: saved_at
+            for step, saved_at in attempt_saves.items()
             if not invalidation_reason(step, attempt.number, rollbacks)
         }
     return saves
@@ -161,8 +164,8 @@ def missing_checkpoint_messages(
     ]
 
 
-def _minute(at: float) -> str:
-    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"
+def _minute(saved_at: float) -> str:
+    return f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M}"
 
 
 @dataclass(frozen=True)
@@ -192,14 +195,14 @@ def list_checkpoints(run: RunDir) -> list[CheckpointEntry]:
     return read_all(read_entry, map(run.checkpoint, run.checkpoint_steps()))
 
 
-def require_step(run: RunDir, step: str, others: str) -> Path:
+def require_step(run: RunDir, step: str, alternatives: str) -> Path:
     """Return the folder of the checkpoint of a step, as given by a user; RunError if none."""
     steps = run.checkpoint_steps()
     if not step.isdecimal() or int(step) not in steps:
         present = ", ".join(map(str, steps[-10:])) or "none"
         raise RunError(
             f"run {run.name} has no checkpoint of step {step or repr(step)}; it has: {present} (or "
-            f"use {others})"
+            f"use {alternatives})"
         )
     return run.checkpoint(int(step))
 
@@ -224,8 +227,8 @@ def find_checkpoint(name: str, root: Path) -> RunDir | Path:
     path = Path(name)
     if path.is_dir() and not is_run(path) and not is_run(root / name):
         return path
-    run, at, step = name.rpartition("@")
-    if at and not is_run(root / name):
+    run, separator, step = name.rpartition("@")
+    if separator and not is_run(root / name):
         run_dir = find_run(run, root)
         require_own_trainer(run_dir)
         return run_dir if step == "latest" else require_step(run_dir, step, "latest")

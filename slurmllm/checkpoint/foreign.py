@@ -141,7 +141,7 @@ def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int |
     special[_STEP] = "*", r"(?P<step>\d+)"
     pieces = re.split(r"(\{run\}|\{step\}|\*)", command.checkpoints)
     pairs = [special.get(piece) or (glob.escape(piece), re.escape(piece)) for piece in pieces]
-    pattern, expression = ("".join(part) for part in zip(*pairs, strict=True))
+    pattern, expression = ("".join(column) for column in zip(*pairs, strict=True))
     base = Path(command.folder or "/")
     for name in glob.glob(pattern, root_dir=base):  # noqa: PTH207 - the pattern may be absolute
         if match := re.fullmatch(expression, name):

@@ -153,7 +153,7 @@ def first_fault(directory: Path, backend: WorkerContext) -> str | None:
 def _join(control: ControlPlane, lines: list[str]) -> str | None:
     """Return the lines of all workers as one text; None if there are none (collective)."""
     parts = control.gather(lines)
-    every = None if parts is None else [line for part in parts for line in part]
+    every = None if parts is None else [line for report in parts for line in report]
     return "; ".join(control.broadcast(every)) or None
 
 

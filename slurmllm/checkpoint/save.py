@@ -175,12 +175,12 @@ class _SaveFailed(Exception):
     """A part of the save failed on at least one worker."""
 
 
-def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
+def _agree(backend: ShardBackend, work: Callable[[], T]) -> T:
     """Run a part of the save on every worker; if one fails, all raise. Results stay local."""
     result: list[T] = []
     fault: tuple[str, bool] | None = None  # text, and whether a newer attempt has begun
     try:
-        result.append(part())
+        result.append(work())
     except NodeError as error:
         fault = str(error), True
     except OSError as error:
@@ -191,8 +191,8 @@ def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
     # Reached whatever happened: a worker that raised before would leave the others waiting.
     first = backend.control.first(fault)
     if first is not None:
-        text, superseded = first
-        raise NodeError(text) if superseded else _SaveFailed(text)
+        message, superseded = first
+        raise NodeError(message) if superseded else _SaveFailed(message)
     return result[0]
 
 

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from slurmllm.config.command import CommandConfig
 
 
-def _parse_size(ctx: click.Context, _: click.Parameter, text: str) -> int:
+def _parse_size(ctx: click.Context, _: click.Parameter, size_text: str) -> int:
     """Return the bytes of `5GB`, `500MB` or `2GiB`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size_text, re.IGNORECASE)
     if match is not None:
         number, unit, binary = match.groups()
         power = "KMGT".index(unit.upper()) + 1 if unit else 0
         size = int(float(number) * (1024 if binary else 1000) ** power)
         if size > 0:
             return size
-    raise UserError(f"--shard-size {text}: write a size such as 5GB, 500MB or 2GiB")
+    raise UserError(f"--shard-size {size_text}: write a size such as 5GB, 500MB or 2GiB")
 
 
 def _torch_dtype(ctx: click.Context, _: click.Parameter, name: str) -> torch.dtype | None:
@@ -202,12 +202,12 @@ def import_(
     tokenizer = f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}"
     if "tokenizer.json" not in plan.tokenizer.files:
         tokenizer = f"{source} has no tokenizer.json: name the tokenizer in data.tokenizer"
-    text = (
+    summary = (
         f"{plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
         f"{format_bytes(num_bytes)} in {num_files} files"
     )
     use = f"train from it: --set train.init_from={target}"
-    _report(as_json, target, began, fields, text, tokenizer, use)
+    _report(as_json, target, began, fields, summary, tokenizer, use)
 
 
 @checkpoint.command()
@@ -262,23 +262,23 @@ def export(
         "files": names,
         "bytes": num_bytes,
     }
-    text = (
+    summary = (
         f"{format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of weights in "
         f"{format_plural(num_files, 'file')}, from {directory}"
     )
     missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
     more = () if tokenizer.files else (missing,)
-    _report(as_json, target, began, fields, text, *more)
+    _report(as_json, target, began, fields, summary, *more)
 
 
 def _report(
-    as_json: bool, target: Path, began: float, fields: dict[str, Any], text: str, *more: str
+    as_json: bool, target: Path, began: float, fields: dict[str, Any], summary: str, *more: str
 ) -> None:
     seconds = time.monotonic() - began
     if as_json:
         options.echo_json({**fields, "seconds": round(seconds, 3)})
     else:
-        click.echo("\n".join((f"{target}: {text}, {seconds:.1f} s", *more)))
+        click.echo("\n".join((f"{target}: {summary}, {seconds:.1f} s", *more)))
 
 
 def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
@@ -350,5 +350,5 @@ def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
         ]
         print_table(("step", "changed", "state", "path"), table, fold="path")
     else:
-        place = command.checkpoints or "not set"
-        click.echo(f"run {run.name}: no checkpoint; command.checkpoints: {place}")
+        pattern = command.checkpoints or "not set"
+        click.echo(f"run {run.name}: no checkpoint; command.checkpoints: {pattern}")

@@ -85,8 +85,8 @@ class Relay:
         self.position, self.path = position, path
         self._root, self._secret = root, secret
         workers = [Peer(Role.WORKER, rank) for rank in position.workers()]
-        others = range(1, len(position.names)) if position.index == 0 else ()
-        nodes = [Peer(Role.NODE, node) for node in others]
+        other_nodes = range(1, len(position.names)) if position.index == 0 else ()
+        nodes = [Peer(Role.NODE, node) for node in other_nodes]
         # In this order contributions are combined, whatever the order in which they arrive.
         self._expected = (*workers, *nodes)
         self._owners = {worker.number: worker for worker in workers}
@@ -310,10 +310,10 @@ class Relay:
             return
         number = self._counts[peer]
         self._counts[peer] = number + 1
-        place = number - self._first
-        if place == len(self._operations):
+        index = number - self._first
+        if index == len(self._operations):
             self._operations.append(_Operation(frame.kind))
-        operation = self._operations[place]
+        operation = self._operations[index]
         if operation.kind is not frame.kind or frame.number != number:
             self._fail(
                 f"{self._describe([peer])} called {frame.kind.name} as operation {frame.number}, "
@@ -381,13 +381,13 @@ class Relay:
         reason = "" if isinstance(error, ConnectionResetError) else f" ({error})"
         self._fail(f"Connection closed by peer: {name}{reason}")
 
-    def _fail(self, text: str, kind: Kind = Kind.FAULT) -> None:
+    def _fail(self, reason: str, kind: Kind = Kind.FAULT) -> None:
         """Pass on why no operation can complete any more; the first reason counts."""
         if self._fault is not None:
             return
-        self._fault = Frame(kind, 0, text.encode())
+        self._fault = Frame(kind, 0, reason.encode())
         self._operations.clear()
-        log.debug("control plane: %s", text)
+        log.debug("control plane: %s", reason)
         for connection in self._below.values():
             self._send(connection, self._fault.encode())
         self._up(self._fault)

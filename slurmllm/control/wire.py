@@ -92,12 +92,12 @@ class Connection:
     def flush(self) -> None:
         with suppress(BlockingIOError):
             while self.unsent:
-                part = self.unsent[0]
-                sent = self.socket.send(part)
-                if sent == len(part):
+                chunk = self.unsent[0]
+                num_sent = self.socket.send(chunk)
+                if num_sent == len(chunk):
                     self.unsent.popleft()
                 else:
-                    self.unsent[0] = part[sent:]
+                    self.unsent[0] = chunk[num_sent:]
 
     def receive(self) -> list[Frame]:
         """Return the frames that have arrived; waits for the first bytes if the socket blocks.
@@ -105,11 +105,11 @@ class Connection:
         Raises a ConnectionResetError if the other end is closed, a NodeError if it sends what no
         worker does.
         """
-        part = self.socket.recv(min(max(_RECEIVE_BYTES, self._missing), _LONG_RECEIVE_BYTES))
-        if not part:
+        chunk = self.socket.recv(min(max(_RECEIVE_BYTES, self._missing), _LONG_RECEIVE_BYTES))
+        if not chunk:
             raise ConnectionResetError("closed")
-        self._in += part
-        self.num_bytes += len(part)
+        self._in += chunk
+        self.num_bytes += len(chunk)
         frames = []
         while len(self._in) >= _HEADER.size:
             kind, number, length = _HEADER.unpack_from(self._in)
@@ -153,12 +153,12 @@ def encode_part(rank: int, value: bytes) -> bytes:
 
 def decode_parts(payload: bytes) -> dict[int, bytes]:
     """Rank → value."""
-    parts, at = {}, 0
-    while at < len(payload):
-        rank, length = _PART.unpack_from(payload, at)
-        at += _PART.size
-        parts[rank] = payload[at : at + length]
-        at += length
+    parts, offset = {}, 0
+    while offset < len(payload):
+        rank, length = _PART.unpack_from(payload, offset)
+        offset += _PART.size
+        parts[rank] = payload[offset : offset + length]
+        offset += length
     return parts
 
 

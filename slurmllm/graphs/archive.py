@@ -361,8 +361,8 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
             continue
         last = "the log is gone"
         with suppress(OSError):
-            text = read_limited(run.path / state.log).decode(errors="replace").strip()
-            last = text.rpartition("\n")[2].strip()[:200] or "the compiler wrote nothing"
+            log_lines = read_limited(run.path / state.log).decode(errors="replace").strip()
+            last = log_lines.rpartition("\n")[2].strip()[:200] or "the compiler wrote nothing"
         lines.append(f"{state.name} failed: {last}; {state.log}")
     if len(bad) > _MAX_GRAPHS:
         names = ", ".join(state.name for state in bad[_MAX_GRAPHS:])

@@ -55,9 +55,11 @@ def submit_new_graphs(
     )
     if not states:
         return ()
-    others = {g.folder for g in graphs} - {state.folder for state in states}
+    other_folders = {g.folder for g in graphs} - {state.folder for state in states}
     archived = {file.path for file in manifest.files} if compiled else set()
-    new = [f for f in archive_files(cache, others) if str(f.relative_to(cache)) not in archived]
+    new = [
+        f for f in archive_files(cache, other_folders) if str(f.relative_to(cache)) not in archived
+    ]
     record = run.new_graphs / f"{attempt:03d}_{node}.json"
     archive = record.with_suffix(".tar")
     with archiving(run):

@@ -38,12 +38,12 @@ def initial_values(
     config: ModelConfig, name: str, shape: Sequence[int], region: Sequence[slice], seed: int
 ) -> Tensor:
     """Return the initial values of a region of the parameter `name`, of the given whole shape."""
-    size = [part.stop - part.start for part in region]
+    size = [bounds.stop - bounds.start for bounds in region]
     if name.endswith(".bias"):
         return torch.zeros(size)
     if len(size) == 1:  # weight of a norm
         return torch.ones(size)
-    offset = [part.start for part in region]
+    offset = [bounds.start for bounds in region]
     return normal(shape, standard_deviation(config, name), seed, name, offset, size)
 
 

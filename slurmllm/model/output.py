@@ -149,8 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kind = torch.float32 if count > size else rows.dtype
         grad_rows = rows.new_empty(rows.shape, dtype=kind) if need_weight else None
         for start in range(0, count, size):
-            part = x[start : start + size]
-            gradient = torch.mm(part, rows.T, out=logits[: len(part)])
+            hidden = x[start : start + size]
+            gradient = torch.mm(hidden, rows.T, out=logits[: len(hidden)])
             part_labels = labels[start : start + size]
             loss += output.softmax_gradient_(gradient, part_labels, share, *options)
             if grad_x is not None:
@@ -159,13 +159,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             # The first chunk writes, the others add: no pass that zeroes the gradient.
             if start == 0 and kind == gradient.dtype:
-                torch.mm(gradient.T, part, out=grad_rows)
+                torch.mm(gradient.T, hidden, out=grad_rows)
             elif start == 0:
-                grad_rows.copy_(gradient.T @ part)
+                grad_rows.copy_(gradient.T @ hidden)
             elif kind == gradient.dtype:
-                grad_rows.addmm_(gradient.T, part)
+                grad_rows.addmm_(gradient.T, hidden)
             else:
-                grad_rows += gradient.T @ part
+                grad_rows += gradient.T @ hidden
         ctx.save_for_backward(grad_x, grad_rows)
         ctx.count, ctx.shape, ctx.kind = count, weight.shape, weight.dtype
         return loss / count
@@ -214,9 +214,9 @@ def softmax_gradient_(
         logits[:, share.rows :] = -math.inf
     largest, total = compute_statistics(logits)
     ignored = labels == IGNORED
-    place = labels - share.first
-    is_local = (place >= 0) & (place < share.rows)
-    index = torch.where(is_local, place, 0).unsqueeze(-1)
+    column = labels - share.first
+    is_local = (column >= 0) & (column < share.rows)
+    index = torch.where(is_local, column, 0).unsqueeze(-1)
     hit = torch.where(is_local, logits.gather(1, index).squeeze(-1).float(), 0.0)
     if share.group is not None:
         # The largest logit of all shards, so that no exponential overflows.
@@ -228,7 +228,7 @@ def softmax_gradient_(
     log_sum = largest + total.log()
     # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
     scale = 1 + 2 * z_loss * log_sum if z_loss else None
-    target = torch.where(is_local, place, -1) if one_pass else None
+    target = torch.where(is_local, column, -1) if one_pass else None
     softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale, target)
     if not one_pass:
         # On CPUs scatter_add_ copies all logits twice if they are bf16.

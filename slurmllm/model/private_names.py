@@ -53,7 +53,7 @@ FEATURES = (SIGNED_OBJECTS, CHECKPOINT_INDEX, TASK_FUNCTIONS)
 def missing_names() -> list[str]:
     """Return a line for each feature that lacks a name; packages that are absent lack none."""
     installed = (f for f in FEATURES if importlib.util.find_spec(f.module.partition(".")[0]))
-    return [text for feature in installed if (text := feature.missing()) is not None]
+    return [message for feature in installed if (message := feature.missing()) is not None]
 
 
 if __name__ == "__main__":

@@ -83,9 +83,9 @@ def wrap_blocks(
             "mlp": [block.mlp],
             "norm": [m for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)],
         }
-        for part in [part for name in parts if name in recompute for part in parts[name]]:
+        for module in [module for name in parts if name in recompute for module in parts[name]]:
             # A method, which torch.compile guards by its function: equal blocks share a graph.
-            part.forward = types.MethodType(_recomputed, part)
+            module.forward = types.MethodType(_recomputed, module)
     forward: Forward = type(blocks[0]).forward
     if compiled:
         # Imports Inductor: 0.7 s.
@@ -115,8 +115,8 @@ def wrap_output(output: Output, device: Device, *, shared: bool) -> None:
         output.softmax_ = device.compile(output.softmax_)
 
 
-def _recomputed(part: nn.Module, *inputs: Any) -> Any:
-    return _checkpointed(functools.partial(type(part).forward, part), *inputs)
+def _recomputed(module: nn.Module, *inputs: Any) -> Any:
+    return _checkpointed(functools.partial(type(module).forward, module), *inputs)
 
 
 def _checkpointed(forward: Forward, *inputs: Any) -> Any:

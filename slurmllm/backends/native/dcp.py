@@ -130,7 +130,7 @@ class DcpSaver:
             self._save.wait_for_copy()
 
     def _allocate_copies(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        tensors = {key: tensor for part in parts for key, tensor in part.items()}
+        tensors = {key: tensor for group in parts for key, tensor in group.items()}
         sizes = {key: math.ceil(t.nbytes / _ALIGNMENT) * _ALIGNMENT for key, t in tensors.items()}
         memory = mmap.mmap(-1, sum(sizes.values()) or _ALIGNMENT)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a hundredth of the page faults
@@ -200,8 +200,8 @@ class DcpSave(ShardWrite):
         """Copy all tensors after the work that was enqueued before `ready`."""
         with torch.no_grad(), device.copies(ready):
             copied = [
-                {key: copies[key].copy_(t, non_blocking=True) for key, t in part.items()}
-                for part in self._parts
+                {key: copies[key].copy_(t, non_blocking=True) for key, t in group.items()}
+                for group in self._parts
             ]
         self._parts = copied  # only now: other streams use the memory of tensors that are released
 
@@ -209,7 +209,7 @@ class DcpSave(ShardWrite):
         try:
             with ThreadPoolExecutor(len(self._parts)) as pool:
                 places = list(pool.map(self._write_file, range(len(self._parts)), self._parts))
-            self._places.set_result([place for part in places for place in part])
+            self._places.set_result([location for group in places for location in group])
         except BaseException as error:  # raised by `wait` and `finish`, on all workers
             self._places.set_exception(error)
 

@@ -102,9 +102,9 @@ class ParallelEmbedding(nn.Embedding):
         assert isinstance(self.weight, DTensor)
         local = self.weight.to_local()
         rows = entries - self.mesh.get_local_rank() * local.shape[0]
-        others = (rows < 0) | (rows >= local.shape[0])
-        vectors = F.embedding(rows.masked_fill(others, 0), local)
-        vectors = vectors.masked_fill(others.unsqueeze(-1), 0)
+        is_elsewhere = (rows < 0) | (rows >= local.shape[0])
+        vectors = F.embedding(rows.masked_fill(is_elsewhere, 0), local)
+        vectors = vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         partial = DTensor.from_local(vectors, self.mesh, [Partial()], run_check=False)
         return partial.redistribute(self.mesh, [self.stream]).to_local()
 
@@ -150,9 +150,9 @@ def combine_chunks(chunks: Sequence[Decoder]) -> nn.Module:
     whole = nn.Module()
     whole.layers = nn.ModuleDict({n: b for chunk in chunks for n, b in chunk.layers.items()})
     for name in ("embed", "positions", "final_norm", "head"):
-        for part in (getattr(chunk, name) for chunk in chunks):
-            if part is not None:
-                setattr(whole, name, part)
+        for module in (getattr(chunk, name) for chunk in chunks):
+            if module is not None:
+                setattr(whole, name, module)
     return whole
 
 
@@ -270,7 +270,7 @@ def total_norm(
         if foreach:
             squares = torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square()
         else:
-            squares = torch.stack([_sum_of_squares(part) for part in parts])
+            squares = torch.stack([_sum_of_squares(tensor) for tensor in parts])
     total = (squares / _on_device(tuple(copies), squares.device)).sum()
     dist.all_reduce(total)
     if not total.is_cpu:

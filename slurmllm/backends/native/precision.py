@@ -221,14 +221,14 @@ def update_(
 
 
 def _update_in_slices(*tensors: Tensor) -> None:
-    by_row, others = tensors[:5], tensors[5:]  # weight to keys; columns and coefficients
+    by_row, by_column = tensors[:5], tensors[5:]  # weight to keys; columns and coefficients
     weight = by_row[0]
     if weight.ndim == 1:
         update_(*tensors)
         return
     each = max(1, KINDS[weight.device.type].update_elements // weight.shape[1])
     for start in range(0, weight.shape[0], each):
-        update_(*(tensor[start : start + each] for tensor in by_row), *others)
+        update_(*(tensor[start : start + each] for tensor in by_row), *by_column)
 
 
 def round_to_bf16(x: Tensor, random: Tensor) -> Tensor:

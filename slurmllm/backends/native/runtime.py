@@ -190,8 +190,8 @@ class NativeBackend(Backend):
             parameter: num_copies(parameter, workers) * (2 if parameter is tied else 1)
             for parameter in self.model.parameters()
         }
-        place = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
-        self.shards = DcpSaver(self.control, self.worker_device, place)
+        position = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
+        self.shards = DcpSaver(self.control, self.worker_device, position)
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:

@@ -44,7 +44,7 @@ def model_inputs(config: RunConfig) -> tuple[str, ...]:
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     recipe = config.recipe
     parallel, train, optim = recipe.parallel, recipe.train, recipe.optim
-    recomputed = [name for part in train.recomputed for name in _RECOMPUTED_CLASSES[part]]
+    recomputed = [name for block in train.recomputed for name in _RECOMPUTED_CLASSES[block]]
     zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
     return {
         "neuronx_distributed_config": {

@@ -154,10 +154,10 @@ class NxdBackend(Backend):
             self.model.original_module().tie()  # type: ignore[operator]
         self.parameters = {}
         self._loss_functions: list[parallel_model.ParallelLoss] = []
-        for part in self.model.local_modules():  # type: ignore[operator]
-            losses = (m for m in part.modules() if isinstance(m, parallel_model.ParallelLoss))
+        for module in self.model.local_modules():  # type: ignore[operator]
+            losses = (m for m in module.modules() if isinstance(m, parallel_model.ParallelLoss))
             self._loss_functions += losses
-            for name, parameter in self._shards.named_parameters(part).items():
+            for name, parameter in self._shards.named_parameters(module).items():
                 self.parameters.setdefault(name, parameter)
         for loss_function in self._loss_functions:
             loss_function.z_loss = recipe.train.z_loss
@@ -167,13 +167,13 @@ class NxdBackend(Backend):
     def build_optimizer(self) -> None:
         optim = self.config.recipe.optim
         decayed = {n: p for n, p in self.parameters.items() if p.ndim > 1}
-        others = {n: p for n, p in self.parameters.items() if p.ndim <= 1}
-        self.parameters = {**decayed, **others}  # the optimizer's order
+        vectors = {n: p for n, p in self.parameters.items() if p.ndim <= 1}
+        self.parameters = {**decayed, **vectors}  # the optimizer's order
         # Two groups for every recipe, so that all checkpoints have the same layout.
         decay_others = optim.weight_decay if optim.decay_norms_and_biases else 0.0
         groups = [
             {"params": list(decayed.values()), "weight_decay": optim.weight_decay},
-            {"params": list(others.values()), "weight_decay": decay_others},
+            {"params": list(vectors.values()), "weight_decay": decay_others},
         ]
         options = dict(self._arguments["initialize_parallel_optimizer"])
         del options["optimizer_class"], options["weight_decay"]

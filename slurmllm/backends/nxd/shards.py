@@ -184,8 +184,8 @@ def sum_(parts: Sequence[Tensor], group: Callable[[], dist.ProcessGroup]) -> Non
     """
     if not parts:
         return
-    message = torch.cat([part.flatten() for part in parts])
+    message = torch.cat([tensor.flatten() for tensor in parts])
     dist.all_reduce(message, group=group())
-    sizes = [part.numel() for part in parts]
-    for part, values in zip(parts, torch.split(message, sizes), strict=True):
-        part.copy_(values.view_as(part))
+    sizes = [tensor.numel() for tensor in parts]
+    for tensor, values in zip(parts, torch.split(message, sizes), strict=True):
+        tensor.copy_(values.view_as(tensor))

@@ -170,8 +170,8 @@ class _ShardFile(ShardWrite):
 
 
 def mix(*values: int) -> int:  # a 64-bit digest
-    text = ",".join(map(str, values)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    digits = ",".join(map(str, values)).encode()
+    return int.from_bytes(hashlib.blake2b(digits, digest_size=8).digest(), "little")
 
 
 def fraction(*values: int) -> float:
@@ -182,24 +182,24 @@ def batch_digest(micro_batches: Sequence[MicroBatch]) -> int:
     digest = 0
     for batch in micro_batches:
         factors = np.arange(1, batch.tokens.shape[1] + 1, dtype=np.uint64) * _STRIDE | np.uint64(1)
-        for part in (batch.tokens, batch.labels, batch.positions):
-            if part is not None:
-                rows = (part.astype(np.uint64) * factors).sum(axis=1)
+        for tensor in (batch.tokens, batch.labels, batch.positions):
+            if tensor is not None:
+                rows = (tensor.astype(np.uint64) * factors).sum(axis=1)
                 digest = (digest + int((rows * rows * _FACTOR + rows).sum())) % _MODULUS
                 factors = factors * _FACTOR
     return digest
 
 
 def _read_setting(name: str, default: float) -> float:
-    text = os.environ.get(name) or default
+    digits = os.environ.get(name) or default
     try:
-        value = float(text)
+        value = float(digits)
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
         raise ConfigError(
             "the rehearsal backend cannot start",
-            [f"env.{name}: {text!r} is not a number of 0 or more, such as {default:g}"],
+            [f"env.{name}: {digits!r} is not a number of 0 or more, such as {default:g}"],
         )
     return value
 

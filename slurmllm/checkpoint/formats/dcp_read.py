@@ -66,7 +66,7 @@ class DcpFiles:
         region = region or tuple(slice(0, size) for size in stored.shape)
         rows = self._rows(key, region)
         try:
-            out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
+            out = torch.empty([bounds.stop - bounds.start for bounds in region], dtype=stored.dtype)
         except RuntimeError as error:  # a damaged size
             raise StorageError(f"cannot read {key} from {self.directory}: {error}") from error
         self._copy([_Copy(row, out, region, key) for row in rows], key)
@@ -99,12 +99,12 @@ class DcpFiles:
     def _rows(self, key: str, region: Region) -> list[list[int]]:
         """Return the rows of the chunks that overlap a region, which must be the whole of it."""
         stored = self._require(key)
-        start = np.array([part.start for part in region], dtype=np.int64)
-        stop = np.array([part.stop for part in region], dtype=np.int64)
+        start = np.array([bounds.start for bounds in region], dtype=np.int64)
+        stop = np.array([bounds.stop for bounds in region], dtype=np.int64)
         offsets, sizes = np.split(stored.rows[:, :-3], 2, axis=1)
         common = np.minimum(stop, offsets + sizes) - np.maximum(start, offsets)
         overlaps = common.clip(min=0).prod(axis=1)  # values of each chunk in the region
-        num_values = math.prod(part.stop - part.start for part in region)
+        num_values = math.prod(bounds.stop - bounds.start for bounds in region)
         # A gap between the chunks would leave uninitialized values.
         if overlaps.sum() < num_values:
             raise StorageError(
@@ -126,12 +126,12 @@ class DcpFiles:
             raise StorageError(f"cannot read {title} from {self.directory}: {error}") from error
 
     def _copy_chunk(self, stream: BinaryIO, copy: _Copy) -> None:
-        *numbers, file, at, length = copy.row
+        *numbers, file, start_byte, length = copy.row
         offsets, sizes = numbers[: len(copy.region)], numbers[len(copy.region) :]
         title = f"cannot read {copy.key} from {self.directory}"
         try:
-            part = cast(IO[bytes], FilePart(stream, at, length))
-            chunk: Tensor = torch.load(part, map_location="cpu", weights_only=True)
+            section = cast(IO[bytes], FilePart(stream, start_byte, length))
+            chunk: Tensor = torch.load(section, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged bytes may raise anything, with torch's advice for us

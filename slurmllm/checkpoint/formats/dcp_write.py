@@ -70,8 +70,8 @@ class Chunk(NamedTuple):
             path,
             local.dtype,
             tuple(tensor.shape),
-            tuple(part.start for part in region),
-            tuple(part.stop - part.start for part in region),
+            tuple(packed.start for packed in region),
+            tuple(packed.stop - packed.start for packed in region),
             local.requires_grad,
             local.is_pinned(),
         )
@@ -153,9 +153,11 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
     def size(numbers: Numbers) -> torch.Size:
         return sizes.setdefault(numbers, torch.Size(numbers))
 
-    for part in parts:
-        chunks, chunk_places = pickle.loads(zlib.decompress(part))  # noqa: S301 (of this attempt's workers)
-        for chunk, place in zip(starmap(Chunk, chunks), starmap(Place, chunk_places), strict=True):
+    for packed in parts:
+        chunks, chunk_places = pickle.loads(zlib.decompress(packed))  # noqa: S301 (of this attempt's workers)
+        for chunk, location in zip(
+            starmap(Chunk, chunks), starmap(Place, chunk_places), strict=True
+        ):
             key = chunk.key
             tensor = tensors.get(key)
             if tensor is None:
@@ -168,9 +170,9 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
             if index in places:
                 raise CodeError(
                     f"{key} at {chunk.offsets} is written twice: into "
-                    f"{places[index].relative_path} and {place.file}"
+                    f"{places[index].relative_path} and {location.file}"
                 )
-            places[index] = storage_info(*place)
+            places[index] = storage_info(*location)
             tensor.chunks.append(ChunkStorageMetadata(size(chunk.offsets), size(chunk.sizes)))
     for key, tensor in tensors.items():
         written = sum(chunk.sizes.numel() for chunk in tensor.chunks)

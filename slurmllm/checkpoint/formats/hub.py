@@ -39,7 +39,7 @@ def model_folder(source: str) -> Path:
     try:
         folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=_PATTERNS))
     except tuple(refusals) as error:
-        reason = next(text for kind, text in refusals.items() if isinstance(error, kind))
+        reason = next(hint for kind, hint in refusals.items() if isinstance(error, kind))
         raise UserError(f"{source}{reason}") from error
     except errors.LocalEntryNotFoundError as error:
         offline = constants.HF_HUB_OFFLINE

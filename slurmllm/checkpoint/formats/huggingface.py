@@ -53,7 +53,7 @@ def _reorder_heads(config: ModelConfig, qkv: Tensor, *, inverse: bool) -> Tensor
 
 def _group_qkv(config: ModelConfig, qkv: Sequence[Tensor]) -> Tensor:
     """Return the rows of queries, keys and values, grouped by key-value head."""
-    parts = [_unflatten_rows(part, config.kv_heads, -1) for part in qkv]
+    parts = [_unflatten_rows(block, config.kv_heads, -1) for block in qkv]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
@@ -61,11 +61,11 @@ def _ungroup_qkv(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
     queries = config.num_heads // config.kv_heads * config.head_width
     groups = _unflatten_rows(ours, config.kv_heads, -1)
     parts = groups.tensor_split((queries, queries + config.head_width), dim=1)
-    return [part.flatten(0, 1) for part in parts]
+    return [block.flatten(0, 1) for block in parts]
 
 
 def _interleave(config: ModelConfig, gate_up: Sequence[Tensor]) -> Tensor:
-    blocks = [_unflatten_rows(part, -1, config.gate_block) for part in gate_up]
+    blocks = [_unflatten_rows(block, -1, config.gate_block) for block in gate_up]
     return torch.stack(blocks, dim=1).flatten(0, 2)
 
 
@@ -140,7 +140,7 @@ def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
         module = modules[_LAYER.sub("layers.{}.", name).removesuffix(f".{leaf}")]
         names = [f"{theirs.format(number)}.{leaf}" for theirs in module.theirs]
         layout = LAYOUTS[module.layout]
-        shapes = [tuple(part.shape) for part in layout.split(config, parameter.detach())]
+        shapes = [tuple(block.shape) for block in layout.split(config, parameter.detach())]
         theirs = dict(zip(names, shapes, strict=True))
         mappings.append(TensorMapping(name, tuple(parameter.shape), theirs, layout))
     return mappings

@@ -186,15 +186,15 @@ def _chunk_table(metadata: Any) -> ChunkTable:
         }
         files: dict[str, int] = {}
         rows: dict[str, dict[torch.Size, list[int]]] = {key: {} for key in entries}
-        for index, place in metadata.state["storage_data"].items():
+        for index, location in metadata.state["storage_data"].items():
             key, offset = _text(index.state["fqn"]), index.state.get("offset")
-            at = torch.Size() if offset is None else _size(offset)
-            number = files.setdefault(_file_name(place.state), len(files))
+            corner = torch.Size() if offset is None else _size(offset)
+            number = files.setdefault(_file_name(location.state), len(files))
             # A place without a chunk is of no use, nor is one of an unknown key.
-            if key in rows and (entries[key] is None or (key, at) in sizes):
-                chunk = [] if entries[key] is None else [*at, *sizes[key, at]]
-                bounds = [_number(place.state[name]) for name in ("offset", "length")]
-                rows[key][at] = [*chunk, number, *bounds]
+            if key in rows and (entries[key] is None or (key, corner) in sizes):
+                chunk = [] if entries[key] is None else [*corner, *sizes[key, corner]]
+                bounds = [_number(location.state[name]) for name in ("offset", "length")]
+                rows[key][corner] = [*chunk, number, *bounds]
         stored = {key: _stored(entry, [*rows[key].values()]) for key, entry in entries.items()}
         return ChunkTable(list(files), stored)
     except UnpicklingError:
@@ -216,11 +216,11 @@ def _stored(entry: Any, rows: list[list[int]]) -> StoredChunks:
     return StoredChunks(dtype, tuple(shape), numbers.reshape(-1, width))
 
 
-def _file_name(place: dict[str, Any]) -> str:
-    path = _text(place["relative_path"])
+def _file_name(location: dict[str, Any]) -> str:
+    path = _text(location["relative_path"])
     if "/" in path or path in ("", ".", ".."):
         _refuse(f"it names the file {path!r:.80}, outside the folder")
-    if place.get("transform_descriptors"):
+    if location.get("transform_descriptors"):
         raise TypeError("transformed shards are not read")
     return path
 

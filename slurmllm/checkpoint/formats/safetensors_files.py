@@ -196,9 +196,9 @@ def write_shards(
     done_bytes = 0
     for file, parts in shards.items():
         tensors: dict[str, Tensor] = {}
-        for part in parts:
-            tensors |= {name: own_storage(t) for name, t in convert(part).items()}
-            done_bytes += sizes_bytes[part]
+        for index in parts:
+            tensors |= {name: own_storage(t) for name, t in convert(index).items()}
+            done_bytes += sizes_bytes[index]
             on_progress(done_bytes)
         path = folder / file
         path.touch()  # with the mode that the user's umask gives

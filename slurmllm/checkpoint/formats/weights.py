@@ -145,7 +145,7 @@ def read_padded(
     Of one in VOCABULARY, `vocabulary_rows` are in the file. Raises a StorageError if the region
     exceeds what is stored.
     """
-    size = [part.stop - part.start for part in region]
+    size = [bounds.stop - bounds.start for bounds in region]
     rows = size[0]
     if name in VOCABULARY:
         rows = min(max(vocabulary_rows - region[0].start, 0), rows)
