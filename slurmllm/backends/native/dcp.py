@@ -102,7 +102,9 @@ class DcpSaver:
         tensors = {".".join(keys): tensor for keys, tensor in by_keys.items()}
         if self._index is None:
             self._names, self._files = frozenset(tensors), self._plan(tensors)
-            chunks = {".".join(keys): Chunk.of(keys, tensor) for keys, tensor in by_keys.items()}
+            chunks = {
+                ".".join(keys): Chunk.from_tensor(keys, tensor) for keys, tensor in by_keys.items()
+            }
             self._index = SaveIndex(
                 self._control, [chunks[key] for file in self._files for key in file]
             )

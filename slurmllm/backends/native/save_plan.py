@@ -28,7 +28,7 @@ class Holders:
     """This worker's place among the workers that hold the same chunk."""
 
     axes: tuple[str, ...]  # of the mesh, over which the chunk is replicated
-    place: int
+    holder: int
     count: int
 
 
@@ -60,10 +60,10 @@ class MeshPlace:
                     del axes[name]
         if self._tied and key.startswith(_TIED):
             axes["pipeline"] = self._ends
-        place, count = 0, 1
+        holder, count = 0, 1
         for index, degree in axes.values():
-            place, count = place * degree + index, count * degree
-        return Holders(tuple(axes), place, count)
+            holder, count = holder * degree + index, count * degree
+        return Holders(tuple(axes), holder, count)
 
 
 def own_tensors(state: Mapping[str, Tensor], mesh_place: MeshPlace) -> list[str]:
@@ -72,7 +72,7 @@ def own_tensors(state: Mapping[str, Tensor], mesh_place: MeshPlace) -> list[str]
     for key, tensor in state.items():
         if num_bytes := local_part(tensor).nbytes:  # FSDP leaves some workers without a part
             groups.setdefault(mesh_place.holders(key, tensor), {})[key] = num_bytes
-    shares = (share_out(sizes, holders.count)[holders.place] for holders, sizes in groups.items())
+    shares = (share_out(sizes, holders.count)[holders.holder] for holders, sizes in groups.items())
     written = {key for share in shares for key in share}
     return [key for key in state if key in written]
 
@@ -80,9 +80,9 @@ def own_tensors(state: Mapping[str, Tensor], mesh_place: MeshPlace) -> list[str]
 def share_out(sizes_bytes: Mapping[str, int], count: int) -> list[list[str]]:
     """Distribute tensors: the largest first, each to the share with the least bytes so far."""
     shares: list[list[str]] = [[] for _ in range(count)]
-    loads = [(0, place) for place in range(count)]
+    loads = [(0, holder) for holder in range(count)]
     for key in sorted(sizes_bytes, key=lambda key: (-sizes_bytes[key], key)):
-        load, place = loads[0]
-        heapq.heapreplace(loads, (load + sizes_bytes[key] + _ITEM_BYTES, place))
-        shares[place].append(key)
+        load, holder = loads[0]
+        heapq.heapreplace(loads, (load + sizes_bytes[key] + _ITEM_BYTES, holder))
+        shares[holder].append(key)
     return shares

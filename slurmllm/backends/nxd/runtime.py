@@ -208,7 +208,7 @@ class NxdBackend(Backend):
 
         def clip(*_: Any) -> None:
             gradients = [tensor.grad for tensor in self._optimized_tensors()]
-            self._grad_norm = self._norm.of(gradients)
+            self._grad_norm = self._norm.compute(gradients)
             present = [gradient for gradient in gradients if gradient is not None]
             clip_(present, self._grad_norm, self.config.recipe.optim.grad_clip)
 
@@ -298,7 +298,7 @@ class NxdBackend(Backend):
         self._sum_over_heads()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._param_norm = self._norm.of(self._optimized_tensors())
+        self._param_norm = self._norm.compute(self._optimized_tensors())
         mark_step()
         return self._grad_norm
 

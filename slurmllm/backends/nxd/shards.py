@@ -145,7 +145,7 @@ class Norm:
             weights = torch.split(weights, each)[parallel_state.get_data_parallel_rank()]
         return weights.to(device)
 
-    def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def compute(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the norm, fp32 [] on the device (collective over all workers).
 
         `tensors` has one for each parameter, with ZeRO-1 this worker's shard; None counts 0.

@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
     pinned: bool = False
 
     @classmethod
-    def of(cls, path: Keys, tensor: Tensor) -> Chunk:
+    def from_tensor(cls, path: Keys, tensor: Tensor) -> Chunk:
         """Describe this worker's part of a tensor."""
         region, local = local_region(tensor), local_part(tensor)
         return cls(

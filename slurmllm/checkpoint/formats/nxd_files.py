@@ -103,12 +103,12 @@ def part_of_worker(
     return StoredPart((*shape[: share.dim], end, *shape[share.dim + 1 :]), tuple(parts))
 
 
-def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
+def shard_of_replica(stored_part: StoredPart, data: int, data_rank: int) -> StoredPart:
     """Return the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
-    each = -(-part.shape[0] // data)  # NxD pads the last shards to equal size
+    each = -(-stored_part.shape[0] // data)  # NxD pads the last shards to equal size
     rows = slice(each * data_rank, each * (data_rank + 1))
     parts = []
-    for whole, local in part.parts:
+    for whole, local in stored_part.parts:
         start, stop = max(local[0].start, rows.start), min(local[0].stop, rows.stop)
         if start < stop:
             offset = whole[0].start - local[0].start
@@ -118,7 +118,7 @@ def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
                     (slice(start - rows.start, stop - rows.start), *local[1:]),
                 )
             )
-    return StoredPart((each, *part.shape[1:]), tuple(parts))
+    return StoredPart((each, *stored_part.shape[1:]), tuple(parts))
 
 
 class _Source(NamedTuple):
@@ -126,7 +126,7 @@ class _Source(NamedTuple):
 
     file: str
     key: Key
-    part: StoredPart
+    stored_part: StoredPart
 
 
 class NxdFiles:
@@ -181,9 +181,13 @@ class NxdFiles:
     def _optimizer_sources(self, name: str, key: Key) -> Iterator[_Source]:
         stage, layout = self._places[name][0], self._layout
         for rank in range(layout.tensor):
-            part = self._part(name, rank)
+            stored_part = self._part(name, rank)
             for replica in range(layout.data if layout.zero else 1):
-                shard = shard_of_replica(part, layout.data, replica) if layout.zero else part
+                shard = (
+                    shard_of_replica(stored_part, layout.data, replica)
+                    if layout.zero
+                    else stored_part
+                )
                 yield _Source(optimizer_file(replica, rank, stage), key, shard)
 
     def _part(self, name: str, rank: int) -> StoredPart:
@@ -194,27 +198,27 @@ class NxdFiles:
     ) -> Tensor:
         """Copy the region from the files that overlap it."""
         region = region or tuple(slice(0, size) for size in stored.shape)
-        out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
+        out = torch.empty([bounds.stop - bounds.start for bounds in region], dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
         missing = out.numel()
         for source in sources:
-            for part in source.part.parts:
-                key = tuple((piece.start, piece.stop) for piece in part.whole)
-                common = intersection(part.whole, region)
+            for held in source.stored_part.parts:
+                key = tuple((piece.start, piece.stop) for piece in held.whole)
+                common = intersection(held.whole, region)
                 # Several workers hold the same values.
                 if key in seen or any(piece.start >= piece.stop for piece in common):
                     continue
                 seen.add(key)
                 local = tuple(
-                    slice(x.start + at.start, x.stop + at.start)
-                    for x, at in zip(shifted(common, part.whole), part.local, strict=True)
+                    slice(x.start + target.start, x.stop + target.start)
+                    for x, target in zip(shifted(common, held.whole), held.local, strict=True)
                 )
                 file = self._open(source.file)
                 shape = file.shape(source.key)
-                if shape is not None and shape != source.part.shape:
+                if shape is not None and shape != source.stored_part.shape:
                     raise StorageError(
                         f"{file.path}: {'.'.join(map(str, source.key))} is {list(shape)}, but the "
-                        f"mesh and the model require {list(source.part.shape)}; restore it"
+                        f"mesh and the model require {list(source.stored_part.shape)}; restore it"
                     )
                 values = file.read(source.key, local)
                 out[shifted(common, region)] = values
