@@ -191,6 +191,7 @@ def _show(
 
 def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
     """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
+    from slurmllm.config.layers import value_at
     from slurmllm.config.profiles import find_yaml
     from slurmllm.config.recipe_file import LAYOUT, read_recipe
     from slurmllm.config.resolve import recipes_dir
@@ -205,7 +206,7 @@ def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None
     if paths:
         shipped = recipes_dir()
         file = find_yaml(name, shipped, "recipe", "slurmllm recipes")
-        tree["layouts"] = read_recipe(file, shipped)[0].get("layouts", {})
+        tree["layouts"] = value_at(read_recipe(file, shipped), "layouts", {})
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:

@@ -9,18 +9,26 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from slurmllm.config.yaml_source import flatten, parse_yaml, read_yaml, write_yaml
+from slurmllm.config.layers import (
+    Tree,
+    Value,
+    as_section,
+    is_section,
+    merge,
+    plain,
+    read_tree,
+    value_at,
+    with_source,
+)
+from slurmllm.config.yaml_source import parse_yaml, write_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.run.rundir import write_atomic
-
-Level = tuple[dict[str, Any], dict[str, str]]  # a file's values, and `file:line` of each
 
 # Figure of a data sheet → constants that were fitted with it: assumed if a profile changes it.
 _REACHED = {
@@ -87,8 +95,8 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
-def read_profile(path: Path, folder: Path) -> Level:
-    """Read a cluster profile with all that it extends: its values, and `file:line` of each.
+def read_profile(path: Path, folder: Path) -> Tree:
+    """Read a cluster profile with all that it extends.
 
     The profile's values replace the other's, section by section; null takes a value or section out.
     Figures of a maker that it replaces leave what training reaches of them assumed
@@ -109,7 +117,7 @@ def read_profile(path: Path, folder: Path) -> Level:
     return profile
 
 
-def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Level]]:
+def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
     """Read a recipe or cluster profile and all that it extends, the file itself first.
 
     `extends` names a shipped file, or one relative to the file's own folder. A file that extends
@@ -123,7 +131,7 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Level]]:
         ConfigError: a file cannot be read, or files extend each other.
     """
     noun = kind.split()[-1]
-    chain: list[tuple[Path, Level]] = []
+    chain: list[tuple[Path, Tree]] = []
     following: Path | None = path
     while following is not None:
         files = [file for file, _ in chain]
@@ -133,12 +141,12 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Level]]:
                 f"{kind}s extend each other: {names}; remove one `extends`, or name a {noun} "
                 f"outside of the chain: {', '.join(available(folder))}"
             )
-        values, origins = read_yaml(following, form=_FORMS[kind])
-        chain.append((following, (values, origins)))
-        following = _base(values, origins, following, folder, kind)
+        tree = read_tree(following, form=_FORMS[kind])
+        chain.append((following, tree))
+        following = _base(tree, following, folder, kind)
     if len(chain) > 1 or path.parent.name == TRAINERS:
-        _, (values, origins) = chain[0]
-        chain[0] = path, ({"name": name_of(path, noun), **values}, {"name": path.name, **origins})
+        name = Value(name_of(path, noun), path.name)
+        chain[0] = path, {"name": name, **chain[0][1]}
     return chain
 
 
@@ -147,13 +155,12 @@ def name_of(path: Path, default: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or default
 
 
-def _base(
-    values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path, kind: str
-) -> Path | None:
+def _base(tree: Tree, path: Path, folder: Path, kind: str) -> Path | None:
     """Return the file that this one extends; None if it extends none."""
-    if "extends" not in values:
+    if "extends" not in tree:
         return None
-    name, where = values.pop("extends"), origins.pop("extends", path.name)
+    node = tree.pop("extends")
+    name, where = plain(node), node.source if isinstance(node, Value) else path.name
     if not isinstance(name, str) or not name:
         raise ConfigError(
             f"extends ({where}): {name!r}: must be a {kind.split()[-1]}'s name, such as "
@@ -167,53 +174,34 @@ def _base(
         raise ConfigError(f"extends ({where}): {error.title}") from None
 
 
-def extended(base: Level, extension: Level) -> Level:
+def extended(base: Tree, changes: Tree) -> Tree:
     """Return a base profile with the values of one that extends it in place of its own."""
-    (values, origins), (changes, new_origins) = base, extension
-    hardware, before = changes.get("hardware", {}), values.get("hardware")
-    other_nodes = any(key in changes and changes[key] != values.get(key) for key in _NODES)
+    hardware, before = changes.get("hardware", {}), base.get("hardware")
+    other_nodes = any(
+        key in changes and value_at(changes, key) != value_at(base, key) for key in _NODES
+    )
     changed: list[str] = []
-    if isinstance(hardware, Mapping) and isinstance(before, Mapping) and (hardware or other_nodes):
+    if is_section(hardware) and is_section(before) and (plain(hardware) or other_nodes):
+        figures, hardware = as_section(before), as_section(hardware)
         changed = [name for name in hardware if name in _MAKERS]
         reached = [share for name in changed for share in _REACHED.get(name, ())]
-        # A node's links are those of as many devices.
-        links = ("network_gb_s", *_REACHED["network_gb_s"])
-        reached += links if other_nodes else ()
-        reached = [name for name in reached if name in before]
-        assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
+        if other_nodes:  # a node's links are those of as many devices
+            reached += ["network_gb_s", *_REACHED["network_gb_s"]]
+        assumed = [*(value_at(figures, "assumed") or ()), *filter(figures.__contains__, reached)]
         # What the profile gives itself is assumed only if it lists that itself.
-        derived: dict[str, Any] = {"assumed": [name for name in assumed if name not in hardware]}
+        names = [name for name in dict.fromkeys(assumed) if name not in hardware]
+        derived = {"assumed": Value(names, "extends")}
         if changed:
-            derived["source"] = f"{', '.join(changed)} as given; {before.get('source')}"
-        new_origins = {f"hardware.{name}": "extends" for name in derived} | new_origins
+            source = f"{', '.join(changed)} as given; {value_at(figures, 'source')}"
+            derived["source"] = Value(source, "extends")
         changes = {**changes, "hardware": {**derived, **hardware}}
     # Not merged: the date and source of the other's price are not this one's.
     dropped = {"price"} if {"price", "instance_type"} & changes.keys() else set()
     if changed or other_nodes:
         dropped |= {"price", "instance_type"}
-    values = {key: value for key, value in values.items() if key not in dropped}
-    merged, sources = merge((values, origins), (changes, new_origins))
-    if changes.get("price", ...) is None:  # not the tables' price either
-        merged["price"], sources["price"] = None, new_origins["price"]
-    return merged, sources
-
-
-def merge(base: Level, changes: Level) -> Level:
-    """Return the values of a file over those of the one that it extends; None takes one out."""
-    values, sources = _merged(base[0], changes[0]), base[1] | changes[1]
-    return values, {path: sources[path] for path in flatten(values) if path in sources}
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        before = merged.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merged(before, value)
-        elif value is None:
-            merged.pop(key, None)
-        else:
-            merged[key] = value
+    merged = merge({key: node for key, node in base.items() if key not in dropped}, changes)
+    if "price" in changes and value_at(changes, "price") is None:  # not the tables' price either
+        merged["price"] = changes["price"]
     return merged
 
 
@@ -237,7 +225,7 @@ def choose_cluster(cluster: str | None) -> tuple[str | None, str]:
 
 def default_cluster() -> str | None:
     """Return the profile that config.yaml names; a file's path is relative to config.yaml."""
-    name = _read_user_file()[0].get("cluster")
+    name = value_at(_read_user_file(), "cluster")
     if name is None:
         return None
     path = user_configuration()
@@ -264,23 +252,27 @@ def set_default_cluster(profile: Path) -> None:
     raise ConfigError(f"{path} cannot be changed by a line; write into it: {line.strip()}")
 
 
-def with_user_configuration(profile: Level) -> Level:
+def with_user_configuration(profile: Tree) -> Tree:
     """Return a cluster profile with the user's own settings of data in place of its own."""
-    values, lines = _read_user_file()
-    values.pop("cluster", None)
-    if not values:
+    settings = _read_user_file()
+    settings.pop("cluster", None)
+    if not settings:
         return profile
-    where = {dotted: f"{user_configuration().parent.name}/{line}" for dotted, line in lines.items()}
-    return extended(profile, (values, where))
+    folder = user_configuration().parent.name
+    named = {
+        name: with_source(node, lambda source: f"{folder}/{source}")
+        for name, node in settings.items()
+    }
+    return extended(profile, named)
 
 
-def _read_user_file() -> Level:
+def _read_user_file() -> Tree:
     path = user_configuration()
     if not path.is_file():
-        return {}, {}
+        return {}
     form = "see docs/site.md#the-default-cluster and docs/data.md#published-data-sets"
-    values, lines = read_yaml(path, trusted=True, form=form)
-    if unknown := values.keys() - {*_USER_FIELDS}:
+    settings = read_tree(path, trusted=True, form=form)
+    if unknown := settings.keys() - {*_USER_FIELDS}:
         fields = ", ".join(_USER_FIELDS)
         raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {form}")
-    return values, lines
+    return settings

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.huggingface import read_model
-from slurmllm.config.profiles import Level, merge, read_chain
+from slurmllm.config.layers import (
+    Tree,
+    Value,
+    as_section,
+    is_section,
+    make_node,
+    merge,
+    value_at,
+    with_source,
+)
+from slurmllm.config.profiles import read_chain
 from slurmllm.config.variables import MASK, TUNING, is_secret
 from slurmllm.config.variables import may_be_in_file as may_set_variable
-from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError
 
 AUTO = {"auto": True}  # the meaning of `parallel: auto`
@@ -20,8 +28,8 @@ LAYOUT = "layout of "  # prefix of the origins of what a layout sets
 _SETTINGS = ("parallel", "train.micro_batch", "train.activation_checkpointing")
 
 
-def read_recipe(path: Path, shipped: Path) -> Level:
-    """Read a recipe with all that it extends: its values, and the source of each.
+def read_recipe(path: Path, shipped: Path) -> Tree:
+    """Read a recipe with all that it extends.
 
     Its values replace those of the recipe that it extends, section by section; null takes one out.
     `parallel: auto` and the file of a published model replace the whole section.
@@ -29,35 +37,29 @@ def read_recipe(path: Path, shipped: Path) -> Level:
     Args:
         shipped: Folder of the recipes that are extended by name.
     """
-    (file, recipe), *extensions = reversed(read_chain(path, shipped, "recipe"))
-    _read_sections(file, recipe)
-    for file, changes in extensions:
-        replaced = _read_sections(file, changes)
-        base = {name: value for name, value in recipe[0].items() if name not in replaced}
-        recipe = merge((base, recipe[1]), changes)
+    recipe: Tree = {}
+    for file, changes in reversed(read_chain(path, shipped, "recipe")):
+        for name in _read_sections(file, changes):
+            recipe.pop(name, None)
+        recipe = merge(recipe, changes) if recipe else changes
     return recipe
 
 
-def _read_sections(file: Path, recipe: Level) -> set[str]:
+def _read_sections(file: Path, tree: Tree) -> set[str]:
     """Replace `parallel: auto` and `model: FILE` by their sections; returns these."""
-    values, origins = recipe
-    sections: dict[str, tuple[dict[str, Any], str]] = {}
-    if values.get("parallel") == "auto":
-        # A copy: `--set` changes sections in place.
-        sections["parallel"] = dict(AUTO), origins["parallel"]
-    if isinstance(values.get("model"), str):
-        model = file.parent / values["model"]
-        sections["model"] = read_model(model), str(model)
-    for name, (section, source) in sections.items():
-        values[name] = section
-        del origins[name]
-        origins.update(dict.fromkeys(flatten({name: section}), source))
-    return set(sections)
+    replaced: set[str] = set()
+    parallel, model = tree.get("parallel"), tree.get("model")
+    if isinstance(parallel, Value) and parallel.value == "auto":
+        tree["parallel"] = make_node(AUTO, parallel.source)
+        replaced.add("parallel")
+    if isinstance(model, Value) and isinstance(model.value, str):
+        model_file = file.parent / model.value
+        tree["model"] = make_node(read_model(model_file), str(model_file))
+        replaced.add("model")
+    return replaced
 
 
-def apply_layouts(
-    values: dict[str, Any], origins: dict[str, str], cluster: Mapping[str, Any]
-) -> None:
+def apply_layouts(tree: Tree, cluster: Tree) -> None:
     """Move the settings for a cluster from a recipe's `layouts` to their sections, in place.
 
     The recipe's own value has precedence over the layout of the profile, and that over the layout
@@ -65,54 +67,47 @@ def apply_layouts(
     no setting of a layout is left, for the validation.
 
     Args:
-        cluster: The profile's values.
+        cluster: The profile.
     """
-    layouts = values.get("layouts")
-    if not isinstance(layouts, dict):
+    layouts = tree.get("layouts")
+    if not is_section(layouts):
         return
-    parallel = values.get("parallel")
-    leaves_all_open = parallel == "auto" or (isinstance(parallel, dict) and parallel.get("auto"))
-    for name in (str(cluster.get("name")), str(cluster.get("device"))):
-        for path in () if leaves_all_open else _SETTINGS:
-            _move(path, layouts.get(name), name, values, origins)
-    if "parallel" not in values:
-        values["parallel"] = "auto"
-        origins["parallel"] = f"no layout for {cluster.get('name')}"
+    name, device = str(value_at(cluster, "name")), str(value_at(cluster, "device"))
+    if not value_at(tree, "parallel.auto"):
+        for hardware in (name, device):
+            for path in _SETTINGS:
+                _move(path, as_section(layouts).get(hardware), hardware, tree)
+    parallel = tree.get("parallel")
+    if isinstance(parallel, Value) and parallel.value == "auto":  # a layout's
+        tree["parallel"] = make_node(AUTO, parallel.source)
+    if parallel is None:
+        tree["parallel"] = make_node(AUTO, f"no layout for {value_at(cluster, 'name')}")
 
 
-def _move(
-    path: str, layout: Any, cluster: str, values: dict[str, Any], origins: dict[str, str]
-) -> None:
-    prefix = f"layouts.{cluster}."
+def _move(path: str, layout: Any, hardware: str, tree: Tree) -> None:
     section, _, name = path.rpartition(".")
-    source, target = layout, values
+    source, target = as_section(layout), tree
     if section:
-        source = layout.get(section) if isinstance(layout, dict) else None
-        target = values.setdefault(section, {})
-    if not isinstance(source, dict) or name not in source or not isinstance(target, dict):
+        source, target = as_section(source.get(section)), tree.setdefault(section, {})
+    if name not in source or not isinstance(target, dict):
         return
-    places = [p for p in origins if p == f"{prefix}{path}" or p.startswith(f"{prefix}{path}.")]
-    moved = {
-        place.removeprefix(prefix): f"{LAYOUT}{cluster}, {origins.pop(place)}" for place in places
-    }
-    value = source.pop(name)
+    node = source.pop(name)
     if name not in target:
-        target[name] = value
-        origins |= moved
+        target[name] = with_source(node, lambda line: f"{LAYOUT}{hardware}, {line}")
 
 
-def default_cluster(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def default_cluster(tree: Tree) -> str:
     # A default of another type is a fault that the validation reports.
-    chosen = values.get("default_cluster")
-    if not isinstance(chosen, str):
+    node = tree.get("default_cluster")
+    if not isinstance(node, Value) or not isinstance(node.value, str):
         return "local"
-    if Path(chosen).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
+    if Path(node.value).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
         raise ConfigError(
-            f"default_cluster: {chosen!r} ({origins.get('default_cluster')}): a recipe, which may "
+            f"default_cluster: {node.value!r} ({node.source}): a recipe, which may "
             "be another user's file, names shipped profiles only; if you trust the profile, "
-            f"--cluster {chosen}"
+            f"--cluster {node.value}"
         )
-    return chosen
+    return node.value
 
 
 def untrusted_fault(path: str, value: Any, source: str) -> str | None:

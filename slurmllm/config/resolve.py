@@ -13,6 +13,19 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import REFUSED
 from slurmllm.config.directives import parse_options, user_defaults
 from slurmllm.config.huggingface import read_model
+from slurmllm.config.layers import (
+    DEFAULT,
+    Tree,
+    Value,
+    as_section,
+    is_section,
+    leaves,
+    make_node,
+    make_tree,
+    plain,
+    sources,
+    value_at,
+)
 from slurmllm.config.profiles import (
     choose_cluster,
     find_yaml,
@@ -185,55 +198,57 @@ def resolve(
         ConfigError: with all faults of recipe, profile and overrides.
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "`slurmllm recipes` lists them")
-    values, origins = read_recipe(recipe_path, recipes_dir())
+    tree = read_recipe(recipe_path, recipes_dir())
     chosen, source = choose_cluster(cluster)
     fix = "--cluster FILE.yaml" if chosen == cluster else f"correct {source}, which names it"
-    chosen = chosen or default_cluster(values, origins)
+    chosen = chosen or default_cluster(tree)
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", fix)
-    profile = read_profile(cluster_path, clusters_dir())
-    cluster_values, cluster_origins = with_user_configuration(profile)
-    apply_layouts(values, origins, cluster_values)
-    if values.get("parallel") == "auto":
-        # A copy: `_assign` changes sections in place.
-        values["parallel"] = dict(AUTO)
-        origins["parallel.auto"] = origins.pop("parallel")
-    layouts = values.pop("layouts", {})
-    tree: dict[str, Any] = {**values, "cluster": cluster_values}
-    origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
+    profile = with_user_configuration(read_profile(cluster_path, clusters_dir()))
+    apply_layouts(tree, profile)
     faults: list[str] = []
-    if "cluster" in values:
+    if "cluster" in tree:
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
-    of_files = dict(origins)
-    _override(tree, overrides, origins, faults)
+    layouts = tree.pop("layouts", {})
+    tree["cluster"] = profile
+    of_files = dict(leaves(tree))
+    _override(tree, overrides, faults)
     if "layouts" in tree:
         faults.append("layouts: only in a recipe's file; --set parallel.tensor=… has precedence")
     tree["layouts"] = layouts
-    leaves = flatten(tree)
-    unchanged = [path for path, origin in origins.items() if origin == of_files.get(path)]
-    untrusted = (untrusted_fault(path, leaves.get(path), origins[path]) for path in unchanged)
-    faults += filter(None, untrusted)
-    for dotted, (option, value) in (options or {}).items():
-        if value is not None:
-            _assign(tree, dotted, value, option, origins, faults)
-    _assign_user_defaults(tree, origins, faults)
+    of_files |= leaves({"layouts": layouts})
+    for path, leaf in leaves(tree):
+        if leaf.source == DEFAULT or of_files.get(path) != leaf:  # an empty section, or an option's
+            continue
+        if fault := untrusted_fault(path, leaf.value, leaf.source):
+            faults.append(fault)
+    _assign_options(tree, options, faults)
+    _assign_user_defaults(tree, faults)
     title = f"{recipe_path.name} with {cluster_path.name}"
-    config = RunConfig(*validate(tree, origins, faults, title))
+    config = RunConfig(*validate(plain(tree), sources(tree), faults, title))
     # The layouts of other clusters are no part of the run.
     return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
 
 
-def _assign_user_defaults(tree: dict[str, Any], origins: dict[str, str], faults: list[str]) -> None:
+def _assign_options(
+    tree: Tree, options: Mapping[str, tuple[str, Any]] | None, faults: list[str]
+) -> None:
+    for path, (option, value) in (options or {}).items():
+        if value is not None:
+            _assign(tree, path, value, option, faults)
+
+
+def _assign_user_defaults(tree: Tree, faults: list[str]) -> None:
     """Set the options of sbatch that the user's shell has and nothing else sets."""
-    cluster, leaves = tree["cluster"], flatten(tree)
-    of_profile = {"partition"} if cluster.get("partition") else set[str]()
+    origins = sources(tree)
+    of_profile = {"partition"} if value_at(tree, "cluster.partition") else set[str]()
     with suppress(TypeError, ValueError):  # a fault that the validation reports
-        of_profile |= parse_options(cluster.get("directives") or ()).keys()
+        of_profile |= parse_options(value_at(tree, "cluster.directives") or ()).keys()
     for name, value in user_defaults().items():
         path = f"slurm.{name}"
         # A null in a file, such as `slurmllm recipes NAME` prints it, leaves the choice open.
-        is_open = leaves.get(path) is None and not origins.get(path, "").startswith("--set")
+        is_open = value_at(tree, path) is None and not origins.get(path, "").startswith("--set")
         if is_open and name not in of_profile:
-            _assign(tree, path, value, f"SBATCH_{name.upper()}", origins, faults)
+            _assign(tree, path, value, f"SBATCH_{name.upper()}", faults)
 
 
 def change(
@@ -251,19 +266,17 @@ def change(
     Raises:
         ConfigError: with all faults.
     """
-    tree, origins = config.values(), dict(config.origins)
-    tree["env"], tree["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
+    values = config.values()
+    values["env"], values["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
+    tree = make_tree(values, config.origins)
     if cluster is not None:
         path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-        tree["cluster"], sources = with_user_configuration(read_profile(path, clusters_dir()))
-        origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
-        origins |= {f"cluster.{name}": source for name, source in sources.items()}
+        tree["cluster"] = with_user_configuration(read_profile(path, clusters_dir()))
     faults: list[str] = []
-    _override(tree, overrides, origins, faults)
-    for dotted, (option, value) in (options or {}).items():
-        if value is not None:
-            _assign(tree, dotted, value, option, origins, faults)
-    return RunConfig(*validate(tree, origins, faults, f"run of {config.recipe.name}"))
+    _override(tree, overrides, faults)
+    _assign_options(tree, options, faults)
+    title = f"run of {config.recipe.name}"
+    return RunConfig(*validate(plain(tree), sources(tree), faults, title))
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -276,9 +289,7 @@ def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
     }
 
 
-def _override(
-    tree: dict[str, Any], overrides: Iterable[str], origins: dict[str, str], faults: list[str]
-) -> None:
+def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
     settings: list[tuple[str, Any, str]] = []
     for item in overrides:
         dotted, equals, text = item.partition("=")
@@ -302,38 +313,31 @@ def _override(
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
     settings.sort(key=lambda setting: setting[:2] != ("parallel", "auto"))
     for dotted, value, source in settings:
-        whole = (dotted, value) == ("parallel", "auto")
-        _assign(tree, dotted, dict(AUTO) if whole else value, source, origins, faults)
-        for path in OPEN if whole else ():  # a layout's are the planner's now
-            if origins.get(path, "").startswith(LAYOUT):
-                group, _, name = path.partition(".")
-                tree[group].pop(name), origins.pop(path)
+        if (dotted, value) != ("parallel", "auto"):
+            _assign(tree, dotted, value, source, faults)
+            continue
+        _assign(tree, dotted, AUTO, source, faults)
+        for path in OPEN:  # a layout's are the planner's now
+            section, _, name = path.partition(".")
+            leaf = as_section(tree.get(section)).get(name)
+            if isinstance(leaf, Value) and leaf.source.startswith(LAYOUT):
+                del tree[section][name]
 
 
-def _assign(
-    tree: dict[str, Any],
-    dotted: str,
-    value: Any,
-    source: str,
-    origins: dict[str, str],
-    faults: list[str],
-) -> None:
+def _assign(tree: Tree, dotted: str, value: Any, source: str, faults: list[str]) -> None:
     """Set one value. Unknown paths are reported by the validation that follows."""
     *sections, leaf = dotted.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
+        if not is_section(tree.setdefault(section, {})):
             faults.append(f"{dotted}: {section} is not a section; see `slurmllm recipes NAME`")
             return
-    # A whole section may be replaced: the sources of its former values must go.
-    for path in [path for path in origins if path.startswith(f"{dotted}.")]:
-        del origins[path]
+        entries = as_section(tree[section])
+        tree[section] = entries
+        tree = entries
     if value is not None or ".".join(sections) not in _REMOVED_BY_NULL:
-        tree[leaf] = value
-        origins.update(dict.fromkeys(flatten({dotted: value}), source))
+        tree[leaf] = make_node(value, source)
     elif leaf in tree:
         del tree[leaf]
-        origins.pop(dotted, None)
     else:
         names = ", ".join(sorted(tree)) or "it is empty"
         faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({names})")

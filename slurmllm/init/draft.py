@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import parse_options
-from slurmllm.config.profiles import Level, available, extended, read_profile
+from slurmllm.config.layers import make_tree, plain
+from slurmllm.config.profiles import available, extended, read_profile
 from slurmllm.config.resolve import clusters_dir
 from slurmllm.config.schema import schema_line
 from slurmllm.config.yaml_source import parse_yaml, write_yaml
@@ -84,7 +85,8 @@ def nearest_figures(kind: NodeKind) -> Figures:
 
 
 def shipped_values(name: str) -> dict[str, Any]:
-    return read_profile(clusters_dir() / f"{name}.yaml", clusters_dir())[0]
+    values: dict[str, Any] = plain(read_profile(clusters_dir() / f"{name}.yaml", clusters_dir()))
+    return values
 
 
 def _by_gpu(text: str) -> tuple[str, str | None]:
@@ -108,8 +110,9 @@ class Draft:
     def cluster(self) -> Cluster:
         """Return the profile with all that it extends."""
         values = parse_yaml(self.text)
-        base: Level = shipped_values(values.pop("extends")), {}
-        return Cluster.model_validate({**extended(base, (values, {}))[0], "name": "draft"})
+        base = make_tree(shipped_values(values.pop("extends")), {})
+        profile = plain(extended(base, make_tree(values, {})))
+        return Cluster.model_validate({**profile, "name": "draft"})
 
 
 def draft_profile(survey: Survey, partition: Partition) -> Draft:

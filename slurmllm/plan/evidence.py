@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slurmllm.config.cluster import Hardware
+from slurmllm.config.layers import value_at
 from slurmllm.config.profiles import read_profile
 from slurmllm.config.resolve import clusters_dir
 from slurmllm.format import format_number, format_plural
@@ -270,8 +271,8 @@ def generations(runs: Iterable[MeasuredRun]) -> str:
 @lru_cache
 def _peaks_of(profile: str) -> tuple[float, float]:
     """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
-    values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
-    return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
+    tree = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
+    return value_at(tree, "hardware.bf16_tflops"), value_at(tree, "hardware.memory_gib")
 
 
 def _axis_text(axis: str, value: int) -> str:
