@@ -87,7 +87,10 @@ def test_each_second_has_its_part() -> None:
     twice = sum_utilization([used, used])
     assert twice.node_hours == 2 * used.node_hours
     assert twice.goodput == pytest.approx(used.goodput)
-    assert (twice.steps, twice.usd) == (12, None)
+    assert (twice.steps, twice.usd, twice.wasted_usd) == (12, None, None)
+    priced = account_node_hours(history, usd_per_node_hour=2.0)
+    assert priced.usd == pytest.approx(2 * 4 * 156 / HOUR_S)
+    assert priced.wasted_usd == pytest.approx(2 * 4 * (156 - 24) / HOUR_S)
 
 
 def test_evaluations_are_a_part_of_their_own() -> None:
