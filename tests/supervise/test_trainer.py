@@ -92,7 +92,7 @@ def test_a_command_that_does_not_exist(bench: Bench) -> None:
 
 
 def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmllm.supervise.worker_output.MOST_BYTES", 1000)
+    monkeypatch.setattr("slurmllm.supervise.worker_output.MAX_LOG_BYTES", 1000)
     log = tmp_path / "log"
     output = WorkerOutput(0)
     write = output.open(0, os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND))
