@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).parent / "claims.yaml"
 PAGE = ROOT / "docs" / "reproduce.md"
 VERDICTS = ("works", "on CPU", "predicted", "needs Trainium")
-_HEADING = "| | claim | command | prints | verdict |"
+_HEADING = "| | claim | command | prints | verdict | agrees |"
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -38,6 +38,7 @@ class Claim:
     prints: str  # part of the output; `…` stands for any text, a space for any blanks
     verdict: str
     seconds: int  # about, on two cores
+    agrees: str = ""  # whether our number is the source's, and why not
     tolerance: float = 0.0  # relative, for the numbers of `prints`, which then has no `…`
 
 
@@ -93,13 +94,13 @@ def _value(number: str) -> float:
 
 def table(documents: Mapping[str, Document]) -> str:
     """Return the table of docs/reproduce.md, in Markdown."""
-    lines = [_HEADING, "|---|---|---|---|---|"]
+    lines = [_HEADING, "|---|---|---|---|---|---|"]
     for document in documents.values():
-        lines.append(f"| | **[{document.title}]({document.url})** | | | |")
+        lines.append(f"| | **[{document.title}]({document.url})** | | | | |")
         for claim in document.claims:
             cells = [claim.id, claim.claim, f"`{claim.command}`", f"`{claim.prints}`"]
             cells = [cell.replace("|", r"\|") for cell in cells]
-            lines.append(f"| {' | '.join([*cells, claim.verdict])} |")
+            lines.append(f"| {' | '.join([*cells, claim.verdict, claim.agrees])} |")
     return "\n".join(lines)
 
 
