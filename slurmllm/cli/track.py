@@ -80,14 +80,16 @@ def sync(
             logged.add(str(error))
             return False
 
-    sent = sending.sync(run_dir, config, names, ended)
+    sessions = sending.sync(run_dir, config, names, ended)
     if as_json:
         options.echo_json(
-            {name: {"steps_sent": n, "url": record.url} for name, (n, record) in sent.items()}
+            {
+                session.name: {"steps_sent": session.steps_sent, "url": session.record.url}
+                for session in sessions
+            }
         )
         return
-    for name, (number, record) in sent.items():
-        where = f"; {record.url}" if record.url else ""
-        click.echo(
-            f"{name}: {number} steps sent, up to {max(record.sent.values(), default=0)}{where}"
-        )
+    for session in sessions:
+        last_step = max(session.record.last_step, 0)
+        url = f"; {session.record.url}" if session.record.url else ""
+        click.echo(f"{session.name}: {session.steps_sent} steps sent, up to {last_step}{url}")

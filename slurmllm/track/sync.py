@@ -1,8 +1,8 @@
 """Sends the steps of a run that a tracker does not have yet, from the run's metrics files.
 
-The metrics of all attempts are merged (`metrics.merge`), and of each attempt the record of a
-tracker remembers the last step that was sent. A requeue so continues the tracker's run, whichever
-process sends: the supervisor's child on the first node, or `slurmllm track sync` on the login node.
+A tracker's run is resumed by its id, which `trackers/<tracker>.json` has with the newest step that
+was sent: all attempts of a run are one run of the tracker, whichever process sends them, the
+supervisor's child on the first node or `slurmllm track sync` on the login node.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ import fcntl
 import logging
 import math
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from slurmllm.config.recipe import TrackerName
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.trackers import missing
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
-from slurmllm.metrics.curves import TAGS, VAL_LOSS, Curve, Ints
+from slurmllm.metrics.curves import TAGS, Curve
 from slurmllm.metrics.row_reader import evaluation_values
 from slurmllm.metrics.source import read_run
 from slurmllm.run.records import CONTINUES, AttemptRecord, JobsRecord, Record
@@ -51,24 +49,9 @@ log = logging.getLogger(__name__)
 class TrackerRecord(Record):
     """`trackers/<tracker>.json`: the tracker's run, and what it has."""
 
-    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9]{1,64}$")]  # W&B's id; a tag in MLflow
+    run_id: str = ""  # by which the tracker resumes it; empty until the tracker has made it
     url: str = ""  # of the tracker's page
-    sent: dict[int, int] = Field(default_factory=dict)  # attempt → last step that was sent
-
-
-def unsent(curve: Curve, sent: Mapping[int, int], repeats: bool) -> Ints:
-    """Return the rows of the merged metrics that a tracker does not have.
-
-    Steps that were recomputed after a restart are sent again if the tracker can have a step twice
-    (`repeats`) and their values differ: after an inexact resume, or after a roll-back.
-    """
-    last = np.array([sent.get(int(attempt), -1) for attempt in curve.attempts], dtype=np.int64)
-    new = curve.steps > last
-    differ = curve.overlap_identical is False or bool(curve.skips)
-    if not (repeats and differ):
-        new &= curve.steps > max(sent.values(), default=-1)
-    rows: Ints = np.flatnonzero(new)
-    return rows
+    last_step: int = -1  # newest step that was sent
 
 
 class Session:
@@ -76,54 +59,40 @@ class Session:
 
     def __init__(self, run: RunDir, config: RunConfig, name: TrackerName) -> None:
         self.name: TrackerName = name
+        self.steps_sent = 0
         self._run, self._config, self._path = run, config, run.tracker(name)
-        self.record = TrackerRecord.find(self._path) or TrackerRecord(run_id=secrets.token_hex(8))
+        self.record = TrackerRecord.find(self._path) or TrackerRecord()
         self._tracker: Tracker | None = None
 
-    def send(self, curve: Curve, last: bool = True) -> int:
-        """Send what the tracker does not have, and return the number of steps.
+    def send(self, curve: Curve, last: bool = True) -> None:
+        """Send the steps that the tracker does not have; raise whatever its package raises.
 
-        Before the `last` call, a last step that is being evaluated is not sent: a tracker takes
-        each step once. Raises InfrastructureError if its package failed; what was sent is recorded.
+        Before the `last` call, the newest step is not sent: it may be evaluated now, and a tracker
+        takes each step once.
         """
-        with self._failing():
-            tracker = self._tracker or self._open()
-        rows = unsent(curve, self.record.sent, tracker.repeats)
-        if not last and len(rows) and self._evaluating(curve, int(rows[-1])):
-            rows = rows[:-1]
+        tracker = self._tracker or self._open()
+        rows = np.flatnonzero(curve.steps > self.record.last_step)
+        if not last:
+            rows = rows[rows < len(curve.steps) - 1]
         for begin in range(0, len(rows), _BATCH):
-            part = rows[begin : begin + _BATCH]
-            with self._failing():
-                tracker.log([_values(curve, int(row)) for row in part])
-            sent = dict(self.record.sent)
-            for row in part:  # ascending within an attempt
-                sent[int(curve.attempts[row])] = int(curve.steps[row])
-            self._save(sent=sent)
-        return len(rows)
-
-    def _evaluating(self, curve: Curve, row: int) -> bool:
-        recipe, step = self._config.recipe, int(curve.steps[row])
-        every = recipe.eval.every_steps
-        if every is None or row + 1 < len(curve.steps):
-            return False
-        due = step % every == 0 or step == recipe.train.steps
-        return due and (VAL_LOSS not in curve.absent or bool(curve.absent[VAL_LOSS][row]))
+            batch = rows[begin : begin + _BATCH].tolist()
+            tracker.log([step_values(curve, row) for row in batch])
+            self._save(last_step=int(curve.steps[batch[-1]]))
+            self.steps_sent += len(batch)
 
     def close(self, state: State) -> None:
-        """Wait until the tracker has everything; raise as `send`."""
+        """Wait until the tracker has everything."""
         if self._tracker is not None:
-            with self._failing():
-                self._tracker.close(state)
+            self._tracker.close(state)
             self._tracker = None
 
     def _open(self) -> Tracker:
-        self._save()  # first: the id must outlive this process
         tracker = TRACKERS[self.name](self._config)
-        tracker.open(self.record.run_id, describe(self._run, self._config))
-        sent = self.record.sent
-        if (next_step := tracker.next_step()) is not None:
-            sent = {attempt: min(step, next_step - 1) for attempt, step in sent.items()}
-        self._save(url=tracker.url or self.record.url, sent=sent)
+        run_id = tracker.open(self.record.run_id, describe(self._run, self._config))
+        self._save(run_id=run_id, url=tracker.url or self.record.url)
+        last_step = tracker.last_step()
+        if last_step is not None:
+            self._save(last_step=last_step)
         self._tracker = tracker
         return tracker
 
@@ -131,44 +100,35 @@ class Session:
         self.record = self.record.model_copy(update=fields)
         self.record.save(self._path)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except SlurmllmError:
-            raise
-        except Exception as error:  # of the packages and of all that they use
-            lines = str(error).strip().splitlines() or [""]
-            text = without_secrets(f"{type(error).__name__}: {lines[0]:.500}", self._config)
-            raise InfrastructureError(
-                f"{self.name}: {text}; nothing is lost: `slurmllm track sync {self._run.name}` "
-                "sends what is missing"
-            ) from error
 
-
-def _values(curve: Curve, row: int) -> StepValues:
+def step_values(curve: Curve, row: int) -> StepValues:
+    """Return the metrics of a row under the tags of TensorBoard."""
     values = {
         tag: float(curve.columns[name][row])
         for name, tag in TAGS.items()
         if name in curve.columns and not (name in curve.absent and curve.absent[name][row])
     }
-    for metric, text in curve.validation.items():
+    for metric, name in curve.validation.items():
         if not curve.absent[metric][row]:
-            values |= evaluation_values({text: float(curve.columns[metric][row])})
+            values |= evaluation_values({name: float(curve.columns[metric][row])})
     values[TAGS["attempt"]] = float(curve.attempts[row])
-    at = float(curve.columns["time"][row]) if "time" in curve.columns else math.nan
-    return StepValues(int(curve.steps[row]), at if math.isfinite(at) else time.time(), values)
+    written_at = float(curve.columns["time"][row]) if "time" in curve.columns else math.nan
+    if not math.isfinite(written_at):
+        written_at = time.time()
+    return StepValues(int(curve.steps[row]), written_at, values)
 
 
 def describe(run: RunDir, config: RunConfig) -> Description:
-    """Return the configuration, commit and places of a run."""
+    """Return the configuration, commit and directories of a run."""
     submissions = JobsRecord.of(run).submissions
     notes = {"slurmllm.run_dir": str(run.path), "slurmllm.report": str(run.report)}
-    if jobs := [sent.train_job for sent in submissions if sent.train_job is not None]:
+    jobs = [record.train_job for record in submissions if record.train_job is not None]
+    if jobs:
         notes["slurmllm.jobs"] = " ".join(jobs)
-    if commits := [sent.git_commit for sent in submissions if sent.git_commit is not None]:
+    commits = [record.git_commit for record in submissions if record.git_commit is not None]
+    if commits:
         notes["slurmllm.git_commit"] = commits[-1]
-    return Description(run.name, run.path, run.trackers, flatten(config.values()), notes)
+    return Description(run.name, run.trackers, flatten(config.values()), notes)
 
 
 def state_of(run: RunDir) -> State:
@@ -209,8 +169,8 @@ def sync(
     names: Sequence[TrackerName],
     ended: Callable[[], bool] = lambda: True,
     sleep: Callable[[float], object] = time.sleep,
-) -> dict[TrackerName, tuple[int, TrackerRecord]]:
-    """Send a run's metrics until `ended`; return the number of steps sent, and the records.
+) -> list[Session]:
+    """Send a run's metrics until `ended`, and return each tracker's session.
 
     While the run continues, failures are logged, each once, and sending is retried.
 
@@ -224,30 +184,40 @@ def sync(
     os.environ.update(variables(config))
     with only_one(run):
         sessions = [Session(run, config, name) for name in names]
-        counts = dict.fromkeys(names, 0)
         logged: set[str] = set()
         while True:
-            last, begin = ended(), time.monotonic()  # before the metrics are read
-            failed: list[SlurmllmError] = []
+            last = ended()  # before the metrics are read
+            begin = time.monotonic()
             curve = None
             with suppress(RunError):  # no step yet
                 curve = read_run(run.path, lenient=True)
-            took_s = time.monotonic() - begin
+            reading_s = time.monotonic() - begin
+            failures = []
             for session in sessions:
                 try:
                     if curve is not None:
-                        counts[session.name] += session.send(curve, last)
+                        session.send(curve, last)
                     if last:
                         session.close(state_of(run))
-                except SlurmllmError as error:
-                    failed.append(error)
+                except Exception as error:  # of the packages and of all that they use
+                    failures.append(_failure_text(session.name, error, run, config))
             if last:
                 break
-            for text in map(str, failed):
-                if text not in logged:
-                    logged.add(text)
-                    log.warning("%s", text)
-            sleep(max(INTERVAL_S, took_s / READING_SHARE))
-    if failed:
-        raise InfrastructureError("\n".join(map(str, failed)))
-    return {session.name: (counts[session.name], session.record) for session in sessions}
+            for failure in failures:
+                if failure not in logged:
+                    log.warning("%s", failure)
+            logged.update(failures)
+            sleep(max(INTERVAL_S, reading_s / READING_SHARE))
+    if failures:
+        raise InfrastructureError("\n".join(failures))
+    return sessions
+
+
+def _failure_text(name: TrackerName, error: Exception, run: RunDir, config: RunConfig) -> str:
+    if isinstance(error, SlurmllmError):
+        return str(error)
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    cause = without_secrets(f"{type(error).__name__}: {first_line:.500}", config)
+    return (
+        f"{name}: {cause}; nothing is lost: `slurmllm track sync {run.name}` sends what is missing"
+    )

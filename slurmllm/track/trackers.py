@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from slurmllm.config.recipe import TrackerName
 from slurmllm.config.resolve import RunConfig
@@ -33,7 +33,6 @@ class Description:
     """What a tracker shows of a run apart from its metrics."""
 
     name: str
-    folder: Path  # of the run
     files: Path  # folder for the tracker's own files
     config: Mapping[str, Any]  # the resolved configuration by dotted path; secrets are masked
     notes: Mapping[str, str]  # commit, report, directory and jobs
@@ -42,15 +41,17 @@ class Description:
 class Tracker(ABC):
     """A run of a tracker, open until `close`. Any of these may raise whatever its package does."""
 
-    repeats: ClassVar[bool]  # whether a step that was sent can be sent again
     url = ""  # of the run, once it is open
 
     @abstractmethod
-    def open(self, run_id: str, about: Description) -> None:
-        """Continue the run with this id, or create it."""
+    def __init__(self, config: RunConfig) -> None: ...
 
-    def next_step(self) -> int | None:
-        """Return the first step that the tracker does not have; None if it cannot tell."""
+    @abstractmethod
+    def open(self, run_id: str, about: Description) -> str:
+        """Resume the run with this id, or create one if it is empty; return its id."""
+
+    def last_step(self) -> int | None:
+        """Return the newest step that the tracker has; None if it cannot tell."""
         return None
 
     @abstractmethod
@@ -61,15 +62,13 @@ class Tracker(ABC):
 
 
 class Wandb(Tracker):
-    """Weights & Biases. Its steps only increase: the first values of a step stay."""
-
-    repeats = False
+    """Weights & Biases."""
 
     def __init__(self, config: RunConfig) -> None:
         self._trackers = config.cluster.trackers
         self._run: Any = None
 
-    def open(self, run_id: str, about: Description) -> None:
+    def open(self, run_id: str, about: Description) -> str:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -78,7 +77,7 @@ class Wandb(Tracker):
         self._run = wandb.init(
             project=self._trackers.project,
             entity=self._trackers.entity,
-            id=run_id,
+            id=run_id or None,
             resume="allow",
             name=about.name,
             dir=str(about.files),
@@ -96,10 +95,11 @@ class Wandb(Tracker):
         )
         self._run.config.update({**about.config, **about.notes}, allow_val_change=True)
         self.url = "" if self._run.offline else self._run.url or ""
+        return str(self._run.id)
 
-    def next_step(self) -> int | None:
+    def last_step(self) -> int | None:
         # What was lost with a process that was killed is missing there. Offline it is 0.
-        return None if self._run.offline else int(self._run.step)
+        return None if self._run.offline else int(self._run.step) - 1
 
     def log(self, steps: Sequence[StepValues]) -> None:
         for step in steps:
@@ -110,60 +110,53 @@ class Wandb(Tracker):
 
 
 class Mlflow(Tracker):
-    """MLflow. A step that is sent again is a second value of it, the latest one counts."""
+    """MLflow."""
 
-    repeats = True
     _BATCH = 1000  # metrics in a request; the server takes no more
     _PARAMS = 100  # parameters, likewise
     _LONGEST = 6000  # characters of a parameter
+    _STATUS: Mapping[State, str] = {
+        "running": "RUNNING",
+        "finished": "FINISHED",
+        "failed": "FAILED",
+        "cancelled": "KILLED",
+    }
 
     def __init__(self, config: RunConfig) -> None:
         self._project = config.cluster.trackers.project
         self._uri = tracking_uri(config) or ""
         self._run_id = ""
-        self._client: Any = None
 
-    def open(self, run_id: str, about: Description) -> None:
+    def open(self, run_id: str, about: Description) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-        from mlflow.exceptions import MlflowException
+        import mlflow
 
-        self._client = client = MlflowClient(tracking_uri=self._uri)
-        experiment = client.get_experiment_by_name(self._project)
-        if experiment is None:
-            with suppress(MlflowException):  # made by another run meanwhile
-                client.create_experiment(self._project)
-            experiment = client.get_experiment_by_name(self._project)
-        # By our id: a process that was killed may have created the run and not recorded it.
-        runs = client.search_runs(
-            [experiment.experiment_id], f"tags.`slurmllm.id` = '{run_id}'", max_results=1
-        )
-        if runs:
-            run = runs[0]
-            client.update_run(run.info.run_id, status="RUNNING")
-        else:
-            tags = {"slurmllm.id": run_id}
-            run = client.create_run(experiment.experiment_id, tags=tags, run_name=about.name)
+        mlflow.set_tracking_uri(self._uri)
+        mlflow.set_experiment(self._project)
+        run = mlflow.active_run()  # of a try that failed below
+        if run is None:
+            run = mlflow.start_run(run_id=run_id or None, run_name=None if run_id else about.name)
         self._run_id = run.info.run_id
         params = {key: str(value)[: self._LONGEST] for key, value in about.config.items()}
-        first = run.data.params  # a parameter cannot change
-        new = [Param(key, value) for key, value in params.items() if key not in first]
+        logged = run.data.params  # a parameter cannot change
+        new = [(key, value) for key, value in params.items() if key not in logged]
         for begin in range(0, len(new), self._PARAMS):
-            client.log_batch(self._run_id, params=new[begin : begin + self._PARAMS])
-        changed = {k: v for k, v in params.items() if k in first and first[k] != v}
-        notes = dict(about.notes)
-        if "slurmllm.git_commit" in notes:  # the name under which MLflow's pages show it
-            notes["mlflow.source.git.commit"] = notes["slurmllm.git_commit"]
-        for key, value in {**notes, **changed}.items():
-            client.set_tag(self._run_id, key, value)
+            mlflow.log_params(dict(new[begin : begin + self._PARAMS]))
+        tags = dict(about.notes)
+        if "slurmllm.git_commit" in tags:  # the name under which MLflow's pages show it
+            tags["mlflow.source.git.commit"] = tags["slurmllm.git_commit"]
+        tags |= {key: value for key, value in params.items() if logged.get(key, value) != value}
+        for key, value in tags.items():
+            mlflow.set_tag(key, value)
         if self._uri.startswith("http"):
-            where = f"#/experiments/{experiment.experiment_id}/runs/{self._run_id}"
-            self.url = f"{self._uri.rstrip('/')}/{where}"
+            page = f"#/experiments/{run.info.experiment_id}/runs/{self._run_id}"
+            self.url = f"{self._uri.rstrip('/')}/{page}"
+        return self._run_id
 
     def log(self, steps: Sequence[StepValues]) -> None:
+        from mlflow import MlflowClient
         from mlflow.entities import Metric
 
         metrics = [
@@ -172,15 +165,15 @@ class Mlflow(Tracker):
             for tag, value in step.values.items()
         ]
         for begin in range(0, len(metrics), self._BATCH):
-            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + self._BATCH])
+            MlflowClient().log_batch(self._run_id, metrics=metrics[begin : begin + self._BATCH])
 
     def close(self, state: State) -> None:
-        status = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-        if state in status:
-            self._client.set_terminated(self._run_id, status[state])
+        import mlflow
+
+        mlflow.end_run(self._STATUS[state])
 
 
-TRACKERS: Mapping[TrackerName, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
+TRACKERS: Mapping[TrackerName, type[Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
 def variables(config: RunConfig) -> dict[str, str]:

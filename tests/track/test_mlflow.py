@@ -132,8 +132,8 @@ def test_a_process_that_was_killed_before_it_recorded_what_it_sent(
     run = made_run(tmp_path, server, "killed")
     config = config_of(server)
     write_rows(run.metrics(0), make_rows(1, 30))
-    _, record = sync(run, config, ("mlflow",))["mlflow"]
-    record.model_copy(update={"sent": {}}).save(run.tracker("mlflow"))
+    (session,) = sync(run, config, ("mlflow",))
+    session.record.model_copy(update={"last_step": -1}).save(run.tracker("mlflow"))
     write_rows(run.metrics(0), [*make_rows(1, 30), make_row(31, loss=float("nan"))])
     sync(run, config, ("mlflow",))
     (tracked,) = runs_of(server, "killed")

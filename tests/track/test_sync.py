@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
 from made_records import save_attempt, save_submission
-from training_rows import make_row, make_rows, write_rows
+from training_rows import make_rows, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.config import trackers as tracker_settings
@@ -19,9 +20,9 @@ from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.config.trackers import missing
 from slurmllm.errors import ConfigError, InfrastructureError, RunError
-from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
+from slurmllm.supervise import notify
 from slurmllm.supervise.notify import Tracking
 from slurmllm.track import sync as sending
 from slurmllm.track.sync import TrackerRecord, state_of, sync
@@ -33,21 +34,21 @@ KEY = "cAnArY" + "0" * 34
 class Memory(Tracker):
     """Remembers what it is sent; fails after `fails_after` steps."""
 
-    repeats = False
     got: ClassVar[list[tuple[str, int, float]]] = []
     states: ClassVar[list[State]] = []
-    next: ClassVar[int | None] = None
+    newest: ClassVar[int | None] = None
     fails_after: ClassVar[int | None] = None
     about: ClassVar[Description | None] = None
 
     def __init__(self, config: RunConfig) -> None:
         self.url = "https://tracker/r"
 
-    def open(self, run_id: str, about: Description) -> None:
-        self._id, Memory.about = run_id, about
+    def open(self, run_id: str, about: Description) -> str:
+        self._id, Memory.about = run_id or "id", about
+        return self._id
 
-    def next_step(self) -> int | None:
-        return Memory.next
+    def last_step(self) -> int | None:
+        return Memory.newest
 
     def log(self, steps: Sequence[StepValues]) -> None:
         if Memory.fails_after is not None and len(Memory.got) >= Memory.fails_after:
@@ -62,9 +63,8 @@ class Memory(Tracker):
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "TRACKERS", {"wandb": Memory})
     monkeypatch.setattr(sending, "missing", lambda *_: [])
-    for name, value in {"got": [], "states": [], "next": None, "fails_after": None}.items():
+    for name, value in {"got": [], "states": [], "newest": None, "fails_after": None}.items():
         monkeypatch.setattr(Memory, name, value)
-    monkeypatch.setattr(Memory, "repeats", False)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")  # restored after what `sync` sets
         monkeypatch.delenv(name)
@@ -84,7 +84,8 @@ def run(tmp_path: Path, config: RunConfig) -> RunDir:
 
 
 def send(run: RunDir, config: RunConfig) -> tuple[int, TrackerRecord]:
-    return sync(run, config, ("wandb",))["wandb"]
+    (session,) = sync(run, config, ("wandb",))
+    return session.steps_sent, session.record
 
 
 def steps() -> list[int]:
@@ -101,28 +102,11 @@ def test_a_requeue_continues_one_run_and_repeats_no_step(run: RunDir, config: Ru
     assert steps() == list(range(1, 201))
     assert {run_id for run_id, _, _ in Memory.got} == {record.run_id}
     assert TrackerRecord.load(run.tracker("wandb")) == record
-    assert (record.sent, record.url) == ({0: 45, 1: 200}, "https://tracker/r")
+    assert (record.last_step, record.url) == (200, "https://tracker/r")
     # What it lost with a process is sent again.
-    Memory.next = 191  # uploads end with the process
+    Memory.newest = 190  # uploads end with the process
     send(run, config)
     assert steps() == [*range(1, 201), *range(191, 201)]
-
-
-@pytest.mark.parametrize("rolled_back", [False, True])
-def test_steps_with_other_values_are_sent_again_where_that_is_possible(
-    run: RunDir, config: RunConfig, monkeypatch: pytest.MonkeyPatch, rolled_back: bool
-) -> None:
-    monkeypatch.setattr(Memory, "repeats", True)
-    write_rows(run.metrics(0), make_rows(1, 45))
-    send(run, config)
-    last = 43 if rolled_back else 50
-    if rolled_back:
-        skip = {"first": 44, "last": 45, "roll_back_to": 40, "onset": 44, "attempt": 0}
-        SkipsRecord(skips=(SkippedBatches(**skip, reason="spike"),)).save(run.skips)
-    write_rows(run.metrics(1), [make_row(step, 1, loss=1.0) for step in range(41, last + 1)])
-    send(run, config)
-    assert steps() == [*range(1, 46), *range(41, last + 1)]
-    assert {loss for _, _, loss in Memory.got[45:]} == {1.0}
 
 
 def test_a_failure_loses_nothing_and_names_no_key(run: RunDir, config: RunConfig) -> None:
@@ -150,9 +134,9 @@ def test_it_follows_a_run_and_logs_each_failure_once(
         write_rows(run.metrics(0), make_rows(1, 10 * looks))
         Memory.fails_after = 10 if looks in (2, 3) else None
 
-    count, _ = sync(run, config, ("wandb",), lambda: looks == 5, train)["wandb"]
+    (session,) = sync(run, config, ("wandb",), lambda: looks == 5, train)
     assert steps() == list(range(1, 51))
-    assert count == 50
+    assert session.steps_sent == 50
     assert caplog.text.count("no route to host") == 1
     assert Memory.states == ["running"]
 
@@ -254,6 +238,29 @@ def test_a_child_that_fails_is_a_warning(
     tracking.stop(requeued=False)
     assert "may lack the last steps" in caplog.text
     assert "no API key here" in run.track_log.read_text()
+
+
+def test_one_child_sends_all_attempts_of_a_job(
+    run: RunDir, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[Any]()
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        notify.subprocess,
+        "Popen",
+        lambda _, **rest: started.append(start(["sleep", "60"], **rest)) or started[-1],
+    )
+    tracking = Tracking(run, config)
+    tracking.start("precompile")
+    for _ in range(3):
+        tracking.start("train")
+    assert len(started) == 1
+    started[0].kill()
+    started[0].wait()
+    tracking.start("train")
+    assert len(started) == 2, "in place of one that has ended"
+    tracking.stop(requeued=True)
+    assert started[1].returncode == -signal.SIGKILL
 
 
 def test_no_child_without_trackers_or_network(run: RunDir) -> None:

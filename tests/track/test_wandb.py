@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -39,17 +40,24 @@ def sync(run: RunDir, home: Path) -> str:
 
 
 def history(path: Path) -> dict[int, float]:
-    """Return the loss of each step in one of W&B's files."""
+    """Return the loss of each step in one of W&B's files: LevelDB's log, behind 7 bytes."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, losses = DataStore(), dict[int, float]()
-    store.open_for_scan(str(path))
-    while (record := store.scan_data()) is not None:
-        row = wandb_internal_pb2.Record.FromString(record).history
-        values = {item.key or ".".join(item.nested_key): item.value_json for item in row.item}
-        if "train/loss" in values:
-            losses[row.step.num] = json.loads(values["train/loss"])
+    content, losses, record, offset = path.read_bytes(), dict[int, float](), b"", 7
+    while offset < len(content):
+        left = 32768 - offset % 32768  # of the block
+        if left < 7:  # too short for a header
+            offset += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, offset)
+        piece = content[offset + 7 : offset + 7 + size]
+        record = piece if kind in (1, 2) else record + piece  # whole, or its first piece
+        offset += 7 + size
+        if kind in (1, 4):
+            row = wandb_internal_pb2.Record.FromString(record).history
+            values = {item.key or ".".join(item.nested_key): item.value_json for item in row.item}
+            if "train/loss" in values:
+                losses[row.step.num] = json.loads(values["train/loss"])
     return losses
 
 
