@@ -1,28 +1,22 @@
-"""Logs of other frameworks (also .gz): a series for each tag."""
+"""Logs of other frameworks: a series for each tag, collected from rows by a reader of bytes."""
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import tempfile
-import zlib
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import DamageWarning, Floats, Ints, SourceKind
+from slurmllm.metrics.curves import DamageWarning, Flags, Floats, Ints, SourceKind
 from slurmllm.metrics.numbers import has_decimal_comma
 from slurmllm.metrics.tags import METRICS, LogFormat, common_names, find_tags, list_tags, step_keys
-from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON, open_regular
 
-_GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
-_BLOCK_BYTES = 1 << 16
-_SPOOLED_BYTES = 256 << 20  # in memory; what is longer is in a file
+Numbers = dict[str, float]
+
 _FRACTIONAL = 0.1  # share of steps that are not whole numbers
 _MOST_TEXTS = 200  # different ones in a column that separates rows
 # Cells of a table that are no values, as pandas reads them
@@ -37,6 +31,11 @@ class TagSeries:
     steps: Ints  # [rows]
     values: Floats  # [rows]
     times: Floats | None = None  # when written, Unix time in s; None if not logged [rows]
+
+    def take(self, rows: Flags) -> TagSeries:
+        """Return the series of some rows."""
+        times = None if self.times is None else self.times[rows]
+        return TagSeries(self.order[rows], self.steps[rows], self.values[rows], times)
 
 
 @dataclass(frozen=True)
@@ -72,60 +71,16 @@ def log_suffix(path: Path) -> str:
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
 
 
-def open_log(path: Path, warnings: list[str]) -> BinaryIO:
-    """Open a log; a .gz is decompressed to a temporary file.
-
-    If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
-    Raises RunError if it is not gzip, UTF-16, or a Git LFS pointer.
-    """
-    stream = open_regular(path)
-    start = stream.read(len(LFS_POINTER))
-    stream.seek(0)
-    if start == LFS_POINTER:
-        stream.close()
-        raise RunError(f"{path} is {LFS_REASON}")
-    begin = start[:2]
-    if path.suffix != ".gz":
-        if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            stream.close()
-            raise RunError(
-                f"{path} is UTF-16 text, as PowerShell writes it; convert it: iconv -f UTF-16 -t "
-                f"UTF-8 {path} > {path.stem}.utf8{path.suffix}"
-            )
-        return stream
-    with stream:
-        if begin and not _GZIP_MAGIC.startswith(begin):
-            raise RunError(
-                f"{path} is not a gzip file: it begins with {begin!r} instead of {_GZIP_MAGIC!r}; "
-                f"rename it to {path.stem} if it is not compressed, or restore it"
-            )
-        content = cast(BinaryIO, tempfile.SpooledTemporaryFile(_SPOOLED_BYTES))  # noqa: SIM115
-        # Bytes of complete lines: in a truncated line, the last number may lack digits
-        complete = 0
-        try:
-            with gzip.open(stream) as compressed:
-                while block := compressed.read1(_BLOCK_BYTES):
-                    content.write(block)
-                    if end := block.rfind(b"\n") + 1:
-                        complete = content.tell() - len(block) + end
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            # If the file is truncated, or other data are appended to it, all lines before that are
-            # correct; if a checksum fails, any line may be wrong.
-            correct = isinstance(error, EOFError) or "Not a gzipped file" in str(error)
-            warning = f"{path} is damaged: {error}; read as far as possible"
-            warning += "" if correct else ", and some of it may be wrong"
-            warnings.append(warning if isinstance(error, EOFError) else DamageWarning(warning))
-            content.truncate(complete)
-    content.seek(0)
-    return content
-
-
 class RowCollector:
     """Columns of rows of numbers that each have their own keys."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, array[int]] = {}
-        self._values: dict[str, array[float]] = {}
+        self._taken = (0, 0)  # `sizes` of the rows that were taken
+        self._rank: str | None = None  # whose rows are taken
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # rows, values
         self._texts: dict[str, tuple[array[int], array[int], dict[str, int]]] = {}
         self._lines = array("q")
 
@@ -138,10 +93,11 @@ class RowCollector:
         """Add a row, the number of its line if it has one, and its columns of text."""
         number = len(self._lines)
         for key, value in row:
-            if key not in self._rows:
-                self._rows[key], self._values[key] = array("q"), array("d")
-            self._rows[key].append(number)
-            self._values[key].append(value)
+            column = self._columns.get(key)
+            if column is None:
+                column = self._columns[key] = array("q"), array("d")
+            column[0].append(number)
+            column[1].append(value)
         for key, text in texts:
             rows, codes, codes_of = self._texts.setdefault(key, (array("q"), array("q"), {}))
             if key == "rank" or len(codes_of) < _MOST_TEXTS:
@@ -149,17 +105,51 @@ class RowCollector:
                 codes.append(codes_of.setdefault(text, len(codes_of)))
         self._lines.append(line)
 
+    def set_column(self, key: str, values: Sequence[float]) -> None:
+        """Set the value of each row."""
+        self._columns[key] = array("q", range(len(values))), array("d", values)
+
+    def take(self) -> list[Numbers]:
+        """Remove all rows, and return those of the rank that had the first one."""
+        self._taken = self.sizes
+        rows = [Numbers() for _ in self._lines]
+        for key, (numbers, values) in self._columns.items():
+            for number, value in zip(numbers, values, strict=True):
+                rows[number][key] = value
+        ranks = [""] * len(rows)
+        if "rank" in self._texts:
+            numbers, codes, codes_of = self._texts["rank"]
+            names = list(codes_of)
+            for number, code in zip(numbers, codes, strict=True):
+                ranks[number] = names[code]
+        if self._rank is None and ranks:
+            self._rank = ranks[0]
+        self._clear()
+        return [row for row, rank in zip(rows, ranks, strict=True) if row and rank == self._rank]
+
     def __len__(self) -> int:
         return len(self._lines)
 
     def __bool__(self) -> bool:
-        return bool(self._rows)  # a line of a pattern may hold no number
+        return bool(self._columns)  # a line of a pattern may hold no number
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The number of values of the most frequent key that names a loss, and of rows."""
-        losses = [len(rows) for key, rows in self._rows.items() if "loss" in key.lower()]
-        return max(losses, default=0), len(self)
+        losses = [len(rows) for key, (rows, _) in self._columns.items() if "loss" in key.lower()]
+        return self._taken[0] + max(losses, default=0), self._taken[1] + len(self)
+
+    def series(self, steps: Ints, times: Floats | None = None) -> dict[str, TagSeries]:
+        """Return the columns of the rows that have a step (0 or more). [rows]"""
+        series = {}
+        for key, (numbers, values) in self._columns.items():
+            rows = np.frombuffer(numbers, dtype=np.int64)
+            rows_times = None if times is None else times[rows]
+            column = TagSeries(rows, steps[rows], np.frombuffer(values), rows_times)
+            has_step = column.steps >= 0
+            if has_step.any():
+                series[key] = column.take(has_step)
+        return series
 
     def log(
         self,
@@ -179,13 +169,8 @@ class RowCollector:
         self._refuse_decimal_commas(path, tags)
         step_key, row_steps, skipped = self._select_steps(path, tags)
         warnings = (*warnings, *self._mixed_columns(path, step_key), *skipped)
-        series = {}
-        for key, positions in self._rows.items():
-            key_rows = np.frombuffer(positions, dtype=np.int64)
-            steps, values = row_steps[key_rows], np.frombuffer(self._values[key])
-            has_step = steps >= 0
-            if key != step_key and has_step.any():
-                series[key] = TagSeries(key_rows[has_step], steps[has_step], values[has_step])
+        series = self.series(row_steps)
+        series.pop(step_key, None)
         texts = {
             key: TextSeries(np.array(at), np.array(codes), tuple(codes_of))
             for key, (at, codes, codes_of) in self._texts.items()
@@ -204,19 +189,19 @@ class RowCollector:
 
     def _select_steps(self, path: Path, tags: Mapping[str, str]) -> tuple[str, Ints, Sequence[str]]:
         """Return the key of the step, the step of each row (-1: none), and warnings."""
-        candidates = step_keys(self._rows, tags)
+        candidates = step_keys(self._columns, tags)
         if not candidates:
             names = [tags["step"]] if "step" in tags else common_names("step")
             raise RunError(
                 f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
-                f"{list_tags(self._rows)}; name the step's key with --tag step=KEY"
+                f"{list_tags(self._columns)}; name the step's key with --tag step=KEY"
             )
         # Some rows may lack the preferred key: take the first candidate that occurs at least half
         # as often as the most frequent one.
-        most = max(len(self._rows[key]) for key in candidates)
-        step_key = next(key for key in candidates if 2 * len(self._rows[key]) >= most)
-        rows = np.frombuffer(self._rows[step_key], dtype=np.int64)
-        steps = np.frombuffer(self._values[step_key])
+        counts = {key: len(self._columns[key][0]) for key in candidates}
+        step_key = next(key for key in candidates if 2 * counts[key] >= max(counts.values()))
+        numbers, values = self._columns[step_key]
+        rows, steps = np.frombuffer(numbers, dtype=np.int64), np.frombuffer(values)
         with np.errstate(invalid="ignore"):
             # Beyond 2**53 a float64 cannot represent every integer.
             valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
@@ -244,7 +229,7 @@ class RowCollector:
 
     def _mixed_columns(self, path: Path, step_key: str) -> Iterator[str]:
         """Yield warnings of texts in columns of numbers; without a step, the row is left out."""
-        for key in self._rows if self._texts else ():
+        for key in self._columns if self._texts else ():
             at, codes, codes_of = self._texts.get(key, ((), (), {}))
             texts = list(codes_of)
             cells = [(row, texts[code]) for row, code in zip(at, codes, strict=True)]
@@ -269,3 +254,31 @@ class RowCollector:
                     f"{path}: {number!r} in column {key!r} has a decimal comma; write decimal "
                     "points: for a table, sed -E 's/([0-9]),([0-9])/\\1.\\2/g'"
                 )
+
+
+class LogReader(ABC):
+    """Reads the bytes of a log in order: reading a file is following it to its end."""
+
+    kind: SourceKind
+    is_document = False  # whether only the whole file can be read
+    format: LogFormat | None = None  # once its lines have shown it
+
+    def __init__(self) -> None:
+        self.rows = RowCollector()
+        self.warnings: list[str] = []
+
+    @abstractmethod
+    def feed(self, data: bytes) -> None:
+        """Read the rows that are complete."""
+
+    @abstractmethod
+    def flush(self, last: bool = False) -> None:
+        """Read rows that only more bytes could complete: the log pauses, or this is the `last`."""
+
+    def take(self) -> list[Numbers]:
+        """Return the rows since the last call, for one who follows the log."""
+        return self.rows.take()
+
+    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+        """Return all rows; raise RunError without any."""
+        return self.rows.log(path, self.kind, tags, [*warnings, *self.warnings])

@@ -1,84 +1,137 @@
-"""Logs that hold rows of numbers: tables, JSON and TensorBoard's tables.
-
-The readers raise RunError for a file without rows or steps, OSError for one that cannot be read.
-"""
+"""Logs that hold rows of numbers: tables and JSON."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
-from slurmllm.metrics.curves import DamageWarning
-from slurmllm.metrics.log_series import (
-    MISSING,
-    Log,
-    RowCollector,
-    TagSeries,
-    log_suffix,
-    open_log,
-)
+from slurmllm.metrics.curves import DamageWarning, SourceKind
+from slurmllm.metrics.log_series import MISSING, Log, LogReader, log_suffix
 from slurmllm.metrics.numbers import LONGEST_NUMBER, parse_value
 from slurmllm.metrics.row_reader import json_number, parse_row
 from slurmllm.metrics.tags import step_keys
-from slurmllm.run.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
+from slurmllm.run.safe_files import LARGEST_RECORD
 
 _LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
 _WANDB_RANGE = ("__MIN", "__MAX")  # W&B's range over the runs that were averaged
 # Keys of a JSON document that may hold the rows, preferred first
 _ROW_KEYS = ("log_history", "history", "metrics", "logs", "rows", "data")
-# TensorBoard's "Download as CSV" (one file per tag), OLMo-core's metric_saver.py (one per step)
-_TAG_CSV = re.compile(r".*-tag-(?P<tag>.+)\.csv")
-_STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")
+_TAG_TABLE = ["Wall time", "Step", "Value"]  # TensorBoard's "Download as CSV"
+TAG_CSV = re.compile(r".*-tag-(?P<tag>.+)\.csv")  # its name of the file
 
 
-def read_table(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a table; a cell that is blank or not a number is a missing value.
+class LineReader(LogReader):
+    """Reads lines; a longer one than `LARGEST_RECORD` raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._number = 0  # of the last line
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        end = data.rfind(b"\n") + 1
+        if end:
+            self._read_lines((self._rest + data[:end]).splitlines(keepends=True))
+            self._rest = b""
+        self._rest += data[end:]
+        if len(self._rest) > LARGEST_RECORD:
+            message = f"a line of more than {LARGEST_RECORD:,} bytes"
+            raise OSError(errno.EFBIG, message, str(self._path))
+
+    def flush(self, last: bool = False) -> None:
+        if last and self._rest:
+            lines = self._rest.splitlines(keepends=True)
+            self._rest = b""
+            self._read_lines(lines)
+
+    def _read_lines(self, lines: Sequence[bytes]) -> None:
+        raise NotImplementedError
+
+
+class TableReader(LineReader):
+    """Reads a table; a cell that is blank or not a number is a missing value.
 
     A last line without a newline is skipped if its last value is shorter than all others of that
     column: it is probably truncated within a number.
     """
-    rows, warnings = RowCollector(), list[str]()
-    short, wide = list[int](), list[int]()  # lines, the header is 1
-    last = 0
-    with open_log(path, warnings) as stream:
-        lines = _table_lines(stream, path, warnings)
-        delimiter, names = column_names(next(lines, ""), path, tags)
-        reader = csv.reader(lines, delimiter=delimiter)
+
+    kind: SourceKind = "csv"
+
+    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+        super().__init__(path)
+        self._tags = tags
+        self._delimiter, self._names = ",", list[str]()
+        self._short, self._wide = list[int](), list[int]()  # lines
+        self._shortest: int | None = None  # last cell, characters
+        self._is_damaged = False
+
+    def _read_lines(self, lines: Sequence[bytes]) -> None:
+        # A node that crashed may leave NUL bytes, which csv refuses.
+        texts = [line.decode("utf-8", "replace").replace("\0", "") for line in lines]
+        if not self._names:
+            header = texts.pop(0).removeprefix("\ufeff")
+            self._delimiter, self._names = column_names(header, self._path, self._tags)
+            self._number = 1
+        reader = csv.reader(texts, delimiter=self._delimiter)
+        begin = self._number
         try:
             for cells in reader:
-                if not cells:
-                    continue
-                last = reader.line_num + 1
-                if not cells[0][:1].isdigit() and (header_cells := _new_header(cells, names)):
-                    names = header_cells
-                    continue
-                if len(cells) < len(names):
-                    short.append(last)
-                    continue
-                if any(cell.strip() for cell in cells[len(names) :]):
-                    wide.append(last)
-                    continue
-                numbers, labels = read_cells(names, cells)
-                rows.add(numbers, last, labels)
+                self._number = begin + reader.line_num
+                if cells and not self._is_damaged:
+                    ends = reader.line_num < len(texts) or lines[-1].endswith((b"\n", b"\r"))
+                    self._read_cells(cells, ends)
         except csv.Error as error:
-            line = reader.line_num + 1
-            warnings.append(DamageWarning(f"{path}:{line}: {error}; read as far as that"))
-    if short == [last]:
-        warnings.append(f"{path}:{last}: skipped the truncated last line")
-        short = []
-    for skipped, how in ((short, "fewer"), (wide, "more")):
-        if skipped:
-            text = f"{path}:{skipped[0]}: skipped {format_plural(len(skipped), 'row')} with {how} "
-            warnings.append(DamageWarning(f"{text}than the header's {len(names)} columns", skipped))
-    return rows.log(path, "csv", tags, warnings)
+            place = f"{self._path}:{begin + reader.line_num}"
+            self.warnings.append(DamageWarning(f"{place}: {error}; read as far as that"))
+            self._is_damaged = True
+
+    def _read_cells(self, cells: list[str], has_newline: bool) -> None:
+        if not cells[0][:1].isdigit() and (header := _new_header(cells, self._names)):
+            self._names = header
+            return
+        if len(cells) < len(self._names):
+            self._short.append(self._number)
+            return
+        if any(cell.strip() for cell in cells[len(self._names) :]):
+            self._wide.append(self._number)
+            return
+        length = len(cells[-1].rstrip())
+        is_shorter = self._shortest is not None and length < self._shortest
+        if is_shorter and not has_newline:
+            self.warnings.append(
+                f"{self._path}:{self._number}: skipped the last line, which is probably truncated: "
+                f"it has no newline, and its last value, {cells[-1]!r:.40}, is shorter than all "
+                "others of the column"
+            )
+            return
+        if is_shorter or self._shortest is None:
+            self._shortest = length
+        numbers, texts = read_cells(self._names, cells)
+        self.rows.add(numbers, self._number, texts)
+
+    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+        if not self._names:
+            column_names("", path, tags)  # raises RunError
+        if self._short == [self._number]:
+            self.warnings.append(f"{path}:{self._number}: skipped the truncated last line")
+            self._short = []
+        for lines, how in ((self._short, "fewer"), (self._wide, "more")):
+            if lines:
+                message = (
+                    f"{path}:{lines[0]}: skipped {format_plural(len(lines), 'row')} with {how} "
+                    f"than the header's {len(self._names)} columns"
+                )
+                self.warnings.append(DamageWarning(message, lines))
+        return super().log(path, tags, warnings)
 
 
 def read_cells(
@@ -124,115 +177,128 @@ def column_names(header_line: str, path: Path, tags: Mapping[str, str]) -> tuple
         header = [name.strip() for name in cells]
     if not any(header):
         raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
-    parts = [name.partition(" - ") for name in header]
-    metrics = [metric or name for name, _, metric in parts]
-    others = [name for name, _, metric in parts if name and not metric]
-    one_run = len({run for run, _, metric in parts if metric}) == 1
-    only_steps = all(step_keys([name], {}) for name in others)
+    tag_file = TAG_CSV.fullmatch(path.name)
+    if header == _TAG_TABLE and tag_file is not None and "Value" not in tags.values():
+        # TensorBoard replaces the slash of train/loss.
+        header[-1] = re.sub("^(train|eval|val)_", r"\1/", tag_file["tag"])
+    pieces = [name.partition(" - ") for name in header]
+    metrics = [metric or name for name, _, metric in pieces]
+    without_run = [name for name, _, metric in pieces if name and not metric]
+    one_run = len({run for run, _, metric in pieces if metric}) == 1
+    only_steps = all(step_keys([name], {}) for name in without_run)
     named = set(tags.values()) & (set(header) - set(metrics))
     return delimiter, metrics if one_run and only_steps and not named else header
 
 
-def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[str]:
-    """Yield the lines of a table, without a last one that is probably truncated within a number."""
-    shortest: int | None = None  # last cell, bytes
-    blocks = read_lines(stream, LARGEST_RECORD)
-    lines = (line for block in blocks for line in block.splitlines(keepends=True))
-    for number, line in enumerate(lines, start=1):
-        if number > 1:
-            cell = line[1 + max(line.rfind(b","), line.rfind(b";"), line.rfind(b"\t")) :].rstrip()
-            whole = shortest is None or len(cell) >= shortest
-            if not whole and not line.endswith((b"\n", b"\r")):
-                text = cell.decode(errors="replace")
-                warnings.append(
-                    f"{path}:{number}: skipped the last line, which is probably truncated: it "
-                    f"has no newline, and its last value, {text!r:.40}, is shorter than all others "
-                    "of the column"
+class JsonReader(LineReader):
+    """Reads JSON lines, or a document that holds rows; lines of something else are skipped."""
+
+    kind: SourceKind = "jsonl"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_document = log_suffix(path) == ".json"
+        self._document = bytearray()
+        self._broken: list[int] = []
+        self._last = 0  # line that is not blank
+
+    def feed(self, data: bytes) -> None:
+        if self.is_document:
+            self._document += data
+            if len(self._document) > _LARGEST_JSON:
+                raise RunError(
+                    f"{self._path} is a JSON document of more than {_LARGEST_JSON >> 20} MiB; give "
+                    f"JSON lines (jq -c '.log_history[]' {self._path} > {self._path.stem}.jsonl)"
                 )
-                return
-            shortest = shortest if whole and shortest is not None else len(cell)
-        # A node that crashed may leave NUL bytes, which csv refuses.
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace")
-        yield text.replace("\0", "")
+            return
+        super().feed(data)
+        if self.is_document:
+            self._document += self._rest
+            self._rest = b""
 
+    def flush(self, last: bool = False) -> None:
+        if last and self.is_document:
+            document = bytes(self._document)
+            self._document.clear()
+            self._read_document(document)
+        else:
+            super().flush(last)
 
-def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read JSON lines; other lines are skipped with a warning."""
-    rows, broken, last = RowCollector(), list[int](), 0
-    warnings: list[str] = []
-    with open_log(path, warnings) as stream:
-        for number, line in enumerate(read_lines(stream, LARGEST_RECORD), start=1):
+    def _read_lines(self, lines: Sequence[bytes]) -> None:
+        for index, line in enumerate(lines):
+            self._number += 1
             if not line.strip():
                 continue
             row = parse_row(line)
-            if row is None and not last and line.lstrip().startswith(b"["):
-                return read_json(path, tags)  # an array of many lines
-            last = number
+            if row is None and not self._last and line.lstrip().startswith(b"["):
+                self.is_document = True  # an array of many lines
+                self.feed(b"".join(lines[index:]))
+                return
+            self._last = self._number
             if isinstance(row, dict):
-                rows.add(json_numbers(row), number, json_texts(row))
-            elif isinstance(row, list) and any(isinstance(part, dict) for part in row):
-                for part in _document_rows(row):
-                    rows.add(json_numbers(part), number, json_texts(part))
+                self._add(row)
+            elif isinstance(row, list) and any(isinstance(item, dict) for item in row):
+                for item in _document_rows(row):
+                    self._add(item)
             else:
-                broken.append(number)
-    if broken and not len(rows):
-        raise RunError(
-            f"{path}:{broken[0]}: not a JSON object, and no other line is one; give JSON lines, or "
-            f"name a text log {path.stem}.log"
-        )
-    if broken == [last]:
-        warnings.append(f"{path}:{last}: skipped the truncated last line")
-    elif broken:
-        text = (
-            f"{path}:{broken[0]}: not a JSON object; skipped {format_plural(len(broken), 'line')}"
-        )
-        warnings.append(DamageWarning(text, broken))
-    return rows.log(path, "jsonl", tags, warnings)
+                self._broken.append(self._number)
 
+    def _add(self, row: Mapping[str, Any]) -> None:
+        self.rows.add(json_numbers(row), self._number, json_texts(row))
 
-def read_json(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a JSON document that holds a list of rows, or a list of values for each key."""
-    warnings: list[str] = []
-    with open_log(path, warnings) as stream:
-        text = stream.read(_LARGEST_JSON + 1)
-    if len(text) > _LARGEST_JSON:
-        raise RunError(
-            f"{path} is a JSON document of more than {_LARGEST_JSON >> 20} MiB; give JSON lines "
-            f"(jq -c '.log_history[]' {path} > {path.stem}.jsonl)"
-        )
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        # JSON lines in a file that is called .json
-        if text.lstrip().startswith(b"{") and text.strip().count(b"\n"):
-            return read_json_lines(path, tags)
-        raise RunError(
-            f"{path} is not complete JSON: {error!s:.100}; restore it, or give another log"
-        ) from error
-    rows = RowCollector()
-    for row in _document_rows(document):
-        rows.add(json_numbers(row), 0, json_texts(row))
-    return rows.log(path, "jsonl", tags, warnings)
+    def _read_document(self, content: bytes) -> None:
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            # JSON lines in a file that is called .json
+            if content.lstrip().startswith(b"{") and content.strip().count(b"\n"):
+                self._read_lines(content.splitlines(keepends=True))
+                return
+            raise RunError(
+                f"{self._path} is not complete JSON: {error!s:.100}; restore it, or give another "
+                "log"
+            ) from error
+        self._number = 0
+        for row in _document_rows(document):
+            self._add(row)
+
+    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+        if self._broken and not len(self.rows):
+            raise RunError(
+                f"{path}:{self._broken[0]}: not a JSON object, and no other line is one; give JSON "
+                f"lines, or name a text log {path.stem}.log"
+            )
+        if self._broken == [self._last]:
+            self.warnings.append(f"{path}:{self._last}: skipped the truncated last line")
+        elif self._broken:
+            skipped = format_plural(len(self._broken), "line")
+            message = f"{path}:{self._broken[0]}: not a JSON object; skipped {skipped}"
+            self.warnings.append(DamageWarning(message, self._broken))
+        return super().log(path, tags, warnings)
 
 
 def _document_rows(document: Any) -> list[dict[str, Any]]:
     """Return the rows of a JSON document; none if it has another form."""
-    if isinstance(document, dict):
-        lists = {key: value for key, value in document.items() if isinstance(value, list)}
-        for key in _ROW_KEYS:
-            if any(isinstance(row, dict) for row in lists.get(key, ())):
-                return [row for row in lists[key] if isinstance(row, dict)]
-        golden = [(k, v) for k, v in document.items() if isinstance(v, dict) and "values" in v]
-        if golden := [pair for pair in golden if isinstance(pair[1]["values"], dict | list)]:
-            return [row for key, series in golden for row in _golden_rows(key, series)]
-        by_step = {key: row for key, row in document.items() if key.isdigit()}
-        if by_step and all(isinstance(row, dict) for row in by_step.values()):
-            return [{"step": step} | row for step, row in by_step.items()]
-        columns = {key: values for key, values in lists.items() if values}
-        return [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)
-        ]
-    return [row for row in document if isinstance(row, dict)] if isinstance(document, list) else []
+    if isinstance(document, list):
+        return [row for row in document if isinstance(row, dict)]
+    if not isinstance(document, dict):
+        return []
+    lists = {key: value for key, value in document.items() if isinstance(value, list)}
+    for key in _ROW_KEYS:
+        if any(isinstance(row, dict) for row in lists.get(key, ())):
+            return [row for row in lists[key] if isinstance(row, dict)]
+    golden = {
+        key: series
+        for key, series in document.items()
+        if isinstance(series, dict) and isinstance(series.get("values"), dict | list)
+    }
+    if golden:
+        return [row for key, series in golden.items() for row in _golden_rows(key, series)]
+    by_step = {key: row for key, row in document.items() if key.isdigit()}
+    if by_step and all(isinstance(row, dict) for row in by_step.values()):
+        return [{"step": step} | row for step, row in by_step.items()]
+    columns = {key: values for key, values in lists.items() if values}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
 
 def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -240,7 +306,7 @@ def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
     values = series["values"]
     if not isinstance(values, dict):
         start, interval = series.get("start_step") or 0, series.get("step_interval") or 1
-        values = {start + interval * place: value for place, value in enumerate(values)}
+        values = {start + interval * index: value for index, value in enumerate(values)}
     return [{"step": str(step), key: value} for step, value in values.items()]
 
 
@@ -267,40 +333,3 @@ def json_texts(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             and parse_value(key, value) is None
         ):
             yield key, value
-
-
-def is_tag_table(path: Path) -> bool:
-    """Return whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
-    with open_regular(path) as stream:
-        return stream.readline(100).strip().lower() == b"wall time,step,value"
-
-
-def split_log_files(folder: Path) -> list[Path]:
-    names = {p: _STEP_JSON.fullmatch(p.name) for p in folder.iterdir()}
-    files = (p for p, step in names.items() if step or _TAG_CSV.fullmatch(p.name))
-    return sorted(files, key=lambda p: (int(step["step"]) if (step := names[p]) else 0, p))
-
-
-def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read such a file, or a folder of them."""
-    files = split_log_files(path) if path.is_dir() else [path]
-    rows, series, warnings = RowCollector(), dict[str, TagSeries](), list[str]()
-    for file in files:
-        if step := _STEP_JSON.fullmatch(file.name):
-            row = parse_row(read_limited(file))
-            if isinstance(row, dict):
-                rows.add([("step", float(step["step"])), *json_numbers(row)])
-            else:
-                warnings.append(DamageWarning(f"{file} is not complete JSON; skipped it"))
-            continue
-        log = read_table(file, tags)
-        name = None if "Value" in tags.values() else _TAG_CSV.fullmatch(file.name)
-        # TensorBoard replaces the slash of train/loss.
-        tag = re.sub("^(train|eval|val)_", r"\1/", name["tag"]) if name else "Value"
-        times = log.series.get("Wall time")
-        if (values := log.series.get("Value")) is not None:
-            series[tag] = replace(values, times=None if times is None else times.values)
-        warnings += log.warnings
-    if len(rows):
-        return rows.log(path, "jsonl", tags, warnings)
-    return Log(path, "csv", series, warnings=tuple(warnings))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import Flags, Ints, bit_identical
+from slurmllm.metrics.curves import Ints, bit_identical
 from slurmllm.metrics.log_series import Log, TagSeries, TextSeries
 from slurmllm.metrics.tags import list_tags
 
@@ -107,11 +107,6 @@ def _separates(loss: TagSeries, codes: Ints, is_rank: bool) -> tuple[bool, bool]
     return bool(shared), bool(differ)
 
 
-def _take(series: TagSeries, rows: Flags) -> TagSeries:
-    times = None if series.times is None else series.times[rows]
-    return TagSeries(series.order[rows], series.steps[rows], series.values[rows], times)
-
-
 def rows_with(log: Log, name: str, text: str) -> Log:
     """Return the log with the rows whose column `name` is `text`; raise RunError without any.
 
@@ -128,5 +123,5 @@ def rows_with(log: Log, name: str, text: str) -> Log:
             f"for one of the sources only, give its letter: --where B:{name}={text}"
         )
     code = column.texts.index(text) if text else -1
-    series = {tag: _take(s, _codes_at(column, s) == code) for tag, s in log.series.items()}
+    series = {tag: s.take(_codes_at(column, s) == code) for tag, s in log.series.items()}
     return replace(log, series={tag: s for tag, s in series.items() if s.order.size})

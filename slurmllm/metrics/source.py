@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.metrics import row_logs
-from slurmllm.metrics.binary_logs import (
-    event_files,
-    event_folders,
-    is_event_file,
-    read_tensorboard,
-)
 from slurmllm.metrics.curves import Convention, Curve, Setting
+from slurmllm.metrics.event_files import event_files, event_folders, is_event_file
 from slurmllm.metrics.log_curve import curve_of_log
+from slurmllm.metrics.log_files import (
+    is_log,
+    read_events,
+    read_file,
+    read_split_log,
+    split_log_files,
+)
 from slurmllm.metrics.log_series import Log, log_suffix
 from slurmllm.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
 from slurmllm.metrics.row_reader import parse_row, read_error, read_evaluations
-from slurmllm.metrics.tags import JSON_LINES, TABLES, TEXTS, parse_tags
-from slurmllm.metrics.text_logs import read_text
+from slurmllm.metrics.tags import JSON_LINES, parse_tags
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import JobsRecord, SkipsRecord
 from slurmllm.run.rundir import RunDir, find_run, read_all
@@ -33,12 +33,6 @@ from slurmllm.run.safe_files import open_regular, os_error_text, read_limited, r
 
 __all__ = ["locate", "parse_tags", "read_curve"]
 
-_READERS: Mapping[str, Callable[[Path, Mapping[str, str]], Log]] = {
-    **dict.fromkeys(JSON_LINES, row_logs.read_json_lines),
-    ".json": row_logs.read_json,
-    **dict.fromkeys(TABLES, row_logs.read_table),
-    **dict.fromkeys(TEXTS, read_text),
-}
 # Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger and llm.c
 _LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "main.log")
 _CLUSTER_SETTINGS = ("name", "device", "instance_type")
@@ -61,8 +55,8 @@ def locate(source: str, root: Path) -> Path:
         refuse_removed_format(path)
         if path.is_file():
             return path
-        is_log = is_event_file(path) or log_suffix(path) in _READERS
-        if path.suffix and is_log and not (root / path).exists() and not path.exists():
+        exists = path.exists() or (root / path).exists()
+        if path.suffix and is_log(path) and not exists:
             raise RunError(f"no metrics file {path.absolute()}; give a {path.suffix} file or a run")
         for folder in (root / source, path):
             if (folder / "config.yaml").is_file():
@@ -72,7 +66,7 @@ def locate(source: str, root: Path) -> Path:
                 (folder / "metrics").is_dir()
                 or event_files(folder)
                 or event_folders(folder, limit=1)
-                or row_logs.split_log_files(folder)
+                or split_log_files(folder)
             ):
                 return folder
         for name in _LOGS_IN_FOLDERS if path.is_dir() else ():
@@ -93,7 +87,7 @@ def locate(source: str, root: Path) -> Path:
 def refuse_removed_format(path: Path) -> None:
     """Raise RunError for the trackers' own files, which earlier versions read."""
     way = ""
-    if path.suffix == ".wandb" or next(path.glob("run-*.wandb"), None) is not None:
+    if ".wandb" in path.suffixes or next(path.glob("run-*.wandb"), None) is not None:
         way = "W&B's run files: wandb.Api().run('ENTITY/PROJECT/ID').scan_history()"
     elif (path / "meta.yaml").is_file() and (path / "metrics").is_dir():
         way = "MLflow's file store: mlflow.MlflowClient().get_metric_history(RUN_ID, 'loss')"
@@ -150,17 +144,15 @@ def read_log(source: Path, tags: Mapping[str, str], pattern: str | None = None) 
     if not source.is_file():
         return _read_folder(source, tags)
     if pattern is not None:
-        return read_text(source, tags, pattern)
+        return read_file(source, tags, pattern)
     if is_event_file(source):
-        return read_tensorboard(source, tags)
+        return read_events(source, tags)
     if source.suffix in JSON_LINES and _is_own_file(source):
         return None
-    suffix = log_suffix(source)
-    if suffix not in _READERS:
-        raise RunError(f"{source} is of an unknown kind ({suffix or 'no suffix'}); give {_KINDS}")
-    if suffix == ".csv" and row_logs.is_tag_table(source):
-        return row_logs.read_split_log(source, tags)
-    return _READERS[suffix](source, tags)
+    if not is_log(source):
+        suffix = log_suffix(source) or "no suffix"
+        raise RunError(f"{source} is of an unknown kind ({suffix}); give {_KINDS}")
+    return read_file(source, tags)
 
 
 def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
@@ -174,9 +166,9 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
     # NeMo and Hydra write a config.yaml next to their event files too.
     if is_run and not events:
         return None
-    if not events and row_logs.split_log_files(source):
-        return row_logs.read_split_log(source, tags)
-    return read_tensorboard(source, tags)
+    if not events and split_log_files(source):
+        return read_split_log(source, tags)
+    return read_events(source, tags)
 
 
 def _is_own_file(path: Path) -> bool:

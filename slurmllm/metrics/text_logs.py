@@ -13,14 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import RunError
 from slurmllm.format import printable
-from slurmllm.metrics.log_series import Log, RowCollector, open_log
+from slurmllm.metrics.curves import SourceKind
+from slurmllm.metrics.log_series import Log, LogReader, Numbers, RowCollector
 from slurmllm.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_value
 from slurmllm.metrics.tags import (
     ANY_FRAMEWORK,
@@ -33,9 +34,7 @@ from slurmllm.metrics.tags import (
     step_keys,
 )
 
-Numbers = dict[str, float]
-
-_CHUNK_BYTES = 1 << 20
+_MAX_WAITING = 1000  # rows of a format that is not the one with most rows
 _LONGEST_LINE = 1 << 16  # bytes; a longer line, such as a core dump, holds no metrics
 _VALUE = rf"{WRAPPER}(?P<%s>{NUMBER}){WRAPPER_END}"
 # %name of formats.yaml, longer names first
@@ -70,46 +69,29 @@ _PREFIXES = (
 _PREFIX = re.compile("|".join(_PREFIXES), re.IGNORECASE)
 
 
-def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log:
-    """Read a text log; `pattern` is the user's, with a named group for each metric."""
-    text = TextReader(pattern)
-    warnings: list[str] = []
-    with open_log(path, warnings) as stream:
-        for chunk in iter(partial(stream.read, _CHUNK_BYTES), b""):
-            text.read(chunk)
-        text.read(b"", last=True)
-    best: _LineReader | None = None
-    for reader in text.readers:
-        reader.finish()
-        if best is None or reader.rows.sizes > best.rows.sizes:
-            best = reader
-    if best is not None and best.rows:
-        return best.rows.log(path, "text", tags, warnings, best.format, best.invented_steps)
-    if pattern is not None:
-        raise RunError(
-            f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
-            "(spaces must match exactly)"
-        )
-    raise RunError(
-        f"no metrics in {path}: no line is of a known format (docs/metrics.md names them), or a "
-        "progress bar with a loss; give such a log, or a table (.csv, .jsonl) of the metrics, or "
-        f"describe its lines with --pattern, such as --pattern {PATTERN_EXAMPLE}"
-    )
+class TextReader(LogReader):
+    """Reads lines of text, by each rank and format; by the user's `pattern`, or of one framework.
 
+    Attributes:
+        numbered: Why the steps are invented; empty if the lines show them.
+    """
 
-class TextReader:
-    """The readers, by rank and format, of a text in pieces; by `pattern`, or of one framework."""
+    kind: SourceKind = "text"
 
-    def __init__(self, pattern: str | None = None, framework: str | None = None) -> None:
+    def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
+        super().__init__()
         if pattern is not None:
             check_pattern(pattern)
         formats = _line_formats() if pattern is None else [(None, [LineFormat(head=pattern)])]
-        named = [pair for pair in formats if pair[0] is not None and pair[0].name == framework]
+        named = [pair for pair in formats if pair[0] is not None and pair[0] == log_format]
+        self.format = log_format
+        self.numbered = ""
+        self._pattern = pattern
         self._formats = named or formats
-        self.rows = [RowCollector() for _ in self._formats]  # by format, of all ranks
+        self._collectors = [RowCollector() for _ in self._formats]  # by format, of all ranks
+        self._waiting = [list[Numbers]() for _ in self._formats]  # rows that were not taken yet
         self._by_rank: dict[str, list[_LineReader]] = {}
         self._latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
-        self._whole = pattern is not None
         self._number, self._rest, self._rank = 1, b"", ""
         self._continued = False  # a progress bar that overwrites itself has its rank once
 
@@ -117,14 +99,13 @@ class TextReader:
     def readers(self) -> list[_LineReader]:
         return [reader for readers in self._by_rank.values() for reader in readers]
 
-    def read(self, chunk: bytes, last: bool = False) -> None:
-        """Read the lines that are complete, at the `last` call also one without an end."""
-        lines = (self._rest + chunk).splitlines(keepends=True)
+    def feed(self, data: bytes, last: bool = False) -> None:
+        lines = (self._rest + data).splitlines(keepends=True)
         # A newline may follow a carriage return.
         whole = last or not lines or lines[-1].endswith(b"\n")
         self._rest = b"" if whole else lines.pop()[: _LONGEST_LINE + 1]
         for line in lines:
-            is_read = self._whole or _HINT.search(line) is not None
+            is_read = self._pattern is not None or _HINT.search(line) is not None
             is_read = is_read or any(reader.row for reader in self._latest.values())
             if is_read and len(line) <= _LONGEST_LINE:
                 self._read_line(printable(line.decode("utf-8-sig", "replace").rstrip("\r\n")))
@@ -133,7 +114,7 @@ class TextReader:
 
     def _read_line(self, text: str) -> None:
         rank, line, stamp = "", text, text
-        if not self._whole:
+        if self._pattern is None:
             name, line = split_prefix(text)
             rank = self._rank = name or (self._rank if self._continued else "")
             stamp = text[:100]
@@ -142,7 +123,7 @@ class TextReader:
                 (_TrainerReader if lines[0].step_of_bar else _LineReader)(
                     log_format, lines, rows, rank
                 )
-                for (log_format, lines), rows in zip(self._formats, self.rows, strict=True)
+                for (log_format, lines), rows in zip(self._formats, self._collectors, strict=True)
             ]
         readers: Sequence[_LineReader] = self._by_rank[rank]
         if rank in self._latest and not self._latest[rank].is_general:
@@ -153,13 +134,55 @@ class TextReader:
                 break
 
     def flush(self, last: bool = False) -> None:
-        """Add rows that more lines could complete: the output pauses, or this is the `last`."""
         # A progress bar is drawn without an end of its line.
         if last or self._rest.rstrip().endswith(b"]"):
-            self.read(b"", last=True)
+            self.feed(b"", last=True)
         for reader in self.readers:
             reader.end_row()
             reader.flush(last)
+
+    def take(self) -> list[Numbers]:
+        """Return the new rows of the format that has most, as of a whole log."""
+        for reader in self.readers:
+            reader.flush()
+        best = self._choose_reader()
+        if best is None:
+            return []
+        taken = list[Numbers]()
+        for index, collector in enumerate(self._collectors):
+            rows = self._waiting[index] + collector.take()
+            if collector is best.rows:
+                taken, rows = rows, []
+            self._waiting[index] = rows[-_MAX_WAITING:]
+        tags = self.format.tags.values() if self.format is not None else ()
+        if not any("time" in names for names in tags):  # else Detectron2's time of a step
+            for row in taken:
+                row.pop("time", None)  # of a time zone that it does not name
+        return taken
+
+    def _choose_reader(self) -> _LineReader | None:
+        """Choose the format with most losses and rows; None if no line has a number."""
+        readers = [reader for reader in self.readers if any(reader.rows.sizes)]
+        best = max(readers, key=lambda reader: reader.rows.sizes, default=None)
+        if best is not None:
+            self.format = best.format or (self.format if len(self._formats) == 1 else None)
+            self.numbered = best.invented_steps
+        return best
+
+    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+        best = self._choose_reader()
+        if best is not None and best.rows:
+            return best.rows.log(path, self.kind, tags, warnings, best.format, self.numbered)
+        if self._pattern is not None:
+            raise RunError(
+                f"no line of {path} matches --pattern '{self._pattern}'; check it against a line "
+                "of the log (spaces must match exactly)"
+            )
+        raise RunError(
+            f"no metrics in {path}: no line is of a known format (docs/metrics.md names them), or "
+            "a progress bar with a loss; give such a log, or a table (.csv, .jsonl) of the "
+            f"metrics, or describe its lines with --pattern, such as --pattern {PATTERN_EXAMPLE}"
+        )
 
 
 class _LineReader:
@@ -250,13 +273,7 @@ class _LineReader:
         return count + self._before
 
     def flush(self, last: bool = False) -> None:
-        """Add rows that later lines do not change, while the log grows; `last`: all of them."""
-        if last:
-            self.end_row()
-
-    def finish(self) -> None:
-        """Add rows that depend on lines after them."""
-        self.end_row()
+        """Add rows that later lines do not change; the `last` time all of them."""
 
 
 class _TrainerReader(_LineReader):
@@ -296,36 +313,25 @@ class _TrainerReader(_LineReader):
             self._open = True
 
     def flush(self, last: bool = False) -> None:
-        super().flush(last)
-        while self._pending and (
-            last or not (self._open and self._total) or len(self._pending) > 1
-        ):
-            row, number = self._pending.pop(0)
-            count = row.pop("bar")
-            self._logged += "loss" in row
-            if _has_step(tuple(row)):
-                self.format = None  # another framework's
-            else:
-                self.invented_steps = _NUMBERED if math.isnan(count) else ""
-                row["step"] = self._logged if math.isnan(count) else count
-            self.rows.add(row.items(), number, self._texts)
+        # The last row may get its step from a bar that follows.
+        count = len(self._pending)
+        if not last and self._open and self._total:
+            count -= 1
+        ready, self._pending = self._pending[:count], self._pending[count:]
         self._open = self._open and bool(self._pending)
-
-    def finish(self) -> None:
-        self.end_row()
-        have_steps = any(_has_step(tuple(row)) for row, _ in self._pending)
-        self.format = None if have_steps else self.format  # another framework's
-        counts = [row["bar"] for row, _ in self._pending if "loss" in row]
+        have_steps = any(_has_step(tuple(row)) for row, _ in ready)
+        if have_steps:
+            self.format = None  # another framework's
+        counts = [row["bar"] for row, _ in ready if "loss" in row]
         by_bar = not any(map(math.isnan, counts)) and all(a != b for a, b in pairwise(counts))
-        logged = 0.0
-        for row, number in self._pending:
-            count = row.pop("bar")
-            logged += "loss" in row
+        for row, number in ready:
+            bar_count = row.pop("bar")
+            self._logged += "loss" in row
             if not have_steps:
-                row["step"] = count if by_bar and not math.isnan(count) else logged
+                row["step"] = bar_count if by_bar and not math.isnan(bar_count) else self._logged
             self.rows.add(row.items(), number, self._texts)
-        if self._pending and not (have_steps or by_bar):
-            self.invented_steps = _NUMBERED
+        if ready and not have_steps:
+            self.invented_steps = "" if by_bar else _NUMBERED
 
 
 @lru_cache

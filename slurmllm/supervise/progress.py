@@ -19,8 +19,8 @@ from typing import Any
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import VAL_LOSS
 from slurmllm.metrics.following import FollowedOutput, MetricNames, follow, is_path
+from slurmllm.metrics.log_series import Numbers
 from slurmllm.metrics.tags import PATTERN_EXAMPLE, check_pattern, find_format
-from slurmllm.metrics.text_logs import Numbers
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import open_append, os_error_text
 from slurmllm.run.worker_files import EventLog

@@ -11,6 +11,7 @@ import pytest
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.source import read_curve
+from slurmllm.metrics.tags import log_formats
 from slurmllm.metrics.text_logs import TextReader
 from slurmllm.run.error_patterns import table
 from tests.metrics.test_formats import LINES
@@ -47,9 +48,9 @@ EXAMPLES += [
 @pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
 def test_formats_take_linear_time(name: str, line: str) -> None:
     for text in long_lines(line.format(step=7).split("\n")[0]):
-        reader = TextReader(framework=name)
+        reader = TextReader(log_format=log_formats().get(name))
         start = time.process_time()
-        reader.read(text.encode() + b"\n")
+        reader.feed(text.encode() + b"\n")
         took = time.process_time() - start
         assert took < MOST_S, (name, took, text[:80], text[-40:])
 
