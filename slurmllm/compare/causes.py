@@ -155,7 +155,7 @@ def format_setting(value: object) -> str:
 
 
 def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
-    lr = alignment.of("lr")
+    lr = alignment.of("lr").as_printed(a, b)
     exact = alignment.method == "exact" and alignment.axis == "step"
     tolerance = LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
     different = ~bit_identical(lr.a, lr.b)

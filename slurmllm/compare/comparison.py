@@ -79,8 +79,8 @@ class Scattering(Record):
     allowed: float  # size up to which it is no difference of the runs
 
 
-class MetricComparison(Record):
-    """One metric of both curves at their common steps."""
+class Differences(Record):
+    """The sizes and first steps of the differences of one metric."""
 
     tolerance: float  # relative
     steps_compared: int
@@ -97,19 +97,29 @@ class MetricComparison(Record):
     non_finite_b: int
     first_non_finite_step_a: int | None
     first_non_finite_step_b: int | None
+
+
+class Divergence(Record):
+    """Whether, by which rule and from which step one metric makes the runs differ."""
+
     departs: bool  # whether this metric makes the runs differ
     rule: RuleName | None  # rule by which it does
+    onset_step: int | None  # at which the curves begin to diverge
+    onset_rel_diff: float | None  # at that step; None if a value is not finite
+    lasting_departure_step: int | None = None  # first step of one that lasts
+    lasting_departure_last_step: int | None = None
+    lasting_departure_points: int | None = None
+    lasting_departure_rel_diff: float | None = None  # median over these points
+
+
+class MetricComparison(Differences, Divergence):
+    """One metric of both curves at their common steps."""
+
     noise: float | None  # robust standard deviation of the relative difference from point to point
     bias: float  # mean of the signed relative difference
     power: float  # smallest lasting relative bias that would have been found
     scattered: bool  # beyond the tolerance by independent scatter
     scatter: Scattering
-    onset_step: int | None  # at which the curves begin to diverge
-    onset_rel_diff: float | None  # at that step; None if a value is not finite
-    lasting_departure_step: int | None  # first step of one that lasts
-    lasting_departure_last_step: int | None
-    lasting_departure_points: int | None
-    lasting_departure_rel_diff: float | None  # median over these points
 
 
 class DataComparison(Record):
@@ -155,8 +165,22 @@ class Band(Record):
     metrics: dict[str, BandOfMetric]
 
 
-class Comparison(Record):
-    """The output of `slurmllm compare --json`."""
+class ComparedSteps(Record):
+    """The two curves, and the points at which they are compared."""
+
+    a: Side
+    b: Side
+    steps_compared: int
+    first_step: int
+    last_step: int
+    only_in_a: tuple[Range, ...]  # ranges of steps, both ends included
+    only_in_b: tuple[Range, ...]
+    alignment: AlignmentRecord
+    overlaps: dict[Literal["a", "b"], Overlap]
+
+
+class Conclusion(Record):
+    """The verdict and its reasons."""
 
     verdict: Verdict
     match: bool  # whether the verdict is not `differ`
@@ -166,22 +190,18 @@ class Comparison(Record):
     causes: tuple[Cause, ...]  # of the difference or the scatter, the likeliest first
     diagnosis: Diagnosis | None  # the first cause if the runs differ
     settings: tuple[str, ...]  # recorded settings that differ
+    warnings: tuple[str, ...]
+
+
+class Comparison(Conclusion, ComparedSteps):
+    """The output of `slurmllm compare --json`."""
+
     data: DataComparison | None  # None if a run has no data.json
     tolerance: Tolerances
     basis: Basis
-    a: Side
-    b: Side
-    steps_compared: int
-    first_step: int
-    last_step: int
-    only_in_a: tuple[Range, ...]  # ranges of steps, both ends included
-    only_in_b: tuple[Range, ...]
-    alignment: AlignmentRecord
     metrics: dict[str, MetricComparison]  # those that decide the verdict
     statistics: dict[str, Statistics]  # of all metrics that both have
     band: Band | None  # None without seeds
-    overlaps: dict[Literal["a", "b"], Overlap]
-    warnings: tuple[str, ...]
     plot: str | None = None  # path of the picture
     html: str | None = None  # path of the page
 

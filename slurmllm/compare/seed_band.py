@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.ndimage import median_filter
 
 from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.comparison import Band, BandOfMetric
 from slurmllm.compare.statistics import (
-    autocorrelation,
     extrapolated,
     largest,
-    medians_of_three,
     t_quantile,
 )
 from slurmllm.errors import RunError
@@ -59,7 +58,7 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     scale *= _excursions(deviations / scale)
     further = np.sqrt(1 + 1 / count)
     units, z = deviations / scale, (other - mean) / (scale * further)
-    calm, calm_z = medians_of_three(units), medians_of_three(z)
+    calm, calm_z = median_filter(units, (1, 3), mode="nearest"), median_filter(z, 3, mode="nearest")
     widths = [1]  # 1, 4, 16 … points as long as there are 8 means at least, then all points
     while widths[-1] * 4 * 8 <= points:
         widths.append(widths[-1] * 4)
@@ -164,9 +163,23 @@ def _independent(means: Floats) -> float:
     blocks = means.shape[1]
     if blocks < 3 or not means.any():
         return 1.0
-    correlation = autocorrelation(means)[1:]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
+    correlation = _autocorrelation(means)[1:]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
     pairs = 1 - np.arange(1, len(correlation) + 1) / blocks
     return float(blocks / (1 + 2 * (correlation**2 / pairs).sum()))
+
+
+def _autocorrelation(rows: Floats) -> Floats:
+    """Return the correlation of values so many points apart, of all rows together. [lags]
+
+    Up to where it is lost in its own noise: its first value that is not above 0 (Geyer, Practical
+    Markov chain Monte Carlo, Statistical Science 7, 1992). `rows`: of mean 0 [rows, points]
+    """
+    count = rows.shape[1]
+    size = 1 << (2 * count - 1).bit_length()
+    power = (np.abs(np.fft.rfft(rows, size, axis=1)) ** 2).sum(axis=0)
+    products = np.fft.irfft(power, size)[:count]
+    correlation: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
+    return correlation
 
 
 class SeedBand:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist
 
 import numpy as np
+from scipy.ndimage import uniform_filter1d
 
 from slurmllm.compare.alignment import Points
 from slurmllm.metrics.curves import Floats, Ints
 from slurmllm.run.records import Record
 
 WINDOWS = 10
-_EXACT = 25  # values of which the signed-rank test is exact
 _SMOOTHING = 1 / 50  # of all points: the width of the running mean that smooths the curves
 
 
@@ -93,28 +92,20 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
 
 def running_mean(values: Floats, width: int) -> Floats:
     """Return means over `width` neighbours, centred; fewer at the ends. [points]"""
-    if width <= 1:
-        return values
-    count, left, right = len(values), (width - 1) // 2, width // 2 + 1
-    total = np.cumsum(np.pad(values, (left + 1, right - 1)))
-    places = np.arange(count)
-    inside = np.minimum(places + right, count) - np.maximum(places - left, 0)
-    means: Floats = (total[width:] - total[:-width]) / inside
+    sums, counts = (
+        uniform_filter1d(x, width, mode="constant", origin=width % 2 - 1)
+        for x in (values, np.ones(len(values)))
+    )
+    means: Floats = sums / counts
     return means
 
 
 def _correlation(a: Floats, b: Floats) -> float | None:
     """Return Pearson's correlation; None of fewer than 3 points or of a constant."""
-    if len(a) < 3:
+    # The deviation of a constant is rounding.
+    if len(a) < 3 or any(x.std() <= 1e-13 * abs(x.mean()) for x in (a, b)):
         return None
-    means = float(a.mean()), float(b.mean())
-    a, b = a - means[0], b - means[1]
-    # Sums of products, not BLAS: its threads take longer to start.
-    squares, product = (float((a * a).sum()), float((b * b).sum())), float((a * b).sum())
-    # What is left of a constant is rounding.
-    if any(s <= len(a) * (1e-13 * m) ** 2 for s, m in zip(squares, means, strict=True)):
-        return None
-    return float(np.clip(product / np.sqrt(squares[0] * squares[1]), -1.0, 1.0))
+    return float(np.corrcoef(a, b)[0, 1])
 
 
 def _window(steps: Ints, r: Floats) -> Window:
@@ -193,31 +184,25 @@ def _third(values: Floats) -> float:
     return float(TO_SIGMA * np.median(np.abs(np.diff(values, 3))) / np.sqrt(20))
 
 
-def medians_of_three(values: Floats) -> Floats:
-    """Return the median of each value and its two neighbours; the ends stay. [..., points]"""
-    medians = values.copy()
-    low = np.minimum(values[..., :-1], values[..., 1:])
-    high = np.maximum(values[..., :-1], values[..., 1:])
-    medians[..., 1:-1] = np.maximum(low[..., :-1], np.minimum(high[..., :-1], values[..., 2:]))
-    return medians
-
-
-def autocorrelation(rows: Floats) -> Floats:
-    """Return the correlation of values so many points apart, of all rows together. [lags]
-
-    Up to where it is lost in its own noise: its first value that is not above 0 (Geyer, Practical
-    Markov chain Monte Carlo, Statistical Science 7, 1992). `rows`: of mean 0 [rows, points]
-    """
-    count = rows.shape[1]
-    size = 1 << (2 * count - 1).bit_length()
-    power = (np.abs(np.fft.rfft(rows, size, axis=1)) ** 2).sum(axis=0)
-    products = np.fft.irfft(power, size)[:count]
-    correlation: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
-    return correlation
-
-
 _HEAVIEST = 3  # no noise has a heavier tail than Student's t with so many degrees of freedom
-_TAIL = 64  # points from which the tail is estimated, an eighth of all at most
+_SEGMENTS = 16  # by whose means the mean over all points is tested
+
+
+def error_of_mean(r: Floats) -> float:
+    """Return the error of the mean of r at a chance of 1 in 200, by the means of its segments.
+
+    Means of segments are independent if the noise is slow, too, but not slower than a segment.
+    """
+    means = np.array([segment.mean() for segment in np.array_split(r, min(_SEGMENTS, len(r)))])
+    deviation = float(np.std(means, ddof=1)) / np.sqrt(len(means))
+    return float(t_quantile(5e-3, len(means) - 1) * deviation)
+
+
+def medians_of_windows(r: Floats, width: int) -> tuple[Ints, Floats]:
+    """Return first points and medians of windows, a quarter of the width apart, the last too."""
+    begins = np.union1d(np.arange(0, len(r) - width + 1, width // 4), [len(r) - width])
+    windows = np.lib.stride_tricks.sliding_window_view(r, width)[begins]
+    return begins, np.median(windows, axis=1)
 
 
 def largest(sizes: Floats, count: int) -> Floats:
@@ -226,7 +211,17 @@ def largest(sizes: Floats, count: int) -> Floats:
     return np.sort(np.partition(sizes, -count)[-count:])[::-1]
 
 
-def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int = 1) -> float:
+def tail_limit(sizes: Floats, chance: float) -> float:
+    """Return what noise does not exceed, but for a chance, of points that are noise but for some.
+
+    Up to a thirty-second of the points, those furthest off, may be anything else.
+    """
+    furthest = max(4, len(sizes) // 32)
+    top = largest(sizes, max(64, 2 * furthest + 1))
+    return extrapolated(top, len(sizes), furthest, (furthest + 1) / chance)
+
+
+def extrapolated(top: Floats, total: int, place: int, odds: float) -> float:
     """Return what noise does not exceed, from the sizes of its points after the furthest ones.
 
     Of noise with a power-law tail of index α, points are x times as far as the k-th furthest in
@@ -240,71 +235,51 @@ def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int =
         total: How many there are in all.
         place: k - 1.
         odds: One over the chance that noise goes on beyond, as far as the k-th point.
-        shocks: So many must do so at once, by chances of their own.
     """
-    log = np.log(odds) / (shocks * _HEAVIEST)
-    tail = min(max(_TAIL, 2 * place), total // 8, len(top))
+    place = min(place, len(top) - 1)
+    log = np.log(odds) / _HEAVIEST
+    tail = min(max(64, 2 * place), total // 8, len(top))
     degrees = tail - place - 1
     if degrees > 0 and top[tail - 1] > 0:
         logs = np.log(top[place:tail] / top[tail - 1])
         hill = (logs.sum() + place * logs[0]) / degrees
-        log = min(log, hill * degrees * (odds ** (1 / degrees) - 1) / shocks)
+        log = min(log, hill * degrees * (odds ** (1 / degrees) - 1))
     return float(top[place] * np.exp(log))
 
 
-_BACK = (64, 256, 1024, 4096)  # points before the evidence to search, in turn
-_BEYOND = 5.0  # times the deviation before: not noise
-_CLEAR = 10.0  # likewise: clear from single points, else from all of them together
-_SURE = 8  # points that show the deviation before
+_LARGE_RISE = 10.0  # times all differences before
+_FIRST_POINTS = 8  # show what was before
 _FLOOR = 1e-9  # smaller differences count as none
 
 
 def find_onset(r: Floats, begin: int, end: int) -> int:
-    """Find the onset of a departure that is known to be at the points `begin` … `end` - 1 of r.
+    """Find the onset of a departure that the points `begin` … `end` - 1 of r show.
 
-    It is the point at which |r| grows most over all before, tenfold at least, and persists. If it
-    emerges from noise it is the first point that is off by more than those before and persists;
-    if the step is small compared with the noise, the point that best divides the values into
-    those before and those after (CUSUM). It is `begin` if nothing clearer is found.
+    It is the point at which |r| grows most over all before, tenfold at least, and persists; else
+    the first that is not 0, if it is near; else the point that best divides log |r| into smaller
+    values and larger ones. It is `begin` if those are not
+    twice as large.
     """
     if end == begin + 1:
         # A single point, unless those after it are off as well, by more than all before it
-        most = float(np.max(np.abs(r[:begin]), initial=_FLOOR))
+        highest = float(np.max(np.abs(r[:begin]), initial=_FLOOR))
         following = np.abs(r[end : end + 3])
-        if not (len(following) and np.median(following) > _BEYOND * most):
+        if not (len(following) and np.median(following) > 5 * highest):
             return begin
     if (jump := largest_rise(r, end)) is not None:
         return jump
-    identical = int(np.argmax(np.abs(r[:end]) > _FLOOR))
-    for back in _BACK:
-        start = max(0, begin - back)
-        if start == 0 and 0 < identical <= begin:
-            level = float(np.median(np.abs(r[begin:end])))
-            if begin - identical <= _SURE or np.median(np.abs(r[identical:begin])) > level / 3:
-                return identical
-        before = r[max(0, start - max(back, 256)) : start] if start else r[:begin]
-        if not len(before):
-            return begin
-        middle = float(np.median(before)) if start else 0.0
-        sigma = TO_SIGMA * float(np.median(np.abs(before - middle)))
-        inside = r[start:end] - middle
-        after = float(np.median(r[begin:end])) - middle
-        # The evidence may begin long before the departure: then its later half is used.
-        later = float(np.median(r[(begin + end) // 2 : end])) - middle
-        after = later if abs(later) > 2 * abs(after) else after
-        if sigma < abs(after) < _CLEAR * sigma:
-            gained = np.cumsum(((inside - after / 2) * np.sign(after))[::-1])[::-1]
-            return start + int(np.argmax(gained))
-        off = np.abs(inside) > _BEYOND * sigma
-        # At least two of the three points after it are off as well; fewer at the end.
-        ahead = np.concatenate((off.astype(np.int8), np.ones(3, dtype=np.int8)))
-        lasting = off & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
-        if not lasting.any():
-            return begin
-        first = int(np.argmax(lasting))
-        if first > 0 or start == 0:
-            return start + first
-    return begin
+    size = np.log(np.maximum(np.abs(r[:end]), _FLOOR))
+    first = int(np.argmax(np.abs(r) > _FLOOR))
+    if 0 < first <= begin and begin - first <= _FIRST_POINTS:
+        return first
+    if begin == 0:
+        return begin
+    count = np.arange(1, end)
+    total = np.cumsum(size)[:-1]
+    rise = np.maximum((size.sum() - total) / (end - count) - total / count, 0.0)
+    between = count * (end - count) / end * rise**2
+    onset = int(np.argmax(between))
+    return onset + 1 if rise[onset] > np.log(2) else begin
 
 
 def largest_rise(r: Floats, end: int) -> int | None:
@@ -312,34 +287,16 @@ def largest_rise(r: Floats, end: int) -> int | None:
 
     The first few points are what was before; those from `end` on only show whether it stays up.
     """
-    if end <= _SURE:
+    if end <= _FIRST_POINTS:
         return None
     size = np.abs(r[: end + 3])
-    before = np.maximum(np.maximum.accumulate(size)[_SURE - 1 : end - 1], _FLOOR)
+    before = np.maximum.accumulate(size)[_FIRST_POINTS - 1 : end - 1]
     ahead = np.concatenate((size, np.repeat(size[-1:], 3)))
     # The second smallest of four: one of them may pass through zero.
-    four = np.sort(np.stack([ahead[_SURE + i : end + i] for i in range(4)]), axis=0)
-    rise = np.minimum(four[1], size[_SURE:end]) / before
+    four = np.lib.stride_tricks.sliding_window_view(ahead, 4)[_FIRST_POINTS:end]
+    rise = np.minimum(np.sort(four, axis=1)[:, 1], four[:, 0]) / np.maximum(before, _FLOOR)
     place = int(np.argmax(rise))
-    return _SURE + place if rise[place] >= _CLEAR else None
-
-
-def signed_rank(values: Floats) -> float:
-    """Return how far above 0 values are, as the normal quantile of Wilcoxon's signed-rank test.
-
-    Exact for up to 25 values; the normal approximation of the rank sum for more.
-    """
-    count = len(values)
-    ranks = np.argsort(np.argsort(np.abs(values))) + 1
-    below = int(ranks[values < 0].sum())  # the sum of the ranks of the values below 0
-    if count > _EXACT:
-        variance = count * (count + 1) * (2 * count + 1) / 24
-        return float((count * (count + 1) / 4 - below) / np.sqrt(variance))
-    ways = np.ones(1)  # number of sets of ranks, by their sum
-    for rank in range(1, count + 1):
-        ways = np.append(ways, np.zeros(rank)) + np.append(np.zeros(rank), ways)
-    chance = ways[: below + 1].sum() / 2**count
-    return NormalDist().inv_cdf(1 - min(chance, 1 - 1e-9))
+    return _FIRST_POINTS + place if rise[place] >= _LARGE_RISE else None
 
 
 def t_quantile(chance: float, degrees: float) -> float:

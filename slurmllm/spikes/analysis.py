@@ -95,26 +95,36 @@ class ParamNorm(Record):
     direction: Direction | None  # of the second half, if all its block medians follow it
 
 
-class SpikeAnalysis(Record):
-    """The spikes of one run in one metric."""
+class SpikeDefinition(Record):
+    """What counts as a spike."""
 
-    name: str
-    path: str
-    kind: SourceKind
     metric: Metric = "loss"
     definition: str = ""  # of a spike, with its figures
     reference: str | None = None  # published share of one-step spikes
     window: int  # logged steps of the running mean
     threshold: float  # above the running mean
     min_gap: int  # calm steps between two spikes
-    state: State = "calm"
-    verdict: str = ""
+
+
+class LoggedSteps(Record):
+    """The curve that was searched, and its steps that have the metric."""
+
+    name: str
+    path: str
+    kind: SourceKind
     steps: int  # with the metric
     judged: int  # steps tested for spikes: finite, with a full window before them
     first_step: int
     last_step: int
     interval: int  # usual distance between two logged steps
-    noise: float  # standard deviation from step to step, robust
+    restarts: tuple[int, ...]  # steps at which another attempt takes over
+    warnings: tuple[str, ...] = ()
+    plot: str | None = None  # path of the picture
+
+
+class SpikeCounts(Record):
+    """How many spikes there are, how long they last, and with what they coincide."""
+
     count: int  # number of spikes
     per_1000_steps: float | None
     inside: int  # steps inside spikes
@@ -128,15 +138,20 @@ class SpikeAnalysis(Record):
     at_restarts: int  # spikes that coincide with a restart
     at_skips: int  # spikes that coincide with skipped batches
     durations: dict[int, int]  # duration → number of spikes, shortest first
+
+
+class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
+    """The spikes of one run in one metric."""
+
+    state: State = "calm"
+    verdict: str = ""
+    noise: float  # standard deviation from step to step, robust
     spikes: tuple[Spike, ...]  # by step; of more than 1,000 the highest
     not_finite_steps: int
     not_finite: tuple[NotFinite, ...]  # the first 1,000
     growth: Growth | None
     grad_norm: GradNorm | None  # None: not logged
     param_norm: ParamNorm | None  # None: not logged
-    restarts: tuple[int, ...]  # steps at which another attempt takes over
-    warnings: tuple[str, ...]
-    plot: str | None = None  # path of the picture
     # The same of the gradient norm, next to that of the loss
     grad_norm_spikes: SpikeAnalysis | None = None
 

@@ -28,6 +28,7 @@ from slurmllm.spikes.analysis import (
     NotFinite,
     Spike,
     SpikeAnalysis,
+    SpikeCounts,
     State,
     find_stretches,
     first_at_most,
@@ -109,14 +110,13 @@ def _analysis(
 ) -> SpikeAnalysis:
     window, threshold, _ = definition
     steps, values = curve.series(metric)
-    durations = Counter(spike.duration for spike in spikes)
-    returned = [spike.returned_after for spike in spikes if spike.returned_after is not None]
     ratios = np.array([spike.grad_norm_ratio for spike in spikes], dtype=np.float64)
-    count = len(spikes)
-    inside = sum(duration * number for duration, number in durations.items())
-    by_height = sorted(spikes, key=lambda spike: -spike.height)
+    highest = sorted(spikes, key=lambda spike: -spike.height)[:_MAX_SPIKES]
     rows, bad = np.isin(curve.steps, steps), ~np.isfinite(values)
+    stretches = islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
     return SpikeAnalysis(
+        **dict(_count_spikes(spikes, judged, steps[-window:])),
+        **definition._asdict(),
         name=curve.name,
         path=str(curve.path),
         kind=curve.kind,
@@ -124,13 +124,30 @@ def _analysis(
         definition=f"a step whose {NAMES[metric]} is more than {threshold:g} above the mean of the "
         f"{window} logged steps before it",
         reference=REFERENCES.get(metric),
-        **definition._asdict(),
         steps=len(steps),
         judged=judged,
         first_step=int(steps[0]),
         last_step=int(steps[-1]),
         interval=_usual_interval(steps),
         noise=noise_of(values),
+        spikes=tuple(sorted(highest, key=lambda spike: spike.step)),
+        not_finite_steps=int(np.count_nonzero(bad)),
+        not_finite=tuple(
+            NotFinite(step=int(steps[i]), last_step=int(steps[j]), duration=int(j - i + 1))
+            for i, j in stretches
+        ),
+        growth=growth_of(metric, steps, values, window, threshold) if judged else None,
+        grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
+        param_norm=param_norm_of(steps, _finite_column(curve, "param_norm", rows)),
+        restarts=tuple(curve.restarts.tolist()),
+    )
+
+
+def _count_spikes(spikes: Sequence[Spike], judged: int, last_window: Ints) -> SpikeCounts:
+    durations = Counter(spike.duration for spike in spikes)
+    returned = [spike.returned_after for spike in spikes if spike.returned_after is not None]
+    inside, count = sum(spike.duration for spike in spikes), len(spikes)
+    return SpikeCounts(
         count=count,
         per_1000_steps=1000 * count / judged if judged else None,
         inside=inside,
@@ -138,23 +155,12 @@ def _analysis(
         one_step=durations[1],
         one_step_share=durations[1] / count if count else None,
         longest=max(durations, default=0),
-        highest=by_height[0].height if spikes else None,
+        highest=max((spike.height for spike in spikes), default=None),
         returned_after_median=float(np.median(returned)) if returned else None,
-        unreturned=sum(s.returned_after is None and s.step < steps[-window] for s in spikes),
+        unreturned=sum(s.returned_after is None and s.step < last_window[0] for s in spikes),
         at_restarts=sum(spike.restart is not None for spike in spikes),
         at_skips=sum(spike.skipped is not None for spike in spikes),
         durations=dict(sorted(durations.items())),
-        spikes=tuple(sorted(by_height[:_MAX_SPIKES], key=lambda spike: spike.step)),
-        not_finite_steps=int(np.count_nonzero(bad)),
-        not_finite=tuple(
-            NotFinite(step=int(steps[a]), last_step=int(steps[b]), duration=int(b - a + 1))
-            for a, b in islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
-        ),
-        growth=growth_of(metric, steps, values, window, threshold) if judged else None,
-        grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
-        param_norm=param_norm_of(steps, _finite_column(curve, "param_norm", rows)),
-        restarts=tuple(curve.restarts.tolist()),
-        warnings=(),
     )
 
 
