@@ -1,23 +1,19 @@
-"""An input file as a stream of decompressed bytes, hashed while it is read.
-
-Files of several compressed streams (`cat a.gz b.gz`) are read to their end. A cut or corrupt
-stream raises an OSError with every compression.
-"""
+"""An input file as a stream of decompressed bytes, hashed while it is read."""
 
 from __future__ import annotations
 
 import bz2
-import functools
+import gzip
 import io
 import lzma
 import sys
-import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import xxhash
 
-from slurmllm.corpus.inputs import Compression, InputFile
+from slurmllm.corpus.inputs import InputFile
 
 # Bytes requested of a decompressor at once: an error loses no more text than this.
 _STEP_BYTES = 64 << 10
@@ -28,21 +24,25 @@ _MOST_BLANK_BYTES = 1 << 30
 class OpenedInput(io.RawIOBase):
     """One open input file; a Python file for libraries that need one.
 
+    A cut or damaged file raises an OSError with every compression.
+
     Attributes:
-        offset_bytes: Position in the file on disk; decompressors read up to 64 KiB ahead.
+        offset_bytes: Position in the file on disk; decompressors read ahead.
         mapped_bytes: Position of a reader that maps the file instead of reading it here.
         blank_bytes: Bytes decompressed since the last document, which the reader sets to 0.
     """
 
     def __init__(self, file: InputFile, zstd_long: int) -> None:
         self.file = file
-        self.offset_bytes = self.mapped_bytes = self.blank_bytes = 0
-        self._raw = file.path.open("rb", buffering=0)
-        self._digest = xxhash.xxh3_128()
-        self._streams = None
-        if file.compression is not None:
-            self._streams = _Streams(self._read_raw, file.compression, zstd_long)
+        self.mapped_bytes = self.blank_bytes = 0
+        self._zstd_long = zstd_long
+        self._raw = _HashedFile(file)
+        self._unpacked = self._raw if file.compression is None else self._decompressor()
         self._error: OSError | None = None
+
+    @property
+    def offset_bytes(self) -> int:
+        return self._raw.offset_bytes
 
     def readable(self) -> bool:
         return True
@@ -53,30 +53,24 @@ class OpenedInput(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """Return the next `size` bytes; fewer, but some, before an error or the end; then none."""
-        if self._streams is None:
-            return self._read_raw(size)
+        if self.file.compression is None:
+            return self._raw.read(size) or b""
         if self._error is not None:
             raise self._error
-        parts: list[bytes] = []
+        blocks: list[bytes] = []
         while size > 0:
             try:
-                if self.blank_bytes > _MOST_BLANK_BYTES:
-                    raise OSError(
-                        f"it unpacks to more than {_MOST_BLANK_BYTES >> 30} GiB without a "
-                        "document; if that is right, decompress the file first"
-                    )
-                part = self._streams.read(min(size, _STEP_BYTES))
+                block = self._unpack(min(size, _STEP_BYTES))
             except OSError as error:
-                if not parts:
+                if not blocks:
                     raise
                 self._error = error  # raised by the next call: what came before it is intact
                 break
-            if not part:
+            if not block:
                 break
-            parts.append(part)
-            size -= len(part)
-            self.blank_bytes += len(part)
-        return b"".join(parts)
+            blocks.append(block)
+            size -= len(block)
+        return b"".join(blocks)
 
     def blocks(self, size: int) -> Iterator[bytes]:
         """Yield all bytes, `size` at a time."""
@@ -85,97 +79,94 @@ class OpenedInput(io.RawIOBase):
 
     def checksum(self) -> str:
         """xxh3-128 of the file on disk, in hexadecimal; reads the rest of it."""
-        while self._read_raw(1 << 20):
+        while self._raw.read(1 << 20):
             pass
-        return self._digest.hexdigest()
+        return self._raw.digest.hexdigest()
 
-    def _read_raw(self, size: int) -> bytes:
-        data = self._raw.read(size) or b""
-        self._digest.update(data)
-        self.offset_bytes += len(data)
-        return data
+    def _unpack(self, size: int) -> bytes:
+        if self.blank_bytes > _MOST_BLANK_BYTES:
+            raise OSError(
+                f"it unpacks to more than {_MOST_BLANK_BYTES >> 30} GiB without a document; if "
+                "that is right, decompress the file first"
+            )
+        try:
+            if self.file.size_bytes == 0:
+                raise EOFError
+            block: bytes = self._unpacked.read1(size)
+        except EOFError as error:
+            raise OSError("Truncated compressed stream") from error
+        except Exception as error:  # each library has its own
+            reason = f"it is not {self.file.compression}, or damaged: {error}"
+            if "too much memory" in str(error):
+                reason = (
+                    f"its zstd window is larger than 2^{self._zstd_long} bytes; a process that "
+                    "reads it needs as much memory: allow it with --zstd-long 31, or less"
+                )
+            raise OSError(reason) from error
+        self.blank_bytes += len(block)
+        return block
 
-
-class _GzipMember:
-    """zlib's decompressor with the interface of lzma's, bz2's and zstd's."""
-
-    def __init__(self) -> None:
-        self._member = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        self.needs_input = True
-
-    @property
-    def eof(self) -> bool:
-        return self._member.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._member.unused_data
-
-    def decompress(self, data: bytes, /, max_length: int = 0) -> bytes:
-        text = self._member.decompress(self._member.unconsumed_tail + data, max_length)
-        # zlib may hold text without any input left.
-        self.needs_input = len(text) < max_length and not self._member.unconsumed_tail
-        return text
-
-
-def _new_decompressor(compression: Compression, zstd_long: int) -> Callable[[], Any]:
-    if compression == "zstd":
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-        options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: zstd_long}
-        return functools.partial(zstd.ZstdDecompressor, options=options)
-    kinds = {"gzip": _GzipMember, "bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
-    return kinds[compression]
+    def _decompressor(self) -> Any:
+        if self.file.compression == "zstd":
+            if sys.version_info >= (3, 14):
+                from compression import zstd
+            else:
+                from backports import zstd
+            options = {zstd.DecompressionParameter.window_log_max: self._zstd_long}
+            return _Streams(self._raw, partial(zstd.ZstdDecompressor, options=options))
+        if self.file.compression == "gzip":
+            return gzip.GzipFile(fileobj=self._raw)
+        kinds = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
+        return _Streams(self._raw, kinds[str(self.file.compression)])
 
 
 class _Streams:
-    """One or more compressed streams in a row; a damaged one is not taken for the end.
+    """Compressed streams in a row, with zeros between and after them, as xz pads.
 
-    Zeros between and after the streams are ignored: xz pads with them, tapes and copies of blocks
-    add them.
+    CAUTION: Python's own file classes take a damaged stream after the first for the end.
     """
 
-    def __init__(
-        self, read_packed: Callable[[int], bytes], compression: Compression, zstd_long: int
-    ) -> None:
-        self._read_packed, self._compression, self._zstd_long = read_packed, compression, zstd_long
-        self._new = _new_decompressor(compression, zstd_long)
-        self._decompressor = self._new()
-        self._streams = 0  # that ended
-        self._has_text = False  # the current one
+    def __init__(self, file: _HashedFile, new_decompressor: Callable[[], Any]) -> None:
+        self._file, self._new = file, new_decompressor
+        self._decompressor = new_decompressor()
 
-    def read(self, nbytes: int) -> bytes:
+    def read1(self, size: int) -> bytes:
         data = b""
         while not data:
             packed = b""
             if self._decompressor.eof:
-                self._streams += 1
                 packed = self._decompressor.unused_data.lstrip(b"\0")
                 while not packed:
-                    padding = self._read_packed(_STEP_BYTES)
+                    padding = self._file.read(_STEP_BYTES)
                     if not padding:
                         return b""
                     packed = padding.lstrip(b"\0")
-                self._decompressor, self._has_text = self._new(), False
+                self._decompressor = self._new()
             elif self._decompressor.needs_input:
-                packed = self._read_packed(_STEP_BYTES)
+                packed = self._file.read(_STEP_BYTES)
                 if not packed:
-                    raise OSError("Truncated compressed stream")
-            try:
-                data = self._decompressor.decompress(packed, nbytes)
-            except Exception as error:  # each library has its own
-                raise OSError(self._reason(error)) from error
-        self._has_text = True
+                    raise EOFError
+            data = self._decompressor.decompress(packed, size)
         return data
 
-    def _reason(self, error: Exception) -> str:
-        if "too much memory" in str(error):
-            return (
-                f"its zstd window is larger than 2^{self._zstd_long} bytes; a process that reads "
-                "it needs as much memory: allow it with --zstd-long 31, or less"
-            )
-        part = f"what follows its {self._streams} complete streams" if self._streams else "it"
-        state = "damaged" if self._has_text else f"not {self._compression}, or damaged"
-        return f"{part} is {state}: {error}"
+
+class _HashedFile(io.RawIOBase):
+    """The bytes of a file on disk, hashed while they are read in their order."""
+
+    def __init__(self, file: InputFile) -> None:
+        self._file = file.path.open("rb", buffering=0)
+        self.digest = xxhash.xxh3_128()
+        self.offset_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size) or b""
+        self.digest.update(data)
+        self.offset_bytes += len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

