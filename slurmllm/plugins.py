@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from slurmllm.errors import ConfigError, SlurmllmError
 
 Kind = Literal["hooks", "optimizers", "models", "data_sources"]
+KINDS: tuple[str, ...] = typing.get_args(Kind)
 T = TypeVar("T")
 
 # Kinds whose parts commands on the login node use themselves, which must not load torch.
@@ -51,17 +52,15 @@ def register(kind: Kind, name: str) -> Callable[[T], T]:
     Raises:
         ConfigError: the kind is unknown, or the name is taken.
     """
-    if kind not in typing.get_args(Kind):
-        raise ConfigError(
-            f"register({kind!r}, {name!r}): unknown kind; choose {', '.join(typing.get_args(Kind))}"
-        )
+    if kind not in KINDS:
+        raise ConfigError(f"register({kind!r}, {name!r}): unknown kind; choose {', '.join(KINDS)}")
 
-    def keep(part: T) -> T:
-        if _registered.setdefault((kind, name), part) is not part:
+    def decorate(plugin: T) -> T:
+        if _registered.setdefault((kind, name), plugin) is not plugin:
             raise ConfigError(f"two {kind} are called {name!r}; rename one of them")
-        return part
+        return plugin
 
-    return keep
+    return decorate
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -85,25 +84,27 @@ def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> objec
         ConfigError: there is no such part, or it cannot be imported.
     """
     key = (kind, name)
-    torch_loaded = "torch" in sys.modules
-    part = f"{path}: {name!r}"
-    if key not in _registered and (entry := entry_point(kind, name)) is not None:
+    label = f"{path}: {name!r}"
+    had_torch = "torch" in sys.modules
+    entry = None if key in _registered else entry_point(kind, name)
+    if entry is not None:
         package = "a package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
-        _registered[key] = _load(entry.load, f"{part} of {package}")
+        _registered[key] = _load(entry.load, f"{label} of {package}")
     elif key not in _registered:
         import_modules(modules)
     if key not in _registered:
-        names = sorted({n for k, n in _registered if k == kind} | set(installed(kind)))
+        names = {other for of_kind, other in _registered if of_kind == kind}
+        names |= entry_points(group=group(kind)).names
         raise ConfigError(
-            f"{part} is unknown: no installed package has it in entry-point group {group(kind)} "
-            f"(known: {', '.join(names) or 'none'}), and no module in plugins registers it; "
-            "install its package where slurmllm is installed, or add its module to plugins"
+            f"{label} is unknown: no installed package has it in entry-point group {group(kind)} "
+            f"(known: {', '.join(sorted(names)) or 'none'}), and no module in plugins registers "
+            "it; install its package where slurmllm is installed, or add its module to plugins"
         )
-    if not torch_loaded and "torch" in sys.modules:
+    if not had_torch and "torch" in sys.modules:
         _torch_loaders.add(key)
     if kind in _WITHOUT_TORCH and key in _torch_loaders:
         raise ConfigError(
-            f"{part}: its module imports torch, and commands on the login node use {group(kind)} "
+            f"{label}: its module imports torch, and commands on the login node use {group(kind)} "
             "without; import torch inside functions, or move the part to a module of its own"
         )
     return _registered[key]
@@ -125,77 +126,79 @@ def build(
         ConfigError: there is no such part, its settings are wrong, it fails, or it makes something
             that is no `expected`.
     """
-    part = find(kind, name, path)
-    checked = check_settings(part, f"{path}: {name!r}", settings, len(arguments))
+    plugin = find(kind, name, path)
+    label = f"{path}: {name!r}"
+    checked = check_settings(plugin, label, settings, len(arguments))
     try:
-        made = part(*arguments, **checked)  # type: ignore[operator]
+        result = plugin(*arguments, **checked)  # type: ignore[operator]
     except SlurmllmError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{path}: {name!r} fails with these settings: {_reason(error)}; correct them, or the "
-            "plugin"
+            f"{label} fails with these settings: {_reason(error)}; correct them, or the plugin"
         ) from error
-    if not isinstance(made, expected):
+    if not isinstance(result, expected):
         raise ConfigError(
-            f"{path}: {name!r} returned a {type(made).__module__}.{type(made).__qualname__}, not a "
-            f"{expected.__module__}.{expected.__qualname__}; correct the plugin"
+            f"{label} returned a {_qualified_name(type(result))}, not a "
+            f"{_qualified_name(expected)}; correct the plugin"
         )
-    return made
+    return result
 
 
 def check_settings(
-    part: object, what: str, settings: Mapping[str, Any], arguments: int
+    plugin: object, label: str, settings: Mapping[str, Any], num_arguments: int
 ) -> dict[str, Any]:
-    """Return the settings, validated.
+    """Return the settings, validated by the annotations of the keyword-only parameters.
 
     Args:
-        what: The part, for messages.
-        arguments: Number of positional arguments that the part is called with.
+        label: The plugin, for messages.
+        num_arguments: Number of positional arguments that the plugin is called with.
 
     Raises:
-        ConfigError: with all faults, or the part cannot be called so.
+        ConfigError: with all faults, or the plugin cannot be called so.
     """
     # Here: a data worker, of which each worker starts some, needs no pydantic else.
     from pydantic import ConfigDict, ValidationError, create_model
 
-    if not callable(part):
+    if not callable(plugin):
         raise ConfigError(
-            f"{what} is {part!r}, not a class or function; correct its entry point or `register`"
+            f"{label} is {plugin!r}, not a class or function; correct its entry point or `register`"
         )
     try:
-        signature = inspect.signature(part)
-        signature.bind(*[None] * arguments, **dict.fromkeys(_keywords(signature)))
-        annotated = part.__init__ if inspect.isclass(part) else part
+        signature = inspect.signature(plugin)
+        keywords = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        names = [parameter.name for parameter in keywords]
+        signature.bind(*[None] * num_arguments, **dict.fromkeys(names))
+        annotated = plugin.__init__ if inspect.isclass(plugin) else plugin
         hints = typing.get_type_hints(annotated, include_extras=True)
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(
-            f"{what} cannot be called with {arguments} positional arguments and its settings "
+            f"{label} cannot be called with {num_arguments} positional arguments and its settings "
             f"as keywords: {error}; see docs/plugins.md for its interface"
         ) from error
-    fields: dict[str, Any] = {
-        name: (hints.get(name, Any), ... if setting.default is setting.empty else setting.default)
-        for name, setting in _keywords(signature).items()
-    }
+    fields: dict[str, Any] = {}
+    for parameter in keywords:
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints.get(parameter.name, Any), default)
     model = create_model("Settings", __config__=ConfigDict(extra="forbid"), **fields)
     try:
         checked = model.model_validate(dict(settings))
     except ValidationError as error:
+        messages = {
+            "extra_forbidden": f"unknown setting; known: {', '.join(names) or 'none'}",
+            "missing": "missing; it has no default",
+        }
         faults = []
         for fault in error.errors():
             name = ".".join(map(str, fault["loc"]))
-            if fault["type"] == "extra_forbidden":
-                faults.append(f"{name}: unknown setting; known: {', '.join(fields) or 'none'}")
-            elif fault["type"] == "missing":
-                faults.append(f"{name}: missing; it has no default")
-            else:
-                faults.append(f"{name}: {fault['input']!r}: {fault['msg']}")
-        raise ConfigError(f"{what}: {len(faults)} invalid setting(s)", faults) from error
-    return {name: getattr(checked, name) for name in fields}
+            message = messages.get(fault["type"], f"{fault['input']!r}: {fault['msg']}")
+            faults.append(f"{name}: {message}")
+        raise ConfigError(f"{label}: {len(faults)} invalid setting(s)", faults) from error
+    return {name: getattr(checked, name) for name in names}
 
 
-def _keywords(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    return {n: p for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+def _qualified_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_known(kind: Kind, name: str) -> bool:
@@ -222,23 +225,18 @@ def group(kind: Kind) -> str:
     return f"slurmllm.{kind}"
 
 
-def installed(kind: Kind) -> list[str]:
-    """Return the names of the entry points; imports none of them."""
-    return [entry.name for entry in entry_points(group=group(kind))]
-
-
 def entry_point(kind: Kind, name: str) -> EntryPoint | None:
     return next(iter(entry_points(group=group(kind), name=name)), None)
 
 
-def versions(parts: Iterable[PluginRef], modules: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the packages that have the parts, and digests of the modules' files.
+def versions(plugins: Iterable[PluginRef], modules: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the plugins' packages, and digests of the modules' files.
 
     Nothing is imported; what is not installed here is left out.
     """
     by_name = {}
-    for part in parts:
-        entry = entry_point(part.kind, part.name)
+    for plugin in plugins:
+        entry = entry_point(plugin.kind, plugin.name)
         if entry is not None and entry.dist is not None:
             by_name[entry.dist.name] = entry.dist.version
     for name in modules:
@@ -260,14 +258,14 @@ def module_file(name: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _load(load: Callable[[], T], what: str) -> T:
+def _load(load: Callable[[], T], label: str) -> T:
     try:
         return load()
     except SlurmllmError:
         raise
     except (Exception, SystemExit) as error:  # a module may raise anything
         raise ConfigError(
-            f"{what} cannot be imported: {_reason(error)}; install what is missing in this Python "
+            f"{label} cannot be imported: {_reason(error)}; install what is missing in this Python "
             "environment (a module: on PYTHONPATH), or correct the name"
         ) from error
 

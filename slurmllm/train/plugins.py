@@ -25,16 +25,16 @@ def import_plugins(config: RunConfig) -> None:
     import_modules(config.recipe.plugins)
     for name, settings in config.recipe.hooks.items():
         path = f"hooks.{name}"
-        part = find("hooks", name, path)
-        if not inspect.isclass(part) or not issubclass(part, Hook):
+        hook = find("hooks", name, path)
+        if not inspect.isclass(hook) or not issubclass(hook, Hook):
             raise ConfigError(
-                f"{path}: {name!r} is {part!r}, and must be a subclass of slurmllm.train.hooks.Hook"
+                f"{path}: {name!r} is {hook!r}, and must be a subclass of slurmllm.train.hooks.Hook"
             )
-        check_settings(part, f"{path}: {name!r}", settings, 1)
-        if part.backends and config.backend not in part.backends:
+        check_settings(hook, f"{path}: {name!r}", settings, 1)
+        if hook.backends and config.backend not in hook.backends:
             raise ConfigError(
-                f"{path}: works with backend {' and '.join(part.backends)}, and this run has "
-                f"{config.backend}; --set backend={part.backends[0]}, or leave the hook out"
+                f"{path}: works with backend {' and '.join(hook.backends)}, and this run has "
+                f"{config.backend}; --set backend={hook.backends[0]}, or leave the hook out"
             )
 
 
