@@ -35,7 +35,7 @@ def parse_number(text: str) -> float | None:
     if text[-1] in _UNITS:
         number = parse_number(text[:-1])
         return None if number is None else number * _UNITS[text[-1]]
-    if _THOUSANDS.fullmatch(text):
+    if "," in text and _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     try:
         return float(text)
@@ -47,9 +47,10 @@ def parse_value(name: str, text: str) -> float | None:
     """Parse the number of a column or key; of a step's also the first of `10/400`."""
     if has_decimal_comma(text) and not _COUNT_NAME.search(name):
         return None
-    count, slash, total = text.partition("/")
-    if slash and _STEP_NAME.search(name) and parse_number(total) is not None:
-        return parse_number(count)
+    if "/" in text and _STEP_NAME.search(name):
+        count, _, total = text.partition("/")
+        if parse_number(total) is not None:
+            return parse_number(count)
     return parse_number(text)
 
 
