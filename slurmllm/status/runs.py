@@ -168,8 +168,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
     try:
         config = load(run.config)
         records = read_records(run, summarize(config))
-        queue = query_queue([records.sent], client)
-        state = _build_state(records, read_job_states(records.sent, queue, client))
+        queue = query_queue([records.submission], client)
+        state = _build_state(records, read_job_states(records.submission, queue, client))
         if state.state in ("queued", "requeued"):
             partition = config.recipe.slurm.partition or config.cluster.partition
             waiting = queue.jobs.values()
@@ -197,7 +197,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
         if isinstance(records, RunState):
             return records
         try:
-            ended, submission = records.ended, records.sent
+            ended, submission = records.ended, records.submission
             jobs = {} if ended else read_job_states(submission, queue, client, brief=True)
             return _build_state(records, jobs)
         except Exception as error:
@@ -206,7 +206,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
     everything = [read(run) for run in runs]
     # One call of squeue for all: a call per run would load slurmctld.
     open_runs = (r for r in everything if isinstance(r, RunRecords) and not r.ended)
-    queue = query_queue([records.sent for records in open_runs], client)
+    queue = query_queue([records.submission for records in open_runs], client)
     return [build(records) for records in everything]
 
 
@@ -292,7 +292,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         recipe=records.config.recipe,
         state=state,
         reason=reason,
-        nodes=records.sent.nodes if records.sent else 0,
+        nodes=records.submission.nodes if records.submission else 0,
         step=step,
         steps=total,
         metrics=row,

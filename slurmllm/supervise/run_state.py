@@ -50,20 +50,20 @@ class RunRecords:
 
     run: RunDir
     config: ConfigSummary
-    sent: Submission | None
+    submission: Submission | None
     attempts: list[AttemptRecord]  # attempts of the train stage, oldest first
     precompiles: list[AttemptRecord]  # attempts of the precompile stage, oldest first
 
     @property
     def last(self) -> AttemptRecord | None:
         """The last train attempt of the last submission."""
-        first = 0 if self.sent is None else self.sent.first_attempt
+        first = 0 if self.submission is None else self.submission.first_attempt
         return next((a for a in self.attempts[-1:] if a.attempt >= first), None)
 
     @property
     def precompiled(self) -> AttemptRecord | None:
         """The last precompile attempt of the last submission, if it has ended."""
-        last, submission = next(reversed(self.precompiles), None), self.sent
+        last, submission = next(reversed(self.precompiles), None), self.submission
         if last is None or submission is None or last.ending is None:
             return None
         # A local attempt has no job id: its time decides.
@@ -82,7 +82,7 @@ class RunRecords:
     @property
     def cancelled(self) -> bool:
         """Whether `slurmllm cancel` cancelled the last submission."""
-        return self.sent is not None and self.sent.cancelled_at is not None
+        return self.submission is not None and self.submission.cancelled_at is not None
 
     @property
     def ended(self) -> bool:
@@ -152,7 +152,7 @@ def derive_state(records: RunRecords, jobs: _Jobs) -> State:
 
 
 def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
-    run, submission, last = records.run, records.sent, records.last
+    run, submission, last = records.run, records.submission, records.last
     if records.done:
         return "done", ""
     if submission is None and (process := sweep_process(run)):
@@ -183,7 +183,7 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
 def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
     train, precompile = _train_job(jobs), jobs.get("precompile")
     # The precompile job of a sweep continues for the other runs.
-    shared = records.sent is not None and records.sent.graphs_of is not None
+    shared = records.submission is not None and records.submission.graphs_of is not None
     first = jobs.get("train")  # whatever its successor does
     if shared and records.cancelled and (first is None or first.state == "CANCELLED"):
         return _cancelled(records.run)
@@ -257,7 +257,7 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
     state = "cancelled" if cancelled else "stopped"
     if last is not None:
         return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
-    run, name = records.run, records.sent.graphs_of if records.sent else None
+    run, name = records.run, records.submission.graphs_of if records.submission else None
     compiling = run if name is None else SweepDir(run.path.parent).graph_run(name)
     return state, f"precompile job {job_state}; see {compiling.stage_log('precompile')}"
 

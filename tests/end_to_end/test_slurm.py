@@ -22,6 +22,8 @@ def test_a_run_by_torch_that_loses_a_node(stage: SceneBench) -> None:
     name = "nodeless"
     stage.submit(name, f"--set=train.steps={STEPS}", "--set=data.validation=0.05")
     stage.wait_for_step(name, 15)
+    stage.call("logs", name, "--rank=1")  # by srun on its node: nothing is collected yet
+    assert not (stage.runs / name / "logs" / "train_000").exists()
     stage.lose_node(name, stage.attempt(name, 0)["nodes"][1])
     shown = stage.status(name)
     assert (stage.endings(name), shown["step"]) == (AGAIN, STEPS)
