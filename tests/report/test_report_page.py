@@ -50,7 +50,7 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     add_scores(runs[0], 30, 60)
     for step in (20, 40, 60):
         evaluation(runs[0], step // 50, step, held_out=7.0 - step / 20, wiki=8.0 - step / 20)
-    done = call(tmp_path, "small", EVIL, str(log), "--price", "reserved", "--out", str(page))
+    done = call(tmp_path, "small", EVIL, str(log), "--price", "7.59", "--out", str(page))
     assert done.exit_code == 0, done.output
     opened = open_report(page, tmp_path)
     require_sound(opened)
