@@ -34,6 +34,8 @@ FIELDS: dict[str, str] = {
     "cluster.stage_environment": "set cluster.container, or lines of cluster.setup (docs/site.md)",
     "slurm.notify.webhook": "let slurm.notify.command call curl (docs/supervise.md)",
 }
+# Fields of which a run that an older version wrote does not depend: it resumes without them.
+UNUSED_BY_RUNS = frozenset({"cluster.price.reserved"})
 
 
 def verb_message(verb: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from slurmllm.errors import ConfigError, UserError
 from slurmllm.run.rundir import runs_root, write_bytes
 
 if TYPE_CHECKING:
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.recipe_plan import Rank, RecipePlan
 
@@ -64,7 +65,7 @@ class _Request:
     metavar="PROFILE",
     multiple=True,
     shell_complete=options.complete_recipe,
-    help="Cluster profile, by name or .yaml file; repeatable.  "
+    help="Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
     "[default: $SLURMLLM_CLUSTER, else `init`'s, else the recipe's default_cluster]",
 )
 @options.set_value
@@ -149,23 +150,22 @@ def _plan(request: _Request, counts: Sequence[int]) -> None:
 def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
     """Return the plan of each recipe on each profile."""
     from slurmllm.backends.environment import load_environment
-    from slurmllm.config.resolve import resolve
     from slurmllm.display.progress import count_progress
     from slurmllm.plan.prices import parse_price, parse_tokens, select_price
     from slurmllm.plan.recipe_plan import plan_recipe
 
     tokens = None if request.tokens is None else parse_tokens(request.tokens)
     usd = None if request.price is None else parse_price(request.price)
-    clusters: list[str | None] = [*dict.fromkeys(request.clusters)] or [None]
-    if usd is not None and len(clusters) > 1:
+    clusters = [*dict.fromkeys(request.clusters)]
+    if usd is not None and (len(clusters) > 1 or "all" in clusters):
         raise UserError(
             f"--price {request.price} with several profiles: their nodes do not cost the same; "
             "plan them one by one"
         )
     configs = [
-        (recipe, cluster, resolve(recipe, cluster, request.overrides))
+        (recipe, cluster, config)
         for recipe in dict.fromkeys(request.recipes)
-        for cluster in clusters
+        for cluster, config in _profiles(recipe, clusters, request.overrides)
     ]
     plans = []
     with count_progress("planning node counts", len(configs) * len(counts)) as on_planned:
@@ -175,6 +175,24 @@ def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
             plan = plan_recipe(config, counts, unsupported, price, tokens, request.rank, on_planned)
             plans.append(replace(plan, recipe=recipe, cluster=cluster))
     return plans
+
+
+def _profiles(
+    recipe: str, clusters: Sequence[str], overrides: Sequence[str]
+) -> Iterator[tuple[str | None, RunConfig]]:
+    """Yield the recipe with each profile; `all`: those with hardware figures and a price."""
+    from slurmllm.config.profiles import available
+    from slurmllm.config.resolve import clusters_dir, resolve
+
+    if not clusters:
+        yield None, resolve(recipe, None, overrides)
+    named = [name for name in clusters if name != "all"]
+    for name in named:
+        yield name, resolve(recipe, name, overrides)
+    for name in available(clusters_dir()) if "all" in clusters else ():
+        config = resolve(recipe, name, overrides)
+        if config.cluster.price and config.cluster.hardware and name not in named:
+            yield name, config
 
 
 def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:

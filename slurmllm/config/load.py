@@ -76,7 +76,7 @@ def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
 
 
 def _drop_removed(tree: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Delete removed fields that an older version recorded with their defaults."""
+    """Delete removed fields that an older version recorded and on which its run does not depend."""
     for path in removed.FIELDS:
         *sections, name = path.split(".")
         node: Any = tree
@@ -84,7 +84,7 @@ def _drop_removed(tree: dict[str, Any], origins: Mapping[str, str]) -> None:
             node = node.get(section) if isinstance(node, dict) else None
         set_paths = [p for p in origins if p == path or p.startswith(f"{path}.")]
         is_default = all(origins[p] == "default" for p in set_paths)
-        if isinstance(node, dict) and is_default:
+        if isinstance(node, dict) and (is_default or path in removed.UNUSED_BY_RUNS):
             node.pop(name, None)
 
 

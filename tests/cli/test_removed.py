@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from slurmllm import removed
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load
+from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 
 
@@ -70,3 +72,14 @@ def test_a_run_of_an_older_version_resumes_if_the_field_had_its_default(
     else:
         with pytest.raises(ConfigError, match=r"train\.melting was removed"):
             load(config)
+
+
+def test_a_run_resumes_without_a_field_that_only_planned(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    tree = yaml.safe_load(resolve("neox_20b", "trn1").to_yaml())
+    tree["cluster"]["price"]["reserved"] = 7.59
+    tree["origin"]["cluster.price.reserved"] = "trn1.yaml:36"
+    config.write_text(yaml.safe_dump(tree))
+    price = load(config).cluster.price
+    assert price is not None
+    assert price.on_demand == 21.5
