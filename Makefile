@@ -97,7 +97,7 @@ gpu:
 # mlflow's server is no part of the extra.
 trackers: dev
 	$(PIP) --editable '.[wandb,mlflow]' 'mlflow>=2.14'
-	$(BIN)/python -m pytest -rs tests/track
+	$(BIN)/python -m pytest -rs tests/analysis/track
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --suite full --minutes 55 --parallel 4 --results build/chaos

@@ -1,3 +1,5 @@
+from slurmllm.analysis.compare.comparison import Comparison
+from slurmllm.analysis.status.runs import RunState, RunStates
 from slurmllm.api import (
     compare_runs,
     load_recipe,
@@ -7,13 +9,11 @@ from slurmllm.api import (
     read_statuses,
     submit_run,
 )
-from slurmllm.compare.comparison import Comparison
-from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import SlurmllmError
-from slurmllm.metrics.curves import Curve
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import SlurmllmError
+from slurmllm.core.metrics.curves import Curve
+from slurmllm.launch.submit.launch import SubmittedRun
 from slurmllm.plan.output import Plan
-from slurmllm.status.runs import RunState, RunStates
-from slurmllm.submit.launch import SubmittedRun
 
 __version__: str
 __all__ = [

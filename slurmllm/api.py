@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmllm import errors
+from slurmllm.core import errors
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import BasisKind, Comparison
-    from slurmllm.config.resolve import RunConfig
-    from slurmllm.metrics.curves import Axis, Curve
+    from slurmllm.analysis.compare.comparison import BasisKind, Comparison
+    from slurmllm.analysis.status.runs import RunState, RunStates
+    from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.metrics.curves import Axis, Curve
+    from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.plan.output import Plan
     from slurmllm.plan.recipe_plan import Rank
-    from slurmllm.status.runs import RunState, RunStates
-    from slurmllm.submit.launch import SubmittedRun
 
 if "slurmllm.cli.main" not in sys.modules:
     # Python prints warnings of a program that configures no logging, and so does our command line.
@@ -53,8 +53,8 @@ def load_recipe(
         >>> config.recipe.optim.lr, config.to_dict()["model"]["num_layers"]
         (0.0001, 32)
     """
-    from slurmllm.config.resolve import local_cluster, resolve
-    from slurmllm.submit.inputs import data_settings
+    from slurmllm.core.config.resolve import local_cluster, resolve
+    from slurmllm.launch.submit.inputs import data_settings
 
     overrides = [  # JSON is YAML
         f"{path}={value if isinstance(value, str) else json.dumps(value, default=str)}"
@@ -89,10 +89,10 @@ def plan_run(
         >>> sorted(set(plan.to_pandas()["nodes"]))
         [4, 8]
     """
-    from slurmllm.backends.environment import load_environment
     from slurmllm.plan.output import Plan
     from slurmllm.plan.prices import parse_price, parse_tokens, select_price
     from slurmllm.plan.recipe_plan import node_counts, plan_recipe
+    from slurmllm.train.backends.environment import load_environment
 
     config = _config_of(recipe)
     counts = node_counts(map(str, [nodes] if isinstance(nodes, int) else nodes))
@@ -137,10 +137,10 @@ def submit_run(
         >>> run.exit_code, run.path.name
         (0, 'first')
     """
-    from slurmllm.run.rundir import runs_root
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.launch import start_run
-    from slurmllm.submit.prepare import RunRequest
+    from slurmllm.core.run.rundir import runs_root
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.launch import start_run
+    from slurmllm.launch.submit.prepare import RunRequest
 
     if local and threading.current_thread() is not threading.main_thread():
         raise errors.UserError("local=True: call it in the main thread, whose signals end the run")
@@ -177,9 +177,9 @@ def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
         >>> state.state, state.step, state.attempts[0].nodes
         ('done', 20, ('local0',))
     """
-    from slurmllm.run.rundir import find_run, runs_root
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import run_state
+    from slurmllm.analysis.status.runs import run_state
+    from slurmllm.core.run.rundir import find_run, runs_root
+    from slurmllm.core.slurm.client import SlurmClient
 
     return run_state(find_run(run, runs_root(runs_dir)), SlurmClient())
 
@@ -191,9 +191,9 @@ def read_statuses(runs_dir: str | Path | None = None) -> RunStates:
         >>> slurmllm.read_statuses().to_pandas()[["name", "state"]].values.tolist()
         [['first', 'done']]
     """
-    from slurmllm.run.rundir import runs_root
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import RunStates, list_runs, run_states
+    from slurmllm.analysis.status.runs import RunStates, list_runs, run_states
+    from slurmllm.core.run.rundir import runs_root
+    from slurmllm.core.slurm.client import SlurmClient
 
     return RunStates(run_states(list_runs(runs_root(runs_dir)), SlurmClient()))
 
@@ -219,8 +219,8 @@ def read_curves(
         >>> curves.to_pandas()["loss"].idxmin() > 10
         True
     """
-    from slurmllm.metrics.source import locate, read_curve
-    from slurmllm.run.rundir import runs_root
+    from slurmllm.core.metrics.source import locate, read_curve
+    from slurmllm.core.run.rundir import runs_root
 
     path = locate(str(run), runs_root(runs_dir))
     return read_curve(path, tags, lenient=True, pattern=pattern, where=where)
@@ -252,9 +252,9 @@ def compare_runs(
         >>> result.verdict, result.causes[0].kind, list(result.to_pandas().index)
         ('differ', 'seed', ['loss', 'grad_norm'])
     """
-    from slurmllm.compare.compare import compare
-    from slurmllm.compare.comparison import Tolerances, refuse_incomplete_logs
-    from slurmllm.metrics.curves import Curve
+    from slurmllm.analysis.compare.compare import compare
+    from slurmllm.analysis.compare.comparison import Tolerances, refuse_incomplete_logs
+    from slurmllm.core.metrics.curves import Curve
 
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise errors.UserError(f"tolerance {tolerance:g}: give 0 or more, such as 1e-3")

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from training_rows import MakeFile, MakeRun, Row, write_rows
 
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVCLUSTER = ROOT / "tools" / "devcluster"
@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The corpus of the standard library's texts and its tokenizer, made once for all processes."""
-    from slurmllm.corpus.builtin import ensure_stdlib
+    from slurmllm.data.corpus.builtin import ensure_stdlib
 
     caches = os.environ.get("SLURMLLM_TEST_CACHES")
     folder = Path(caches) / "stdlib" if caches else tmp_path_factory.mktemp("stdlib")
@@ -110,7 +110,7 @@ def inputs(stdlib: tuple[Path, Path]) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def layouts_searched_once() -> Iterator[None]:
     """Search the layouts of a request once: many tests of `plan` ask for the same."""
-    from slurmllm.config.resolve import RunConfig
+    from slurmllm.core.config.resolve import RunConfig
     from slurmllm.plan import fit_check, nearest, recipe_plan
     from slurmllm.plan.search import SearchResult, Unsupported, search
 

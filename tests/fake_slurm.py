@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import (
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.slurm.client import (
     AccountingRow,
     Association,
     BatchJob,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.core.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.core.run.rundir import RunDir
 
 
 def make_attempt(

@@ -12,8 +12,8 @@ import math
 import torch
 from numpy.typing import ArrayLike
 
-from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import RunConfig
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.resolve import RunConfig
 
 # Exceeded with a probability below 2 exp(-λ² / 2) = 7e-4, were all roundings as large as u.
 _LAMBDA = 4

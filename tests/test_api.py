@@ -19,9 +19,9 @@ from fake_slurm import FakeSlurm
 
 import slurmllm
 from slurmllm.cli.main import cli
-from slurmllm.errors import ConfigError, DivergenceError, OutOfMemoryError, RunError, UserError
-from slurmllm.slurm import client
-from slurmllm.submit import launch
+from slurmllm.core.errors import ConfigError, DivergenceError, OutOfMemoryError, RunError, UserError
+from slurmllm.core.slurm import client
+from slurmllm.launch.submit import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 # In the order of their examples, which follow each other.

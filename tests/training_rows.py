@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 
 Row = dict[str, Any]
 

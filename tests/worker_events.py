@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slurmllm.run.rundir import RunDir
-from slurmllm.run.worker_files import EventLog
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import EventLog
 
 
 def evaluation(run: RunDir, attempt: int, step: int, seconds: float = 1.5, **losses: float) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from reproduce.demonstrations import wait_for_step
 from reproduce.runs import CommandError
 
-from slurmllm.drill.injector import signal_worker
-from slurmllm.run.rundir import RunDir
+from slurmllm.analysis.drill.injector import signal_worker
+from slurmllm.core.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / ".demo" / "runs"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.schema import cluster_schema, recipe_schema
+from slurmllm.core.config.schema import cluster_schema, recipe_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "fields"

@@ -27,7 +27,13 @@ PACKAGES = (
     "slurm-wlm,slurmdbd,mariadb-server,munge,iproute2,hostname,procps,e2fsprogs,g++,libc6-dev,"
     "ca-certificates,libffi8,libsqlite3-0,libssl3t64,xz-utils"
 )
-TESTS = ("tests/slurm", "tests/diagnose", "tests/cli", "tests/corpus", "tests/end_to_end")
+TESTS = (
+    "tests/core/slurm",
+    "tests/launch/diagnose",
+    "tests/cli",
+    "tests/data/corpus",
+    "tests/end_to_end",
+)
 
 
 @dataclass(frozen=True)

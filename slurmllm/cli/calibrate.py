@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import commands, options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import UserError
-from slurmllm.format import format_number, format_percent
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import UserError
+from slurmllm.core.format import format_number, format_percent
 
 if TYPE_CHECKING:
-    from slurmllm.calibrate.run import Calibration
-    from slurmllm.config.resolve import RunConfig
+    from slurmllm.analysis.calibrate.run import Calibration
+    from slurmllm.core.config.resolve import RunConfig
 
 
 @click.command(cls=commands.GroupedCommand, common="cluster nodes set local out plot json")
@@ -56,9 +56,9 @@ def calibrate(
     Exit codes: 0 success; 1 salloc got no nodes; 2 invalid options; 3 a node or Slurm failed; 4 a
     file cannot be written.
     """
-    from slurmllm.calibrate.run import check_target, require_measurable
-    from slurmllm.config.resolve import local_cluster, resolve
-    from slurmllm.supervise.allocation import allocate_nodes
+    from slurmllm.analysis.calibrate.run import check_target, require_measurable
+    from slurmllm.core.config.resolve import local_cluster, resolve
+    from slurmllm.launch.supervise.allocation import allocate_nodes
 
     job_names = [f"--{name}" for name, value in job.items() if value]
     if matrix_figure is not None:
@@ -84,7 +84,7 @@ def calibrate(
         command += [f"{option}={Path(path).resolve()}"] if path else []
     where: dict[str, Any] = {"nodes": nodes, "local": local, "options": job}
     allocation = allocate_nodes(config, command, "slurmllm-calibrate", **where)
-    from slurmllm.calibrate.run import calibrate as measure
+    from slurmllm.analysis.calibrate.run import calibrate as measure
 
     calibration = measure(config, allocation, lambda line: click.echo(line, err=True))
     _write(calibration, config, out, plot, as_json)
@@ -99,13 +99,13 @@ def _write(
     calibration: Calibration, config: RunConfig, out: str | None, plot: str | None, as_json: bool
 ) -> None:
     """Write or print the profile; draw and print what was measured."""
-    from slurmllm.calibrate.fits import product_flops
-    from slurmllm.calibrate.run import profile_text, write_profile
+    from slurmllm.analysis.calibrate.fits import product_flops
+    from slurmllm.analysis.calibrate.run import profile_text, write_profile
 
     if out is not None:
         write_profile(config.cluster, calibration, Path(out))
     if plot is not None:
-        from slurmllm.calibrate.matrix import measured_products
+        from slurmllm.analysis.calibrate.matrix import measured_products
 
         rows = measured_products(calibration.hardware, calibration.products)
         _write_figure(rows, config, plot)
@@ -131,8 +131,8 @@ def _write(
 
 
 def _write_figure(rows: Sequence[Mapping[str, Any]], config: RunConfig, path: str) -> None:
-    from slurmllm.calibrate.matrix import draw_matrix_utilization
-    from slurmllm.display.pictures import write_picture
+    from slurmllm.analysis.calibrate.matrix import draw_matrix_utilization
+    from slurmllm.core.display.pictures import write_picture
 
     figure = draw_matrix_utilization(rows, config.cluster.name)
     write_picture(figure, Path(path), "name another file")
@@ -140,7 +140,7 @@ def _write_figure(rows: Sequence[Mapping[str, Any]], config: RunConfig, path: st
 
 def _draw_matrix_figure(path: str, config: RunConfig, as_json: bool) -> None:
     """Draw and print what matrix products of each size reach of the peak."""
-    from slurmllm.calibrate import matrix
+    from slurmllm.analysis.calibrate import matrix
 
     _check_picture("--matrix-figure", path)
     measured = matrix.is_device_here(config)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
-from slurmllm.format import format_bytes, format_plural
-from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep
-from slurmllm.run.safe_files import untrusted_error
+from slurmllm.core.errors import RunError, SlurmllmError, StorageError, UserError
+from slurmllm.core.format import format_bytes, format_plural
+from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
+from slurmllm.core.run.safe_files import untrusted_error
 
 if TYPE_CHECKING:
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.core.slurm.client import SlurmClient
 
 _runs = click.argument(
     "runs", nargs=-1, required=True, metavar="RUN...", shell_complete=options.complete_run
@@ -36,7 +36,7 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
     The workers save a checkpoint before they exit, if Slurm gives them the time. Nothing is
     cancelled if a name is wrong; if one run cannot be cancelled, the others still are.
     """
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.core.slurm.client import SlurmClient
 
     client, errors = SlurmClient(), list[SlurmllmError]()
     targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
@@ -58,7 +58,7 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
 @contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
     """Hold the lock of a run; a full disk, which does not take it, must not keep its jobs."""
-    from slurmllm.supervise.run_lock import locked
+    from slurmllm.launch.supervise.run_lock import locked
 
     with ExitStack() as locks:
         try:
@@ -70,7 +70,7 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 def _record(run: RunDir) -> None:
     """Record the cancellation, if the directory takes it: without accounting only that tells."""
-    from slurmllm.run.records import JobsRecord
+    from slurmllm.core.run.records import JobsRecord
 
     try:
         JobsRecord.change_last(run, cancelled_at=time.time())
@@ -88,9 +88,9 @@ def _require_own_record(run: RunDir) -> None:
 
 
 def _cancel_run(run: RunDir, client: SlurmClient) -> None:
-    from slurmllm.checkpoint.foreign import command_of
-    from slurmllm.run.records import JobsRecord
-    from slurmllm.supervise.run_state import is_active, process_elsewhere
+    from slurmllm.core.run.records import JobsRecord
+    from slurmllm.launch.supervise.run_state import is_active, process_elsewhere
+    from slurmllm.train.checkpoint.foreign import command_of
 
     submission = JobsRecord.of(run).last
     if submission is not None:
@@ -133,8 +133,8 @@ def _signal(pid: int, number: int) -> None:
 
 def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
-    from slurmllm.run.records import JobsRecord, SweepRecord
-    from slurmllm.supervise.run_state import is_active
+    from slurmllm.core.run.records import JobsRecord, SweepRecord
+    from slurmllm.launch.supervise.run_state import is_active
 
     cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
     submissions = {
@@ -177,9 +177,9 @@ def delete(
     is no run, or the run is pending or running. Replicas of checkpoints, what trackers have, and
     caches on the nodes' own disks stay.
     """
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.deletion import delete_planned, find_deletable, plan_deletion
-    from slurmllm.supervise.run_lock import locked
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.deletion import delete_planned, find_deletable, plan_deletion
+    from slurmllm.launch.supervise.run_lock import locked
 
     client = SlurmClient()
     deletable = (find_deletable(run, runs_dir) for run in runs)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import commands, options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import CheckpointError, RunError, SlurmllmError, UserError
-from slurmllm.format import format_age, format_bytes, format_count, format_plural
-from slurmllm.run.rundir import RunDir, find_run
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import CheckpointError, RunError, SlurmllmError, UserError
+from slurmllm.core.format import format_age, format_bytes, format_count, format_plural
+from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
     import torch
 
-    from slurmllm.checkpoint.catalogue import CheckpointEntry
-    from slurmllm.config.command import CommandConfig
+    from slurmllm.core.config.command import CommandConfig
+    from slurmllm.train.checkpoint.catalogue import CheckpointEntry
 
 
 def _parse_size(ctx: click.Context, _: click.Parameter, size_text: str) -> int:
@@ -82,10 +82,10 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
 
     Replicas are copies in the folder or at the URL that the setting checkpoint.replica names.
     """
-    from slurmllm.checkpoint.catalogue import CheckpointEntry, list_checkpoints
-    from slurmllm.checkpoint.foreign import command_of, require_own_trainer
-    from slurmllm.checkpoint.replicas import open_replica
-    from slurmllm.config.load import load
+    from slurmllm.core.config.load import load
+    from slurmllm.train.checkpoint.catalogue import CheckpointEntry, list_checkpoints
+    from slurmllm.train.checkpoint.foreign import command_of, require_own_trainer
+    from slurmllm.train.checkpoint.replicas import open_replica
 
     run_dir = find_run(run, runs_dir)
     if (command := command_of(run_dir)) is not None:
@@ -135,7 +135,7 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
 
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
-    from slurmllm.checkpoint.catalogue import find_checkpoint, list_checkpoints, read_entry
+    from slurmllm.train.checkpoint.catalogue import find_checkpoint, list_checkpoints, read_entry
 
     run = find_checkpoint(target, runs_dir)
     if isinstance(run, Path):
@@ -176,14 +176,14 @@ def import_(
     It has GPTNeoXForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel or a family of
     yours, with weights in safetensors files. A run starts from the result by train.init_from=DIR.
     """
-    from slurmllm.checkpoint.folder import require_absent
-    from slurmllm.checkpoint.formats.hub import model_folder
-    from slurmllm.display.progress import input_progress
+    from slurmllm.core.display.progress import input_progress
+    from slurmllm.train.checkpoint.folder import require_absent
+    from slurmllm.train.checkpoint.formats.hub import model_folder
 
     target, began = Path(out), time.monotonic()
     require_absent(target)
     folder = model_folder(source)  # before torch is imported, which takes seconds
-    from slurmllm.checkpoint.formats.importing import plan_import, run_import
+    from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
 
     plan = plan_import(folder, dtype)
     with input_progress("importing", sum(plan.sizes_bytes)) as on_progress:
@@ -240,10 +240,10 @@ def export(
     CKPT is RUN or RUN@latest (the newest checkpoint that verifies), RUN@STEP, or a checkpoint
     folder. AutoModelForCausalLM and AutoTokenizer load the result.
     """
-    from slurmllm.checkpoint.folder import require_absent
-    from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-    from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
-    from slurmllm.display.progress import input_progress
+    from slurmllm.core.display.progress import input_progress
+    from slurmllm.train.checkpoint.folder import require_absent
+    from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
+    from slurmllm.train.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
 
     target, began = Path(out), time.monotonic()
     require_absent(target)
@@ -283,8 +283,8 @@ def _report(
 
 def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
     """Return the checkpoint folder that the arguments name, after verifying it."""
-    from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified, read_entry
-    from slurmllm.checkpoint.state import read_origin
+    from slurmllm.train.checkpoint.catalogue import find_checkpoint, newest_verified, read_entry
+    from slurmllm.train.checkpoint.state import read_origin
 
     directory = find_checkpoint(source if run is None else f"{run}@{source}", runs_dir)
     if not isinstance(directory, Path):
@@ -302,8 +302,8 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
 
 def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
     """Verify checkpoints under one progress bar."""
-    from slurmllm.checkpoint.catalogue import verify_entry
-    from slurmllm.display.progress import input_progress
+    from slurmllm.core.display.progress import input_progress
+    from slurmllm.train.checkpoint.catalogue import verify_entry
 
     total_bytes = sum(entry.num_bytes for entry in entries)
     verified: list[CheckpointEntry] = []
@@ -334,7 +334,7 @@ def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
 
 def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
     """List the checkpoints of a trainer of another project, which are only looked at."""
-    from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+    from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 
     rows: list[dict[str, Any]] = []
     for entry in list_trainer_checkpoints(run, command):

@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 
-from slurmllm import removed
 from slurmllm.cli.options import JOB_OPTIONS
-from slurmllm.errors import UserError
-from slurmllm.format import printable
+from slurmllm.core import removed
+from slurmllm.core.errors import UserError
+from slurmllm.core.format import printable
 
 _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)  # PATH=VALUE
 # Options under these headings
@@ -123,8 +123,8 @@ def with_command(
     Without a RECIPE, or after an adapter (trainers/NAME), only those before the first argument
     without a dash are, each as `--name=value`; the command begins there.
     """
-    from slurmllm.config.command import join_arguments, name_of_command
-    from slurmllm.config.profiles import TRAINERS
+    from slurmllm.core.config.command import join_arguments, name_of_command
+    from slurmllm.core.config.profiles import TRAINERS
 
     options = list(takewhile(lambda text: text.startswith("-"), after))
     is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")

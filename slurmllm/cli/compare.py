@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from slurmllm.cli import commands, options
-from slurmllm.display.tables import print_line, print_table
-from slurmllm.errors import EXIT_NEGATIVE, StorageError, UserError
-from slurmllm.run.rundir import find_sweep
+from slurmllm.core.display.tables import print_line, print_table
+from slurmllm.core.errors import EXIT_NEGATIVE, StorageError, UserError
+from slurmllm.core.run.rundir import find_sweep
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import Comparison, Overlap, Side
-    from slurmllm.metrics.curves import Curve
+    from slurmllm.analysis.compare.comparison import Comparison, Overlap, Side
+    from slurmllm.core.metrics.curves import Curve
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def compare(
     curves, seeds = _read((a, *others), choices, runs_dir)
     comparisons = _compare(curves, seeds, choices)
     comparisons = _write_files(curves, comparisons, seeds, choices)
-    from slurmllm.compare.comparison import curve_letter
+    from slurmllm.analysis.compare.comparison import curve_letter
 
     by_letter = {curve_letter(place): row for place, row in enumerate(comparisons, start=1)}
     if as_json:
@@ -173,7 +173,7 @@ def _refuse_options(ctx: click.Context, sweep: str) -> None:
 
 def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:
     """Return whether no verdict is weaker than required; say which are, if the user requires it."""
-    from slurmllm.compare.comparison import VERDICTS
+    from slurmllm.analysis.compare.comparison import VERDICTS
 
     require = "identical" if choices.exact else choices.require
     required = VERDICTS.index(require or "equivalent")
@@ -224,8 +224,8 @@ def _read(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
-    from slurmllm.compare.comparison import refuse_incomplete_logs
-    from slurmllm.metrics.source import locate, read_curve
+    from slurmllm.analysis.compare.comparison import refuse_incomplete_logs
+    from slurmllm.core.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
     arguments = choices.of_logs.arguments(len(sources))
@@ -237,9 +237,9 @@ def _read(
             arguments,
         )
         # These imports take half a second, during which the threads read.
-        import_module("slurmllm.compare.compare")
+        import_module("slurmllm.analysis.compare.compare")
         if choices.plot is not None:
-            import_module("slurmllm.compare.plot")
+            import_module("slurmllm.analysis.compare.plot")
         curves = list(reading)
     choices.of_logs.refuse_unused(curves)
     if choices.exact or choices.require in ("identical", "match"):
@@ -251,8 +251,8 @@ def _read(
 def _compare(
     curves: Sequence[Curve], seeds: Sequence[Curve], choices: _Choices
 ) -> list[Comparison]:
-    from slurmllm.compare.compare import compare
-    from slurmllm.compare.comparison import Tolerances, curve_letter
+    from slurmllm.analysis.compare.compare import compare
+    from slurmllm.analysis.compare.comparison import Tolerances, curve_letter
 
     basis = choices.basis
     if choices.precision is not None:
@@ -286,7 +286,7 @@ def _write_files(
 ) -> list[Comparison]:
     """Write picture and page, and record their paths; a picture that nobody named may fail."""
     if choices.plot is not None:
-        from slurmllm.compare.plot import default_path, draw
+        from slurmllm.analysis.compare.plot import default_path, draw
 
         path = Path(choices.plot) if choices.plot else default_path(*curves)
         try:
@@ -300,8 +300,8 @@ def _write_files(
                 c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons
             ]
     if choices.html is not None:
-        from slurmllm.report.comparison_page import write_comparison
-        from slurmllm.report.tables import Table
+        from slurmllm.analysis.report.comparison_page import write_comparison
+        from slurmllm.analysis.report.tables import Table
 
         tables = [Table.of(_metric_rows(comparison)) for comparison in comparisons]
         write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)
@@ -312,7 +312,7 @@ def _write_files(
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     from rich.text import Text
 
-    from slurmllm.compare.comparison import format_figure
+    from slurmllm.analysis.compare.comparison import format_figure
 
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
     print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
@@ -367,7 +367,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 
 
 def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
-    from slurmllm.compare.comparison import curve_letter
+    from slurmllm.analysis.compare.comparison import curve_letter
 
     shifts: dict[str, int | None] = dict.fromkeys(map(curve_letter, range(count)))
     for value in values:
@@ -385,7 +385,7 @@ def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
 
 def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
     """Return a row for each metric, by heading; those that decide the verdict come first."""
-    from slurmllm.compare.comparison import format_figure
+    from slurmllm.analysis.compare.comparison import format_figure
 
     def figure(value: float | None) -> str:
         return "-" if value is None else format_figure(value)

@@ -12,13 +12,13 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.cli.fetch import fetch
 from slurmllm.cli.inspect import inspect
-from slurmllm.errors import DataError
-from slurmllm.run.rundir import write_atomic
+from slurmllm.core.errors import DataError
+from slurmllm.core.run.rundir import write_atomic
 
 if TYPE_CHECKING:
-    from slurmllm.corpus.build import BuildResult
-    from slurmllm.corpus.inputs import InputFile
-    from slurmllm.corpus.options import ReadOptions, TokenizeOptions
+    from slurmllm.data.corpus.build import BuildResult
+    from slurmllm.data.corpus.inputs import InputFile
+    from slurmllm.data.corpus.options import ReadOptions, TokenizeOptions
 
 
 # More processes read faster than a disk writes, and need memory.
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
     def find(self, exclude: list[Path]) -> list[InputFile]:
         """Find the files named by the arguments and --files-from; at least one is required."""
-        from slurmllm.corpus.inputs import find_inputs, read_list
+        from slurmllm.data.corpus.inputs import find_inputs, read_list
 
         if not self.names and self.files_from is None:
             raise click.UsageError("name an INPUT, or a list of them with --files-from")
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
     def read_options(self, **keys: Any) -> ReadOptions:
         """Return how they are read; `keys` are of fine-tuning data."""
-        from slurmllm.corpus.options import ReadOptions
+        from slurmllm.data.corpus.options import ReadOptions
 
         keys |= {"skip_bad": self.skip_bad, "zstd_long": self.zstd_long}
         return ReadOptions(self.text_by, self.text_key, **keys)
@@ -166,10 +166,10 @@ def build(
     compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
     again.
     """
-    from slurmllm.corpus.build import build_corpus, manifest_path, output_paths, refuse_outputs
-    from slurmllm.corpus.work_folder import WorkFolder
-    from slurmllm.display.progress import stage_progress
-    from slurmllm.slurm.arrays import slurm_options
+    from slurmllm.core.display.progress import stage_progress
+    from slurmllm.core.slurm.arrays import slurm_options
+    from slurmllm.data.corpus.build import build_corpus, manifest_path, output_paths, refuse_outputs
+    from slurmllm.data.corpus.work_folder import WorkFolder
 
     begun = time.monotonic()
     if (keys["prompt_key"] is None) != (keys["completion_key"] is None):
@@ -210,7 +210,7 @@ def _note(line: str) -> None:
 
 
 def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
-    from slurmllm.corpus.options import TokenDtype, TokenizeOptions
+    from slurmllm.data.corpus.options import TokenDtype, TokenizeOptions
     from slurmllm.data.tokenizer import TokenEncoder
 
     encoder = TokenEncoder(tokenizer)
@@ -283,11 +283,11 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
 
     INPUT is a file, a folder (read recursively) or a quoted glob.
     """
-    from slurmllm.corpus.options import InputErrors
-    from slurmllm.corpus.readers import DocumentStream
-    from slurmllm.corpus.work_folder import refuse_existing
+    from slurmllm.core.display.progress import input_progress
+    from slurmllm.data.corpus.options import InputErrors
+    from slurmllm.data.corpus.readers import DocumentStream
+    from slurmllm.data.corpus.work_folder import refuse_existing
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
-    from slurmllm.display.progress import input_progress
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import commands, options
-from slurmllm.display.tables import print_table
+from slurmllm.core.display.tables import print_table
 
 if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
-    from slurmllm.run.records import NodeHealth
-    from slurmllm.supervise.allocation import Allocation
+    from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.run.records import NodeHealth
+    from slurmllm.launch.supervise.allocation import Allocation
 
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
@@ -68,9 +68,9 @@ def health(
     Exit codes: 0 every node is healthy, possibly with warnings; 1 salloc got no nodes; 2 invalid
     input or configuration; 3 a node or Slurm failed.
     """
-    from slurmllm.config.resolve import local_cluster, resolve
-    from slurmllm.diagnose.finding import exit_code
-    from slurmllm.supervise.allocation import allocate_nodes
+    from slurmllm.core.config.resolve import local_cluster, resolve
+    from slurmllm.launch.diagnose.finding import exit_code
+    from slurmllm.launch.supervise.allocation import allocate_nodes
 
     cluster = local_cluster(cluster, local)
     # A profile is resolved together with a recipe, of which only the backend is used here.
@@ -104,11 +104,11 @@ def health(
 def _check(
     allocation: Allocation, config: RunConfig, folder: Path, bandwidth: bool
 ) -> dict[str, NodeHealth]:
-    from slurmllm.backends.environment import load_environment
-    from slurmllm.control.rendezvous import free_port
-    from slurmllm.diagnose.bandwidth import with_bandwidth
-    from slurmllm.diagnose.probe import LaunchError, check_nodes, unstarted
-    from slurmllm.supervise.allocation import node_command
+    from slurmllm.launch.diagnose.bandwidth import with_bandwidth
+    from slurmllm.launch.diagnose.probe import LaunchError, check_nodes, unstarted
+    from slurmllm.launch.supervise.allocation import node_command
+    from slurmllm.train.backends.environment import load_environment
+    from slurmllm.train.control.rendezvous import free_port
 
     command = node_command(config.cluster)
     try:
@@ -179,17 +179,17 @@ def doctor(
     Each check is ok, warn (a run can start), fail (no run can) or skipped, with a suggested fix.
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.
     """
-    from slurmllm.config.profiles import choose_cluster
-    from slurmllm.config.resolve import resolve
-    from slurmllm.diagnose.finding import exit_code
-    from slurmllm.diagnose.login_node import (
+    from slurmllm.core.config.profiles import choose_cluster
+    from slurmllm.core.config.resolve import resolve
+    from slurmllm.core.slurm.client import COMMANDS, SlurmClient
+    from slurmllm.launch.diagnose.finding import exit_code
+    from slurmllm.launch.diagnose.login_node import (
         container_findings,
         installation_findings,
         slurm_findings,
     )
-    from slurmllm.diagnose.storage import storage_findings
-    from slurmllm.init.draft import profile_finding
-    from slurmllm.slurm.client import COMMANDS, SlurmClient
+    from slurmllm.launch.diagnose.storage import storage_findings
+    from slurmllm.launch.init.draft import profile_finding
 
     # A profile is resolved together with a recipe, which is not used here.
     profile = resolve("tiny_neox", cluster).cluster

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import Column, fitted
-from slurmllm.errors import EXIT_NEGATIVE, RunError
-from slurmllm.run.rundir import RunDir, find_run, is_run
+from slurmllm.core.display.tables import Column, fitted
+from slurmllm.core.errors import EXIT_NEGATIVE, RunError
+from slurmllm.core.run.rundir import RunDir, find_run, is_run
 
 if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
-    from slurmllm.drill.checks import DrillReport, DrillResult
-    from slurmllm.drill.drill import Drill
-    from slurmllm.drill.plan import DrillPlan
-    from slurmllm.run.records import Submission
+    from slurmllm.analysis.drill.checks import DrillReport, DrillResult
+    from slurmllm.analysis.drill.drill import Drill
+    from slurmllm.analysis.drill.plan import DrillPlan
+    from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.run.records import Submission
 
 _HEADINGS = (
     *("kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight"),
@@ -97,10 +97,10 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
-    from slurmllm.compare.comparison import Tolerances
-    from slurmllm.drill.drill import Drill, LocalRunner, SlurmRunner
-    from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.analysis.compare.comparison import Tolerances
+    from slurmllm.analysis.drill.drill import Drill, LocalRunner, SlurmRunner
+    from slurmllm.analysis.drill.plan import make_plan, parse_kinds, why_no_reference
+    from slurmllm.core.slurm.client import SlurmClient
 
     client, tolerances = SlurmClient(), Tolerances(exact=True)
     if tolerance is not None:
@@ -147,11 +147,11 @@ def _find(
     overrides: Sequence[str],
 ) -> _Subject:
     """Return the run, or the recipe with a command, of which copies are made."""
-    from slurmllm.config.load import load
-    from slurmllm.config.profiles import TRAINERS, available
-    from slurmllm.config.resolve import local_cluster, recipes_dir, resolve
-    from slurmllm.run.records import JobsRecord
-    from slurmllm.submit.inputs import with_folder
+    from slurmllm.core.config.load import load
+    from slurmllm.core.config.profiles import TRAINERS, available
+    from slurmllm.core.config.resolve import local_cluster, recipes_dir, resolve
+    from slurmllm.core.run.records import JobsRecord
+    from slurmllm.launch.submit.inputs import with_folder
 
     names = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
     is_recipe = names or name.endswith((".yaml", ".yml"))

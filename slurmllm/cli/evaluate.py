@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import commands, options
-from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
+from slurmllm.core.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult
-    from slurmllm.evaluate.request import EvaluationSettings, JobOutcome, JobRequest, Selection
-    from slurmllm.evaluate.suites import LocatedSuite
+    from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
+    from slurmllm.analysis.evaluate.request import (
+        EvaluationSettings,
+        JobOutcome,
+        JobRequest,
+        Selection,
+    )
+    from slurmllm.analysis.evaluate.suites import LocatedSuite
 
 _DEFAULT_JOBS = 16  # with --slurm
 _File = click.Path(path_type=Path)
@@ -31,8 +36,8 @@ def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[An
 
 
 def _settings(tokenizer: Path | None, **values: Any) -> EvaluationSettings:
-    from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
-    from slurmllm.evaluate.request import EvaluationSettings
+    from slurmllm.analysis.evaluate.request import EvaluationSettings
+    from slurmllm.train.checkpoint.formats.tokenizer_files import tokenizer_from_file
 
     if tokenizer is not None:
         tokenizer_from_file(tokenizer)  # raises its error before any job does
@@ -114,10 +119,10 @@ def evaluate(
     Exit codes: 0 every task has a score, 1 some have none (they are listed), 2 invalid input or
     configuration, 3 a Slurm failure, 4 storage or a damaged checkpoint.
     """
+    from slurmllm.analysis.evaluate.evaluate import missing_metrics, plan_evaluation, plan_jobs
+    from slurmllm.analysis.evaluate.request import find_target, select_models
+    from slurmllm.analysis.evaluate.suites import save_suite
     from slurmllm.cli.evaluate_output import report
-    from slurmllm.evaluate.evaluate import missing_metrics, plan_evaluation, plan_jobs
-    from slurmllm.evaluate.request import find_target, select_models
-    from slurmllm.evaluate.suites import save_suite
 
     started = monotonic()
     _check_options({} if slurm else {**job, "cluster": cluster}, plot, suites, fetch and as_json)
@@ -175,7 +180,7 @@ def _skip(
 def _locate_suites(
     suites: tuple[str, ...], tasks: tuple[str, ...], shots: int | None
 ) -> tuple[LocatedSuite, ...]:
-    from slurmllm.evaluate.suites import (
+    from slurmllm.analysis.evaluate.suites import (
         LocatedSuite,
         find_suite,
         suite_names,
@@ -202,7 +207,7 @@ def _locate_suites(
 
 def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -> None:
     """Check before any job that its device exists and that the harness can run its tasks."""
-    from slurmllm.evaluate.harness import require_harness, resolve_device, task_fault
+    from slurmllm.analysis.evaluate.harness import require_harness, resolve_device, task_fault
 
     text, settings = plan.validation and plan.validation.name, plan.settings
     tasks = {task.key: task for job in jobs for task in job.tasks if task.task.task != text}
@@ -219,9 +224,9 @@ def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -
 
 
 def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool) -> None:
-    from slurmllm.evaluate.harness import fetch, require_harness
-    from slurmllm.evaluate.request import TaskRequest
-    from slurmllm.evaluate.suites import VALIDATION
+    from slurmllm.analysis.evaluate.harness import fetch, require_harness
+    from slurmllm.analysis.evaluate.request import TaskRequest
+    from slurmllm.analysis.evaluate.suites import VALIDATION
 
     require_harness()
     failed = False
@@ -247,10 +252,10 @@ def _run(
     job_options: dict[str, Any],
 ) -> EvaluationResult:
     """Run jobs; report new scores and failures on stderr."""
-    from slurmllm.evaluate.evaluate import EvaluationResult, run_jobs
-    from slurmllm.evaluate.executor import run_calls
-    from slurmllm.format import format_plural
-    from slurmllm.slurm.arrays import ArrayRequest, Resources, slurm_options
+    from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_jobs
+    from slurmllm.analysis.evaluate.executor import run_calls
+    from slurmllm.core.format import format_plural
+    from slurmllm.core.slurm.arrays import ArrayRequest, Resources, slurm_options
 
     if not jobs:
         return EvaluationResult()
@@ -295,7 +300,7 @@ def _check_damage(selection: Selection, result: EvaluationResult) -> None:
 
 def _directives(store: RunDir) -> dict[str, str | bool]:
     """Return the run's own options of sbatch; none of a run that others may have written."""
-    from slurmllm.config.load import load
+    from slurmllm.core.config.load import load
 
     try:
         return load(store.config, trusted=True).recipe.slurm.directives.evaluate

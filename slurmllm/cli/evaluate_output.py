@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.format import format_plural
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import SlurmllmError, StorageError
+from slurmllm.core.format import format_plural
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult
-    from slurmllm.evaluate.request import EvaluationTarget, Selection
-    from slurmllm.evaluate.scores import ScoreRow, ScoreTable
+    from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
+    from slurmllm.analysis.evaluate.request import EvaluationTarget, Selection
+    from slurmllm.analysis.evaluate.scores import ScoreRow, ScoreTable
 
 _MAX_COLUMNS = 8
 
@@ -32,8 +32,8 @@ def report(
     seconds: float,
 ) -> None:
     """Draw the pictures; print the tables or the JSON."""
-    from slurmllm.evaluate.evaluate import select_steps, suite_tables
-    from slurmllm.metrics.source import read_curve
+    from slurmllm.analysis.evaluate.evaluate import select_steps, suite_tables
+    from slurmllm.core.metrics.source import read_curve
 
     tables, warnings = suite_tables(target, selection.models, plan)
     curve = None
@@ -45,7 +45,7 @@ def report(
     for table in tables:
         if plot is None or not table.steps:
             continue
-        from slurmllm.evaluate.plot import default_path, draw  # matplotlib takes a second
+        from slurmllm.analysis.evaluate.plot import default_path, draw  # matplotlib takes a second
 
         path = Path(plot) if plot else default_path(target.store, table.suite)
         try:

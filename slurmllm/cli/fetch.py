@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import ConfigError
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
+    from slurmllm.core.config.resolve import RunConfig
 
 
 @click.command()
@@ -47,10 +47,10 @@ def fetch(
     An interrupted download continues when the same command is run again. Files are verified, and a
     corpus of texts is built. `submit` finds what is in the default folder.
     """
-    from slurmllm.config.data_sources import data_dir
-    from slurmllm.config.profiles import available, did_you_mean
-    from slurmllm.config.resolve import recipes_dir, resolve
-    from slurmllm.config.yaml_source import read_yaml
+    from slurmllm.core.config.data_sources import data_dir
+    from slurmllm.core.config.profiles import available, did_you_mean
+    from slurmllm.core.config.resolve import recipes_dir, resolve
+    from slurmllm.core.config.yaml_source import read_yaml
 
     if list_:
         if names or to is not None or parts is not None:
@@ -100,10 +100,10 @@ def fetch_sources(
     """Fetch data sets; print and return what training reads of each."""
     from rich.filesize import decimal
 
-    from slurmllm.config.data_sources import read_source
-    from slurmllm.corpus.fetch import Fetch
-    from slurmllm.display.progress import stage_progress
-    from slurmllm.submit.inputs import data_folder, source_folder
+    from slurmllm.core.config.data_sources import read_source
+    from slurmllm.core.display.progress import stage_progress
+    from slurmllm.data.corpus.fetch import Fetch
+    from slurmllm.launch.submit.inputs import data_folder, source_folder
 
     fetched = []
     for name in names:
@@ -125,9 +125,9 @@ def fetch_sources(
 
 
 def _list(as_json: bool) -> None:
-    from slurmllm.config.data_sources import data_dir, read_source
-    from slurmllm.config.profiles import available
-    from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.core.config.data_sources import data_dir, read_source
+    from slurmllm.core.config.profiles import available
+    from slurmllm.core.config.resolve import recipes_dir, resolve
 
     recipes = [resolve(name).recipe for name in available(recipes_dir())]
     sets = {name: read_source(name) for name in available(data_dir())}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.run.rundir import Stage
+    from slurmllm.core.run.rundir import Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 # Unchecked: thousands of workers start at once, and their launchers have just read the run.
@@ -26,9 +26,9 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 @click.pass_context
 def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
-    from slurmllm.log import setup_logging
-    from slurmllm.run.rundir import RunDir
-    from slurmllm.supervise.supervisor import supervise as run_supervisor
+    from slurmllm.core.log import setup_logging
+    from slurmllm.core.run.rundir import RunDir
+    from slurmllm.launch.supervise.supervisor import supervise as run_supervisor
 
     setup_logging()
     ctx.exit(run_supervisor(RunDir(run), stage))
@@ -41,18 +41,18 @@ def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
 @click.pass_context
 def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
-    from slurmllm.config.load import load
-    from slurmllm.errors import NodeError
-    from slurmllm.log import setup_logging
-    from slurmllm.run.rundir import RunDir
-    from slurmllm.supervise.launcher import Launcher
+    from slurmllm.core.config.load import load
+    from slurmllm.core.errors import NodeError
+    from slurmllm.core.log import setup_logging
+    from slurmllm.core.run.rundir import RunDir
+    from slurmllm.launch.supervise.launcher import Launcher
 
     setup_logging()
     if "SLURMLLM_CACHE" not in os.environ:
         raise NodeError("SLURMLLM_CACHE is not set: `launch` is started by the job scripts")
     kind = Launcher
     if not load(run / "config.yaml", trusted=True).recipe.worker.has_model:
-        from slurmllm.supervise.trainer import TrainerLauncher
+        from slurmllm.launch.supervise.trainer import TrainerLauncher
 
         kind = TrainerLauncher
     ctx.exit(kind(RunDir(run), stage, attempt).main())
@@ -65,8 +65,8 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 @click.pass_context
 def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
     """Run one worker of an attempt of RUN, a run directory (called by the launcher)."""
-    from slurmllm.log import setup_logging
-    from slurmllm.run.rundir import RunDir
+    from slurmllm.core.log import setup_logging
+    from slurmllm.core.run.rundir import RunDir
 
     # Before the import of torch, which takes seconds and may warn.
     rank = os.environ.get("RANK", "")
@@ -90,9 +90,9 @@ def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
 @click.option("--marker-file", type=click.Path(path_type=Path), required=True)
 def check_node(profile: str, backend: str, marker_file: Path) -> None:
     """Check this node and report one line per finding (called through srun)."""
-    from slurmllm.config.cluster import Cluster
-    from slurmllm.control.rendezvous import NODE_NAME
-    from slurmllm.diagnose import node
+    from slurmllm.core.config.cluster import Cluster
+    from slurmllm.launch.diagnose import node
+    from slurmllm.train.control.rendezvous import NODE_NAME
 
     name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
@@ -112,7 +112,11 @@ def allreduce(
     """Run this node's workers of an all-reduce (called through srun)."""
     import subprocess
 
-    from slurmllm.control.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
+    from slurmllm.train.control.rendezvous import (
+        die_with_parent,
+        own_node_rank,
+        rendezvous_variables,
+    )
 
     processes = []
     for local_rank in range(workers):
@@ -124,7 +128,7 @@ def allreduce(
             node_rank=own_node_rank(),
             local_rank=local_rank,
         )
-        command = [sys.executable, "-P", "-m", "slurmllm.diagnose.allreduce", device, floor]
+        command = [sys.executable, "-P", "-m", "slurmllm.launch.diagnose.allreduce", device, floor]
         # One thread each: workers of one node would compete for its CPUs.
         env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))

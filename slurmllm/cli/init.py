@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import UserError
-from slurmllm.run.rundir import write_atomic
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import UserError
+from slurmllm.core.run.rundir import write_atomic
 
 if TYPE_CHECKING:
-    from slurmllm.init.draft import Draft
-    from slurmllm.init.survey import Survey
-    from slurmllm.slurm.site import Partition
+    from slurmllm.core.slurm.site import Partition
+    from slurmllm.launch.init.draft import Draft
+    from slurmllm.launch.init.survey import Survey
 
 Confirm = Callable[[str, bool], bool]  # question, the answer without one → whether the user agrees
 
@@ -68,10 +68,10 @@ def init(
 
     Exit codes: 0 done; 2 invalid options, or a file exists; 3 no Slurm here, or no answer.
     """
-    from slurmllm.config.profiles import user_configuration
-    from slurmllm.init.draft import draft_profile
-    from slurmllm.init.survey import survey
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.core.config.profiles import user_configuration
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.init.draft import draft_profile
+    from slurmllm.launch.init.survey import survey
 
     if recipe is not None or base is not None:
         if partition or out or dry_run or as_json:
@@ -140,7 +140,7 @@ def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
 
 def _make_default(path: Path, confirm: Confirm) -> bool:
     """Name a profile in config.yaml, unless the user wants the other one that it names."""
-    from slurmllm.config.profiles import default_cluster, set_default_cluster
+    from slurmllm.core.config.profiles import default_cluster, set_default_cluster
 
     current = default_cluster()
     question = f"the default cluster is {current}; make it this one?"
@@ -197,7 +197,7 @@ def _print_survey(site: Survey) -> None:
 
 
 def _print_written(path: Path, is_default: bool, draft: Draft) -> None:
-    from slurmllm.config.profiles import user_configuration
+    from slurmllm.core.config.profiles import user_configuration
 
     click.echo(f"profile     {path}")
     if is_default:
@@ -243,7 +243,7 @@ def _partition_json(partition: Partition) -> dict[str, Any]:
 
 def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
     """Write the file of --recipe, and say what to do with it."""
-    from slurmllm.config.schema import write_recipe
+    from slurmllm.core.config.schema import write_recipe
 
     if recipe is None or base is None:
         raise UserError("--recipe FILE.yaml and --from RECIPE belong together; give both")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_line, print_table
-from slurmllm.errors import UserError
+from slurmllm.core.display.tables import print_line, print_table
+from slurmllm.core.errors import UserError
 
 if TYPE_CHECKING:
     from slurmllm.data.inspection import CorpusReport, PackedSequence, RecipeEpochs
@@ -52,9 +52,9 @@ def inspect(
     CORPUS is written as in data.corpus; without it, the corpus of --recipe is read. The token count
     of a large corpus is estimated from a sample of its documents.
     """
+    from slurmllm.core.display.progress import input_progress
     from slurmllm.data.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources import open_all
-    from slurmllm.display.progress import input_progress
 
     name, steps = None, 0
     if recipe is not None:
@@ -114,11 +114,11 @@ def _corpus_stream(
 ) -> StreamSpec:
     """Return a stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.submit.inputs import STDLIB
+    from slurmllm.launch.submit.inputs import STDLIB
 
     path = None if tokenizer is None else Path(tokenizer)
     if STDLIB in (corpus, tokenizer):
-        from slurmllm.corpus.builtin import ensure_stdlib
+        from slurmllm.data.corpus.builtin import ensure_stdlib
 
         built = ensure_stdlib(runs_dir / ".data")
         corpus = str(built[0]) if corpus == STDLIB else corpus
@@ -134,9 +134,9 @@ def _recipe_stream(
     runs_dir: Path,
 ) -> tuple[StreamSpec, str, int]:
     """Return the stream that a recipe trains on, the recipe's name and number of steps."""
-    from slurmllm.config.resolve import resolve
+    from slurmllm.core.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.submit.inputs import resolve_inputs
+    from slurmllm.launch.submit.inputs import resolve_inputs
 
     for field, value in (("corpus", corpus), ("tokenizer", tokenizer)):
         if value is not None:

@@ -15,15 +15,15 @@ import click
 from click.core import ParameterSource
 
 from slurmllm.cli import options
-from slurmllm.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
-from slurmllm.format import format_plural
-from slurmllm.run.rundir import RunDir, Stage, find_run
-from slurmllm.run.safe_files import open_regular
+from slurmllm.core.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
+from slurmllm.core.format import format_plural
+from slurmllm.core.run.rundir import RunDir, Stage, find_run
+from slurmllm.core.run.safe_files import open_regular
 
 if TYPE_CHECKING:
-    from slurmllm.run.records import AttemptRecord
-    from slurmllm.status.first_failure import Culprit
-    from slurmllm.status.logs import LogSelection, MergedLogs, RankLine
+    from slurmllm.analysis.status.first_failure import Culprit
+    from slurmllm.analysis.status.logs import LogSelection, MergedLogs, RankLine
+    from slurmllm.core.run.records import AttemptRecord
 
 _LOOK_S = 0.5  # between two reads of the files
 _ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
@@ -104,7 +104,7 @@ def logs(
     -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
     in the run directory.
     """
-    from slurmllm.status.logs import LogSelection
+    from slurmllm.analysis.status.logs import LogSelection
 
     _check_options(ctx, stacks)
     run_dir = find_run(run, runs_dir)
@@ -148,7 +148,7 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
 
 
 def _print_logs(selection: LogSelection, lines: int | None, follow: bool, labels: bool) -> None:
-    from slurmllm.status.logs import MergedLogs
+    from slurmllm.analysis.status.logs import MergedLogs
 
     run = selection.run
     merged = MergedLogs(selection)
@@ -185,8 +185,8 @@ def _print_from_node(
 
     `follow`: until the worker ends. `tried` gets the attempt, so that none is printed twice.
     """
-    from slurmllm.slurm.environment import slurm_environment
-    from slurmllm.status.logs import node_log_command, text_of
+    from slurmllm.analysis.status.logs import node_log_command, text_of
+    from slurmllm.core.slurm.environment import slurm_environment
 
     command = None
     with suppress(StorageError):  # a record that is damaged
@@ -232,8 +232,8 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
     Raises:
         RunError: There are no such workers, or the log is still on its node.
     """
-    from slurmllm.run.records import NodeRecord
-    from slurmllm.status.logs import node_of, ranks_with_logs
+    from slurmllm.analysis.status.logs import node_of, ranks_with_logs
+    from slurmllm.core.run.records import NodeRecord
 
     run, stage, attempt = selection.run, selection.stages[-1], selection.attempt
     record: AttemptRecord | None = None
@@ -271,8 +271,8 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
 
 
 def _state_text(run: RunDir) -> str:
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import run_states
+    from slurmllm.analysis.status.runs import run_states
+    from slurmllm.core.slurm.client import SlurmClient
 
     state = run_states([run], SlurmClient())[0]
     return f"{state.state}, {state.reason or 'starting'}; see `slurmllm status {run.name}`"
@@ -286,7 +286,7 @@ def _echo(texts: Iterable[str]) -> None:
 
 def _coloured(message: str) -> str:
     """Return a line in the colour of its level; click removes colours unless on a terminal."""
-    from slurmllm.log import parse_line
+    from slurmllm.core.log import parse_line
 
     record = parse_line(message)
     style = _LEVELS.get(record.level) if record is not None else None
@@ -317,8 +317,8 @@ class _Printer:
 
     def _node(self, line: RankLine) -> str:
         """Return the node of a line; empty if the record of its attempt is not written yet."""
-        from slurmllm.run.records import AttemptRecord
-        from slurmllm.status.logs import node_of
+        from slurmllm.analysis.status.logs import node_of
+        from slurmllm.core.run.records import AttemptRecord
 
         if (key := line[:2]) not in self.records:
             with suppress(StorageError):
@@ -329,7 +329,7 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
-    from slurmllm.supervise.stacks import outliers, read_stacks, stack_location
+    from slurmllm.launch.supervise.stacks import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
@@ -351,7 +351,7 @@ def _stacks(run: RunDir, rank: int | None) -> str:
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     """Print the first failing worker of an attempt; when following, of every failed attempt."""
-    from slurmllm.status.first_failure import culprit, failed_attempts
+    from slurmllm.analysis.status.first_failure import culprit, failed_attempts
 
     run, attempt = selection.run, selection.attempt
     printed: set[tuple[Stage, int]] = set()
@@ -376,7 +376,7 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
 
 
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
-    from slurmllm.status.logs import last_lines
+    from slurmllm.analysis.status.logs import last_lines
 
     record = culprit.record
     action = f" → {record.action}" if record.action else ""
@@ -411,8 +411,8 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
 
 def _until_ended(run: RunDir) -> Iterator[bool]:
     """Yield whether the run has ended, checked before each read of the files."""
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.supervise.run_state import is_active
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.supervise.run_state import is_active
 
     client, asked_at, unreachable, ended = SlurmClient(), float("-inf"), False, False
     while not ended:

@@ -10,11 +10,12 @@ from typing import IO, Any
 
 import click
 
-from slurmllm import __version__, removed
+from slurmllm import __version__
 from slurmllm.cli.commands import Verbs, open_outputs
-from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
-from slurmllm.format import printable
-from slurmllm.run.safe_files import os_error_text
+from slurmllm.core import removed
+from slurmllm.core.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
+from slurmllm.core.format import printable
+from slurmllm.core.run.safe_files import os_error_text
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # In the order of a run. Only the module of the verb that is called is imported: a launcher or a

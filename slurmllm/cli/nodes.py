@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import SlurmError, UserError
-from slurmllm.format import format_time
-from slurmllm.run.rundir import RunDir, find_run
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import SlurmError, UserError
+from slurmllm.core.format import format_time
+from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.core.slurm.client import SlurmClient
 
 include_option = click.option(
     "--include",
@@ -36,10 +36,10 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
 
     A node whose exclusion has expired is shown while a pending job still excludes it.
     """
-    from slurmllm.run.records import JobsRecord
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import list_runs
-    from slurmllm.supervise.exclusion import excluded, excluded_by_jobs
+    from slurmllm.analysis.status.runs import list_runs
+    from slurmllm.core.run.records import JobsRecord
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.supervise.exclusion import excluded, excluded_by_jobs
 
     if included and run is None:
         raise UserError("--include needs the run: `slurmllm nodes RUN --include NODE`")
@@ -84,8 +84,8 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
 
 def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:
     """End the exclusion of nodes and print what changed; UserError if one is not excluded."""
-    from slurmllm.supervise.exclusion import include
-    from slurmllm.supervise.run_lock import locked
+    from slurmllm.launch.supervise.exclusion import include
+    from slurmllm.launch.supervise.run_lock import locked
 
     with locked(run, "nodes"):
         jobs = include(run, client, names)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
-from slurmllm.errors import UserError
-from slurmllm.run.rundir import RUN_NAME, is_run, is_sweep, run_folders
-from slurmllm.run.rundir import runs_root as runs_root_of
+from slurmllm.core.errors import UserError
+from slurmllm.core.run.rundir import RUN_NAME, is_run, is_sweep, run_folders
+from slurmllm.core.run.rundir import runs_root as runs_root_of
 
 if TYPE_CHECKING:
-    from slurmllm.metrics.curves import Curve
-    from slurmllm.run.records import Submission
-    from slurmllm.submit.prepare import Precompile
+    from slurmllm.core.metrics.curves import Curve
+    from slurmllm.core.run.records import Submission
+    from slurmllm.launch.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
 _Step = click.IntRange(min=0)
@@ -41,8 +41,8 @@ def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[Com
 
 def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
     """Complete names of the shipped recipes, or of the profiles for --cluster."""
-    from slurmllm.config.profiles import TRAINERS, available
-    from slurmllm.config.resolve import clusters_dir, recipes_dir
+    from slurmllm.core.config.profiles import TRAINERS, available
+    from slurmllm.core.config.resolve import clusters_dir, recipes_dir
 
     of_clusters = param.name in ("cluster", "clusters")
     names = available(clusters_dir() if of_clusters else recipes_dir())
@@ -119,8 +119,8 @@ class LogOptions(NamedTuple):
 
     def arguments(self, count: int) -> list[dict[str, Any]]:
         """Return the arguments of `read_curve` for each of `count` sources."""
-        from slurmllm.compare.comparison import curve_letter
-        from slurmllm.metrics.tags import check_pattern, parse_tags
+        from slurmllm.analysis.compare.comparison import curve_letter
+        from slurmllm.core.metrics.tags import check_pattern, parse_tags
 
         letters = [curve_letter(place) for place in range(count)]
         for value in chain(*self):
@@ -154,7 +154,7 @@ class LogOptions(NamedTuple):
 
     def refuse_unused(self, curves: Sequence[Curve]) -> None:
         """Raise UserError if a value is for our own runs only, which need none."""
-        from slurmllm.compare.comparison import curve_letter
+        from slurmllm.analysis.compare.comparison import curve_letter
 
         of_letter = {curve_letter(place): curve for place, curve in enumerate(curves)}
         for value in chain(*self):
@@ -334,7 +334,7 @@ def _flag(name: str, text: str) -> Callable[[F], F]:
 
 def _run_options(sbatch: Sequence[str], **values: Any) -> RunOptions:
     """Return the options, with settings of those of Slurm jobs, and of those after `--`."""
-    from slurmllm.config.directives import parse_options
+    from slurmllm.core.config.directives import parse_options
 
     settings = {f"slurm.{name}": (f"--{name}", values.pop(name)) for name in _FIELDS}
     directives = {name: values.pop(name) for name in _DIRECTIVES}

@@ -13,12 +13,12 @@ import click
 from click.core import ParameterSource
 
 from slurmllm.cli import commands, options
-from slurmllm.display.tables import csv_text, markdown_table
-from slurmllm.errors import ConfigError, UserError
-from slurmllm.run.rundir import runs_root, write_bytes
+from slurmllm.core.display.tables import csv_text, markdown_table
+from slurmllm.core.errors import ConfigError, UserError
+from slurmllm.core.run.rundir import runs_root, write_bytes
 
 if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
+    from slurmllm.core.config.resolve import RunConfig
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.recipe_plan import Rank, RecipePlan
 
@@ -149,10 +149,10 @@ def _plan(request: _Request, counts: Sequence[int]) -> None:
 
 def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
     """Return the plan of each recipe on each profile."""
-    from slurmllm.backends.environment import load_environment
-    from slurmllm.display.progress import count_progress
+    from slurmllm.core.display.progress import count_progress
     from slurmllm.plan.prices import parse_price, parse_tokens, select_price
     from slurmllm.plan.recipe_plan import plan_recipe
+    from slurmllm.train.backends.environment import load_environment
 
     tokens = None if request.tokens is None else parse_tokens(request.tokens)
     usd = None if request.price is None else parse_price(request.price)
@@ -181,8 +181,8 @@ def _profiles(
     recipe: str, clusters: Sequence[str], overrides: Sequence[str]
 ) -> Iterator[tuple[str | None, RunConfig]]:
     """Yield the recipe with each profile; `all`: those with hardware figures and a price."""
-    from slurmllm.config.profiles import available
-    from slurmllm.config.resolve import clusters_dir, resolve
+    from slurmllm.core.config.profiles import available
+    from slurmllm.core.config.resolve import clusters_dir, resolve
 
     if not clusters:
         yield None, resolve(recipe, None, overrides)
@@ -197,11 +197,11 @@ def _profiles(
 
 def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
     """Write the picture and the tables; `-` is standard output."""
-    from slurmllm.config.yaml_source import flatten
+    from slurmllm.core.config.yaml_source import flatten
     from slurmllm.plan import output
 
     if request.plot is not None:
-        from slurmllm.display.pictures import write_picture
+        from slurmllm.core.display.pictures import write_picture
         from slurmllm.plan.plot import draw
 
         write_picture(draw(plans), Path(request.plot), "name another file with --plot")
@@ -267,7 +267,7 @@ def _no_fit_error(plan: RecipePlan) -> ConfigError:
 
 def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
     """Return a command with the options of this one."""
-    from slurmllm.config.variables import is_secret_at
+    from slurmllm.core.config.variables import is_secret_at
 
     command = ["slurmllm", verb, plan.recipe, "--nodes", str(nodes)]
     command += [] if plan.cluster is None else ["--cluster", plan.cluster]
@@ -280,8 +280,8 @@ def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
 
 def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     """Return the command that submits a layout; it fetches missing data."""
+    from slurmllm.launch.submit.inputs import locate
     from slurmllm.plan.fit_check import changes
-    from slurmllm.submit.inputs import locate
 
     if plan.config.cluster.planning_only is not None:
         return f"refused: {plan.config.cluster.planning_only}"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import UserError
-from slurmllm.format import format_count
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import UserError
+from slurmllm.core.format import format_count
 
 if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
+    from slurmllm.core.config.resolve import RunConfig
 
 
 @click.command()
@@ -45,7 +45,7 @@ def recipes(
     lists the shipped profiles, and the file that --cluster names.
     """
     if schema:
-        from slurmllm.config.schema import file_schema
+        from slurmllm.core.config.schema import file_schema
 
         if name is not None or explain or overrides or cluster:
             raise UserError("--schema prints a schema; leave out NAME, --explain, --set, --cluster")
@@ -66,8 +66,8 @@ def recipes(
 
 
 def _list(as_json: bool) -> None:
-    from slurmllm.config.profiles import available
-    from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.core.config.profiles import available
+    from slurmllm.core.config.resolve import recipes_dir, resolve
     from slurmllm.plan.parameters import parameters
 
     recipes = [resolve(name, "local").recipe for name in available(recipes_dir())]
@@ -86,8 +86,8 @@ def _list(as_json: bool) -> None:
 
 
 def _list_trainers(as_json: bool) -> None:
-    from slurmllm.config.profiles import TRAINERS, any_command, available
-    from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.core.config.profiles import TRAINERS, any_command, available
+    from slurmllm.core.config.resolve import recipes_dir, resolve
 
     rows, folder = [], recipes_dir().parent
     for name in (f"{TRAINERS}/{name}" for name in available(folder / TRAINERS)):
@@ -105,8 +105,8 @@ def _list_trainers(as_json: bool) -> None:
 
 
 def _list_clusters(more: str | None, as_json: bool) -> None:
-    from slurmllm.config.profiles import available
-    from slurmllm.config.resolve import clusters_dir, resolve
+    from slurmllm.core.config.profiles import available
+    from slurmllm.core.config.resolve import clusters_dir, resolve
 
     names = available(clusters_dir())
     names += [more] if more is not None and more not in names else []
@@ -159,8 +159,8 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
 def _show(
     name: str, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    from slurmllm.config.profiles import any_command
-    from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.core.config.profiles import any_command
+    from slurmllm.core.config.resolve import recipes_dir, resolve
 
     config = resolve(name, cluster, [*any_command(name), *overrides])
     if any_command(name) and not (explain or cluster or overrides or as_json):
@@ -174,7 +174,7 @@ def _show(
         return
     tree = _tree(config, "auto")
     if not explain:
-        from slurmllm.config.yaml_source import write_yaml
+        from slurmllm.core.config.yaml_source import write_yaml
 
         if cluster is None and not any(text.startswith("parallel") for text in overrides):
             _restore_layouts(tree, config, name)
@@ -183,7 +183,7 @@ def _show(
         if cluster is not None or any(text.startswith("cluster.") for text in overrides):
             click.echo(textwrap.indent(profile, "# "), nl=False)
         return
-    from slurmllm.config.yaml_source import flatten
+    from slurmllm.core.config.yaml_source import flatten
 
     rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())
     print_table(("field", "value", "source"), rows, fold="value")
@@ -191,10 +191,10 @@ def _show(
 
 def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
     """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
-    from slurmllm.config.layers import value_at
-    from slurmllm.config.profiles import find_yaml
-    from slurmllm.config.recipe_file import LAYOUT, read_recipe
-    from slurmllm.config.resolve import recipes_dir
+    from slurmllm.core.config.layers import value_at
+    from slurmllm.core.config.profiles import find_yaml
+    from slurmllm.core.config.recipe_file import LAYOUT, read_recipe
+    from slurmllm.core.config.resolve import recipes_dir
 
     paths = [path for path, source in config.origins.items() if source.startswith(LAYOUT)]
     for path in paths:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import StorageError, UserError
-from slurmllm.format import format_names, format_number, format_percent, format_plural
-from slurmllm.run.rundir import find_run, find_sweep
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import StorageError, UserError
+from slurmllm.core.format import format_names, format_number, format_percent, format_plural
+from slurmllm.core.run.rundir import find_run, find_sweep
 
 if TYPE_CHECKING:
-    from slurmllm.report.facts import RunFacts
-    from slurmllm.report.tables import Table
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.sweeps import RankedRun, SweepState
+    from slurmllm.analysis.report.facts import RunFacts
+    from slurmllm.analysis.report.tables import Table
+    from slurmllm.analysis.status.sweeps import RankedRun, SweepState
+    from slurmllm.core.slurm.client import SlurmClient
 
     Rankings = Sequence[tuple[SweepState, list[RankedRun]]]
 
@@ -68,11 +68,15 @@ def report(
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
+    from slurmllm.analysis.report.sources import (
+        compare_with_first,
+        make_names_unique,
+        read_run_facts,
+    )
+    from slurmllm.analysis.report.write import default_path, to_json
     from slurmllm.cli.sweep import ranking_json
+    from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.plan.prices import parse_price
-    from slurmllm.report.sources import compare_with_first, make_names_unique, read_run_facts
-    from slurmllm.report.write import default_path, to_json
-    from slurmllm.slurm.client import SlurmClient
 
     if prediction or cluster is not None:
         alone = prediction and not any((price, out, *of_logs))
@@ -112,9 +116,9 @@ def report(
 
 
 def _write(runs: Sequence[RunFacts], page: Path, rankings: Rankings) -> None:
+    from slurmllm.analysis.report.tables import Table
+    from slurmllm.analysis.report.write import write_report
     from slurmllm.cli.sweep import ranking_rows
-    from slurmllm.report.tables import Table
-    from slurmllm.report.write import write_report
 
     loss = "loss: mean over the last tenth of a run's steps"
     sweeps = [
@@ -131,9 +135,9 @@ def _locate(
     sources: Sequence[str], runs_dir: Path, client: SlurmClient
 ) -> tuple[Rankings, list[Path]]:
     """Return the sweeps with their runs by rank, and the paths of all sources of the page."""
-    from slurmllm.metrics.source import locate
-    from slurmllm.report.sources import find_run_directory
-    from slurmllm.status.sweeps import rank, read_sweep
+    from slurmllm.analysis.report.sources import find_run_directory
+    from slurmllm.analysis.status.sweeps import rank, read_sweep
+    from slurmllm.core.metrics.source import locate
 
     rankings, paths = [], []
     for name in sources:
@@ -159,9 +163,9 @@ def _print_rankings(rankings: Rankings) -> None:
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """Print the tables, and each run's warnings."""
-    from slurmllm.report import tables
-    from slurmllm.report.document import comparison_texts
-    from slurmllm.report.facts import scaling_rows
+    from slurmllm.analysis.report import tables
+    from slurmllm.analysis.report.document import comparison_texts
+    from slurmllm.analysis.report.facts import scaling_rows
 
     def show(table: Table, before: str = "") -> None:
         click.echo(before)
@@ -195,7 +199,7 @@ def _print_prediction(
     sources: Sequence[str], runs_dir: Path, cluster: str | None, as_json: bool
 ) -> None:
     """Print predicted and measured figures of the only run."""
-    from slurmllm.report.prediction import check_run_prediction
+    from slurmllm.analysis.report.prediction import check_run_prediction
 
     if len(sources) != 1:
         raise UserError(

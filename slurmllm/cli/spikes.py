@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_line, print_table
-from slurmllm.errors import RunError, StorageError
+from slurmllm.core.display.tables import print_line, print_table
+from slurmllm.core.errors import RunError, StorageError
 
 if TYPE_CHECKING:
-    from slurmllm.metrics.curves import Curve
-    from slurmllm.spikes.analysis import Metric, SpikeAnalysis
+    from slurmllm.analysis.spikes.analysis import Metric, SpikeAnalysis
+    from slurmllm.core.metrics.curves import Curve
 
 
 def _number(name: str, default: float, text: str) -> Callable[[Any], Any]:
@@ -57,8 +57,8 @@ def spikes(
 
     Exit codes: 0 success, with or without spikes; 2 invalid input; 4 the plot cannot be written.
     """
-    from slurmllm.metrics.source import locate, read_curve
-    from slurmllm.spikes.detection import analyze, select_steps
+    from slurmllm.analysis.spikes.detection import analyze, select_steps
+    from slurmllm.core.metrics.source import locate, read_curve
 
     logs = [
         read_curve(locate(source, runs_dir), lenient=True, **of_source)
@@ -87,7 +87,7 @@ def spikes(
 
 def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> list[SpikeAnalysis]:
     """Draw a picture for each run, or one of all with --plot; only the latter must succeed."""
-    from slurmllm.spikes.plot import default_path, draw
+    from slurmllm.analysis.spikes.plot import default_path, draw
 
     pairs = list(zip(curves, runs, strict=True))
     if plot:
@@ -110,7 +110,7 @@ def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> 
 def _print(run: SpikeAnalysis) -> None:
     from rich.text import Text
 
-    from slurmllm.spikes.analysis import NAMES, SHOWN
+    from slurmllm.analysis.spikes.analysis import NAMES, SHOWN
 
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"
     print_line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
@@ -137,7 +137,7 @@ def _print(run: SpikeAnalysis) -> None:
 
 
 def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:
-    from slurmllm.spikes.plot import binned
+    from slurmllm.analysis.spikes.plot import binned
 
     rows = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
     if run.per_1000_steps is not None and run.inside_share is not None:

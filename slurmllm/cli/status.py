@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import console, print_line
-from slurmllm.errors import EXIT_INTERRUPTED, UserError
-from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep
+from slurmllm.core.display.tables import console, print_line
+from slurmllm.core.errors import EXIT_INTERRUPTED, UserError
+from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import RunState
-    from slurmllm.status.sweeps import SweepState
+    from slurmllm.analysis.status.runs import RunState
+    from slurmllm.analysis.status.sweeps import SweepState
+    from slurmllm.core.slurm.client import SlurmClient
 
 _INTERVAL_S = 5.0
 
@@ -65,7 +65,7 @@ def status(
     ended. If the output is not a terminal, each refresh prints another table; with --json, one
     document per line.
     """
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.core.slurm.client import SlurmClient
 
     if active and runs:
         raise UserError(
@@ -122,9 +122,9 @@ def _read_states(
     targets: Sequence[RunDir | SweepDir], runs_dir: Path, active: bool, client: SlurmClient
 ) -> _ShownStates:
     """Read the states of the named runs and sweeps, or of all runs."""
-    from slurmllm.run.records import runs_of
-    from slurmllm.status.runs import list_runs, run_state, run_states
-    from slurmllm.status.sweeps import read_sweep
+    from slurmllm.analysis.status.runs import list_runs, run_state, run_states
+    from slurmllm.analysis.status.sweeps import read_sweep
+    from slurmllm.core.run.records import runs_of
 
     if len(targets) > 1:
         runs = dict.fromkeys(chain.from_iterable(map(runs_of, targets)))

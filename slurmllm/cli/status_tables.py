@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from slurmllm.display.tables import PROSE, Column, fitted
-from slurmllm.format import (
+from slurmllm.core.display.tables import PROSE, Column, fitted
+from slurmllm.core.format import (
     format_age,
     format_bytes,
     format_duration,
@@ -20,15 +20,15 @@ from slurmllm.format import (
     format_time,
     printable,
 )
-from slurmllm.metrics.row_reader import perplexity
-from slurmllm.metrics.step_time import finite_number
+from slurmllm.core.metrics.row_reader import perplexity
+from slurmllm.core.metrics.step_time import finite_number
 
 if TYPE_CHECKING:
+    from slurmllm.analysis.status.details import Details, WorkerProgress
+    from slurmllm.analysis.status.runs import RunState
+    from slurmllm.core.run.artifact_records import MicroBatchRecord
+    from slurmllm.core.run.records import AttemptRecord
     from slurmllm.plan.mesh import Mesh
-    from slurmllm.run.artifact_records import MicroBatchRecord
-    from slurmllm.run.records import AttemptRecord
-    from slurmllm.status.details import Details, WorkerProgress
-    from slurmllm.status.runs import RunState
 
 Line = tuple[str, str]  # its heading and its text
 

@@ -11,17 +11,17 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
-from slurmllm.display.tables import print_table
-from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, UserError
-from slurmllm.run.rundir import RunDir, find_run
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, UserError
+from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
-    from slurmllm.config.resolve import RunConfig
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.launch import SubmittedRun
-    from slurmllm.submit.prepare import PreparedRun, RunRequest
+    from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.launch import SubmittedRun
+    from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
 
 
 @click.command(
@@ -72,10 +72,10 @@ def submit(
     trainers/…, supervises a trainer of another project, such as `-- torchrun train.py`.
     """
     from slurmllm.cli.fetch import fetch_sources
-    from slurmllm.config.resolve import local_cluster, resolve, shorten
-    from slurmllm.submit.inputs import data_settings
-    from slurmllm.submit.launch import start_run
-    from slurmllm.submit.sweep import resolve_cases
+    from slurmllm.core.config.resolve import local_cluster, resolve, shorten
+    from slurmllm.launch.submit.inputs import data_settings
+    from slurmllm.launch.submit.launch import start_run
+    from slurmllm.launch.submit.sweep import resolve_cases
 
     _check_options(shared, nodes, data, fetch, sweep)
     settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
@@ -129,8 +129,8 @@ def _check_range(least: int | None, local: bool) -> None:
 def _request(
     config: RunConfig, nodes: int, shared: RunOptions, *, local: bool, **fields: Any
 ) -> RunRequest:
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.prepare import RunRequest
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.prepare import RunRequest
 
     return RunRequest(
         config=config,
@@ -154,8 +154,8 @@ def _finish(ctx: click.Context, run: SubmittedRun, as_json: bool) -> None:
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
     """Return the allocation of this command, and the nodes to use; `refused`: option → value."""
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.supervise.allocation import held_allocation
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.supervise.allocation import held_allocation
 
     if names := [name for name, value in refused.items() if value]:
         raise UserError(f"--in-allocation and {names[0]} exclude each other; give one of them")
@@ -249,7 +249,7 @@ def _print_graphs(prepared: PreparedRun) -> None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")
     elif "precompile" not in prepared.stages:
-        from slurmllm.backends.environment import needs_precompile
+        from slurmllm.train.backends.environment import needs_precompile
 
         what = "compiled in training" if needs_precompile(prepared.config) else "none to compile"
         click.echo(f"graphs     {what}; no precompile stage")
@@ -314,11 +314,11 @@ def resume(
     The precompile stage runs again if compiled graphs are missing or would change. A run that was
     started with --local continues locally.
     """
-    from slurmllm.config.load import load
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.launch import SubmittedRun, start
-    from slurmllm.submit.resume import Changes, prepare_resume, require_ended
-    from slurmllm.supervise.run_lock import locked
+    from slurmllm.core.config.load import load
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.launch import SubmittedRun, start
+    from slurmllm.launch.submit.resume import Changes, prepare_resume, require_ended
+    from slurmllm.launch.supervise.run_lock import locked
 
     if shared.dry_run and included:
         raise click.UsageError("--include changes the run's jobs; leave out --dry-run")
@@ -362,7 +362,7 @@ def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], others: Seq
 
     Raises UserError if it is and other options are given, named by `others`: they have no effect.
     """
-    from slurmllm.supervise.run_state import is_active
+    from slurmllm.launch.supervise.run_state import is_active
 
     if (active := is_active(run, client)) and others:
         text = f"run {run.name} is queued or running, so only --include can change it"

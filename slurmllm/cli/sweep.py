@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
-from slurmllm.errors import EXIT_OK, UserError
-from slurmllm.format import format_hours, format_plural
-from slurmllm.run.rundir import SweepDir
+from slurmllm.core.display.tables import print_table
+from slurmllm.core.errors import EXIT_OK, UserError
+from slurmllm.core.format import format_hours, format_plural
+from slurmllm.core.run.rundir import SweepDir
 
 if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
-    from slurmllm.status.sweeps import RankedRun, SweepState
-    from slurmllm.submit.prepare import RunRequest
-    from slurmllm.submit.sweep import Case, PreparedSweep
+    from slurmllm.analysis.status.sweeps import RankedRun, SweepState
+    from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.launch.submit.prepare import RunRequest
+    from slurmllm.launch.submit.sweep import Case, PreparedSweep
 
 MANY = 100  # cases that are submitted without a question
 
@@ -59,7 +59,7 @@ sweep_options = options.grouped(
 
 def read_cases(requested: SweepOptions, local: bool) -> list[Case]:
     """Return the cases of --sweep or --sweep-file; none without these options."""
-    from slurmllm.submit.sweep import grid, read_cases
+    from slurmllm.launch.submit.sweep import grid, read_cases
 
     sweep, sweep_file, max_running, _ = requested
     if sweep and sweep_file is not None:
@@ -91,8 +91,8 @@ def submit(
     as_json: bool,
 ) -> int:
     """Submit a sweep or run it here; returns the exit code."""
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
 
     prepared = prepare_sweep(request, cases, configs, max_running)
     texts = chain.from_iterable(run.all_warnings for run in prepared.runs)
@@ -178,8 +178,8 @@ def _print_prepared(
 
 def print_table_of(sweep: SweepDir, as_json: bool) -> None:
     """Print the runs of a sweep, the best first."""
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.sweeps import rank, read_sweep
+    from slurmllm.analysis.status.sweeps import rank, read_sweep
+    from slurmllm.core.slurm.client import SlurmClient
 
     state = read_sweep(sweep, SlurmClient())
     ranked = rank(state)

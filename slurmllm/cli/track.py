@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.errors import SlurmError, UserError
-from slurmllm.run.rundir import find_run
+from slurmllm.core.errors import SlurmError, UserError
+from slurmllm.core.run.rundir import find_run
 
 if TYPE_CHECKING:
-    from slurmllm.config.recipe import TrackerName
+    from slurmllm.core.config.recipe import TrackerName
 
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ def sync(
 
     Exit codes: 0 all was sent; 2 a package, a key or an address is missing; 3 a tracker failed.
     """
-    from slurmllm.config.load import load
-    from slurmllm.log import setup_logging
-    from slurmllm.slurm.client import SlurmClient, retry_unreachable
-    from slurmllm.supervise.run_state import is_active
-    from slurmllm.track import sync as sending
+    from slurmllm.analysis.track import sync as sending
+    from slurmllm.core.config.load import load
+    from slurmllm.core.log import setup_logging
+    from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
+    from slurmllm.launch.supervise.run_state import is_active
 
     run_dir = find_run(run, runs_dir)
     config = load(run_dir.config, trusted=True)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from slurmllm.core.errors import DataError, SlurmllmError
+from slurmllm.core.run.records import Record
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
 from slurmllm.data.spec import HELD_OUT, Split, StreamSpec, evaluation_texts
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError, SlurmllmError
-from slurmllm.run.records import Record
 
 if TYPE_CHECKING:
-    from slurmllm.display.progress import OnProgress
+    from slurmllm.core.display.progress import OnProgress
 
 # Bytes or tokens up to which a corpus is counted completely, which takes seconds.
 COUNTED_SIZE = 32 << 20

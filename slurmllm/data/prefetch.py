@@ -30,11 +30,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from slurmllm.core.errors import CodeError, NodeError, SlurmllmError, StorageError
 from slurmllm.data.slots import SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import Integers, Marks, Tokens
 from slurmllm.data.spec import StreamSpec
-from slurmllm.errors import CodeError, NodeError, SlurmllmError, StorageError
 
 # Slurm and terminals send these to every process of a job. Workers ignore them: the parent decides
 # when to stop, and needs batches until its current step is finished.

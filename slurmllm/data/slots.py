@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from slurmllm.core.errors import DataError
 from slurmllm.data.order import Blend, DocumentOrder
 from slurmllm.data.sources.base import Integers, Marks, Request, Source, Tokens
 from slurmllm.data.spec import Split, StreamSpec
-from slurmllm.errors import DataError
 
 # Numbers per corpus in a saved position: document number of the slot, piece, offset.
 POSITION = 3

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.core.errors import DataError
+from slurmllm.core.plugins import absolute
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
-from slurmllm.errors import DataError
-from slurmllm.plugins import absolute
 
 if TYPE_CHECKING:
-    from slurmllm.config.recipe import Recipe
+    from slurmllm.core.config.recipe import Recipe
 
 SplitName = Literal["train", "validation"]
 State = dict[str, Any]

@@ -35,14 +35,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.core.errors import DataError, StorageError
+from slurmllm.core.run.artifact_records import DataRecord
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.spec import Split, State, StreamSpec, check_same_stream, identity
-from slurmllm.errors import DataError, StorageError
-from slurmllm.run.artifact_records import DataRecord
-from slurmllm.run.rundir import RunDir
 
 log = logging.getLogger(__name__)
 

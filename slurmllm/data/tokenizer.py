@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from slurmllm.errors import DataError
-from slurmllm.run.safe_files import read_limited
+from slurmllm.core.errors import DataError
+from slurmllm.core.run.safe_files import read_limited
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # In this order: GPT-2, GPT-NeoX, Pythia; then Llama.

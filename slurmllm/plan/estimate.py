@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slurmllm.config.cluster import Hardware
-from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError
+from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.memory import worker_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.neuron_memory import neuron_memory

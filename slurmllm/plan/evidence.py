@@ -23,11 +23,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from slurmllm.config.cluster import Hardware
-from slurmllm.config.layers import value_at
-from slurmllm.config.profiles import read_profile
-from slurmllm.config.resolve import clusters_dir
-from slurmllm.format import format_number, format_plural
+from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.config.layers import value_at
+from slurmllm.core.config.profiles import read_profile
+from slurmllm.core.config.resolve import clusters_dir
+from slurmllm.core.format import format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.step import step_time

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slurmllm.config.recipe import TrainConfig
-from slurmllm.format import format_gib, format_plural, format_seconds
+from slurmllm.core.config.recipe import TrainConfig
+from slurmllm.core.format import format_gib, format_plural, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.evidence import evidence_text
 from slurmllm.plan.mesh import has_block_masks

@@ -9,10 +9,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.validate import PLANNER
-from slurmllm.errors import ConfigError
-from slurmllm.format import format_gib, format_plural
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.validate import PLANNER
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
 from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.memory import dense_mask_warning

@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.rules import minutes_of
-from slurmllm.config.yaml_source import read_yaml
-from slurmllm.errors import ConfigError
-from slurmllm.format import format_plural
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.rules import minutes_of
+from slurmllm.core.config.yaml_source import read_yaml
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_plural
+from slurmllm.core.run.records import TIME_PARTS, EndingClass, TimePart
 from slurmllm.plan.parameters import parameters
-from slurmllm.run.records import TIME_PARTS, EndingClass, TimePart
 
 HOUR_S = 3600.0
 # Slurm's default SlurmdTimeout: a node that does not respond for so long is set to DOWN.

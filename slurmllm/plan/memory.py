@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slurmllm.config.families import FAMILIES
-from slurmllm.config.resolve import RunConfig
-from slurmllm.format import format_gib
+from slurmllm.core.config.families import FAMILIES
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.format import format_gib
 from slurmllm.plan.mesh import (
     BLOCK,
     Mesh,

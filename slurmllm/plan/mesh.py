@@ -11,14 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.recipe import ADAMW, Recipe
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.rules import choose, divisors
-from slurmllm.config.validate import PLANNER
-from slurmllm.errors import ConfigError, StorageError
-from slurmllm.format import format_plural
-from slurmllm.run.rundir import write_atomic
-from slurmllm.run.safe_files import read_limited
+from slurmllm.core.config.recipe import ADAMW, Recipe
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.rules import choose, divisors
+from slurmllm.core.config.validate import PLANNER
+from slurmllm.core.errors import ConfigError, StorageError
+from slurmllm.core.format import format_plural
+from slurmllm.core.run.rundir import write_atomic
+from slurmllm.core.run.safe_files import read_limited
 
 
 class MeshError(ConfigError):

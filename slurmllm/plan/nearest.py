@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.format import format_gib, format_number, format_plural
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.format import format_gib, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.explain import describe, describe_memory
 from slurmllm.plan.mesh import format_change, near_batches, near_nodes, next_to

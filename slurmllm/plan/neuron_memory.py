@@ -24,10 +24,10 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from slurmllm.config.cluster import GIB
-from slurmllm.config.families import FAMILIES
-from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import RunConfig
+from slurmllm.core.config.cluster import GIB
+from slurmllm.core.config.families import FAMILIES
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.memory import batch_bytes
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameter_counts

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from slurmllm.config.cluster import GIB
-from slurmllm.config.resolve import RunConfig, change
-from slurmllm.config.yaml_source import flatten
-from slurmllm.display.tables import data_frame, print_table
-from slurmllm.errors import ConfigError
-from slurmllm.format import format_count, format_days, format_number, format_plural
+from slurmllm.core.config.cluster import GIB
+from slurmllm.core.config.resolve import RunConfig, change
+from slurmllm.core.config.yaml_source import flatten
+from slurmllm.core.display.tables import data_frame, print_table
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
 from slurmllm.plan.explain import describe, explain, explain_parts, figures, settings, why_too_large

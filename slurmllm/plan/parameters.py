@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from slurmllm.config.families import FAMILIES, Sharding, sharding_plan
-from slurmllm.config.recipe import ModelConfig
+from slurmllm.core.config.families import FAMILIES, Sharding, sharding_plan
+from slurmllm.core.config.recipe import ModelConfig
 
 Shape = tuple[int, ...]
 _FIRST = ("embed.weight", "positions.weight")  # of all parameters, in this order

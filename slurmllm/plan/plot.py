@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmllm.config.cluster import GIB
-from slurmllm.display.pictures import (
+from slurmllm.core.config.cluster import GIB
+from slurmllm.core.display.pictures import (
     PICTURE_STYLE,
     Axes,
     Figure,
@@ -17,7 +17,7 @@ from slurmllm.display.pictures import (
     SubFigure,
     rc_context,
 )
-from slurmllm.format import format_plural
+from slurmllm.core.format import format_plural
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan

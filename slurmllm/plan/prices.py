@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import UserError
-from slurmllm.format import printable
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import UserError
+from slurmllm.core.format import printable
 from slurmllm.plan.estimate import LayoutEstimate
 
 _HOUR_S = 3600.0

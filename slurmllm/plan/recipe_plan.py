@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, UserError
-from slurmllm.format import format_plural
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import ConfigError, UserError
+from slurmllm.core.format import format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence, generations, runs_on
 from slurmllm.plan.explain import describe, differing_settings, why_too_large

@@ -13,10 +13,10 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from slurmllm.config.recipe import Checkpointing
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.rules import RULES, divisors
-from slurmllm.errors import ConfigError
+from slurmllm.core.config.recipe import Checkpointing
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.rules import RULES, divisors
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
 from slurmllm.plan.mesh import (
     MeshError,

@@ -26,8 +26,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slurmllm.config.cluster import Hardware
-from slurmllm.config.resolve import RunConfig
+from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, has_block_masks
 from slurmllm.plan.parameters import (
     Product,

@@ -12,9 +12,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NamedTuple
 
-from slurmllm.backends.base import Worker
-from slurmllm.config.operation import leaving_s
-from slurmllm.errors import (
+from slurmllm.core.config.operation import leaving_s
+from slurmllm.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OUT_OF_MEMORY,
     Blame,
@@ -23,9 +22,10 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.run.error_patterns import meaning_of
-from slurmllm.run.records import FailureRecord
-from slurmllm.run.worker_files import STACKS_FILE, STACKS_SIGNAL
+from slurmllm.core.run.error_patterns import meaning_of
+from slurmllm.core.run.records import FailureRecord
+from slurmllm.core.run.worker_files import STACKS_FILE, STACKS_SIGNAL
+from slurmllm.train.backends.base import Worker
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; both are handled.

@@ -25,15 +25,15 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from slurmllm.backends.base import Backend
-from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
-from slurmllm.config.operation import GuardConfig
-from slurmllm.config.recipe import Recipe
-from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
-from slurmllm.metrics.curves import spike_height
-from slurmllm.run.records import SkippedBatches, SkipsRecord
-from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.run.worker_files import EventLog
+from slurmllm.core.config.operation import GuardConfig
+from slurmllm.core.config.recipe import Recipe
+from slurmllm.core.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
+from slurmllm.core.metrics.curves import spike_height
+from slurmllm.core.run.records import SkippedBatches, SkipsRecord
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.worker_files import EventLog
+from slurmllm.train.backends.base import Backend
+from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
 
 log = logging.getLogger(__name__)
 

@@ -12,23 +12,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
-from slurmllm.backends.environment import load_environment
-from slurmllm.checkpoint.catalogue import read_rollbacks
-from slurmllm.checkpoint.resume import Resumable, find_resumable, first_fault
-from slurmllm.checkpoint.save import Save, remove_leftovers
-from slurmllm.checkpoint.state import TrainState, fingerprint
-from slurmllm.config.load import load
-from slurmllm.config.resolve import RunConfig
-from slurmllm.control.plane import ControlPlane, Pending, open_control
+from slurmllm.core.config.load import load
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import ConfigError, StorageError
+from slurmllm.core.run.artifact_records import MicroBatchRecord
+from slurmllm.core.run.records import SkippedBatches
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
 from slurmllm.data.spec import State, StreamSpec, merge_states
 from slurmllm.data.stream import PackedStream, check_data
-from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh, one_pass_adamw
-from slurmllm.run.artifact_records import MicroBatchRecord
-from slurmllm.run.records import SkippedBatches
-from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.run.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
+from slurmllm.train.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
+from slurmllm.train.backends.environment import load_environment
+from slurmllm.train.checkpoint.catalogue import read_rollbacks
+from slurmllm.train.checkpoint.resume import Resumable, find_resumable, first_fault
+from slurmllm.train.checkpoint.save import Save, remove_leftovers
+from slurmllm.train.checkpoint.state import TrainState, fingerprint
+from slurmllm.train.control.plane import ControlPlane, Pending, open_control
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.plugins import import_plugins
@@ -297,7 +297,9 @@ def _build(job: Job) -> None:
     job.backend.start()
 
     def build_model() -> nn.Module:
-        from slurmllm.model.decoder import build_model  # imports torch; not every backend calls it
+        from slurmllm.train.model.decoder import (
+            build_model,  # imports torch; not every backend calls it
+        )
 
         return build_model(job.config.recipe.model)
 
@@ -362,7 +364,7 @@ def _start(job: Job) -> None:
     if recipe.train.init_from is None:
         log.info("starting from step 0")
         return
-    from slurmllm.checkpoint.formats.weights import weight_reader
+    from slurmllm.train.checkpoint.formats.weights import weight_reader
 
     source = Path(recipe.train.init_from)
     if fault := first_fault(source, job):

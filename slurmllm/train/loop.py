@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
-from slurmllm.metrics.step_time import step_rates
-from slurmllm.run.records import MetricsRow
+from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.core.metrics.step_time import step_rates
+from slurmllm.core.run.records import MetricsRow
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 from slurmllm.train.schedules import learning_rate

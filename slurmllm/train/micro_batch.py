@@ -23,10 +23,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from slurmllm.backends.base import MicroBatch
+from slurmllm.core.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
+from slurmllm.core.run.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, micro_batches, save_mesh
-from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
-from slurmllm.run.host_memory import Memory
+from slurmllm.train.backends.base import MicroBatch
 from slurmllm.train.exits import classify_error
 from slurmllm.train.job import Job, change_micro_batch
 from slurmllm.train.schedules import learning_rate

@@ -10,11 +10,11 @@ import json
 import sys
 from collections.abc import Callable
 
-from slurmllm.config.recipe import ADAMW
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.validate import validate
-from slurmllm.errors import ConfigError, SlurmllmError
-from slurmllm.plugins import check_settings, find, import_modules
+from slurmllm.core.config.recipe import ADAMW
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.validate import validate
+from slurmllm.core.errors import ConfigError, SlurmllmError
+from slurmllm.core.plugins import check_settings, find, import_modules
 from slurmllm.train.hooks import Hook
 
 _SIZE = 4  # of each dimension of the parameters that an optimizer is tried with
@@ -44,8 +44,8 @@ def try_optimizer(config: RunConfig) -> None:
         return
     import torch
 
-    from slurmllm.backends.native.precision import make_optimizer
-    from slurmllm.model.decoder import build_model
+    from slurmllm.train.backends.native.precision import make_optimizer
+    from slurmllm.train.model.decoder import build_model
 
     with torch.device("meta"):
         model = build_model(config.recipe.model)

@@ -14,13 +14,13 @@ from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
-from slurmllm.config.operation import CheckpointConfig
-from slurmllm.config.recipe import OptimConfig, Recipe
-from slurmllm.errors import ConfigError, SlurmllmError
-from slurmllm.metrics.row_reader import read_events
+from slurmllm.core.config.operation import CheckpointConfig
+from slurmllm.core.config.recipe import OptimConfig, Recipe
+from slurmllm.core.errors import ConfigError, SlurmllmError
+from slurmllm.core.metrics.row_reader import read_events
+from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
-from slurmllm.run.records import AttemptRecord
-from slurmllm.run.rundir import RunDir
 
 FIRST_SAVE_S = 60.0  # of training, so that the cost of a save is known early
 MEASURED_STEPS = 3  # after which the step time is known; the first step compiles

@@ -10,12 +10,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from slurmllm.backends.base import Worker
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, PluginError, SlurmllmError
-from slurmllm.log import setup_logging
-from slurmllm.plugins import build
-from slurmllm.run.rundir import AttemptDir, RunDir, Stage
-from slurmllm.run.worker_files import diagnostic
+from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, PluginError, SlurmllmError
+from slurmllm.core.log import setup_logging
+from slurmllm.core.plugins import build
+from slurmllm.core.run.rundir import AttemptDir, RunDir, Stage
+from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.train.backends.base import Worker
 from slurmllm.train.exits import (
     StopRequest,
     classify_error,

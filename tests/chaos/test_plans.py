@@ -48,7 +48,7 @@ def row(step: int, loss: float) -> dict[str, Any]:
 def test_figures_that_do_not_repeat_themselves_are_found(tmp_path: Path) -> None:
     from _chaos.checks import figures
 
-    from slurmllm.run.rundir import RunDir
+    from slurmllm.core.run.rundir import RunDir
 
     run = RunDir(tmp_path)
     for attempt, rows in enumerate(([row(1, 4.0), row(2, 3.0)], [row(2, 3.5), row(3, 2.0)])):
@@ -64,7 +64,7 @@ def test_partial_files_and_processes_left_are_found(
 ) -> None:
     from _chaos import checks
 
-    from slurmllm.run.rundir import RunDir
+    from slurmllm.core.run.rundir import RunDir
 
     run = RunDir(tmp_path / "a-run-of-this-test")
     checkpoint = run.checkpoint(10)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from slurmllm.calibrate.node import Sample
-from slurmllm.calibrate.run import Calibration
+from slurmllm.analysis.calibrate.node import Sample
+from slurmllm.analysis.calibrate.run import Calibration
 from slurmllm.cli.main import cli
-from slurmllm.config.cluster import Hardware
-from slurmllm.config.resolve import resolve
-from slurmllm.supervise.allocation import Allocation
+from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.config.resolve import resolve
+from slurmllm.launch.supervise.allocation import Allocation
 
 
 def call(*arguments: str, verb: str = "calibrate") -> Result:
@@ -37,7 +37,7 @@ def test_what_was_measured_becomes_a_profile(
         )
         return Calibration(figures, tuple(allocation.nodes), ("a note",), 1.0, products)
 
-    monkeypatch.setattr("slurmllm.calibrate.run.calibrate", measure)
+    monkeypatch.setattr("slurmllm.analysis.calibrate.run.calibrate", measure)
     monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "1")
     path = tmp_path / "mine.yaml"
     done = call("--local", "--cluster", "p4d", "--out", str(path))

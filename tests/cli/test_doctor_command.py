@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
-from slurmllm.diagnose import login_node
-from slurmllm.diagnose.finding import ok
-from slurmllm.slurm.client import COMMANDS
+from slurmllm.core.slurm.client import COMMANDS
+from slurmllm.launch.diagnose import login_node
+from slurmllm.launch.diagnose.finding import ok
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from forked_verbs import run_verb
 from made_records import save_attempt
 from training_rows import make_row, write_rows
 
-from slurmllm.config.resolve import resolve
-from slurmllm.format import printable
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.run.records import (
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.format import printable
+from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.core.run.records import (
     ExcludedNode,
     ExcludedNodes,
     FailureRecord,
@@ -27,7 +27,7 @@ from slurmllm.run.records import (
     SkippedBatches,
     SkipsRecord,
 )
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 
 BAD = (
     "\x1b]0;owned\x07\x1b[2J\x1b[8mhidden\x1b[0m\x9b31m\x90q\x9c\u202edesrever\u2066\u200b\x07\x08"

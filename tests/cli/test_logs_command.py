@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 from made_records import save_attempt
 
+from slurmllm.analysis.status.logs import node_log_command
 from slurmllm.cli import logs as module
 from slurmllm.cli.main import cli
-from slurmllm.config.resolve import resolve
-from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
-from slurmllm.run.rundir import RunDir
-from slurmllm.status.logs import node_log_command
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run.records import AttemptRecord, FailureRecord, NodeRecord
+from slurmllm.core.run.rundir import RunDir
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_following_goes_on_into_the_next_attempt(
     alive.set()
     monkeypatch.setattr(module, "_LOOK_S", 0.02)
     monkeypatch.setattr(module, "_ASK_S", 0.0)
-    monkeypatch.setattr("slurmllm.supervise.run_state.is_active", lambda *_: alive.is_set())
+    monkeypatch.setattr("slurmllm.launch.supervise.run_state.is_active", lambda *_: alive.is_set())
 
     def later() -> None:
         time.sleep(0.2)

@@ -14,9 +14,9 @@ from made_records import save_attempt
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
-from slurmllm.config.resolve import clusters_dir, resolve
+from slurmllm.core.config.resolve import clusters_dir, resolve
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.run.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")
 

@@ -12,10 +12,10 @@ from amounts import sample
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
-from slurmllm.config.profiles import available, shipped_dir
-from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.config.schema import schema_line, write_recipe
-from slurmllm.config.yaml_source import parse_yaml
+from slurmllm.core.config.profiles import available, shipped_dir
+from slurmllm.core.config.resolve import recipes_dir, resolve
+from slurmllm.core.config.schema import schema_line, write_recipe
+from slurmllm.core.config.yaml_source import parse_yaml
 
 ANY = "command.run=COMMAND"
 # One of each family first

@@ -9,7 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
-from slurmllm.config.profiles import shipped_dir
+from slurmllm.core.config.profiles import shipped_dir
 
 
 def call(*arguments: str) -> Result:

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from slurmllm import removed
 from slurmllm.cli.main import cli
-from slurmllm.config.load import load
-from slurmllm.config.resolve import resolve
-from slurmllm.errors import ConfigError
+from slurmllm.core import removed
+from slurmllm.core.config.load import load
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError
 
 
 def _run(*arguments: str) -> tuple[int, str]:

@@ -53,7 +53,7 @@ def test_a_plan_of_thousands_of_nodes_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_resume_loads_no_numpy() -> None:
-    script = "import sys, slurmllm.submit.resume; sys.exit('numpy' in sys.modules)"
+    script = "import sys, slurmllm.launch.submit.resume; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -65,18 +65,19 @@ def test_help_loads_click_and_little_else(tmp_path: Path) -> None:
 def test_every_module_but_the_workers_loads_without_torch() -> None:
     script = (
         "import pkgutil, importlib, sys, slurmllm\n"
-        "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', "
-        "'slurmllm.backends.nxd.', 'slurmllm.backends.process_group', "
-        "'slurmllm.checkpoint', 'slurmllm.__main__', "
-        "'slurmllm.diagnose.allreduce', 'slurmllm.calibrate.measuring', "
-        "'slurmllm.calibrate.worker', "
-        "'slurmllm.evaluate.validation_loss')\n"
-        "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.nxd.environment', "
-        "'slurmllm.evaluate.validation_text')\n"
+        "worker = ('slurmllm.train', 'slurmllm.train.model', 'slurmllm.train.backends.native.', "
+        "'slurmllm.train.backends.nxd.', 'slurmllm.train.backends.process_group', "
+        "'slurmllm.train.checkpoint', 'slurmllm.__main__', "
+        "'slurmllm.launch.diagnose.allreduce', 'slurmllm.analysis.calibrate.measuring', "
+        "'slurmllm.analysis.calibrate.worker', "
+        "'slurmllm.analysis.evaluate.validation_loss')\n"
+        "light = ('slurmllm.train.backends.native.environment', "
+        "'slurmllm.train.backends.nxd.environment', "
+        "'slurmllm.analysis.evaluate.validation_text')\n"
         "for module in pkgutil.walk_packages(slurmllm.__path__, 'slurmllm.'):\n"
         "    if not module.name.startswith(worker) or module.name in light:\n"
         "        importlib.import_module(module.name)\n"
-        "assert 'slurmllm.supervise.supervisor' in sys.modules\n"
+        "assert 'slurmllm.launch.supervise.supervisor' in sys.modules\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,14 +15,14 @@ from fake_slurm import FakeSlurm
 from made_records import save_attempt
 from rich.console import Console
 
+from slurmllm.analysis.status import runs
+from slurmllm.analysis.status.runs import RunState, SavedCheckpoint
 from slurmllm.cli.main import cli
 from slurmllm.cli.status_tables import runs_view
-from slurmllm.config.resolve import resolve
-from slurmllm.run.records import Heartbeat, WorkerPhase
-from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.slurm import client
-from slurmllm.status import runs
-from slurmllm.status.runs import RunState, SavedCheckpoint
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run.records import Heartbeat, WorkerPhase
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.slurm import client
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     looks = [RunState("r", "/r", state="training"), RunState("r", "/r", state="training")]
-    monkeypatch.setattr("slurmllm.status.runs.run_state", lambda *_: looks.pop())
+    monkeypatch.setattr("slurmllm.analysis.status.runs.run_state", lambda *_: looks.pop())
     monkeypatch.setattr(time, "sleep", interrupt)
     make("r")
     result = call("r", "--watch", "1")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.corpus.build import build_corpus
-from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.readers import ReadOptions
+from slurmllm.data.corpus.build import build_corpus
+from slurmllm.data.corpus.inputs import find_inputs
+from slurmllm.data.corpus.readers import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
-from slurmllm.corpus.inputs import input_file
-from slurmllm.corpus.options import InputErrors
-from slurmllm.corpus.readers import DocumentReader, ReadOptions
+from slurmllm.core.errors import DataError, StorageError
+from slurmllm.data.corpus.inputs import input_file
+from slurmllm.data.corpus.options import InputErrors
+from slurmllm.data.corpus.readers import DocumentReader, ReadOptions
 from slurmllm.data.sources import arrow, open_source
 from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.sources.base import Source
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError, StorageError
 
 from .conftest import make_corpus
 

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer, models
 
 from slurmllm.cli.data import data
 from slurmllm.cli.data import tokenizer as command
-from slurmllm.config.resolve import resolve
-from slurmllm.corpus.build import build_corpus
-from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.readers import ReadOptions
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import DataError
+from slurmllm.data.corpus.build import build_corpus
+from slurmllm.data.corpus.inputs import find_inputs
+from slurmllm.data.corpus.readers import ReadOptions
 from slurmllm.data.inspection import check_corpora, check_evaluation_texts
 from slurmllm.data.sources import open_source
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
-from slurmllm.errors import DataError
-from slurmllm.submit.inputs import resolve_inputs
+from slurmllm.launch.submit.inputs import resolve_inputs
 
 from .corpora import write_megatron
 
@@ -275,7 +275,8 @@ def test_a_dry_run_checks_them_like_a_submit(
     made = tmp_path / "stdlib.arrow", tmp_path / "stdlib.json"
     corpus(tmp_path, "stdlib", TEXTS)
     made[1].write_text(train_tokenizer(TEXTS, 320))
-    monkeypatch.setattr("slurmllm.corpus.builtin.ensure_stdlib", lambda folder, vocab_size: made)
+    ensure_stdlib = "slurmllm.data.corpus.builtin.ensure_stdlib"
+    monkeypatch.setattr(ensure_stdlib, lambda folder, vocab_size: made)
     other = tmp_path / "other.npy"
     if ids is not None:
         np.save(other, ids.astype(np.uint16))

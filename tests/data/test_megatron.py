@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slurmllm.core.errors import DataError
 from slurmllm.data.sources import open_source, tokenized
 from slurmllm.data.sources.base import BEGINS
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
 
 from .corpora import write_megatron
 from .test_sources import whole

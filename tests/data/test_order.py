@@ -11,10 +11,10 @@ from amounts import amount, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmllm.core.errors import DataError
 from slurmllm.data.order import Blend, DocumentOrder, Permutation
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
 
 from .corpora import close, restored, saved, streams, take, write_texts
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.core.errors import CodeError, DataError, NodeError, StorageError
 from slurmllm.data.prefetch import PARENT_SIGNALS
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
-from slurmllm.errors import CodeError, DataError, NodeError, StorageError
 
 from .corpora import write_texts
 
@@ -89,7 +89,8 @@ def test_a_worker_is_light_bounded_and_ignores_signals_to_its_job(
 
 
 def test_workers_do_not_load_torch() -> None:
-    script = "import sys, slurmllm.data.prefetch, slurmllm.data.inspection, slurmllm.corpus.builtin"
+    script = "import sys, slurmllm.data.prefetch, slurmllm.data.inspection"
+    script += ", slurmllm.data.corpus.builtin"
     script += "; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from slurmllm.core.errors import DataError, StorageError
 from slurmllm.data.sources import open_source
 from slurmllm.data.sources.base import UNTRAINED
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
-from slurmllm.errors import DataError, StorageError
 
 from .corpora import slot_tokens, streams, take, write_prompts, write_table
 

@@ -13,13 +13,13 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmllm.core.errors import DataError
 from slurmllm.data.order import DocumentOrder
 from slurmllm.data.sources import text
 from slurmllm.data.sources.base import Pieces, Request, document_hash
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
 
 from .corpora import restored, saved, slot_tokens, streams, take, write_megatron, write_texts
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from slurmllm.core.errors import DataError, StorageError
 from slurmllm.data.sources import open_source, text
 from slurmllm.data.sources.base import BEGINS, Source, document_hash, fingerprint
 from slurmllm.data.tokenizer import _WORDS, TokenEncoder
-from slurmllm.errors import DataError, StorageError
 
 from .corpora import write_table, write_texts
 

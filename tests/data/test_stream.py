@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slurmllm.core.errors import DataError
+from slurmllm.core.run.artifact_records import DataRecord
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.spec import StreamSpec, merge_states
 from slurmllm.data.stream import Batch, PackedStream, check_data
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
-from slurmllm.run.artifact_records import DataRecord
-from slurmllm.run.rundir import RunDir
 
 from . import corpora
 from .conftest import make_corpus

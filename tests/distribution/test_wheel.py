@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import slurmllm
-from slurmllm.config.schema import file_schema
+from slurmllm.core.config.schema import file_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from rounding import assert_rounded, forward_terms
 
-from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-from slurmllm.checkpoint.formats.importing import plan_import, run_import
-from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
-from slurmllm.checkpoint.formats.weights import weight_reader
-from slurmllm.checkpoint.state import read_origin
-from slurmllm.config.families import FAMILIES, register
-from slurmllm.config.resolve import resolve
-from slurmllm.errors import ConfigError
-from slurmllm.model.decoder import build_model
-from slurmllm.model.init import fill
+from slurmllm.core.config.families import FAMILIES, register
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.parameters import parameters
+from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
+from slurmllm.train.checkpoint.formats.tokenizer_files import TokenizerFiles
+from slurmllm.train.checkpoint.formats.weights import weight_reader
+from slurmllm.train.checkpoint.state import read_origin
+from slurmllm.train.model.decoder import build_model
+from slurmllm.train.model.init import fill
 
 transformers = pytest.importorskip("transformers")
 

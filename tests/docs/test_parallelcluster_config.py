@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from slurmllm.backends.nxd.environment import INSTANCES
-from slurmllm.config.resolve import resolve
-from slurmllm.diagnose.login_node import NEURON_PACKAGES
+from slurmllm.core.config.resolve import resolve
+from slurmllm.launch.diagnose.login_node import NEURON_PACKAGES
+from slurmllm.train.backends.nxd.environment import INSTANCES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "parallelcluster"

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from slurmllm.cli.main import cli
-from slurmllm.config.yaml_source import flatten
+from slurmllm.core.config.yaml_source import flatten
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trn1.md"
 COMMAND = re.compile(r"^slurmllm (submit \S+ --nodes \d+ --fetch --dry-run)$", re.MULTILINE)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import pytest
 from end_to_end.bench import REHEARSED, SMALL, Bench
 
-from slurmllm.slurm.client import SlurmClient
+from slurmllm.core.slurm.client import SlurmClient
 
 AT_A_TIME = 6  # with more, two cores exceed Slurm's time limits
 ALONE = 9

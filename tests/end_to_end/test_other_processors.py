@@ -10,7 +10,7 @@ import pytest
 from end_to_end.bench import SMALL, Bench
 
 # Three compilations; what decides about graphs is in tests/graphs, what about a bad step in
-# tests/train/test_guard.py and tests/supervise/test_policy.py.
+# tests/train/test_guard.py and tests/launch/supervise/test_policy.py.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86-64's AVX2"),

@@ -10,8 +10,8 @@ import pytest
 from end_to_end.bench import LEAN, REHEARSED
 from end_to_end.scenes import SceneBench, accounted, process_of, scene
 
-from slurmllm.run.records import UnrecordedEnding
-from slurmllm.slurm.client import SlurmClient
+from slurmllm.core.run.records import UnrecordedEnding
+from slurmllm.core.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 ENDLESS = (*LEAN, *REHEARSED, "--set=train.steps=100000", "--set=checkpoint.every_steps=20")

@@ -14,8 +14,8 @@ import pytest
 from end_to_end.bench import LEAN, SLOWLY, SMALL
 from end_to_end.scenes import SceneBench, scene
 
-from slurmllm.run.records import ExcludedNode, ExcludedNodes
-from slurmllm.slurm.client import SlurmClient
+from slurmllm.core.run.records import ExcludedNode, ExcludedNodes
+from slurmllm.core.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 NODE, DRAINED = "n21", "n22"  # no other scene needs them

@@ -17,12 +17,12 @@ from end_to_end.bench import LEAN, SLOWLY
 from end_to_end.scenes import ALONE, SceneBench, accounted, scene, worker_of
 from made_records import save_submission
 
-from slurmllm.config.resolve import resolve
-from slurmllm.diagnose.login_node import slurm_findings
-from slurmllm.run.records import JobsRecord
-from slurmllm.run.rundir import RunDir
-from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.runs import run_state
+from slurmllm.analysis.status.runs import run_state
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run.records import JobsRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.launch.diagnose.login_node import slurm_findings
 
 pytestmark = pytest.mark.slurm
 

@@ -12,13 +12,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from corpus.data_server import data_server
-from corpus.published import mirror_configuration, publish_wikipedia
+from core.slurm.test_environment import input_variables
+from data.corpus.data_server import data_server
+from data.corpus.published import mirror_configuration, publish_wikipedia
 from end_to_end.bench import SLOWLY, Bench
 from end_to_end.scenes import SceneBench, scene
-from slurm.test_environment import input_variables
 
-from slurmllm.slurm.client import SlurmClient, to_unix
+from slurmllm.core.slurm.client import SlurmClient, to_unix
 
 pytestmark = pytest.mark.slurm
 # Values that change a job, by variable without its prefix; 1 for all others.

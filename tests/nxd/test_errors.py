@@ -21,7 +21,7 @@ def reduce_in_fp32() -> None:
     """NxD's default `reduce_dtype`."""
     import torch
 
-    from slurmllm.backends.nxd.model import Layers
+    from slurmllm.train.backends.nxd.model import Layers
 
     made = Layers.__init__
 
@@ -44,7 +44,7 @@ def load_in_one_call() -> None:
     """the optimizer is loaded before the weights that ZeRO-1 takes its shards from."""
     import neuronx_distributed as nxd
 
-    from slurmllm.backends.nxd import saving
+    from slurmllm.train.backends.nxd import saving
 
     def load(directory: Path, model: Any, optimizer: Any) -> None:
         nxd.load_checkpoint(str(directory), tag=saving.TAG, model=model, optimizer=optimizer)
@@ -64,7 +64,7 @@ def test_weights_are_loaded_before_the_optimizer(pool: MeshPool, tmp_path: Path)
 
 def count_every_copy() -> None:
     """repeated keys and values counted once for each worker that holds them."""
-    from slurmllm.backends.nxd.shards import CopyCounts, ParameterShards
+    from slurmllm.train.backends.nxd.shards import CopyCounts, ParameterShards
 
     ParameterShards.copy_counts = lambda self, name, stages: CopyCounts(  # type: ignore[method-assign]
         self.tensor if self.share(name).dim is None else 1
@@ -73,7 +73,7 @@ def count_every_copy() -> None:
 
 def keep_own_gradients() -> None:
     """copies of a key and value, and norms of queries, trained by the worker's own heads alone."""
-    from slurmllm.backends.nxd import runtime
+    from slurmllm.train.backends.nxd import runtime
 
     runtime.sum_ = lambda parts, group: None
 
@@ -97,7 +97,7 @@ def test_norms_of_queries_and_keys(pool: MeshPool, native: Reference) -> None:
 
 def clip_as_zero1_does() -> None:
     """ZeRO-1's own clipping, at a norm of 1 whatever NxD's configuration asks for."""
-    from slurmllm.backends.nxd import runtime
+    from slurmllm.train.backends.nxd import runtime
 
     clip = runtime.clip_
     runtime.clip_ = lambda gradients, norm, limit: clip(gradients, norm, 1.0)
@@ -114,7 +114,7 @@ def test_zero1_clips_where_asked(pool: MeshPool, native: Reference) -> None:
 
 def leave_untied() -> None:
     """ties that NxD loses when it leaves the meta device."""
-    from slurmllm.backends.nxd.model import ParallelDecoder
+    from slurmllm.train.backends.nxd.model import ParallelDecoder
 
     tie = ParallelDecoder.tie
 
@@ -151,7 +151,7 @@ def loss_of_marked_labels(backend: Any) -> tuple[float, float, float]:
     import torch
     from torch.nn import functional as F
 
-    from slurmllm.backends.nxd.model import IGNORED, ParallelLoss
+    from slurmllm.train.backends.nxd.model import IGNORED, ParallelLoss
 
     torch.manual_seed(0)
     vocabulary, share = 512, 512 // backend.mesh.tensor

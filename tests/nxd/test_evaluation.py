@@ -9,9 +9,9 @@ from mesh_pool import Case, MeshPool, evaluated, small_run
 from train.gang import Gang, curve, make_data, make_run
 
 from nxd.conftest import nxd_environment
-from slurmllm.evaluate.validation_loss import held_out_loss
-from slurmllm.evaluate.validation_text import stream_spec, validation_text
-from slurmllm.metrics.row_reader import read_evaluations
+from slurmllm.analysis.evaluate.validation_loss import held_out_loss
+from slurmllm.analysis.evaluate.validation_text import stream_spec, validation_text
+from slurmllm.core.metrics.row_reader import read_evaluations
 
 pytestmark = pytest.mark.nxd
 

@@ -29,8 +29,8 @@ import torch_xla.core.xla_env_vars as names
 names.HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
 import torch_xla.debug.metrics as metrics
 from mesh_pool import counted, micro_batches, small_run
-from slurmllm.backends.base import Worker, load_backend
-from slurmllm.model.decoder import build_model
+from slurmllm.train.backends.base import Worker, load_backend
+from slurmllm.train.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.schedules import learning_rate
 

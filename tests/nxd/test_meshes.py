@@ -84,7 +84,7 @@ def z_loss_and_autograd(backend: Any) -> tuple[float, float]:
     import torch
     from torch.nn import functional as F
 
-    from slurmllm.backends.nxd.model import IGNORED, ParallelLoss
+    from slurmllm.train.backends.nxd.model import IGNORED, ParallelLoss
 
     torch.manual_seed(0)
     vocabulary, share = 500, 512 // backend.mesh.tensor

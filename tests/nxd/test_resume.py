@@ -10,7 +10,7 @@ from mesh_pool import Case, MeshPool, deviation, small_run
 
 from nxd.conftest import Reference
 from nxd.test_meshes import INTERLEAVED, KV1, SEQUENCE, TOLERANCE, WHOLE
-from slurmllm.checkpoint.formats.nxd_files import read_layout
+from slurmllm.train.checkpoint.formats.nxd_files import read_layout
 
 pytestmark = pytest.mark.nxd
 

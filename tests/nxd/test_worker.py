@@ -9,9 +9,9 @@ import pytest
 from train.gang import Gang, curve, make_data, make_run
 
 from nxd.conftest import nxd_environment
-from slurmllm.checkpoint.folder import file_faults, read_manifest
-from slurmllm.errors import EXIT_REQUEUE, CheckpointError
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.errors import EXIT_REQUEUE, CheckpointError
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 
 pytestmark = pytest.mark.nxd
 
@@ -28,7 +28,7 @@ NXD = (
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -43,9 +43,9 @@ def after(function):
 
 phase, rank = os.environ["TEST_PHASE"], int(os.environ["RANK"])
 if rank == 0:
-    import slurmllm.backends.nxd.runtime
-    from slurmllm.backends.nxd import saving
-    from slurmllm.checkpoint import save as saves
+    import slurmllm.train.backends.nxd.runtime
+    from slurmllm.train.backends.nxd import saving
+    from slurmllm.train.checkpoint import save as saves
     from neuronx_distributed.trainer.checkpoint_storage import FilesysCheckpointStorage as Files
     made, finish, write = saving.NxdSaving.__init__, saving.NxdSaving.finish, Files.save_object
     if phase == "begun":
@@ -150,7 +150,7 @@ def test_a_stop_signal_saves_and_finishes(
 _FULL_AT_ONE = """
 import os, resource, sys
 from pathlib import Path
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 if os.environ["RANK"] == "1":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 from slurmllm.train.worker import run_worker

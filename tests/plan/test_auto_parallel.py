@@ -11,13 +11,13 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.backends.environment import load_environment
-from slurmllm.config.load import load
-from slurmllm.config.resolve import RunConfig, change, resolve
-from slurmllm.errors import ConfigError
+from slurmllm.core.config.load import load
+from slurmllm.core.config.resolve import RunConfig, change, resolve
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.fit_check import SLOW, FitCheck, check_fit, choose_parallel
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.train.backends.environment import load_environment
 
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")
 

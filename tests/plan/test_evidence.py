@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.resolve import resolve
+from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import (
     evidence,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slurmllm.config.resolve import resolve
+from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.lost_time import lost_time
 from slurmllm.plan.mesh import make_mesh

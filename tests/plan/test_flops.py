@@ -11,7 +11,7 @@ import pytest
 from amounts import amount
 from published_rows import FOLDER, configuration, zero_stage
 
-from slurmllm.config.resolve import resolve
+from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.evidence import published_runs
 from slurmllm.plan.parameters import (
     attention_flops,

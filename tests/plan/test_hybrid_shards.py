@@ -13,16 +13,16 @@ from amounts import amount
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import resolve
-from slurmllm.config.validate import PLANNER
-from slurmllm.errors import ConfigError
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.config.validate import PLANNER
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, explain, settings, why_too_large
 from slurmllm.plan.fit_check import choose_parallel, layout_text
 from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
 from slurmllm.plan.search import SearchResult, search
+from slurmllm.train.backends.environment import load_environment
 
 FULL = (
     *("parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=3", "train.micro_batch=2"),

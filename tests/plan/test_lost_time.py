@@ -12,8 +12,9 @@ from _month.scenario import DAY_S, RandomFailures, Scenario
 from _month.simulation import simulate
 from amounts import sample
 
-from slurmllm.config.resolve import resolve
-from slurmllm.errors import ConfigError
+from slurmllm.analysis.status.utilization import account_node_hours
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.lost_time import (
     HOUR_S,
     Durations,
@@ -29,7 +30,6 @@ from slurmllm.plan.lost_time import (
     restarts,
 )
 from slurmllm.plan.parameters import parameters
-from slurmllm.status.utilization import account_node_hours
 
 USUAL = Durations((125.0,), (15.0,), (10.0,), (400.0, 500.0), (60.0,), (10.0,), (30.0, 50.0))
 NOTHING = Durations((0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,))

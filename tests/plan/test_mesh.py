@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import resolve
-from slurmllm.errors import ConfigError, StorageError
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import load_mesh, make_mesh, micro_batches, save_mesh
+from slurmllm.train.backends.environment import load_environment
 
 
 @pytest.mark.parametrize(

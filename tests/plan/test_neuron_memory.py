@@ -9,7 +9,7 @@ from amounts import amount
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.fit_check import check_fit
 from slurmllm.plan.memory import WorkerMemory, dense_mask_warning, worker_memory
 from slurmllm.plan.mesh import Mesh, make_mesh

@@ -10,16 +10,16 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import RunConfig, change, resolve
-from slurmllm.config.rules import broken_rules
-from slurmllm.errors import ConfigError
+from slurmllm.core.config.resolve import RunConfig, change, resolve
+from slurmllm.core.config.rules import broken_rules
+from slurmllm.core.errors import ConfigError
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.explain import explain
 from slurmllm.plan.fit_check import mesh_fixes
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
 from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, some_fits
+from slurmllm.train.backends.environment import load_environment
 
 
 def plan(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> SearchResult:

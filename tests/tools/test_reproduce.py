@@ -17,8 +17,8 @@ from amounts import sample
 from training_rows import MakeRun, make_row
 
 from slurmllm.cli.main import cli
-from slurmllm.config.resolve import resolve
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -206,7 +206,7 @@ def test_a_run_that_fails_is_named(
     assert "optim.lrr: unknown field" in message
 
 
-@pytest.mark.long  # tests/supervise/test_recovery.py has one
+@pytest.mark.long  # tests/launch/supervise/test_recovery.py has one
 def test_a_frozen_worker_is_missed(tmp_path: Path) -> None:
     done = reproduce("watchdog", "--runs-dir", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,11 +14,11 @@ from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.config.recipe import Recipe
-from slurmllm.config.resolve import resolve
+from slurmllm.analysis.status.history import RunHistory
+from slurmllm.analysis.status.utilization import account_node_hours, break_down_time
+from slurmllm.core.config.recipe import Recipe
+from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.lost_time import HOUR_S, Durations, FailureKind, SaveCost, best_interval_s
-from slurmllm.status.history import RunHistory
-from slurmllm.status.utilization import account_node_hours, break_down_time
 
 QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
 

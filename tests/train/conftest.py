@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 from train.gang import Gang, make_data, make_run
 
 # Long enough to be broken off in the middle, and the unbroken run to compare with.

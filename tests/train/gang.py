@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.control.plane import SOCKET, ControlPlane
-from slurmllm.control.relay import Position, Relay
-from slurmllm.control.rendezvous import SECRET, new_secret
-from slurmllm.corpus.build import build_corpus
-from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.readers import ReadOptions
+from slurmllm.core.config.resolve import RunConfig, resolve
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.data.corpus.build import build_corpus
+from slurmllm.data.corpus.inputs import find_inputs
+from slurmllm.data.corpus.readers import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
-from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.train.control.plane import SOCKET, ControlPlane
+from slurmllm.train.control.relay import Position, Relay
+from slurmllm.train.control.rendezvous import SECRET, new_secret
 from train.forked import Forked
 
 _ENTRY = """
@@ -32,7 +32,7 @@ import os, resource, sys
 from pathlib import Path
 if limit := int(os.environ.get("TEST_FILE_SIZE_LIMIT", 0)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.worker import run_worker
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 """

@@ -10,21 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint.pretend import PretendBackend, PretendGang, state
 from made_records import save_attempt
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import StorageError
-from slurmllm.run.records import EndingClass, MetricsRow
-from slurmllm.run.rundir import RunDir
-from slurmllm.run.worker_files import EventLog, PhaseWriter
-from slurmllm.supervise import attempt_monitor
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import StorageError
+from slurmllm.core.run.records import EndingClass, MetricsRow
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import EventLog, PhaseWriter
+from slurmllm.launch.supervise import attempt_monitor
 from slurmllm.train import exits as stopping
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.job import Flags
 from slurmllm.train.schedules import SaveSchedule
+from train.checkpoint.pretend import PretendBackend, PretendGang, state
 
 from .gang import small_config
 
@@ -240,7 +240,7 @@ def test_copies_to_the_second_tier(
     def refuse(*_: object) -> int:
         raise StorageError("no route to host")
 
-    monkeypatch.setattr("slurmllm.checkpoint.replicas.Replica.put", refuse)
+    monkeypatch.setattr("slurmllm.train.checkpoint.replicas.Replica.put", refuse)
     made.make(4)
     made.make(1, leaving=True)
     assert "no route to host; retrying at the next save" in caplog.messages

@@ -9,12 +9,12 @@ import pytest
 from amounts import sample
 from rounding import training_rounding
 
-from slurmllm.config.load import load
-from slurmllm.log import message_of
-from slurmllm.metrics.row_reader import read_events
-from slurmllm.run.artifact_records import CheckpointManifest
-from slurmllm.run.records import MetricsRow, WorkerRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.config.load import load
+from slurmllm.core.log import message_of
+from slurmllm.core.metrics.row_reader import read_events
+from slurmllm.core.run.artifact_records import CheckpointManifest
+from slurmllm.core.run.records import MetricsRow, WorkerRecord
+from slurmllm.core.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
 STEPS = 60

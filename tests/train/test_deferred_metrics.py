@@ -9,9 +9,9 @@ from statistics import median
 import pytest
 from amounts import sample
 
-from slurmllm.errors import DivergenceError
-from slurmllm.metrics.row_reader import read_events
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.errors import DivergenceError
+from slurmllm.core.metrics.row_reader import read_events
+from slurmllm.core.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
 # The native backend, made to look as one whose device the host should not wait for: its figures are
@@ -19,8 +19,8 @@ from train.gang import Gang, curve, make_run, rows
 _LATE = """
 import os, sys
 from pathlib import Path
-from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.run.rundir import RunDir
+from slurmllm.train.backends.native.runtime import NativeBackend
+from slurmllm.core.run.rundir import RunDir
 
 made = []
 
@@ -52,8 +52,8 @@ import os, sys
 from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.run.rundir import RunDir
+from slurmllm.train.backends.native.runtime import NativeBackend
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.train import loop
 from slurmllm.train.worker import run_worker
 
@@ -92,8 +92,8 @@ sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 _DEVICE = """
 import os, sys, time
 from pathlib import Path
-from slurmllm.backends.rehearsal.runtime import RehearsalBackend
-from slurmllm.run.rundir import RunDir
+from slurmllm.train.backends.rehearsal.runtime import RehearsalBackend
+from slurmllm.core.run.rundir import RunDir
 
 class Device:
     idle_at = 0.0

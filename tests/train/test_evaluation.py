@@ -11,17 +11,17 @@ import pytest
 from rounding import rounding_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slurmllm.backends.base import IGNORED
+from slurmllm.analysis.evaluate.request import ValidationText
+from slurmllm.analysis.evaluate.validation_loss import held_out_loss
+from slurmllm.analysis.evaluate.validation_text import stream_spec, validation_text
+from slurmllm.core.errors import EXIT_REQUEUE
+from slurmllm.core.metrics.row_reader import read_events
+from slurmllm.core.run.records import Event
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.spec import HELD_OUT, StreamSpec, evaluation_texts
 from slurmllm.data.stream import single_sequences
-from slurmllm.errors import EXIT_REQUEUE
-from slurmllm.evaluate.request import ValidationText
-from slurmllm.evaluate.validation_loss import held_out_loss
-from slurmllm.evaluate.validation_text import stream_spec, validation_text
-from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import Mesh
-from slurmllm.run.records import Event
-from slurmllm.run.rundir import RunDir
+from slurmllm.train.backends.base import IGNORED
 from slurmllm.train.hooks.evaluation import make_passes
 from train.gang import Gang, curve, make_data, make_run
 

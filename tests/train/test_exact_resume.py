@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rounding import training_rounding
 
-from slurmllm.checkpoint.folder import file_faults, read_manifest
-from slurmllm.config.load import load
-from slurmllm.errors import EXIT_REQUEUE
-from slurmllm.run.artifact_records import CheckpointManifest
-from slurmllm.run.records import FailureRecord, WorkerRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.config.load import load
+from slurmllm.core.errors import EXIT_REQUEUE
+from slurmllm.core.run.artifact_records import CheckpointManifest
+from slurmllm.core.run.records import FailureRecord, WorkerRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from train.conftest import LONG
 from train.gang import Gang, curve, rows
 

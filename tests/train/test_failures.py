@@ -7,8 +7,8 @@ import errno
 import pytest
 import torch
 
-from slurmllm.backends.base import Worker
-from slurmllm.errors import CheckpointError, ConfigError, DivergenceError
+from slurmllm.core.errors import CheckpointError, ConfigError, DivergenceError
+from slurmllm.train.backends.base import Worker
 from slurmllm.train.exits import classify_error, failure_record, format_failure
 
 WORKER = Worker(3, 4, 1, "node-2")

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.pretend import PretendGang, save, state
 
-from slurmllm.backends.base import Backend
+from slurmllm.core.errors import DivergenceError, StaleGraphsError
+from slurmllm.core.run.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import EventLog
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
-from slurmllm.errors import DivergenceError, StaleGraphsError
-from slurmllm.run.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
-from slurmllm.run.rundir import RunDir
-from slurmllm.run.worker_files import EventLog
+from slurmllm.train.backends.base import Backend
 from slurmllm.train.guard import Guard
+from train.checkpoint.pretend import PretendGang, save, state
 from train.gang import Gang, curve, rows, small_config
 
 NewRun = Callable[..., RunDir]
@@ -29,8 +29,8 @@ NewRun = Callable[..., RunDir]
 _ENTRY = """
 import hashlib, os, sys
 from pathlib import Path
-from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.run.rundir import RunDir
+from slurmllm.train.backends.native.runtime import NativeBackend
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.worker import run_worker
 
 poison, kind = os.environ["TEST_POISON"].split(), os.environ["TEST_KIND"]

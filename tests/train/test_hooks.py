@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from slurmllm.backends.base import Backend, Worker
-from slurmllm.run.records import MetricsRow
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.records import MetricsRow
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.train.backends.base import Backend, Worker
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MetricsHook, ProgressHook
 from slurmllm.train.hooks.profiling import ProfilingHook

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from data.corpora import write_prompts
 
-from slurmllm.backends.base import IGNORED, MicroBatch, Worker, loss_weight
-from slurmllm.control.plane import ControlPlane
+from slurmllm.core.run.artifact_records import DataRecord
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.spec import merge_states
 from slurmllm.plan.mesh import Mesh
-from slurmllm.run.artifact_records import DataRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.train.backends.base import IGNORED, MicroBatch, Worker, loss_weight
+from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_job, open_stream
 from train.gang import control_planes, make_run

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slurmllm.run.host_memory import Memory
-from slurmllm.run.worker_files import EventLog
+from slurmllm.core.run.host_memory import Memory
+from slurmllm.core.run.worker_files import EventLog
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from rounding import training_rounding
 
-from slurmllm.backends.base import Worker
-from slurmllm.config.load import load
-from slurmllm.control.plane import ControlPlane
-from slurmllm.errors import StorageError
+from slurmllm.core.config.load import load
+from slurmllm.core.errors import StorageError
+from slurmllm.core.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
+from slurmllm.core.run.host_memory import Memory
+from slurmllm.core.run.records import WorkerRecord
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
-from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
-from slurmllm.run.host_memory import Memory
-from slurmllm.run.records import WorkerRecord
-from slurmllm.run.rundir import RunDir
 from slurmllm.train import micro_batch
+from slurmllm.train.backends.base import Worker
+from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.job import Job, make_job

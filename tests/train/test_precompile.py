@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rounding import training_rounding
 
-from slurmllm.backends.native.environment import graphs
-from slurmllm.config.load import load
-from slurmllm.run.records import WorkerRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.config.load import load
+from slurmllm.core.run.records import WorkerRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.train.backends.native.environment import graphs
 from train.gang import Gang, curve, make_run, rows
 
 # tests/end_to_end/test_slurm.py has a run whose nodes start warm.

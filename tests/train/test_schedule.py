@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from slurmllm.config.recipe import OptimConfig
-from slurmllm.errors import ConfigError
+from slurmllm.core.config.recipe import OptimConfig
+from slurmllm.core.errors import ConfigError
 from slurmllm.train.schedules import check_decay_start, learning_rate, moved_decay_end
 from train.gang import small_config
 

@@ -12,7 +12,7 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.config.operation import GuardConfig
+from slurmllm.core.config.operation import GuardConfig
 from slurmllm.train.guard import SpikeDetector
 
 SMALL = GuardConfig(smoothing_steps=4, window_steps=6)

@@ -21,11 +21,11 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 from training_rows import make_row
 
-from slurmllm.metrics.curves import TAGS
+from slurmllm.core.metrics.curves import TAGS
+from slurmllm.core.run import worker_files
+from slurmllm.core.run.records import MetricsRow
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.run import worker_files
-from slurmllm.run.records import MetricsRow
-from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.tensorboard import TensorBoardHook
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from slurmllm.errors import ConfigError
-from slurmllm.run.records import FailureRecord
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.run.records import FailureRecord
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.job import precompile_mesh
 from slurmllm.train.worker import run_worker
 from train.gang import Gang, rows

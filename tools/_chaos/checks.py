@@ -11,10 +11,10 @@ from typing import Any
 from _chaos.bench import Bench, read_json
 from _chaos.plan import EXPECTED
 from _chaos.running import Course
-from slurmllm.checkpoint.catalogue import list_checkpoints, verify_entry
-from slurmllm.drill.injector import find_processes
-from slurmllm.errors import SlurmllmError
-from slurmllm.run.rundir import RunDir
+from slurmllm.analysis.drill.injector import find_processes
+from slurmllm.core.errors import SlurmllmError
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.train.checkpoint.catalogue import list_checkpoints, verify_entry
 
 Figures = Mapping[int, tuple[Any, ...]]  # step → values that must be equal bit by bit
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")

@@ -19,7 +19,7 @@ from _devcluster.processes import program, same_namespace
 from _chaos.bench import Bench
 from _chaos.plan import Failure
 from _chaos.watching import RunFiles
-from slurmllm.drill.injector import RunProcess, find_processes, kill
+from slurmllm.analysis.drill.injector import RunProcess, find_processes, kill
 
 Undo = Callable[[], "subprocess.Popen[bytes] | None"]
 CLOCK_JUMP_S = 3600

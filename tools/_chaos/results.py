@@ -13,7 +13,7 @@ from typing import Any
 
 from _chaos.bench import Setup
 from _chaos.suite import Outcome, summary
-from slurmllm.display.tables import markdown_table
+from slurmllm.core.display.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from _chaos.bench import Bench, ChaosError, Setup
 from _chaos.checks import Figures, check, figures, hits, records
 from _chaos.plan import describe, make_plan
 from _chaos.running import Running
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir
 
 MENDED_S = 1.0
 CHECK_S = 15.0  # a run's checks, and the repair of its cluster

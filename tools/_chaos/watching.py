@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from _chaos.bench import read_json
-from slurmllm.metrics.row_reader import last_row_of
-from slurmllm.run.rundir import RunDir
+from slurmllm.core.metrics.row_reader import last_row_of
+from slurmllm.core.run.rundir import RunDir
 
 
 class RunFiles:

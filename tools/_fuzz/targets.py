@@ -21,38 +21,38 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: igno
     masked_crc32c,
 )
 
-from slurmllm.checkpoint.formats.dcp_read import DcpFiles
-from slurmllm.checkpoint.formats.importing import plan_import
-from slurmllm.checkpoint.formats.nxd_files import NxdLayout
-from slurmllm.checkpoint.formats.pickles import pickle_faults
-from slurmllm.checkpoint.formats.safetensors_files import open_safetensors
-from slurmllm.checkpoint.state import TrainState
+from slurmllm.analysis.evaluate.scores import score_tables
+from slurmllm.analysis.evaluate.suites import read_suite
+from slurmllm.analysis.status.logs import GrowingLog
 from slurmllm.cli.main import cli
-from slurmllm.config.load import load, load_leniently, read_summary
-from slurmllm.config.resolve import resolve
-from slurmllm.corpus.inputs import input_file
-from slurmllm.corpus.options import InputErrors, ReadOptions
-from slurmllm.corpus.readers import DocumentReader
-from slurmllm.corpus.shard import ShardRecord
+from slurmllm.core.config.load import load, load_leniently, read_summary
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError, RunError, SlurmllmError, StorageError
+from slurmllm.core.log import message_of, parse_line
+from slurmllm.core.metrics import attempt_metrics
+from slurmllm.core.metrics.row_reader import last_rows, read_events
+from slurmllm.core.metrics.source import read_curve, read_run
+from slurmllm.core.run import artifact_records
+from slurmllm.core.run import records as run_records
+from slurmllm.core.run.error_patterns import cause_line, meaning_of
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import read_phase
+from slurmllm.core.slurm import client
+from slurmllm.data.corpus.inputs import input_file
+from slurmllm.data.corpus.options import InputErrors, ReadOptions
+from slurmllm.data.corpus.readers import DocumentReader
+from slurmllm.data.corpus.shard import ShardRecord
 from slurmllm.data.sources import open_source
 from slurmllm.data.tokenizer import TokenEncoder, special_tokens
-from slurmllm.diagnose.probe import ProbeLine
-from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
-from slurmllm.evaluate.scores import score_tables
-from slurmllm.evaluate.suites import read_suite
-from slurmllm.log import message_of, parse_line
-from slurmllm.metrics import attempt_metrics
-from slurmllm.metrics.row_reader import last_rows, read_events
-from slurmllm.metrics.source import read_curve, read_run
+from slurmllm.launch.diagnose.probe import ProbeLine
+from slurmllm.launch.supervise.stacks import stack_location
 from slurmllm.plan.mesh import load_mesh
-from slurmllm.run import artifact_records
-from slurmllm.run import records as run_records
-from slurmllm.run.error_patterns import cause_line, meaning_of
-from slurmllm.run.rundir import RunDir
-from slurmllm.run.worker_files import read_phase
-from slurmllm.slurm import client
-from slurmllm.status.logs import GrowingLog
-from slurmllm.supervise.stacks import stack_location
+from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
+from slurmllm.train.checkpoint.formats.importing import plan_import
+from slurmllm.train.checkpoint.formats.nxd_files import NxdLayout
+from slurmllm.train.checkpoint.formats.pickles import pickle_faults
+from slurmllm.train.checkpoint.formats.safetensors_files import open_safetensors
+from slurmllm.train.checkpoint.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "tests/fuzz/corpus"

@@ -40,7 +40,7 @@ try:
     from _gpu.report import Part, report
     from _gpu.task import MODELS, TINY, TINY_VARIANTS, VARIANTS, Task, forecast, profile_of
 
-    from slurmllm.backends.native.environment import variables
+    from slurmllm.train.backends.native.environment import variables
 except ImportError as error:
     print(f"nothing was run: {error}; install slurmllm's dependencies", file=sys.stderr)
     sys.exit(2)

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
-from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.control.plane import SOCKET, open_control
-from slurmllm.control.relay import Position, Relay
-from slurmllm.control.rendezvous import SECRET, free_port, new_secret
+from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh, make_mesh
+from slurmllm.train.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
+from slurmllm.train.control.plane import SOCKET, open_control
+from slurmllm.train.control.relay import Position, Relay
+from slurmllm.train.control.rendezvous import SECRET, free_port, new_secret
 
 # (backend) → anything picklable; a function of a module, so that the processes find it by name.
 Probe = Callable[[Any], Any]
@@ -134,8 +134,8 @@ class CaseFailed(Exception):
 # of each process of each case.
 _PRELOAD = [
     "torch",
-    "slurmllm.backends.native.runtime",
-    "slurmllm.model.decoder",
+    "slurmllm.train.backends.native.runtime",
+    "slurmllm.train.model.decoder",
     "torch._dynamo",
     "torch.distributed.pipelining",
 ]
@@ -202,7 +202,9 @@ class MeshPool:
     def _open(self, count: int) -> None:
         context: Any = mp.get_context("forkserver")
         # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
-        nxd = ["slurmllm.backends.nxd.runtime"] if os.environ.get("NXD_CPU_MODE") == "1" else []
+        nxd = []
+        if os.environ.get("NXD_CPU_MODE") == "1":
+            nxd.append("slurmllm.train.backends.nxd.runtime")
         context.set_forkserver_preload(_PRELOAD + nxd)
         for rank in range(count):
             ours, theirs = context.Pipe()
@@ -294,7 +296,7 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
 def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Outcome:
     import torch
 
-    from slurmllm.model.decoder import build_model
+    from slurmllm.train.model.decoder import build_model
 
     torch.set_num_threads(threads)
     config, mesh = case.config, case.mesh

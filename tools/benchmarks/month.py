@@ -19,10 +19,10 @@ from typing import Any
 from _month.scenario import DAY_S, RandomFailures, Scenario
 from _month.simulation import simulate
 
-from slurmllm.config.resolve import resolve
+from slurmllm.analysis.status.utilization import Utilization, account_node_hours
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run.records import TIME_PARTS as PARTS
 from slurmllm.plan.lost_time import HOUR_S, Durations, Published, SaveCost, published_failures
-from slurmllm.run.records import TIME_PARTS as PARTS
-from slurmllm.status.utilization import Utilization, account_node_hours
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
 BY_HAND = 0.7783  # HLAT without

@@ -17,9 +17,9 @@ from typing import Any
 
 from published_rows import FOLDER, SHAPES, configuration, recipe_overrides
 
-from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import RunConfig
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.search import search
+from slurmllm.train.backends.environment import load_environment
 
 NEAR = 0.90
 _FREE = ("parallel.virtual_pipeline",)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh
 
 FOLDER = Path(__file__).parent / "published"

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slurmllm.run.records import MetricsRow
+from slurmllm.core.run.records import MetricsRow
 
 TAGS = ("train/loss", "train/grad_norm", "train/lr", "throughput/seq_per_s", "time/step_time_s")
 # In a child: read, and print seconds (imports included) and peak memory, MiB.
@@ -33,7 +33,7 @@ if sys.argv[1] == "event accumulator":
     EventAccumulator(sys.argv[2], size_guidance={"scalars": 0}).Reload()
 else:
     from pathlib import Path
-    from slurmllm.metrics.source import read_curve
+    from slurmllm.core.metrics.source import read_curve
     for source in sys.argv[2:]:
         read_curve(Path(source))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

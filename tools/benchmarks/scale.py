@@ -39,11 +39,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.control.plane import ControlPlane
-from slurmllm.control.relay import Position, Relay
-from slurmllm.control.rendezvous import die_with_parent, free_port
-from slurmllm.display.tables import markdown_table
-from slurmllm.run.artifact_records import CheckpointFile
+from slurmllm.core.display.tables import markdown_table
+from slurmllm.core.run.artifact_records import CheckpointFile
+from slurmllm.train.control.plane import ControlPlane
+from slurmllm.train.control.relay import Position, Relay
+from slurmllm.train.control.rendezvous import die_with_parent, free_port
 
 _FLAGS = [0, 0, 0]  # `slurmllm.train.job.Flags`
 SECRET = b"of this benchmark"

@@ -103,7 +103,7 @@ def write_tokens(path: Path, seq: int) -> None:
 
     from tokenizers import Tokenizer
 
-    from slurmllm.corpus.builtin import ensure_stdlib
+    from slurmllm.data.corpus.builtin import ensure_stdlib
 
     encoder = Tokenizer.from_file(str(ensure_stdlib(path.parent)[1]))
     text = Path(pydoc_data.topics.__file__).read_text(encoding="utf-8")

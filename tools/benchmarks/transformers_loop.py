@@ -16,9 +16,9 @@ from contestants.task import decay_groups
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmllm.backends.native.device import send
-from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import RunConfig
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.train.backends.native.device import send
 
 Tokens = npt.NDArray[np.int64]
 

@@ -27,7 +27,7 @@ if __package__ in (None, ""):
 from reproduce import claims
 from reproduce.figures import Catalogue, draw_figure, read_catalogue
 from reproduce.runs import CommandError
-from slurmllm.errors import SlurmllmError
+from slurmllm.core.errors import SlurmllmError
 
 
 def main(arguments: list[str] | None = None) -> int:

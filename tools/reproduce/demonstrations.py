@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reproduce.runs import CommandError, slurmllm
-from slurmllm.drill.injector import signal_worker
-from slurmllm.metrics.row_reader import last_row
-from slurmllm.run.rundir import RunDir
+from slurmllm.analysis.drill.injector import signal_worker
+from slurmllm.core.metrics.row_reader import last_row
+from slurmllm.core.run.rundir import RunDir
 
 Shown = list[tuple[str, str]]  # commands and what they printed
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from published_rows import Row, rows
 
-from slurmllm.config.resolve import resolve
-from slurmllm.display.pictures import write_picture
-from slurmllm.display.tables import Column, fitted
-from slurmllm.format import format_count, format_dollars
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.display.pictures import write_picture
+from slurmllm.core.display.tables import Column, fitted
+from slurmllm.core.format import format_count, format_dollars
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.plot import PlanCurve

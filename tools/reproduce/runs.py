@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurmllm.analysis.evaluate.suites import suites_dir
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.tokenizer import train_tokenizer
-from slurmllm.evaluate.suites import suites_dir
-from slurmllm.run.rundir import RunDir
 
 AT_ONCE = 2
 

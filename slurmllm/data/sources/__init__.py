@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmllm import plugins
-from slurmllm.errors import DataError
-from slurmllm.run.safe_files import open_regular
+from slurmllm.core import plugins
+from slurmllm.core.errors import DataError
+from slurmllm.core.run.safe_files import open_regular
 
 if TYPE_CHECKING:
     from slurmllm.data.sources.base import Source

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from slurmllm.core.errors import DataError, StorageError
 from slurmllm.data.sources.arrow_batches import MappedBatches
 from slurmllm.data.sources.base import fingerprint
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError, StorageError
 
 FIX = "build it again with `slurmllm data build`"
 _TOKENS = "input_ids"

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.run.safe_files import open_regular
+from slurmllm.core.run.safe_files import open_regular
 
 _MAGIC = b"ARROW1"
 FILE_BEGIN = _MAGIC + b"\0\0"  # of the file format

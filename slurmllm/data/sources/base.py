@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slurmllm.errors import StorageError
+from slurmllm.core.errors import StorageError
 
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]

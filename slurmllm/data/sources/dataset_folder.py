@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from slurmllm.errors import DataError
+from slurmllm.core.errors import DataError
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.core.errors import DataError, StorageError
 from slurmllm.data.sources.arrow import FIX, ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -27,7 +28,6 @@ from slurmllm.data.sources.base import (
     prompt_hash,
 )
 from slurmllm.data.tokenizer import TokenEncoder, special_tokens
-from slurmllm.errors import DataError, StorageError
 
 # About the text that a resume inside a long document tokenizes again; more if it has no cut.
 PIECE_BYTES = 64 << 10

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.core.errors import DataError
 from slurmllm.data.sources.base import (
     BEGINS,
     Marks,
@@ -22,7 +23,6 @@ from slurmllm.data.sources.base import (
     joined,
 )
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
 
 Ids = npt.NDArray[np.integer]
 

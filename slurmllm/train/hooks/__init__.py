@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.control.plane import ControlPlane
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.run.records import MetricsRow
+from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.plan.mesh import Mesh
-from slurmllm.run.records import MetricsRow
-from slurmllm.run.safe_files import open_append
-from slurmllm.run.worker_files import diagnostic
+from slurmllm.train.control.plane import ControlPlane
 
 if TYPE_CHECKING:
     from torch import nn

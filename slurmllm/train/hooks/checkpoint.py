@@ -7,9 +7,9 @@ import math
 import time
 from functools import partial
 
-from slurmllm.checkpoint.replicas import ReplicaCopier, open_replica
-from slurmllm.checkpoint.save import Save, refuse_if_superseded
-from slurmllm.errors import StorageError
+from slurmllm.core.errors import StorageError
+from slurmllm.train.checkpoint.replicas import ReplicaCopier, open_replica
+from slurmllm.train.checkpoint.save import Save, refuse_if_superseded
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 from slurmllm.train.schedules import MEASURED_STEPS, SaveInterval, read_earlier_attempts

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slurmllm.backends.base import IGNORED, MicroBatch
+from slurmllm.core.errors import DataError
+from slurmllm.core.metrics.row_reader import perplexity, read_events
 from slurmllm.data.spec import StreamSpec, evaluation_texts
 from slurmllm.data.stream import single_sequences
-from slurmllm.errors import DataError
-from slurmllm.metrics.row_reader import perplexity, read_events
 from slurmllm.plan.mesh import Mesh
+from slurmllm.train.backends.base import IGNORED, MicroBatch
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
 

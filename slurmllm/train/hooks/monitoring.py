@@ -10,12 +10,12 @@ from contextlib import suppress
 from datetime import timedelta
 from statistics import mean
 
-from slurmllm.errors import StorageError
-from slurmllm.metrics.step_time import step_rates
-from slurmllm.run.host_memory import Memory
-from slurmllm.run.records import WorkerRecord
-from slurmllm.run.safe_files import open_append
-from slurmllm.run.worker_files import diagnostic
+from slurmllm.core.errors import StorageError
+from slurmllm.core.metrics.step_time import step_rates
+from slurmllm.core.run.host_memory import Memory
+from slurmllm.core.run.records import WorkerRecord
+from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from slurmllm.backends.native.device import Device
-from slurmllm.run.worker_files import diagnostic
+from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.train.backends.native.device import Device
 from slurmllm.train.hooks import Hook
 from slurmllm.train.job import Job
 

@@ -21,14 +21,14 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-from slurmllm.config.yaml_source import flatten
-from slurmllm.errors import StorageError
-from slurmllm.format import format_plural
-from slurmllm.metrics.curves import TAGS
-from slurmllm.metrics.row_reader import evaluation_values
-from slurmllm.run.records import AttemptRecord
-from slurmllm.run.safe_files import open_append
-from slurmllm.run.worker_files import diagnostic
+from slurmllm.core.config.yaml_source import flatten
+from slurmllm.core.errors import StorageError
+from slurmllm.core.format import format_plural
+from slurmllm.core.metrics.curves import TAGS
+from slurmllm.core.metrics.row_reader import evaluation_values
+from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
 

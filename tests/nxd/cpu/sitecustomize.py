@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 _USERS = {
-    f"slurmllm.backends.nxd.{name}"
+    f"slurmllm.train.backends.nxd.{name}"
     for name in ("gradients", "model", "runtime", "saving", "shards")
 }
 

@@ -2,8 +2,8 @@
 
 A worker under test asks for a graph by a name. As with libneuronxla's cache, a graph is a folder
 `<cache>/neuronxcc-<version>/MODULE_<hash of the graph>+<hash of the flags>`; the layout is
-described in `slurmllm/backends/nxd/environment.py`. The compiler reads its behaviour from the JSON
-file $STANDIN_CONTROL: {"fail": […], "drop": […], "hang": […], "exit_code": n}, the lists with
+described in `slurmllm/train/backends/nxd/environment.py`. The compiler reads its behaviour from the
+JSON file $STANDIN_CONTROL: {"fail": […], "drop": […], "hang": […], "exit_code": n}, the lists with
 names of graphs.
 """
 

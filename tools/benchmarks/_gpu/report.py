@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from _gpu.task import Measured
-from slurmllm.display.tables import markdown_table
+from slurmllm.core.display.tables import markdown_table
 
 NAMES = {"ours": "slurmllm, native backend", "loop": "compiled loop, transformers"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import model_flops

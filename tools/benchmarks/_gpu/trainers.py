@@ -19,7 +19,7 @@ from contestants.ours import start_backend
 from transformers_loop import Tokens, make_step
 
 from _gpu.task import LR, Task
-from slurmllm.backends.base import MicroBatch
+from slurmllm.train.backends.base import MicroBatch
 
 Step = Callable[..., SupportsFloat]
 

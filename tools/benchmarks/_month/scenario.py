@@ -8,7 +8,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from slurmllm.config.recipe import Recipe
+from slurmllm.core.config.recipe import Recipe
+from slurmllm.core.run.records import EndingClass
 from slurmllm.plan.lost_time import (
     HOUR_S,
     REPORTED_S,
@@ -18,7 +19,6 @@ from slurmllm.plan.lost_time import (
     FailureKind,
     SaveCost,
 )
-from slurmllm.run.records import EndingClass
 
 DAY_S = 24 * HOUR_S
 

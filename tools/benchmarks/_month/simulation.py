@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from _month.scenario import BREAKS_NODE, ENDINGS, Failure, FailureQuery, Scenario, draw
+from slurmllm.analysis.status.history import Floats, Incarnation, Ints, RunHistory, Steps
+from slurmllm.core.run.records import AttemptRecord, EndingClass
+from slurmllm.launch.supervise.policy import decide, exclusion_hours, failing_nodes
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
-from slurmllm.run.records import AttemptRecord, EndingClass
-from slurmllm.status.history import Floats, Incarnation, Ints, RunHistory, Steps
-from slurmllm.supervise.policy import decide, exclusion_hours, failing_nodes
 
 _JOB = "1"
 # Text that the policy classifies as a transient fault.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contestants import task as settings
 from contestants.child import Turn
 from contestants.task import Task
-from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
-from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.train.backends.base import Backend, MicroBatch, Worker, load_backend
 
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16_mixed"}
 
@@ -40,7 +40,7 @@ def config_of(task: Task) -> RunConfig:
 
 def start_backend(config: RunConfig) -> Backend:
     """Return the native backend of one worker, with model and optimizer."""
-    from slurmllm.model.decoder import build_model
+    from slurmllm.train.model.decoder import build_model
 
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
     backend.start()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import slurmllm
 from contestants.task import Task
-from slurmllm.backends.native.environment import variables
+from slurmllm.train.backends.native.environment import variables
 
 # Files of this folder, by the contestant's name.
 CONTESTANTS = {

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.metrics.curves import Curve, Ints
+from slurmllm.core.metrics.curves import Curve, Ints
 
 Floats = npt.NDArray[np.float64]
 Verdict = Literal["identical", "match", "equivalent", "differ"]

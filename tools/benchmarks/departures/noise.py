@@ -14,8 +14,8 @@ import numpy as np
 from scipy.signal import lfilter
 
 from departures.answers import TOLERANCES, Floats, curve
-from slurmllm.compare.compare import compare
-from slurmllm.display.tables import markdown_table
+from slurmllm.analysis.compare.compare import compare
+from slurmllm.core.display.tables import markdown_table
 
 SHAPES = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
 _LONG = 100_000

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from departures.answers import TOLERANCES, Floats, curve, visible_verdicts
-from slurmllm.compare.compare import compare
-from slurmllm.display.tables import markdown_table
-from slurmllm.metrics.curves import Curve, signed_difference
+from slurmllm.analysis.compare.compare import compare
+from slurmllm.core.display.tables import markdown_table
+from slurmllm.core.metrics.curves import Curve, signed_difference
 
 _LOSS = "lm loss"
 

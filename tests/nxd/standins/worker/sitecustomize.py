@@ -21,8 +21,8 @@ def run_worker(run, stage, attempt):  # type: ignore[no-untyped-def]
     """Meet the graphs of the stage, write what a worker writes, end as the test wants it."""
     import fake_runtime
 
-    from slurmllm.errors import EXIT_REQUEUE
-    from slurmllm.run.records import FailureRecord, WorkerRecord
+    from slurmllm.core.errors import EXIT_REQUEUE
+    from slurmllm.core.run.records import FailureRecord, WorkerRecord
 
     stopped = []
     signal.signal(signal.SIGUSR2, lambda number, frame: stopped.append(number))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from slurmllm.backends.native.precision import make_adamw
-from slurmllm.config.recipe import Recipe
+from slurmllm.core.config.recipe import Recipe
+from slurmllm.train.backends.native.precision import make_adamw
 
 
 class ShardedMuon(torch.optim.Muon):

@@ -1,0 +1,1 @@
+"""What reads runs: status, comparisons, reports, evaluation, drills."""

@@ -1,0 +1,298 @@
+"""What two curves show of the cause of their difference, as clues.
+
+A step's loss is that of the weights before it on its batch; its gradient norm is of the same
+weights and batch; its parameter norm is of the weights after it. So the order in which columns
+begin to differ shows which part of a step changed: its forward pass, its gradients or its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from slurmllm.analysis.compare.alignment import Points, ranges
+from slurmllm.analysis.compare.causes import Cause, Confidence, Kind
+from slurmllm.analysis.compare.statistics import largest_rise
+from slurmllm.core.metrics.curves import Floats, Ints, bit_identical, describe_ranges
+from slurmllm.core.run.records import Record
+
+_TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
+# Sizes: relative differences up to which they are called tiny or small
+TINY = {"loss": 1e-4, "grad_norm": 2e-3}
+SMALL = {"loss": 2**-8, "grad_norm": 10 * 2**-8}
+_TINY_AT_MOST = {name: 5 * limit for name, limit in TINY.items()}  # the largest one
+ROUNDED = {"loss": 2**-5}  # a larger one is no rounding of a number format
+_JUMP = 30.0  # times the largest difference before: roundings do not grow so fast
+_UNITS = 10.0  # of the last printed digit: a larger difference is no rounding of the print
+_LAST_DIGITS = 1e-6  # of fp32
+_FACTOR = 1e-6  # by which a constant factor may vary
+_FAR = 1e3  # times the last digit of grad_norm: a larger difference of losses would show there
+_MIN_POINTS = 6  # fewer show no correlation, factor or identity
+EARLY_POINTS = 5
+_CORRELATED = 512  # points after the first difference whose changes are correlated
+_NOTHING_IN_COMMON = 0.6
+# An update changes the parameter norm by less than this part of the learning rate.
+_UPDATE = 0.5
+_MIN_WEIGHTS = 1e-5
+_OTHER_NORM = 0.25  # a gradient norm that differs by more is of other gradients
+_JUMP_POINTS = 16  # in which the columns follow the one that jumps first
+SLACK_POINTS = 3  # by which an onset that emerges from noise may be wrong
+_FORWARD_CLUES = ("together", "together_or_update")
+
+
+class Clue(Record):
+    """What the columns show: a sentence, why it is evidence, and a score for each kind of cause."""
+
+    text: str
+    reason: str
+    points: dict[Kind, int]
+
+
+@cache
+def clue_table() -> Mapping[str, Clue]:
+    rows = yaml.safe_load(Path(__file__).with_name("clues.yaml").read_text())
+    return {name: Clue.model_validate(row) for name, row in rows.items()}
+
+
+class Observation:
+    """What two curves show of the cause of their difference.
+
+    Attributes:
+        starts: Step at which each of the columns begins to differ; those that do not are left out.
+        first: The first of these; None if no column differs.
+        before: The point before it; None if it is the first point.
+    """
+
+    def __init__(
+        self, points: Mapping[str, Points], differences: Mapping[str, Floats], onset: int | None
+    ) -> None:
+        self.points = {name: points[name] for name in _TRAINED if name in points}
+        self.lr = points.get("lr")
+        self.r = {name: differences[name] for name in self.points}
+        self.finite = all(bool(np.isfinite(r).all()) for r in self.r.values())
+        self.starts = {
+            name: int(self.points[name].steps[np.argmax(r != 0)])
+            for name, r in self.r.items()
+            if np.any(r != 0)
+        }
+        self.jumped = self._find_jump(onset)
+        self.first = min(self.starts.values(), default=None)
+        steps = points["loss"].steps
+        place = len(steps) if self.first is None else int(np.searchsorted(steps, self.first))
+        self.before = int(steps[place - 1]) if place else None
+        since = 0 if self.before is None else self.before
+        self.gap = 1 if self.first is None else max(1, self.first - since)
+
+    def _find_jump(self, onset: int | None) -> bool:
+        """Replace the starts if differences as small as noise jump up, up to the onset."""
+        if onset is None or not self.starts:
+            return False
+        rises = {}
+        for name, r in self.r.items():
+            steps = self.points[name].steps
+            begin = int(np.searchsorted(steps, min(self.starts.values())))
+            end = int(np.searchsorted(steps, onset, side="right")) + _JUMP_POINTS
+            place = largest_rise(r[begin:end], min(end, len(r)) - begin)
+            if place is not None and abs(r[begin + place]) > _LAST_DIGITS:
+                rises[name] = (begin + place, int(steps[begin + place]))
+        if not rises or min(step for _, step in rises.values()) > onset:
+            return False
+        end = min(place for place, _ in rises.values()) + _JUMP_POINTS
+        self.starts = {name: step for name, (place, step) in rises.items() if place <= end}
+        return True
+
+    def values(self, name: str) -> tuple[Floats, Floats]:
+        """Return both curves' values of a column from the first difference on. [points] each"""
+        points = self.points[name]
+        begin = 0 if self.first is None else int(np.searchsorted(points.steps, self.first))
+        return points.a[begin:], points.b[begin:]
+
+    def after(self, name: str) -> Floats:
+        """Return the finite differences of a column from the first difference on. [points]"""
+        if name not in self.r or self.first is None:
+            return np.empty(0)
+        r = self.r[name][np.searchsorted(self.points[name].steps, self.first) :]
+        return r[np.isfinite(r)]
+
+    @property
+    def at(self) -> str:
+        if self.gap > 1 and self.before is not None:
+            return f"between steps {self.before} and {self.first}"
+        return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
+
+    def identity(self) -> str | None:
+        """Return the clue if equal columns prove that only the logging differs."""
+        if self.first is None:
+            return "digits"
+        for clue, name, other in (
+            ("only_loss", "loss", "grad_norm"),
+            ("only_norm", "grad_norm", "loss"),
+        ):
+            same = self.after(other)
+            differ = np.max(np.abs(self.after(name)), initial=0.0) > _LAST_DIGITS
+            if not (self.finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
+                continue
+            # A constant column, or one of few digits, may be the same of another training: losses
+            # of other gradients may part slowly, gradients of other losses show in their first
+            # digits.
+            values = self.values(other)[0][:_CORRELATED]
+            shortest = (np.format_float_scientific(abs(value), trim="-") for value in values)
+            digits = max(len(text.partition("e")[0].replace(".", "")) for text in shortest)
+            far = name == "loss" and np.median(np.abs(self.after(name))) > _FAR * 10.0**-digits
+            varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
+            if varied and not np.any(same) and not self.factor("grad_norm"):
+                return clue
+        for clue, of_a, of_b in (
+            ("shifted_later", slice(-1), slice(1, None)),
+            ("shifted_earlier", slice(1, None), slice(-1)),
+        ):
+            pairs = [(a[of_a], b[of_b]) for a, b in map(self.values, self.starts)]
+            if all(len(a) >= _MIN_POINTS and np.array_equal(a, b) for a, b in pairs):
+                return clue
+        return None
+
+    def factor(self, name: str) -> bool:
+        """Return whether a column differs by a constant factor, of values that vary."""
+        if name not in self.starts:
+            return False
+        a, b = self.values(name)
+        if len(a) < _MIN_POINTS or not np.all(np.isfinite(a) & np.isfinite(b) & (a != 0)):
+            return False
+        ratio = b / a
+        constant = np.ptp(ratio) <= _FACTOR * abs(ratio[0])
+        return bool(constant and abs(ratio[0] - 1) > 10 * _FACTOR < np.ptp(a) / abs(a[0]))
+
+    @cached_property
+    def correlation(self) -> float | None:
+        """Rank correlation of the changes of both losses from point to point."""
+        changes = [np.diff(values[:_CORRELATED]) for values in self.values("loss")]
+        if len(changes[0]) < _MIN_POINTS - 1 or not np.all(np.isfinite(changes)):
+            return None
+        ranks = [np.argsort(np.argsort(values)).astype(float) for values in changes]
+        return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+    def transient(self) -> Cause | None:
+        """Return the cause of differences after which both curves are the same again.
+
+        Curves that differed by roundings before do so again. The weights are the same then.
+        """
+        loss = self.points["loss"]
+        for largest in (dict.fromkeys(self.r, 0.0), _TINY_AT_MOST):
+            off, clear = {}, False
+            for name, limit in largest.items():
+                if name in self.r:
+                    points, size = self.points[name], np.abs(self.r[name])
+                    off[name] = points.steps[~(size <= limit) & ~bit_identical(points.a, points.b)]
+                    of_digits = np.abs(points.b - points.a) < _UNITS * points.unit
+                    clear |= bool(np.any(~(size <= _UNITS * limit) & ~of_digits))
+            steps = np.unique(np.concatenate(list(off.values())))
+            varied = len(np.unique(loss.a[loss.steps > steps[-1]])) if len(steps) else 0
+            names = [name for name, of_column in off.items() if len(of_column)]
+            identical = not any(largest.values())
+            # A column that differs alone, and for long, is logged in another way: see `identity`.
+            alone = len(names) < len(self.r) and len(names) == 1 and len(steps) > _JUMP_POINTS
+            enough = varied >= (1 if identical else _MIN_POINTS)
+            if not clear or not enough or alone or not self._calm_again(steps[0], steps[-1]):
+                continue
+            confidence: Confidence = "likely"
+            if identical and not SLACK_POINTS <= varied < _MIN_POINTS:
+                confidence = "certain" if varied >= _MIN_POINTS else "possible"
+            text = clue_table()["transient"].text.format(
+                before="" if identical else " than before",
+                columns=f"{' and '.join(names)} differ{'s' * (len(names) == 1)}",
+                steps=describe_steps(steps, loss.steps),
+                step=loss.steps[np.searchsorted(loss.steps, steps[-1], side="right")],
+            )
+            return Cause(kind="transient", confidence=confidence, step=int(steps[0]), evidence=text)
+        return None
+
+    def _calm_again(self, first: int, last: int) -> bool:
+        """Return whether the columns differ after some steps by no more than before these."""
+        for name, r in self.r.items():
+            size, steps = np.abs(r), self.points[name].steps
+            before, after = size[steps < first], size[steps > last]
+            usual = float(np.median(before)) if len(before) else 0.0
+            if len(after) and not np.median(after) <= SLACK_POINTS * usual:
+                return False
+        return True
+
+    @property
+    def sudden(self) -> bool:
+        """Whether the loss jumps further than any number format rounds, and not by growth."""
+        size = np.abs(self.after("loss"))
+        before = np.maximum.accumulate(np.append(0.0, size[:-1]))[: len(size)]
+        return bool(np.any((size > ROUNDED["loss"]) & (size > _JUMP * before)))
+
+    def below(self, limits: Mapping[str, float], which: slice) -> bool:
+        """Return whether loss and gradient norm differ by no more, in the median of some points."""
+        sizes = {name: np.abs(self.after(name)[which]) for name in limits}
+        return all(
+            np.median(size) <= limits[name] for name, size in sizes.items() if len(size)
+        ) and bool(len(sizes["loss"]))
+
+    def clues(self) -> list[str]:
+        if self.first is None:
+            return []
+        loss, norm, weights = (self.starts.get(name, 2**62) for name in _TRAINED)
+        clues = []
+        if self.factor("loss"):
+            clues.append("loss_factor")
+        elif self.factor("grad_norm") and not np.any(self.after("loss")):
+            return ["norm_factor"]
+        if self.gap > 1:
+            clues.append("undated")
+        elif weights < min(loss, norm):
+            clues += ["update_first"] + (["update_without_lr"] if self.lr is None else [])
+            r = self.after("param_norm")
+            if len(r) > 2 and np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
+                clues.append("weights_scatter")
+        elif norm < loss and np.any(np.abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
+            clues.append("gradient_first")
+        else:
+            # Noise and the last digits of fp32 hide what the weights before were.
+            decided = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
+            decided &= "param_norm" in self.r
+            clues.append("together" if decided else "together_or_update")
+        if len(self.points) == 1:
+            clues.append("loss_only")
+        early, late = slice(EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
+        sizes = {name: np.abs(self.after(name)) for name in TINY}
+        tiny = self.finite and len(sizes["loss"]) >= _MIN_POINTS
+        tiny &= all(np.all(size <= _TINY_AT_MOST[name]) for name, size in sizes.items())
+        if tiny and self.below(TINY, early) and self.below(TINY, late):
+            return [*clues, "tiny"]
+        if {"undated", *_FORWARD_CLUES} & set(clues):
+            clues += self._clues_of_size(early)
+        return clues
+
+    def _clues_of_size(self, early: slice) -> list[str]:
+        weights, norm = self.after("param_norm"), self.after("grad_norm")
+        if self.before is None and len(weights):
+            limit = _MIN_WEIGHTS
+            if self.lr is not None:
+                limit = max(limit, _UPDATE * float(self.lr.a[0]))
+            if self.gap == 1 and abs(weights[0]) > limit:
+                return ["other_weights"]
+            if self.gap > 1 and abs(weights[0]) > 0.9 * np.max(np.abs(weights)):
+                return ["weights_offset"]
+        if self.correlation is not None and self.correlation < _NOTHING_IN_COMMON:
+            unknown_weights = self.gap > 1 or not len(weights)
+            start = self.before is None and unknown_weights
+            return ["other_batches"] + (["other_batches_from_start"] if start else [])
+        if len(norm) >= _MIN_POINTS <= len(self.after("loss")):
+            level, scatter = float(np.median(norm)), np.median(np.abs(np.diff(norm)))
+            steady = abs(level) > max(3 * scatter, _OTHER_NORM) and abs(norm[0]) > abs(level) / 2
+            if steady and abs(level) > 3 * np.median(np.abs(self.after("loss"))):
+                return ["norm_ratio"]
+        signs = self.after("loss")[: 2 * EARLY_POINTS] > 0
+        if self.below(SMALL, early) and 1 < signs.sum() < len(signs) - 1:
+            return ["small"]
+        return ["growing"] if self.below(TINY, early) else []
+
+
+def describe_steps(steps: Ints, among: Ints) -> str:
+    return f"at step{'s' * (len(steps) > 1)} {describe_ranges(ranges(steps, among))}"

@@ -1,0 +1,232 @@
+"""The reason of a verdict, and the warnings of a comparison, as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+
+from slurmllm.analysis.compare.alignment import Alignment, Points
+from slurmllm.analysis.compare.causes import Cause, describe_schedule_change, tokens_per_step
+from slurmllm.analysis.compare.comparison import (
+    Band,
+    Basis,
+    MetricComparison,
+    Verdict,
+    format_figure,
+)
+from slurmllm.core.metrics.curves import Curve, Ints, describe_ranges
+
+
+def invented_steps(curves: Sequence[Curve], letter: str) -> str:
+    """Return the begin of a reason that says which curves have steps their logs do not show."""
+    labels = [x for x, curve in zip(("A", letter), curves, strict=True) if curve.invented_steps]
+    if not labels:
+        return ""
+    return f"if the step numbers of {' and '.join(labels)}, which no log shows, are right, "
+
+
+def reason(
+    verdict: Verdict,
+    metrics: Mapping[str, MetricComparison],
+    basis: Basis,
+    band: Band | None,
+    causes: Sequence[Cause],
+    letter: str,
+    steps: Ints,
+) -> str:
+    everywhere = "the one step compared"
+    if len(steps) > 1:
+        everywhere = f"all {len(steps)} steps compared"
+    if verdict == "identical":
+        verb = "is" if len(metrics) == 1 else "are"
+        return f"{' and '.join(metrics)} {verb} bit-identical at {everywhere}"
+    if verdict != "differ":
+        if basis.kind == "exact":
+            return (
+                f"{' and '.join(metrics)} are the same at {everywhere}, as far as both logs show it"
+            )
+        if band is None:
+            texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
+            if basis.precisions is not None:
+                texts[0] = f"as {' and '.join(basis.precisions)}, {texts[0]}"
+        else:
+            spreads = [
+                f"{name} (spread {format_figure(metric.spread)} relative)"
+                for name, metric in band.metrics.items()
+            ]
+            texts = [f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"]
+        texts[0] += f" at {everywhere}" if verdict == "match" else ""
+        power = [f"{format_figure(metric.power)} in {name}" for name, metric in metrics.items()]
+        texts.append(f"a lasting bias of {' or '.join(power)} would have been found")
+    else:
+        texts = [
+            _describe_divergence(name, metric, basis, band, letter)
+            for name, metric in metrics.items()
+            if metric.departs
+        ]
+    texts += _describe_beginning(metrics, steps)
+    # The metrics' texts have what is not finite.
+    causes = [cause for cause in causes if cause.kind != "not_finite"]
+    for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
+        evidence = [cause.evidence for cause in causes if cause.confidence == confidence]
+        if evidence:
+            texts.append(f"{title}: {' and '.join(evidence)}")
+    return "; ".join(texts)
+
+
+def _describe_match(name: str, metric: MetricComparison) -> str:
+    tolerance, most = format_figure(metric.tolerance), format_figure(metric.max_rel_diff or 0.0)
+    if metric.scattered:
+        shared = metric.scatter.correlation
+        return (
+            f"{name} with no systematic difference above {tolerance} (mean "
+            f"{format_figure(metric.bias)}) but independent scatter of "
+            f"{format_figure(metric.noise or 0.0)}"
+            + ("" if shared is None else f" (correlation of the curves' noise {shared:.2f})")
+        )
+    if metric.first_visible_step is None and (metric.max_rel_diff or 0.0) > metric.tolerance:
+        return f"{name} the same as printed ({most} at most)"
+    if not metric.departures:
+        return f"{name} within {tolerance} ({most} at most)"
+    return (
+        f"{name} within {tolerance} but for {metric.departures} single points that are noise "
+        f"(up to {most})"
+    )
+
+
+def _describe_divergence(
+    name: str, metric: MetricComparison, basis: Basis, band: Band | None, letter: str
+) -> str:
+    if band is not None and metric.rule == "band":
+        of_band = band.metrics[name]
+        what = f"means over {of_band.width} points" if of_band.width > 1 else "single points"
+        return (
+            f"{name} leaves the band of {len(band.seeds)} seeds at step "
+            f"{of_band.first_outside_step}: {what} are up to {of_band.excess:.3g} times as far off "
+            "as the seeds' spread allows"
+        )
+    steps = (metric.first_non_finite_step_a, metric.first_non_finite_step_b)
+    sides = [
+        f"in {side} at step {step}"
+        for side, step in zip(("A", letter), steps, strict=True)
+        if step is not None
+    ]
+    not_finite = f"is not a finite number {' and '.join(sides)}"
+    if metric.onset_rel_diff is None:
+        return f"{name} {not_finite}"
+    sizes = f"{format_figure(metric.onset_rel_diff)} relative"
+    if metric.lasting_departure_rel_diff and metric.onset_rel_diff <= metric.tolerance:
+        last = metric.lasting_departure_last_step
+        sizes += (
+            f", {format_figure(metric.lasting_departure_rel_diff)} in the median to step {last}"
+        )
+    rule = f"tolerance {format_figure(metric.tolerance)}"
+    if basis.kind == "exact":
+        rule = "bit-identical values required"
+    text = f"{name} diverges at step {metric.onset_step}: {sizes}, {rule}"
+    if metric.rule == "noise":
+        text += ", and scatters from point to point"
+    return f"{text}, and {not_finite}" if sides else text
+
+
+def _describe_beginning(metrics: Mapping[str, MetricComparison], steps: Ints) -> list[str]:
+    """Describe up to which step the curves are the same, if they are not all along."""
+
+    def earliest(field: str) -> float:
+        values = (getattr(metric, field) for metric in metrics.values())
+        return min((step for step in values if step is not None), default=math.inf)
+
+    first, visible = earliest("first_difference_step"), earliest("first_visible_step")
+    onset = earliest("onset_step")
+    if len(same := steps[steps < first]):
+        return [f"bit-identical up to step {same[-1]}"]
+    if first >= onset or onset == math.inf:
+        return []
+    if visible <= onset and len(same := steps[steps < visible]):
+        return [f"the same as printed up to step {same[-1]}"]
+    return [f"the first difference is at step {first:.0f}"]
+
+
+def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:
+    a, b = alignment.curves
+    letters = ("A", alignment.letter)
+    warnings = []
+    for label, curve, only in zip(letters, (a, b), alignment.only, strict=True):
+        who = f"{label} ({curve.name})"
+        warnings += [f"{who}: {warning}" for warning in curve.warnings]
+        if curve.gaps:
+            warnings.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
+        for new in curve.schedules:
+            changed = describe_schedule_change(curve, *new.attempts)
+            warnings.append(
+                f"{who}: steps from {new.step} were computed again with another learning rate "
+                f"({new.values[0]:.6g} → {new.values[1]:.6g}); the schedule was changed "
+                + (changed or f"at the resume of attempt {new.attempts[1]} or before")
+                + " (certain), so they differ from the first ones, whether the resume was exact or "
+                "not"
+            )
+        if curve.overlap_identical is False:
+            extent = curve.overlap_max_rel_diff
+            by = f" by up to {format_figure(extent)} relative" if extent else ""
+            warnings.append(
+                f"{who}: {curve.overlap_rows} rows recomputed after a restart differ{by} from the "
+                "first ones; its resume was not bit-exact"
+            )
+        if only:
+            warnings.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
+    num_steps = len(alignment.steps)
+    if alignment.method == "interpolated":
+        warnings.append(
+            f"few points are common: the denser curve is interpolated at the {num_steps} points of "
+            "the other, and its values between points are estimates"
+        )
+    each = [tokens_per_step(curve) for curve in (a, b)]
+    if alignment.axis == "step" and None not in each and each[0] != each[1]:
+        warnings.append(
+            f"a step of A is {each[0]:,.0f} tokens and one of {alignment.letter} {each[1]:,.0f}; "
+            "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
+        )
+    counts = [curve.convention.counts if curve.convention else "steps" for curve in (a, b)]
+    if alignment.axis == "step" and counts[0] != counts[1]:
+        warnings.append(
+            f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
+            "both log (--by samples, --by tokens), or shift one by --shift A=…"
+        )
+    if a.path.absolute() == b.path.absolute():
+        warnings.append(f"A and {alignment.letter} are the same: {a.path}")
+    for name in ("loss", "grad_norm"):
+        lacking = num_steps - (len(points[name]) if name in points else 0)
+        if lacking:
+            warnings.append(f"{name} is missing at {lacking} of {num_steps} common steps")
+    return warnings
+
+
+def command_differences(a: Curve, b: Curve) -> list[str]:
+    """Return in which arguments the commands of two other projects' trainers differ."""
+    lines = [str(curve.settings.get("command.run") or "").split() for curve in (a, b)]
+    if not all(lines) or lines[0] == lines[1]:
+        return []
+    parts = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
+    # With the word before, which may be the option of a value.
+    texts = [
+        f"{' '.join(lines[0][max(i - 1, 0) : end])} and {' '.join(lines[1][max(j - 1, 0) : other])}"
+        for how, i, end, j, other in parts
+        if how != "equal"
+    ]
+    return [f"the commands differ: {'; '.join(texts)}"]
+
+
+def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:
+    """Return what an exact comparison cannot see, because a log holds fewer digits."""
+    warnings = []
+    for label, curve in zip(("A", letter), curves, strict=True):
+        if curve.kind in ("tensorboard", "text"):
+            what = "TensorBoard, which stores float32 (6e-8 relative)"
+            if curve.kind == "text":
+                what = "text, whose numbers are rounded"
+            warnings.append(
+                f"{label} ({curve.name}) is read from {what}: --exact compares no more digits; "
+                "for all of them give a run with its metrics/attempt_NNN.jsonl"
+            )
+    return warnings

@@ -1,0 +1,243 @@
+"""The band that several seeds of one training span: the tolerance of `compare --seed`.
+
+A further seed of the same training differs from the mean of m seeds by their spread, pooled over
+the points around, times √(1 + 1/m), and by Student's t with few seeds. Seeds also differ slowly
+(one learns a little faster for a while): the same is tested of means over 4, 16, 64 … points and of
+the whole, by the spread of the seeds' own means. The means are of medians of three neighbours,
+so that heavy noise counts in single points only; correlated means count as fewer. If a seed is
+further off for a while, the band is wider there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.ndimage import median_filter
+
+from slurmllm.analysis.compare.alignment import Alignment, Points
+from slurmllm.analysis.compare.comparison import Band, BandOfMetric
+from slurmllm.analysis.compare.statistics import (
+    extrapolated,
+    largest,
+    t_quantile,
+)
+from slurmllm.core.errors import RunError
+from slurmllm.core.metrics.curves import Axis, Curve, Floats, Ints
+
+CHANCE = 0.01  # probability that another seed leaves the band, over both metrics
+# For t: few seeds show little of the shape of the noise.
+_ASKED = CHANCE / 5
+_METRICS = 2
+# For single points of heavy noise, by metric; and the rank of the point it is estimated from
+_HEAVY = CHANCE / _METRICS / 2
+_TELLS = 5
+# A block of points in which the seeds are so many times as far apart as usually has a seed's
+# excursion.
+_EXCURSION = 3.0
+
+
+@dataclass(frozen=True)
+class BandResult:
+    """Result of the comparison of a curve with the band."""
+
+    record: BandOfMetric
+    steps: Ints  # compared [points]
+    mean: Floats  # of the seeds [points]
+    half_width: Floats  # by which single points may differ from the mean [points]
+
+
+def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
+    """Compare a curve [points] with the band of two seeds or more [seeds, points], all finite."""
+    count, points = seeds.shape
+    mean = seeds.mean(axis=0)
+    deviations = seeds - mean
+    floor = float(np.abs(mean).max()) * 1e-12 or 1e-300
+    scale = np.maximum(_point_to_point(deviations), floor)
+    scale *= _excursions(deviations / scale)
+    further = np.sqrt(1 + 1 / count)
+    units, z = deviations / scale, (other - mean) / (scale * further)
+    calm, calm_z = median_filter(units, (1, 3), mode="nearest"), median_filter(z, 3, mode="nearest")
+    widths = [1]  # 1, 4, 16 … points as long as there are 8 means at least, then all points
+    while widths[-1] * 4 * 8 <= points:
+        widths.append(widths[-1] * 4)
+    if points > 1:
+        widths.append(points)
+    chance = _ASKED / _METRICS / len(widths)
+    limits = {width: _limit(units if width == 1 else calm, width, chance) for width in widths}
+    excess, worst, first, end = 0.0, 1, None, points + 1
+    for width, limit in limits.items():
+        reach = np.abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
+        if reach.max() > excess:
+            excess, worst = float(reach.max()), width
+        if reach.max() > 1:
+            place = int(np.argmax(reach > 1)) * width
+            if place + width < end:
+                first, end = place, place + width
+    size = float(np.abs(mean).mean()) or 1.0
+    spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
+    power = float(limits[widths[-1]] * further * scale.mean()) / size
+    record = BandOfMetric(
+        within=excess <= 1,
+        spread=spread,
+        excess=excess,
+        width=worst,
+        first_outside_step=None if first is None else int(steps[first]),
+        power=power,
+    )
+    return BandResult(record, steps, mean, limits[1] * further * scale)
+
+
+def _point_to_point(deviations: Floats) -> Floats:
+    """Return the seeds' standard deviation from point to point, over an eighth of them. [points]
+
+    It is a unit for all else: there are many differences from point to point, and so it is known
+    well everywhere, where two seeds cross too.
+    """
+    count, points = deviations.shape
+    if points < 3:
+        spread: Floats = np.sqrt((deviations**2).sum(axis=0) / (count - 1))
+        return spread
+    squares = (np.diff(deviations, axis=1) ** 2).sum(axis=0) / (2 * (count - 1))
+    width = min(points - 1, max(32, points // 8))
+    total = np.concatenate(([0.0], np.cumsum(squares)))
+    begin = np.clip(np.arange(points) - width // 2, 0, points - 1 - width)
+    local: Floats = np.sqrt(np.maximum(total[begin + width] - total[begin], 0.0) / width)
+    return np.maximum(local, 1e-3 * float(np.median(local)))
+
+
+def _excursions(units: Floats) -> Floats:
+    """Return by how much the band is wider where a seed makes an excursion. [points]
+
+    By blocks of a 32nd of the points, and those next to them.
+    `units`: the seeds' deviations in units of their scatter. [seeds, points]
+    """
+    points = units.shape[1]
+    width = max(8, points // 32)
+    if points < 4 * width:
+        return np.ones(points)
+    begins = np.arange(0, points - width + 1, width)
+    counts = np.diff(np.append(begins, points))
+    level = np.sqrt(np.add.reduceat((units**2).mean(axis=0), begins) / counts)
+    level /= max(float(np.median(level)), 1e-300)
+    wider = np.where(level > _EXCURSION, level, 1.0)
+    near = np.maximum(wider, np.maximum(np.append(wider[1:], 1), np.append(1, wider[:-1])))
+    return np.repeat(near, counts)
+
+
+def _means(rows: Floats, width: int) -> Floats:
+    """Return means over neighbours; an incomplete last block is dropped. [rows, means]"""
+    blocks = rows.shape[1] // width
+    means: Floats = rows[:, : blocks * width].reshape(len(rows), blocks, width).mean(axis=2)
+    return means
+
+
+def _limit(units: Floats, width: int, chance: float) -> float:
+    """Return the limit of a further seed's means over `width` points, in the unit.
+
+    One of them exceeds it with this chance. `units`: the seeds' deviations. [seeds, points]
+    """
+    means = _means(units, width)
+    seeds, blocks = means.shape
+    variance = float((means**2).sum()) / ((seeds - 1) * blocks)
+    degrees = max(1.0, (seeds - 1) * _independent(means))
+    t = t_quantile(chance / blocks, degrees) * float(np.sqrt(variance))
+    # Heavy tails go beyond what t allows. Each seed against the others, as the further one is:
+    far = np.abs(means) * np.sqrt(seeds / (seeds - 1))
+    if width == 1:
+        rows = far[: 1 if seeds == 2 else seeds]  # two seeds are as far off from each other
+        top = largest(rows.ravel(), 512)
+        place = min(_TELLS, len(top)) - 1
+        beyond = extrapolated(top, rows.size, place, (place + 1) / (len(rows) * _HEAVY))
+    else:  # beyond the furthest of the seeds, by a larger factor the fewer there are
+        beyond = (1.35 + 1.65 / seeds) * float(far.max())
+    return float(max(t, beyond, 1e-300))
+
+
+def _independent(means: Floats) -> float:
+    """Return the number of independent means of a seed, from their autocorrelation ρ.
+
+    n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946). `means`: [seeds, means]
+    """
+    blocks = means.shape[1]
+    if blocks < 3 or not means.any():
+        return 1.0
+    correlation = _autocorrelation(means)[1:]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
+    pairs = 1 - np.arange(1, len(correlation) + 1) / blocks
+    return float(blocks / (1 + 2 * (correlation**2 / pairs).sum()))
+
+
+def _autocorrelation(rows: Floats) -> Floats:
+    """Return the correlation of values so many points apart, of all rows together. [lags]
+
+    Up to where it is lost in its own noise: its first value that is not above 0 (Geyer, Practical
+    Markov chain Monte Carlo, Statistical Science 7, 1992). `rows`: of mean 0 [rows, points]
+    """
+    count = rows.shape[1]
+    size = 1 << (2 * count - 1).bit_length()
+    power = (np.abs(np.fft.rfft(rows, size, axis=1)) ** 2).sum(axis=0)
+    products = np.fft.irfft(power, size)[:count]
+    correlation: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
+    return correlation
+
+
+class SeedBand:
+    """A and further runs that differ from it in the seed alone."""
+
+    def __init__(self, a: Curve, others: Sequence[Curve], axis: Axis) -> None:
+        self._aligned = [Alignment(a, other, axis, None, None) for other in others]
+        self.names = (a.name, *(other.name for other in others))
+        self.warnings = [
+            f"seed {curve.name}: {warning}" for curve in others for warning in curve.warnings
+        ]
+        for curve, alignment in zip(others, self._aligned, strict=True):
+            if alignment.method != "exact" or not len(alignment.steps):
+                raise RunError(
+                    f"--seed {curve.name} logged other steps than {a.name}; the runs that make a "
+                    "band log the same ones"
+                )
+
+    def compare(self, points: Mapping[str, Points], letter: str) -> Band:
+        """Compare the metrics of B, named `letter`, with the band; raises as `check` does."""
+        metrics = {
+            name: self.check(name, metric_points, letter).record
+            for name, metric_points in points.items()
+        }
+        return Band(seeds=self.names, chance=CHANCE, metrics=metrics)
+
+    def check(self, metric: str, points: Points, letter: str) -> BandResult:
+        """Compare B's values with the band, at their common points.
+
+        Raises RunError if a seed lacks the metric there, or has the losses of another run.
+        """
+        steps = points.steps
+        rows = [points.a]
+        there = np.isfinite(points.a) & np.isfinite(points.b)
+        for name, alignment in zip(self.names[1:], self._aligned, strict=True):
+            seed_points = alignment.of(metric)
+            at = np.searchsorted(seed_points.steps, steps)
+            at[at == len(seed_points.steps)] = 0
+            logged = np.isin(steps, seed_points.steps)
+            if np.count_nonzero(logged) < 2:
+                raise RunError(
+                    f"--seed {name} has {metric} at none of the steps compared; name runs that "
+                    "logged the same steps"
+                )
+            values = np.where(logged, seed_points.b[at], np.nan)
+            if metric == "loss":
+                # A band that contains B is too wide, one that has a seed twice too narrow.
+                for whose, losses in zip((letter, *self.names), (points.b, *rows), strict=False):
+                    if np.array_equal(values, losses, equal_nan=True):
+                        raise RunError(
+                            f"--seed {name} has exactly the losses of {whose}, so that it is not "
+                            "another seed; give runs with different train.seed, and each run once"
+                        )
+            there &= np.isfinite(values)
+            rows.append(values)
+        if not there.any():
+            raise RunError(
+                f"the seeds {', '.join(self.names)} and {letter} have {metric} at no step in "
+                "common; name runs that logged the same steps"
+            )
+        return compare_with_band(steps[there], np.stack(rows)[:, there], points.b[there])

@@ -1,0 +1,334 @@
+"""Whether a run recovered exactly from a fault: compared with the reference, and by its files.
+
+A trainer of another project need not be reproducible: the difference of two runs without a fault
+is its noise, and a resume is judged by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from slurmllm.analysis.compare.compare import METRICS, compare
+from slurmllm.analysis.compare.comparison import Tolerances, format_figure
+from slurmllm.analysis.drill.injector import FAULTS, FaultKind, Injection
+from slurmllm.analysis.status.history import read_history
+from slurmllm.analysis.status.recoveries import find_recoveries
+from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.errors import RunError
+from slurmllm.core.metrics.curves import Curve, describe_ranges
+from slurmllm.core.metrics.row_reader import last_row_of
+from slurmllm.core.metrics.source import read_curve
+from slurmllm.core.run.records import AttemptRecord, EndingClass, Record, WorkerRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.launch.supervise.attempts import load_attempts
+from slurmllm.train.checkpoint.catalogue import read_entry, verify_entry
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
+
+_NOISES = 3.0  # a difference of as many times the noise is not noise
+_CLEAR_NOISES = 10.0
+_FEW_STEPS, _FEW_DIGITS = 5, 4  # that show little
+
+Verdict = Literal["exact", "within_noise", "differs", "began_again", "not_resumed"]
+Confidence = Literal["certain", "likely", "weak"]
+
+
+class Resumption(Record):
+    """What a trainer did after a fault."""
+
+    verdict: Verdict
+    text: str
+    from_step: int | None = None  # after which it continued; 0: it began again
+    checkpoint: str = ""  # of that step, if watched
+    differs_from_step: int | None = None
+    max_rel_diff: float | None = None  # from the run without a fault, after the resume
+    noise: float | None = None  # largest relative difference of two such runs
+    confidence: Confidence = "certain"
+    confidence_reason: str = ""
+    by_hand: bool = False  # whether the supervisor had stopped, and the drill resumed the run
+
+
+class Unbroken(NamedTuple):
+    """Two runs of a trainer without a fault, for its noise."""
+
+    reference: Curve
+    repeat: Curve
+    command: CommandConfig
+    steps: int
+    tolerances: Tolerances  # of the user
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """The largest relative difference of each metric."""
+        pair = compare(
+            self.reference, self.repeat, Tolerances(exact=True), to_step=self.steps, shifts=(0, 0)
+        )
+        # 0 only if the bits are the same.
+        return {
+            name: 0.0 if metric.bit_identical else max(metric.max_rel_diff or 1.0, 1e-15)
+            for name, metric in pair.metrics.items()
+        }
+
+
+class RecoveryTimes(Record):
+    """Seconds from a fault to the next completed step, by phase."""
+
+    total_s: float
+    requeue_s: float  # between attempts: Slurm's requeue, or the local restart
+    detection_s: float  # until the attempt was closed, with its last save
+    preflight_s: float  # checks of the nodes
+    cache_s: float  # compiled graphs onto the nodes
+    launch_s: float  # the rest: supervisor, srun, launchers, interpreters
+    start_up_s: float  # workers: imports, rendezvous, model, resume
+    first_step_s: float
+
+
+class DrillResult(Record):
+    """The result of one fault."""
+
+    kind: FaultKind
+    run: str
+    passed: bool
+    faults: tuple[str, ...]  # why it did not pass, one line each
+    at_step: int | None = None  # last step seen before the fault
+    node: str = ""
+    ending: EndingClass | None = None  # class of the attempt it hit
+    attempts: int = 0  # number of attempts of the run
+    steps_lost: int | None = None  # beyond the last checkpoint
+    steps_recomputed: int = 0
+    recovery: RecoveryTimes | None = None
+    resume: Resumption | None = None  # of another project's trainer
+
+
+class DrillReport(Record):
+    """The results of a whole drill."""
+
+    run: str
+    nodes: int
+    local: bool
+    steps: int
+    every_steps: int  # between checkpoints
+    seed: int
+    reference: str  # name of the run without a fault
+    own_reference: bool  # whether the run itself was the reference
+    drills: tuple[DrillResult, ...]
+    kept: tuple[str, ...]  # runs of the drill that were not removed
+    repeat: str | None = None  # of another project's trainer: a second run without a fault
+    # By metric, the largest relative difference of these two
+    noise: Mapping[str, float] = Field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.drills)
+
+
+def check_recovery(
+    run: RunDir,
+    kind: FaultKind,
+    injection: Injection | None,
+    reference: Path,
+    steps: int,
+    tolerances: Tolerances,
+    state: str,
+    unbroken: Unbroken | None = None,
+) -> DrillResult:
+    """Compare a run that had a fault, and has ended, with the reference.
+
+    `injection` is None if the injector never started; `reference` is a run directory or a metrics
+    file; `state` has state and reason of the run, `done` if it finished; `unbroken` is the
+    reference of another project's trainer.
+    """
+    attempts = load_attempts(run, "train")
+    hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
+    injected = injection is not None and not injection.missed
+    faults = _ending_faults(kind, injection, hit, state)
+    recomputed = 0
+    resume: Resumption | None = None
+    steps_lost = None if hit is None else hit.steps_lost
+    try:
+        curve = read_curve(run.path)
+        recomputed = curve.overlap_rows
+        if unbroken is None:
+            faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
+        elif hit is not None and injected:
+            resume = judge_resume(run, curve, unbroken, hit)
+            if resume.verdict not in ("exact", "within_noise"):
+                faults.append(f"{resume.text} ({resume.confidence_reason or resume.confidence})")
+            last = last_row_of(run.metrics(hit.attempt))
+            if last is not None and resume.from_step is not None:
+                steps_lost = max(0, int(last["step"]) - resume.from_step)
+    except RunError as error:
+        faults.append(str(error))
+    if unbroken is None:
+        faults += _checkpoint_faults(run, steps)
+    if hit is not None and steps_lost is None and hit.last_step is not None:
+        steps_lost = max(0, hit.last_step - (hit.checkpoint_after or 0))
+    return DrillResult(
+        kind=kind,
+        run=run.name,
+        passed=not faults,
+        faults=tuple(faults),
+        at_step=None if injection is None else injection.step,
+        node="" if injection is None else injection.node,
+        ending=None if hit is None else hit.ending,
+        attempts=len(attempts),
+        steps_lost=steps_lost,
+        steps_recomputed=recomputed,
+        recovery=None if injection is None or not injected else recovery_times(run, injection),
+        resume=resume,
+    )
+
+
+def _ending_faults(
+    kind: FaultKind, injection: Injection | None, hit: AttemptRecord | None, state: str
+) -> list[str]:
+    faults: list[str] = []
+    if injection is None:
+        faults.append("the fault injector never started on the node")
+    elif injection.missed:
+        faults.append(f"the fault was not injected: {injection.missed}")
+    if state != "done":
+        faults.append(f"did not finish: {state}")
+    expected = FAULTS[kind].expected
+    injected = injection is not None and not injection.missed
+    if hit is not None and injected and expected and hit.ending != expected:
+        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
+    return faults
+
+
+def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
+    comparison = compare(reference, curve, tolerances, from_step=1, to_step=steps)
+    # Scatter of its own is no resume of the same training.
+    faults = [] if comparison.verdict in ("identical", "match") else [comparison.reason]
+    if comparison.only_in_a:
+        faults.append(f"steps {describe_ranges(comparison.only_in_a)} are missing")
+    if comparison.only_in_b or int(curve.steps[-1]) > steps:
+        faults.append(f"steps beyond the reference's: up to {curve.steps[-1]}")
+    if comparison.steps_compared != steps and not faults:
+        faults.append(f"only {comparison.steps_compared} of {steps} steps could be compared")
+    if comparison.data is not None and not comparison.data.same:
+        faults.append(f"different data: {'; '.join(comparison.data.differences)}")
+    difference = curve.overlap_max_rel_diff or 0.0
+    tolerated = difference <= max(tolerances.loss, tolerances.grad_norm)
+    if curve.overlap_rows and not (curve.overlap_identical if tolerances.exact else tolerated):
+        faults.append(
+            f"{curve.overlap_rows} recomputed steps differ from the first computation by up to "
+            f"{difference:.2g} relative"
+        )
+    return faults
+
+
+def _checkpoint_faults(run: RunDir, steps: int) -> list[str]:
+    faults = []
+    if partial := sorted(path.name for path in run.checkpoints.glob(".*")):
+        faults.append(f"an incomplete checkpoint is left: {', '.join(partial)}")
+    newest = max(run.checkpoint_steps(), default=None)
+    if newest != steps:
+        faults.append(f"the newest checkpoint is of step {newest}, not {steps}")
+    else:
+        faults += verify_entry(read_entry(run.checkpoint(steps))).faults or ()
+    return faults
+
+
+def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
+    """Return the recovery from the fault on, by phase; None if no step was completed since."""
+    history, attempt = read_history(run), injection.attempt
+    recovery = next((r for r in find_recoveries(history) if r.attempt == attempt), None)
+    if recovery is None or recovery.seconds is None:
+        return None
+    hit = history.steps.get(attempt)
+    broken = next(a for a in history.attempts if a.stage == "train" and a.attempt == attempt)
+    # `status` measures from the last completed step, which is before or after the fault.
+    last_step_at = float(hit.ends[-1]) if hit is not None else broken.started_at
+    before_s = injection.time - last_step_at
+    resumed = next(n for n in sorted(history.steps) if n > attempt)
+    worker = WorkerRecord.find(run.attempt("train", resumed).worker(0))
+    start_up_s = 0.0 if worker is None else worker.start_up_s
+    phases_s = recovery.phases_s
+    times = {
+        "detection_s": max(0.0, phases_s["noticing"] + phases_s["stopping"] - before_s),
+        "requeue_s": phases_s["requeue"],
+        "preflight_s": phases_s["preflight"],
+        "cache_s": phases_s["cache"],
+        # An attempt in between that completed no step is part of it.
+        "launch_s": max(0.0, phases_s["start_up"] - start_up_s) + phases_s["failed_attempts"],
+        "start_up_s": min(start_up_s, phases_s["start_up"]),
+        "first_step_s": phases_s["first_step"],
+    }
+    rounded = {name: round(seconds, 3) for name, seconds in times.items()}
+    return RecoveryTimes(total_s=round(recovery.seconds - before_s, 3), **rounded)
+
+
+def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptRecord) -> Resumption:
+    """Return how a run continued after the attempt `hit`, by its curve."""
+    later = curve.steps[curve.attempts > hit.attempt]
+    first = int(curve.steps[0])
+    if len(later):
+        first = int(later.min())
+    elif hit.ending != "done":
+        return Resumption(verdict="not_resumed", text="did not resume: no step after the fault")
+    elif int(curve.steps[-1]) < unbroken.steps:
+        text = f"did not resume: exited with 0 at step {curve.steps[-1]}, as if it were done"
+        return Resumption(verdict="not_resumed", text=text)
+    result = _compare(curve, unbroken, first)
+    if not len(later):
+        return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
+    # The checkpoint tells the step between two rows of a sparse log.
+    steps = unbroken.reference.steps
+    from_step, path = int(max(steps[steps < first], default=0)), ""
+    for entry in list_trainer_checkpoints(run, unbroken.command):
+        if from_step <= entry.step < first:
+            from_step, path = entry.step, str(entry.path)
+    update: dict[str, Any] = {"from_step": from_step, "checkpoint": path}
+    if from_step == 0:
+        update |= {"verdict": "began_again", "text": "did not resume: began again at step 1"}
+    return result.model_copy(update={**update, "by_hand": hit.action == "stop"})
+
+
+def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
+    """Compare a curve from a step on with the run without a fault."""
+    noises, reference = unbroken.noise, unbroken.reference
+    noise = max(noises.values())
+    loss, grad_norm = (
+        max(unbroken.tolerances.of(name), _NOISES * noises.get(name, 0.0)) for name in METRICS
+    )
+    tolerances = Tolerances(loss=loss, grad_norm=grad_norm, exact=not (loss or grad_norm))
+    span: Any = {"from_step": first, "to_step": unbroken.steps, "shifts": (0, 0)}
+    after = compare(reference, curve, tolerances, **span, basis="tolerance")
+    metrics = after.metrics.values()
+    largest = max(metric.max_rel_diff or 0.0 for metric in metrics)
+    onset: int | None = None
+    reason = "two runs without a fault are identical"
+    if noise:
+        reason = f"two runs without a fault differ by up to {format_figure(noise)}"
+    verdict: Verdict = "exact" if not noise and after.verdict == "identical" else "within_noise"
+    if after.verdict not in ("identical", "match"):
+        verdict = "differs"
+        onset = min(metric.onset_step or metric.first_departure_step or first for metric in metrics)
+        text = f"differs from step {onset} by up to {format_figure(largest)}"
+        confidence: Confidence = "certain" if largest >= _CLEAR_NOISES * noise else "likely"
+        reason += f"; {after.reason}"
+    else:
+        digits = max(
+            len(f"{float(x)!r}".strip("0").replace(".", "")) for x in curve.columns["loss"]
+        )
+        few = after.steps_compared < _FEW_STEPS or digits < _FEW_DIGITS
+        confidence = "weak" if few else "certain" if verdict == "exact" else "likely"
+        text = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
+        reason += f"; {after.steps_compared} steps, loss of {digits} digits"
+        if noise:
+            reason += f"; more than {format_figure(max(after.power.values()))} would have shown"
+        if after.only_in_a:
+            reason += f"; without steps {describe_ranges(after.only_in_a)}"
+    return Resumption(
+        verdict=verdict,
+        text=text,
+        differs_from_step=onset,
+        max_rel_diff=largest,
+        noise=noise,
+        confidence=confidence,
+        confidence_reason=reason,
+    )

@@ -1,0 +1,270 @@
+"""Plan evaluations, run jobs for scores that are not cached, and build the result tables."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from slurmllm.analysis.evaluate.request import (
+    EXPORT_PREFIX,
+    EvaluationSettings,
+    EvaluationTarget,
+    JobOutcome,
+    JobRequest,
+    ModelRef,
+    TaskRequest,
+    ValidationText,
+    harness_version,
+    task_key,
+)
+from slurmllm.analysis.evaluate.scores import ScoreTable, match_metric, read_scores, suite_table
+from slurmllm.analysis.evaluate.suites import VALIDATION, LocatedSuite, SuiteTask
+from slurmllm.analysis.evaluate.validation_text import LOOP, cache_key_parts, validation_text
+from slurmllm.core.errors import StorageError, UserError
+from slurmllm.core.run.artifact_records import EvaluationRecord
+from slurmllm.core.run.rundir import RunDir
+
+# Runs jobs, and yields their outcomes in the order in which they end.
+JobRunner = Callable[[Sequence[JobRequest]], Iterator[tuple[JobRequest, JobOutcome]]]
+
+# Longer than any evaluation: an older temporary folder belongs to no active job.
+_STALE_EXPORT_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The tasks for every model."""
+
+    suites: tuple[LocatedSuite, ...]  # without the tasks that are skipped
+    validation: ValidationText | None  # text of `validation`, if requested
+    skipped: dict[str, str]  # task → reason
+    harness: str | None  # its version; if not installed, that of the newest cached score, or None
+    settings: EvaluationSettings
+
+    def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
+        """Return the request of a suite's row, with the cache key of its scores."""
+        settings = self.settings
+        if self.validation is not None and row.task == self.validation.name:
+            bare = SuiteTask(task=row.task)
+            parts = cache_key_parts(self.validation, settings.tokenizer)
+            return TaskRequest(bare, folder, task_key(bare, folder, settings.limit, LOOP, parts))
+        return TaskRequest(row, folder, task_key(row, folder, settings.limit, self.harness or ""))
+
+    def tasks(self) -> tuple[TaskRequest, ...]:
+        """Return all tasks, each once."""
+        unique: dict[str, TaskRequest] = {}
+        for located in self.suites:
+            for row in located.suite.rows():
+                task = self.request(row, located.folder)
+                unique.setdefault(task.key, task)  # a row of another metric has the same key
+        return tuple(unique.values())
+
+    def permitted(self) -> tuple[TaskRequest, ...]:
+        """Return the tasks, without those that run the model's programs unless `allow_code`."""
+        allow_code = self.settings.allow_code
+        return tuple(task for task in self.tasks() if allow_code or not task.task.runs_code)
+
+    def is_cached(self, target: EvaluationTarget, model: ModelRef, force: bool) -> bool:
+        """Return whether a model has all scores that may be computed; never with `force`."""
+        permitted = self.permitted()
+        job = self.job(target.store, model, permitted)
+        return not force and all(is_cached(job, task) for task in permitted)
+
+    def job(self, store: RunDir, model: ModelRef, tasks: tuple[TaskRequest, ...]) -> JobRequest:
+        return JobRequest(store.path, model, tasks, self.validation, self.settings)
+
+
+@dataclass(frozen=True)
+class TaskFailure:
+    """A task without a score, and the reason on one line."""
+
+    step: int
+    task: str
+    shots: int | None
+    reason: str
+
+
+@dataclass
+class EvaluationResult:
+    """The result of a call."""
+
+    evaluated: int = 0  # number of new scores, over all models
+    cached: int = 0  # likewise, of cached ones
+    failed: list[TaskFailure] = field(default_factory=list)
+    # Step → faults of the checkpoint's files.
+    damaged: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+def plan_evaluation(
+    target: EvaluationTarget,
+    suites: Sequence[LocatedSuite],
+    settings: EvaluationSettings,
+    *,
+    named: Sequence[str],
+    corpus: Path | None,
+) -> EvaluationPlan:
+    """Resolve the text of `validation`, or skip it if there is none and it was not named.
+
+    `named` are the tasks of --task, `corpus` is the file of --validation-corpus.
+    """
+    skipped: dict[str, str] = {}
+    text: ValidationText | None = None
+    if any(row.task == VALIDATION for located in suites for row in located.suite.rows()):
+        try:
+            text = validation_text(target.run, corpus)
+        except UserError as error:
+            if VALIDATION in named or corpus is not None:
+                raise
+            skipped[VALIDATION] = str(error)
+    elif corpus is not None:
+        raise UserError("--validation-corpus requires --task validation")
+
+    def resolve(row: SuiteTask) -> SuiteTask | None:
+        """Return the row, that of `validation` named by its text; None if it is skipped."""
+        if row.task == VALIDATION and text is not None:
+            return row.model_copy(update={"task": text.name, "name": row.title})
+        return None if row.task in skipped else row
+
+    remaining = tuple(replace(s, suite=s.suite.changed(resolve)) for s in suites)
+    if all(not tuple(located.suite.rows()) for located in remaining):
+        reasons = "; ".join(f"{task} {why}" for task, why in skipped.items())
+        raise UserError(f"no task is left to evaluate: {reasons}")
+    version = harness_version()
+    if version is None:
+        # Cached scores can be shown without the harness, but their cache keys contain the harness
+        # version that computed them.
+        records = [stored.record for stored in read_scores(target.store)[0]]
+        of_harness = [record for record in records if record.version != LOOP]
+        newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
+        version = None if newest is None else newest.version
+    return EvaluationPlan(remaining, text, skipped, version, settings)
+
+
+def plan_jobs(
+    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan, *, force: bool
+) -> tuple[list[JobRequest], dict[str, str], int]:
+    """Return a job for each model with scores that are not cached; with `force`, for all.
+
+    Returns also task → reason for those that may not run, and the number of cached scores.
+    """
+    tasks, permitted = plan.tasks(), plan.permitted()
+    jobs: list[JobRequest] = []
+    forbidden: dict[str, str] = {}
+    cached = 0
+    for model in models:
+        job = plan.job(target.store, model, tasks)
+        missing = [task for task in tasks if force or not is_cached(job, task)]
+        forbidden |= {
+            task.task.task: "executes model-written code; pass --allow-code-execution to allow it"
+            for task in missing
+            if task not in permitted
+        }
+        if todo := tuple(task for task in missing if task in permitted):
+            jobs.append(replace(job, tasks=todo))
+        cached += sum(is_cached(job, task) and task not in todo for task in tasks)
+    return jobs, forbidden, cached
+
+
+def is_cached(job: JobRequest, task: TaskRequest) -> bool:
+    try:
+        EvaluationRecord.load(job.score_file(task))
+    except StorageError:
+        return False
+    return True
+
+
+def run_jobs(
+    jobs: Sequence[JobRequest], runner: JobRunner, on_end: Callable[[JobRequest, JobOutcome], None]
+) -> EvaluationResult:
+    """Run jobs; `on_end` is called with each job and its outcome."""
+    result = EvaluationResult()
+    try:
+        for job, outcome in runner(jobs):
+            on_end(job, outcome)
+            step = job.model.step
+            failed = dict(outcome.failed)
+            if outcome.damaged:
+                result.damaged[step] = outcome.damaged
+                continue
+            if outcome.error is not None:
+                # The job ended early: the scores that it had saved count.
+                failed = {t.key: outcome.error for t in job.tasks if not is_cached(job, t)}
+            result.failed += [
+                TaskFailure(step, task.task.task, task.task.shots, failed[task.key])
+                for task in job.tasks
+                if task.key in failed
+            ]
+            result.evaluated += len(job.tasks) - len(failed)
+    finally:
+        # Jobs that were killed may leave their exported models behind.
+        for job in jobs:
+            prefix = f"{EXPORT_PREFIX}{job.settings.call_id}-"
+            for folder in RunDir(job.store).evaluations.glob(f"{EXPORT_PREFIX}*"):
+                with contextlib.suppress(OSError):
+                    stale = time.time() - folder.stat().st_mtime > _STALE_EXPORT_S
+                    if stale or folder.name.startswith(prefix):
+                        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def missing_metrics(
+    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
+) -> list[TaskFailure]:
+    """Return the rows whose metric is not among a task's scores."""
+    failures = []
+    for model in models:
+        for located in plan.suites:
+            for row in located.suite.rows():
+                key = plan.request(row, located.folder).key
+                path = target.store.evaluation(model.checksum, key)
+                if row.metric is None or not path.is_file():
+                    continue
+                scores = EvaluationRecord.load(path).scores
+                if match_metric(row.metric, scores) is None:
+                    reason = f"no finite metric {row.metric!r}; the task has {', '.join(scores)}"
+                    failures.append(TaskFailure(model.step, row.task, row.shots, reason))
+    return failures
+
+
+def suite_tables(
+    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
+) -> tuple[list[ScoreTable], list[str]]:
+    """Return the tables of the suites, and a warning for each unreadable file.
+
+    Excludes scores of a different validation text with the same name, and scores of weights that
+    a selected step had earlier.
+    """
+    stored, warnings = read_scores(target.store)
+    checksums = {model.step: model.checksum for model in models}
+    stored = [
+        score
+        for score in stored
+        if checksums.get(score.record.step, score.record.checkpoint) == score.record.checkpoint
+    ]
+    if plan.validation is not None:
+        row = SuiteTask(task=plan.validation.name)
+        # The key depends on the limit: one key for each limit among the scores.
+        limits = {score.record.limit for score in stored}
+        keys = set()
+        for limit in limits:
+            settings = replace(plan.settings, limit=None if limit is None else int(limit))
+            keys.add(replace(plan, settings=settings).request(row, Path()).key)
+        stored = [score for score in stored if score.record.task != row.task or score.key in keys]
+    return [suite_table(suite, stored, plan.settings.limit) for suite in plan.suites], warnings
+
+
+def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
+    rows = [
+        replace(
+            row,
+            scores={step: value for step, value in row.scores.items() if step in steps},
+            errors={step: value for step, value in row.errors.items() if step in steps},
+        )
+        for row in table.rows
+    ]
+    scored = tuple(step for step in table.steps if step in steps)
+    return replace(table, rows=tuple(row for row in rows if row.scores), steps=scored)

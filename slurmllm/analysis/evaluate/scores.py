@@ -1,0 +1,228 @@
+"""Tables of the scores of a run's checkpoints by suite, with published scores; no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from slurmllm.analysis.evaluate.request import task_key
+from slurmllm.analysis.evaluate.suites import (
+    AVERAGE,
+    VALIDATION,
+    LocatedSuite,
+    SuiteTask,
+    find_suite,
+    read_suite,
+    suite_names,
+)
+from slurmllm.core.errors import SlurmllmError
+from slurmllm.core.format import ABSENT
+from slurmllm.core.run.artifact_records import EvaluationRecord
+from slurmllm.core.run.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """A row of a suite's table."""
+
+    group: str  # heading of its group, such as `common reasoning`
+    name: str  # of the task, or `average` for the mean of its group's tasks
+    shots: int | None
+    metric: str
+    scores: Mapping[int, float]  # checkpoint's step → value, for steps that have one
+    errors: Mapping[int, float]  # checkpoint's step → one standard error, if known
+    references: Mapping[str, float]  # name of a published model → its score, on the same scale
+    # Name of a published model → standard error of its score, if published.
+    reference_errors: Mapping[str, float] = field(default_factory=dict)
+
+    def difference(self, model: str, step: int) -> float | None:
+        """Return score - published score in standard errors of the two, if ours has one."""
+        if model not in self.references or step not in self.scores or not self.errors.get(step):
+            return None
+        error = math.hypot(self.errors[step], self.reference_errors.get(model, 0.0))
+        return (self.scores[step] - self.references[model]) / error
+
+    def published(self, model: str, steps: Sequence[int], number: Callable[[float], str]) -> str:
+        """Return a published score with its error and the newest step's difference from it."""
+        if model not in self.references:
+            return ABSENT
+        error = self.reference_errors.get(model)
+        text = number(self.references[model]) + ("" if error is None else f" ± {error:.2g}")
+        difference = self.difference(model, steps[-1]) if steps else None
+        return text if difference is None else f"{text} ({difference:+.1f} SE)"
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """The scores of a run in a suite."""
+
+    suite: str
+    rows: tuple[ScoreRow, ...]
+    steps: tuple[int, ...]  # of the checkpoints that have a score, ascending
+    tokens: Mapping[int, int]  # checkpoint's step → tokens trained on
+    sources: Mapping[str, str]  # name of a published model → where its figures were published
+
+
+@dataclass(frozen=True)
+class StoredScore:
+    """The scores of one file, and the cache key of its task (`request.task_key`)."""
+
+    key: str
+    record: EvaluationRecord
+
+
+def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
+    """Return the tables of all suites with a score, shipped ones first; and warnings."""
+    stored, warnings = read_scores(run)
+    if not stored:
+        return [], warnings
+    suites = [find_suite(name) for name in suite_names()]
+    for path in run.evaluation_suites():
+        try:
+            suites.append(LocatedSuite(read_suite(path), path.parent))
+        except SlurmllmError as error:
+            warnings.append(f"ignoring {path}: {error}")
+    tables = [suite_table(suite, stored) for suite in suites]
+    # Loss on held-out text is part of every suite: shown in the first one if nothing else is.
+    scored = [table for table in tables if table.steps]
+    tasks = [table for table in scored if any(row.group != HELD_OUT for row in table.rows)]
+    return tasks or scored[:1], warnings
+
+
+HELD_OUT = "held-out text"  # the group of `validation` in all shipped suites
+
+
+def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
+    """Return all scores of a run, and a warning for each unreadable file."""
+    stored, warnings = [], []
+    for path in run.evaluation_files():
+        try:
+            stored.append(StoredScore(path.stem, EvaluationRecord.load(path)))
+        except SlurmllmError as error:
+            warnings.append(f"ignoring {path}: {error}")
+    return stored, warnings
+
+
+def suite_table(
+    located: LocatedSuite, stored: Sequence[StoredScore], limit: int | None = None
+) -> ScoreTable:
+    """Return the table of a suite, without rows that have no score.
+
+    With `limit`, only scores of so many questions; else the scores of all questions, or where there
+    are none those of the most questions, whose number the row's name has.
+    """
+    rows: list[ScoreRow] = []
+    steps: dict[int, int] = {}
+    references = located.suite.references
+    for group in located.suite.groups:
+        group_rows: list[ScoreRow] = []
+        for task in group.tasks:
+            matching = _matching(located.folder, task, stored)
+            if limit is not None:
+                matching = [record for record in matching if record.limit == limit]
+            elif any(record.limit is not None for record in matching):
+                # Scores of different numbers of questions are not comparable: only one is shown.
+                most = max(math.inf if r.limit is None else r.limit for r in matching)
+                matching = [r for r in matching if (r.limit or math.inf) == most]
+            # One record of each step: the newest.
+            by_time = sorted(matching, key=lambda record: record.evaluated_at)
+            newest = {record.step: record for record in by_time}
+            scores = [newest[step] for step in sorted(newest)]
+            steps |= {record.step: record.tokens for record in scores}
+            group_rows += _rows(group.name, task, scores)
+        published = {model.model: model.figures.get(group.name, {}) for model in references}
+        errors = {model.model: model.errors.get(group.name, {}) for model in references}
+        for index, row in enumerate(group_rows):
+            name = row.name.partition(" (first ")[0]
+            group_rows[index] = replace(
+                row,
+                references={model: of[name] for model, of in published.items() if name in of},
+                reference_errors={model: of[name] for model, of in errors.items() if name in of},
+            )
+        rows += group_rows
+        if group.average and len(group.tasks) > 1:
+            of_average = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
+            average = _average(group.name, group_rows, len(group.tasks), published)
+            rows += [replace(row, reference_errors=of_average) for row in average]
+    scored = tuple(sorted(steps))
+    sources = {r.model: r.source for r in located.suite.references}
+    return ScoreTable(located.suite.name, tuple(rows), scored, steps, sources)
+
+
+def _matching(
+    folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
+) -> list[EvaluationRecord]:
+    """Return the scores of a task as the suite defines it, of any version of the harness."""
+    records = [(score.key, score.record) for score in stored if score.record.task == task.task]
+    # The key of `validation` depends on its text, which is not read here.
+    if task.task.partition(":")[0] == VALIDATION:
+        return [record for _, record in records]
+    matching = []
+    for key, record in records:
+        # The record has a float, whose digest would differ.
+        limit = None if record.limit is None else int(record.limit)
+        if key == task_key(task, folder, limit, record.version):
+            matching.append(record)
+    return matching
+
+
+def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> list[ScoreRow]:
+    if not records:
+        return []
+    limit = records[-1].limit
+    name = task.title if limit is None else f"{task.title} (first {limit:g})"
+    # As the harness reports them: some tasks allow no examples, whatever the suite sets.
+    shots = records[-1].shots if records[-1].shots is not None else task.shots
+    metrics = (
+        [task.metric] if task.metric else list(dict.fromkeys(m for r in records for m in r.scores))
+    )
+    rows = []
+    for metric in metrics:
+        named = {
+            record.step: key for record in records if (key := match_metric(metric, record.scores))
+        }
+        scores = {r.step: r.scores[named[r.step]] for r in records if r.step in named}
+        errors = {
+            r.step: r.errors[named[r.step]]
+            for r in records
+            if r.step in named and named[r.step] in r.errors
+        }
+        if scores:
+            rows.append(ScoreRow(group, name, shots, metric, scores, errors, {}))
+    return rows
+
+
+def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
+    """Return the harness's name of a metric, with its filter: the first one by default."""
+    if metric in scores:
+        return metric
+    return next((name for name in scores if name.partition(",")[0] == metric), None)
+
+
+def _average(
+    group: str, rows: Sequence[ScoreRow], tasks: int, published: Mapping[str, Mapping[str, float]]
+) -> list[ScoreRow]:
+    """Return the mean of a group's rows, for steps and published models that have all of them."""
+    if len(rows) != tasks:  # a mean of fewer tasks is not comparable with the published one
+        return []
+    steps = set.intersection(*(set(row.scores) for row in rows))
+    scores = {step: sum(row.scores[step] for row in rows) / tasks for step in sorted(steps)}
+    # Standard error of a mean of independent scores.
+    errors = {
+        step: sum(row.errors[step] ** 2 for row in rows) ** 0.5 / tasks
+        for step in sorted(steps)
+        if all(step in row.errors for row in rows)
+    }
+    references = {}
+    for model, figures in published.items():
+        if AVERAGE in figures:
+            references[model] = figures[AVERAGE]
+        elif all(model in row.references for row in rows):
+            references[model] = sum(row.references[model] for row in rows) / tasks
+    if not scores:
+        return []
+    limited = any("(first " in row.name for row in rows)
+    name = AVERAGE + (" (first questions)" if limited else "")
+    return [ScoreRow(group, name, None, "", scores, errors, references)]

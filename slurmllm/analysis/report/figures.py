@@ -1,0 +1,488 @@
+"""The plots of the page, as figures of plotly: data, layout and buttons.
+
+A curve has up to three x axes (step, tokens, hours), chosen by its buttons. A long one is
+thinned to its extremes, and drawn again as means of equally long pieces.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from slurmllm.analysis.evaluate.scores import HELD_OUT
+from slurmllm.analysis.report.facts import RunFacts, per_s, scaling_rows
+from slurmllm.core.format import format_elapsed, format_names, format_number
+from slurmllm.core.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
+from slurmllm.core.run.records import TIME_PARTS, TimePart
+
+Json = dict[str, Any]
+_LOOK: Mapping[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8")
+)
+RUN_COLORS: Sequence[str] = _LOOK["runs"]
+PART_COLORS: Mapping[TimePart, str] = _LOOK["time_parts"]
+STEP_PARTS: Mapping[str, str] = _LOOK["step_parts"]
+_METRICS: Sequence[tuple[str, str, str]] = _LOOK["metrics"]
+_MARKS: Mapping[str, Json] = _LOOK["marks"]
+_AXIS_TITLES = {"step": "step", "tokens": "tokens", "hours": "hours since the first step began"}
+# The page must stay small enough to send by mail: rows of all curves of a figure.
+_MAX_ROWS = 6000
+_MIN_ROWS = 300
+_MAX_PIECES = 600  # of a stacked figure
+_MAX_STACKS = 4
+_MAX_MARKS = 300  # per kind and run, the latest
+_FEW_POINTS = 40  # are drawn as such, on their line
+_PART_COLUMNS = ("data_wait_s", "forward_backward_s", "optimizer_s")  # the rest is the last part
+_DASHES = ("solid", "dash", "dot", "dashdot")  # of the training loss, of each text's
+
+Axes = dict[str, Floats]  # x axis → position of each point
+
+
+@dataclass(frozen=True)
+class PlotData:
+    """A plot of the page."""
+
+    name: str  # unique in the page
+    title: str
+    section: Literal["loss", "curves", "throughput", "utilization", "evaluation"]
+    figure: Json  # of plotly
+    note: str = ""
+    height: int = 340  # pixels
+
+
+@dataclass
+class CurveFigure:
+    """Collects the lines and marks of a figure over steps.
+
+    Attributes:
+        top: End of a linear y axis that leaves out outliers.
+        limit: Height of a dashed line; 0 draws none.
+    """
+
+    unit: str
+    top: float | None = None
+    log: bool = False
+    limit: float = 0.0
+    _traces: list[Json] = field(default_factory=list)
+    _axes: list[Axes] = field(default_factory=list)
+    _ranges: list[Floats] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self._traces)
+
+    def add(self, trace: Json, axes: Axes, y: Floats) -> None:
+        self._traces.append({"type": "scatter", "y": packed(y), **trace})
+        self._axes.append(axes)
+        self._ranges.append(y[np.isfinite(y)])
+
+    def finish(self) -> Json:
+        """Return the figure, whose first axis is the one that all curves have."""
+        names = [name for name in _AXIS_TITLES if any(name in axes for axes in self._axes)]
+        positions = {
+            name: [packed(axes[name]) if name in axes else [] for axes in self._axes]
+            for name in names
+        }
+        for trace, x in zip(self._traces, positions[names[0]], strict=True):
+            trace["x"] = x
+        range_ = self._y_range()
+        linear = {"yaxis.type": "linear", "yaxis.autorange": range_ is None}
+        if range_ is not None:
+            linear["yaxis.range"] = range_
+        logarithmic = {"yaxis.type": "log", "yaxis.autorange": True}
+        menus = [
+            [
+                _button(name, "update", {"x": x}, {"xaxis.title.text": _AXIS_TITLES[name]})
+                for name, x in positions.items()
+            ],
+            [_button("linear", "relayout", linear), _button("log", "relayout", logarithmic)],
+        ]
+        y_axis: Json = {"title": {"text": self.unit}, "type": "log" if self.log else "linear"}
+        if range_ is not None and not self.log:
+            y_axis["range"] = range_
+        return _figure(
+            self._traces,
+            {"title": {"text": _AXIS_TITLES[names[0]]}},
+            y_axis,
+            hovermode="x unified",
+            shapes=[_LOOK["limit"] | {"y0": self.limit, "y1": self.limit}] if self.limit else [],
+            updatemenus=[_menu(menus[0], 0, 0), _menu(menus[1], 1, int(self.log))],
+        )
+
+    def _y_range(self) -> list[float] | None:
+        """Return the range of a linear axis: without outliers, or around a constant."""
+        if self.top is not None:
+            return [0.0, self.top]
+        values = np.concatenate([*self._ranges, np.empty(0)])
+        if not values.size or np.ptp(values) > 1e-6 * np.abs(values).max():
+            return None
+        double = 2 * float(np.clip(values[0], -1e300, 1e300))
+        return sorted((0.0, double)) if double else None
+
+
+def _button(label: str, method: str, *arguments: Json) -> Json:
+    return {"label": label, "method": method, "args": arguments}
+
+
+def _menu(buttons: Sequence[Json], corner: int, active: int) -> Json:
+    """Return a row of buttons at one of the corners of `figures.yaml`."""
+    return {**_LOOK["menu"], **_LOOK["corners"][corner], "buttons": buttons, "active": active}
+
+
+def _figure(data: Sequence[Json], x_axis: Json, y_axis: Json, **layout: Any) -> Json:
+    axes = {"xaxis": _LOOK["axis"] | x_axis, "yaxis": _LOOK["axis"] | y_axis}
+    return {"data": data, "layout": _LOOK["layout"] | axes | layout}
+
+
+def _fixed_figure(kind: str, data: Sequence[Json]) -> Json:
+    """Return a figure without a step axis, whose look is that of its kind."""
+    look = _LOOK[kind]
+    return _figure([look["trace"] | trace for trace in data], look["x"], look["y"], **look["more"])
+
+
+def packed(values: Floats | Ints) -> Json:
+    """Return an array as plotly reads it: base64 of little-endian numbers."""
+    kind = "f4"
+    if np.isfinite(values).all() and (values == np.rint(values)).all():
+        kind = "i4" if np.abs(values).max(initial=0) < 2**31 else "f8"
+    with np.errstate(over="ignore"):
+        content = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
+    return {"dtype": kind, "bdata": base64.b64encode(content).decode("ascii")}
+
+
+class CurvePositions:
+    """The positions of a curve's rows on each of its axes: step, tokens, hours."""
+
+    def __init__(self, curve: Curve | None) -> None:
+        self.axes: Axes = {}
+        if curve is None:
+            return
+        self.axes["step"] = curve.steps.astype(np.float64)
+        if np.isfinite(tokens := curve.positions("tokens")).any():
+            self.axes["tokens"] = tokens
+        # Wall time since the start of the first step, h; without times the sum of the step times.
+        ends, taken = curve.columns.get("time"), curve.columns.get("step_time_s")
+        if ends is not None and np.isfinite(ends).any():
+            first = float(ends[np.isfinite(ends)][0])
+            begin = first - (float(np.nan_to_num(taken[0])) if taken is not None else 0.0)
+            self.axes["hours"] = (ends - begin) / 3600.0
+        elif taken is not None:
+            self.axes["hours"] = np.cumsum(np.nan_to_num(taken)) / 3600.0
+
+    def select(self, rows: Ints) -> Axes:
+        return {name: values[rows] for name, values in self.axes.items()}
+
+    def select_steps(self, curve: Curve, steps: Sequence[int] | Ints) -> Axes:
+        # A step after the last row: its metrics were lost with the node.
+        return self.select(np.minimum(np.searchsorted(curve.steps, steps), len(curve.steps) - 1))
+
+    def means(self, pieces: int, rows: Ints | slice) -> Axes:
+        return {name: piece_means(values[rows], pieces) for name, values in self.axes.items()}
+
+
+def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
+    """Return all plots that have data, in the page's order."""
+    positions = [CurvePositions(facts.curve) for facts in runs]
+    over_steps = (plots(runs, positions) for plots in (_curves, _stacks, _memory))
+    over_runs = (plots(runs) for plots in (_scaling, _utilization, _evaluation))
+    return list(chain(*over_steps, *over_runs))
+
+
+def run_line(runs: Sequence[RunFacts], number: int, num_points: int, label: str = "") -> Json:
+    """Return the look of a run's line; `label` names one of several of the run."""
+    color = RUN_COLORS[number % len(RUN_COLORS)]
+    name = escape(runs[number].name)
+    if label:
+        name = f"{name}, {escape(label)}" if len(runs) > 1 else escape(label)
+    return {
+        **_LOOK["line"],
+        "name": name,
+        "mode": "lines+markers" if num_points <= _FEW_POINTS else "lines",
+        "marker": {"size": 5, "color": color},
+        "line": {"color": color, "width": 1.3},
+        "legendgroup": f"run {number}",
+        "showlegend": len(runs) > 1 or bool(label),
+    }
+
+
+def _series(curve: Curve, metric: str) -> Floats | None:
+    """Return the values of a metric, NaN in rows without it; None if no row has it."""
+    if metric in ("seq_per_s", "tokens_per_s"):
+        sequences, tokens = per_s(curve)
+        values = sequences if metric == "seq_per_s" else tokens
+    else:
+        values = curve.columns.get(metric)
+    return values if values is not None and np.isfinite(values).any() else None
+
+
+def _axis_top(times: Sequence[Floats]) -> float | None:
+    """Return the top of an axis of step times without outliers, such as a step that compiles.
+
+    Returns None if all values fit: none is more than twice the top.
+    """
+    values = np.concatenate([run[np.isfinite(run)] for run in times] or [np.empty(0)])
+    if not values.size:
+        return None
+    top = 1.5 * float(np.percentile(values, 90))
+    return top if 0 < top < float(values.max()) / 2 else None
+
+
+def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
+    max_rows = max(_MIN_ROWS, _MAX_ROWS // max(1, len(runs)))
+    curves = [facts.curve for facts in runs if facts.curve is not None]
+    all_sequences = all(_series(curve, "seq_per_s") is not None for curve in curves)
+    for metric, title, unit in _METRICS:
+        logged = [v for curve in curves if (v := _series(curve, metric)) is not None]
+        if not logged or (metric == "tokens_per_s" and all_sequences):
+            continue
+        top = _axis_top(logged) if metric == "step_time_s" else None
+        figure = CurveFigure(unit or title, top)
+        for number, position in enumerate(positions):
+            _add_lines(figure, runs, number, position, metric, max_rows)
+        legend: set[str] = set()
+        for number, position in enumerate(positions):
+            _add_marks(figure, runs, number, position, metric, legend)
+        if metric == "loss":
+            yield PlotData(metric, title, "loss", figure.finish(), height=440)
+        else:
+            yield PlotData(metric, title, "curves", figure.finish())
+
+
+def _add_lines(
+    figure: CurveFigure,
+    runs: Sequence[RunFacts],
+    number: int,
+    positions: CurvePositions,
+    metric: str,
+    max_rows: int,
+) -> None:
+    """Add a run's lines of a metric: in the plot of the loss, validation losses too."""
+    curve = runs[number].curve
+    if curve is None:
+        return
+    names = {metric: ""}
+    if metric in ("loss", VAL_LOSS):
+        names |= {name: f"validation {text}".strip() for name, text in curve.validation.items()}
+    for index, (name, label) in enumerate(names.items()):
+        values = _series(curve, name)
+        if values is None:
+            continue
+        logged = np.flatnonzero(curve.present(name))  # few have the validation loss
+        values = values[logged]
+        rows = thin_rows(values, max_rows)
+        line = run_line(runs, number, len(rows), label)
+        line["line"]["dash"] = _DASHES[index % len(_DASHES)] if label else "solid"
+        if len(rows) < len(values):
+            pieces = max(1, max_rows // 3)
+            mean = {**line, "line": line["line"] | {"width": 2}}
+            line |= _LOOK["thinned"]
+            figure.add(line, positions.select(logged[rows]), values[rows])
+            figure.add(mean, positions.means(pieces, logged), piece_means(values, pieces))
+        else:
+            figure.add(line, positions.select(logged[rows]), values[rows])
+
+
+def _add_marks(
+    figure: CurveFigure,
+    runs: Sequence[RunFacts],
+    number: int,
+    positions: CurvePositions,
+    metric: str,
+    legend: set[str],
+) -> None:
+    """Add a run's marks, on its curve; marks of one kind have one entry in the legend."""
+    curve = runs[number].curve
+    values = None if curve is None else _series(curve, metric)
+    if curve is None or values is None:
+        return
+    marks = {"restart": _restarts(runs[number], curve)}
+    if metric == "loss":
+        marks |= {"save": _saves(runs[number]), "spike": _spikes(runs[number])}
+    if figure.top is not None:
+        marks["far"] = [
+            (int(step), f"{runs[number].name}: {format_number(value)} {figure.unit} at step {step}")
+            for step, value in zip(curve.steps, values, strict=True)
+            if value > figure.top
+        ]
+    rows = np.flatnonzero(curve.present(metric))
+    for kind, texts in marks.items():
+        latest = texts[-_MAX_MARKS:]
+        if not latest:
+            continue
+        steps = np.array([step for step, _ in latest])
+        y = np.interp(steps, curve.steps[rows], values[rows])
+        if kind == "far":
+            y = np.full(len(steps), 0.97 * (figure.top or 0.0))
+        color = RUN_COLORS[number % len(RUN_COLORS)]
+        look: Json = {
+            **_LOOK["mark"],
+            **_MARKS[kind],
+            "legendgroup": kind,
+            "showlegend": kind not in legend,
+            "text": [escape(text).replace("\n", "<br>") for _, text in latest],
+        }
+        look["marker"] = look["marker"] | {"color": color, "line": {"width": 1, "color": color}}
+        figure.add(look, positions.select_steps(curve, steps), y)
+        legend.add(kind)
+
+
+def _restarts(facts: RunFacts, curve: Curve) -> list[tuple[int, str]]:
+    records = {attempt.attempt: attempt for attempt in facts.train}
+    restarts = []
+    for row in (np.flatnonzero(np.diff(curve.attempts) != 0) + 1).tolist():
+        before, after = int(curve.attempts[row - 1]), int(curve.attempts[row])
+        lines = [f"{facts.name}: attempt {after} from step {curve.steps[row]}"]
+        for attempt in range(before, after):  # attempts without a step have no row
+            record = records.get(attempt)
+            if record is not None and record.ending is not None:
+                why = f" ({'; '.join(record.evidence):.150})" if record.evidence else ""
+                lines.append(f"attempt {attempt} ended: {record.ending}{why}")
+        if after in records:
+            lines.append(f"nodes: {format_names(records[after].nodes)}")
+        restarts.append((int(curve.steps[row]), "\n".join(lines)))
+    return restarts
+
+
+def _saves(facts: RunFacts) -> list[tuple[int, str]]:
+    saves = []
+    for save in facts.saved:
+        duration = "" if save.seconds is None else f", {format_elapsed(save.seconds)} s"
+        saves.append((save.step, f"{facts.name}: saved step {save.step}{duration}"))
+    return saves
+
+
+def _spikes(facts: RunFacts) -> list[tuple[int, str]]:
+    spikes = []
+    for spike in () if facts.spikes is None else facts.spikes.spikes:
+        height = f"{format_number(spike.height)} above the mean"
+        spikes.append((spike.peak_step, f"{facts.name}: spike at step {spike.peak_step}, {height}"))
+    return spikes
+
+
+def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
+    """Yield the parts of each run's steps, for the first runs only."""
+    split = [
+        (number, facts.curve)
+        for number, facts in enumerate(runs)
+        if facts.curve and "step_time_s" in facts.curve.columns
+        if facts.curve.columns.keys() & {*_PART_COLUMNS}
+    ]
+    for number, curve in split[:_MAX_STACKS]:
+        taken = curve.columns["step_time_s"]
+        absent = np.zeros(len(taken))
+        parts = [np.nan_to_num(curve.columns.get(name, absent)) for name in _PART_COLUMNS]
+        parts.append(np.maximum(taken - sum(parts), 0.0))
+        figure = CurveFigure("s", _axis_top([sum(parts, np.zeros(1))]))
+        total = max(float(sum(map(np.sum, parts))), 1e-30)
+        shares = []
+        for (name, color), seconds in zip(STEP_PARTS.items(), parts, strict=True):
+            if seconds.any():
+                shares.append(f"{name} {100 * float(np.sum(seconds)) / total:.1f} %")
+                look = _LOOK["layer"] | {"name": name, "fillcolor": color}
+                axes = positions[number].means(_MAX_PIECES, slice(None))
+                figure.add(look, axes, piece_means(seconds, _MAX_PIECES))
+        if figure:
+            title, note = f"Step time by parts: {runs[number].name}", ", ".join(shares)
+            name = f"parts-{number}"
+            yield PlotData(name, title, "curves", figure.finish(), f"Of all steps: {note}.")
+
+
+def _memory(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
+    """Yield the peak memory of a worker, if the attempts measured it."""
+    figure, limits = CurveFigure("GB"), set()
+    for number, facts in enumerate(runs):
+        measured = [e for e in facts.events if e.kind == "memory" and "peak_bytes" in e.values]
+        if not measured or facts.curve is None:
+            continue
+        peaks = np.array([event.values["peak_bytes"] / 1e9 for event in measured])
+        limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}
+        axes = positions[number].select_steps(facts.curve, [event.step for event in measured])
+        figure.add(run_line(runs, number, len(peaks)) | {"mode": "lines+markers"}, axes, peaks)
+    if figure:
+        limits_text = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
+        note = "The worker with the highest peak."
+        if limits:
+            note += f" Its limit is {limits_text} GB."
+        yield PlotData("memory", "Peak memory of a worker", "curves", figure.finish(), note)
+
+
+def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+    """Yield seq/s over nodes of models that ran on several node counts."""
+    groups: dict[str, list[tuple[int, float, float]]] = {}
+    for row in scaling_rows(runs):
+        if row.rate.nodes and row.speed and row.efficiency:
+            cluster = row.facts.configuration.text("cluster.name")
+            label = f"{row.facts.recipe or row.facts.name}{f' on {cluster}' if cluster else ''}"
+            groups.setdefault(label, []).append((row.rate.nodes, row.speed, row.efficiency))
+    data: list[Json] = []
+    for number, (label, points) in enumerate(groups.items()):
+        nodes = [point[0] for point in points]
+        if len(set(nodes)) < 2:
+            continue
+        color = RUN_COLORS[number % len(RUN_COLORS)]
+        first, speed, _ = points[0]
+        line = {"x": nodes, "y": [point[1] for point in points]}
+        text = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
+        data.append({"name": escape(label), "text": text, "line": {"color": color}, **line})
+        ends = {"x": [first, max(nodes)], "y": [speed, speed * max(nodes) / first]}
+        look = {"color": color, "dash": "dot", "width": 1}
+        data.append({"name": "linear", "mode": "lines", "hoverinfo": "skip", "line": look, **ends})
+    if data:
+        figure = _fixed_figure("scaling", data)
+        yield PlotData("scaling", "Throughput by nodes", "throughput", figure)
+
+
+def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+    """Yield one stacked bar per run."""
+    runs_used = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
+    if not runs_used:
+        return
+    data = [
+        {
+            "name": part.replace("_", " "),
+            "y": [escape(name) for name, _ in runs_used],
+            "x": [100.0 * used.shares[part] for _, used in runs_used],
+            "customdata": [used.parts[part] for _, used in runs_used],
+            "marker": {"color": PART_COLORS[part]},
+        }
+        for part in TIME_PARTS
+        if any(used.parts[part] for _, used in runs_used)
+    ]
+    figure = _fixed_figure("utilization", data)
+    title, height = "Where the node hours went", 210 + 34 * len(runs_used)
+    yield PlotData("utilization", title, "utilization", figure, height=height)
+
+
+def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+    """Yield scores over tokens, one plot per suite with several evaluated checkpoints."""
+    suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
+    for number, suite in enumerate(suites):
+        data: list[Json] = []
+        for facts in runs:
+            for table in facts.scores:
+                if table.suite != suite or len(table.tokens) < 2:
+                    continue
+                # Losses are on another scale.
+                for row in (row for row in table.rows if row.group != HELD_OUT):
+                    steps = [s for s in table.steps if s in row.scores and s in table.tokens]
+                    label = f"{row.group + ', ' if row.group else ''}{row.name} ({row.metric})"
+                    errors = [row.errors.get(step, 0.0) for step in steps]
+                    data.append(
+                        {
+                            "name": escape(f"{facts.name}: {label}" if len(runs) > 1 else label),
+                            "x": [table.tokens[step] for step in steps],
+                            "y": [row.scores[step] for step in steps],
+                            "error_y": {"array": errors, "thickness": 1},
+                        }
+                    )
+        if data:
+            figure = _fixed_figure("scores", data)
+            title = f"Scores: {suite}"
+            yield PlotData(f"scores-{number}", title, "evaluation", figure, height=440)

@@ -1,0 +1,347 @@
+"""Reads the facts of a report: of run directories, whole or in part, and of other logs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slurmllm.analysis.evaluate.scores import score_tables
+from slurmllm.analysis.report.facts import (
+    CheckpointFacts,
+    CheckpointState,
+    Rate,
+    RunFacts,
+    throughput_by_nodes,
+)
+from slurmllm.analysis.spikes import SpikeAnalysis, analyze
+from slurmllm.analysis.status.history import (
+    RunHistory,
+    read_history,
+    read_incarnations,
+    read_submissions,
+)
+from slurmllm.analysis.status.recoveries import find_recoveries
+from slurmllm.analysis.status.utilization import account_node_hours
+from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.config.load import LenientConfig, load_leniently
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import RunError, SlurmllmError
+from slurmllm.core.metrics.curves import Curve
+from slurmllm.core.metrics.merge import FileRows
+from slurmllm.core.metrics.row_reader import read_events
+from slurmllm.core.metrics.source import read_curve
+from slurmllm.core.run.artifact_records import DataRecord
+from slurmllm.core.run.records import AttemptRecord, Event, NodeRecord
+from slurmllm.core.run.rundir import RunDir, read_all
+from slurmllm.core.run.safe_files import os_error_text
+from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.plan.mesh import load_mesh
+from slurmllm.plan.prices import NodePrice, select_price
+from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
+
+if TYPE_CHECKING:
+    from slurmllm.analysis.compare.comparison import Comparison
+
+T = TypeVar("T")
+
+_PARTS_OF_A_RUN = ("config.yaml", "jobs.json", "attempts", "metrics")
+# Files that several readers read, each with its own warning.
+_SHARED = r"/(config\.yaml|data\.json|skips\.json|attempts/\d+/attempt\.json)"
+
+
+def find_run_directory(source: str, root: Path) -> Path | None:
+    """Return the run directory, whole or in part, that an argument names; None if it is not one.
+
+    Raises:
+        RunError: a folder cannot be read.
+    """
+    if not source.strip():
+        return None
+    for path in (root / source, Path(source).absolute()):
+        try:
+            if _is_run_or_part(path):
+                return path.resolve() if path.name in ("", "..") else path
+        except OSError as error:
+            raise RunError(
+                f"cannot read {path}: {error.strerror or error}; give a run's name or a readable "
+                "file of metrics"
+            ) from error
+    return None
+
+
+def _is_run_or_part(path: Path) -> bool:
+    parts = {name for name in _PARTS_OF_A_RUN if (path / name).exists()}
+    # Other frameworks too keep a config.yaml or a folder `metrics` with their event files.
+    foreign = parts <= {"config.yaml", "metrics"} and any(path.glob("*tfevents*"))
+    return path.is_dir() and bool(parts) and not foreign
+
+
+def read_run_facts(
+    source: Path, of_log: Mapping[str, Any], price: float | None, client: SlurmClient
+) -> RunFacts:
+    """Read a run, whole or in part, or another framework's log.
+
+    `of_log` has arguments of `read_curve`, such as the tags; without a `price` it is on demand, if
+    known.
+
+    Raises:
+        RunError: the source is not a run, and its metrics cannot be read.
+    """
+    warnings: list[str] = []
+    if _is_run_or_part(source):  # whatever is readable of it
+        metrics: FileRows = {}
+        curve = warn_on_error(
+            lambda: read_curve(source, lenient=True, by_file=metrics, **of_log), warnings
+        )
+        return _read_run(RunDir(source), curve, metrics, warnings, price, client)
+    curve = read_curve(source, lenient=True, **of_log)
+    paid = _price(None, price)
+    return RunFacts(
+        name=curve.name,
+        path=source,
+        kind="jsonl" if curve.kind == "run" else curve.kind,
+        curve=curve,
+        rates=tuple(throughput_by_nodes(curve, {}, None, None if paid is None else paid.usd)),
+        spikes=_find_spikes(curve, warnings),
+        price=paid,
+        warnings=(*curve.warnings, *warnings),
+    )
+
+
+def _read_run(
+    run: RunDir,
+    curve: Curve | None,
+    metrics: FileRows,
+    warnings: list[str],
+    price: float | None,
+    client: SlurmClient,
+) -> RunFacts:
+    configuration = warn_on_error(lambda: load_leniently(run.config), warnings) or LenientConfig()
+    warnings += configuration.warnings
+    command = None if configuration.config is None else configuration.config.recipe.command
+    submissions = read_submissions(run)
+    history = warn_on_error(
+        lambda: read_history(run, read_incarnations(submissions, client), metrics), warnings
+    ) or RunHistory(run.name, ())
+    # In a tie the precompile stage came first.
+    attempts = tuple(
+        sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
+    )
+    warnings += _attempts_without_metrics(run, history)
+    paid = _price(configuration.config, price)
+    usd = None if paid is None else paid.usd
+    used = account_node_hours(history, usd)
+    mesh = warn_on_error(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
+    events = warn_on_error(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
+    scores, doubts = warn_on_error(lambda: score_tables(run), warnings) or ((), ())
+    rates: list[Rate] = []
+    if curve is not None:
+        warnings += curve.warnings
+        sizes = {a.attempt: (len(a.nodes), a.world_size) for a in attempts if a.stage == "train"}
+        if not sizes and mesh is not None:  # metrics were copied without the records
+            planned = (mesh.nodes, mesh.world_size)
+            sizes = dict.fromkeys(set(curve.attempts.tolist()), planned)
+        rates = throughput_by_nodes(curve, sizes, configuration.config, usd)
+    warnings += doubts
+    return RunFacts(
+        name=run.name,
+        path=run.path,
+        kind="run",
+        configuration=configuration,
+        curve=curve,
+        mesh=mesh if command is None else None,  # its trainer makes one of its own
+        attempts=attempts,
+        cancelled=any(sent.cancelled_at is not None for sent in submissions[-1:]),
+        used=used,
+        lost=tuple(find_recoveries(history)),
+        rates=tuple(rates),
+        saved=tuple(
+            read_checkpoints(run, events, warnings)
+            if command is None
+            else _trainer_checkpoints(run, command, events)
+        ),
+        scores=tuple(scores),
+        spikes=None if curve is None else _find_spikes(curve, warnings),
+        data=warn_on_error(lambda: DataRecord.find(run.data), warnings),
+        versions=warn_on_error(lambda: _read_versions(run, attempts, warnings), warnings) or {},
+        events=events,
+        price=paid,
+        warnings=tuple(_without_repeats(run, [*warnings, *used.warnings])),
+    )
+
+
+def _attempts_without_metrics(run: RunDir, history: RunHistory) -> Iterator[str]:
+    for attempt in history.attempts:
+        number, last = attempt.attempt, attempt.last_step
+        if attempt.stage == "train" and last is not None and number not in history.steps:
+            yield (
+                f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
+                f"{run.metrics(number)} lacks them: none of its time is productive"
+            )
+
+
+def _price(config: RunConfig | None, usd: float | None) -> NodePrice | None:
+    """Return the price of a node hour; None if it is unknown."""
+    if config is not None:
+        return select_price(config, usd)
+    return None if usd is None else NodePrice(usd)
+
+
+def read_checkpoints(
+    run: RunDir, events: Sequence[Event], warnings: list[str]
+) -> Iterator[CheckpointFacts]:
+    """Yield every checkpoint by step, on disk or only in the events; of two saves the later one.
+
+    Files are not verified. Warnings about unreadable ones are appended to `warnings`.
+    """
+    saves = {event.step: event for event in events if event.kind == "save"}
+    try:
+        on_disk = {int(entry.directory.name[5:]): entry for entry in list_checkpoints(run)}
+        manifests = {step: entry.manifest for step, entry in on_disk.items() if entry.manifest}
+        invalidated = invalidated_checkpoints(run, manifests)
+    except (SlurmllmError, OSError) as error:
+        warnings.append(f"checkpoints: {error}")
+        on_disk, invalidated = {}, {}
+    for step in sorted(saves.keys() | on_disk.keys()):
+        entry, event = on_disk.get(step), saves.get(step)
+        manifest = None if entry is None else entry.manifest
+        state: CheckpointState = "kept"
+        if entry is None:
+            state = "removed"
+        elif manifest is None:
+            state = "damaged"
+            warnings += [f"{entry.directory}: {fault}" for fault in entry.faults or ()]
+        elif step in invalidated:
+            state = "invalidated"
+        if manifest is not None and event is not None and event.attempt != manifest.attempt:
+            event = None  # of another save than the one on disk
+        yield CheckpointFacts(
+            step=step,
+            attempt=manifest.attempt if manifest else event.attempt if event else None,
+            tokens=manifest.tokens if manifest else None,
+            bytes=entry.num_bytes if entry and manifest else event.bytes if event else None,
+            saved_at=manifest.saved_at if manifest else event.time if event else None,
+            seconds=event.seconds if event else manifest.save_s if manifest else None,
+            waited_s=event.waited_s if event else None,
+            state=state,
+        )
+
+
+def _trainer_checkpoints(
+    run: RunDir, command: CommandConfig, events: Sequence[Event]
+) -> Iterator[CheckpointFacts]:
+    """Yield the checkpoints of another project's trainer, as far as they are seen from outside."""
+    saves = {event.step: event for event in events if event.kind == "save"}
+    on_disk = {entry.step: entry for entry in list_trainer_checkpoints(run, command)}
+    for step in sorted(saves.keys() | on_disk.keys()):
+        entry, event = on_disk.get(step), saves.get(step)
+        state: CheckpointState = "removed"
+        if entry is not None:
+            state = "kept" if entry.complete else "damaged"
+        attempt = event.attempt if event else None
+        saved_at = entry.changed_at if entry else event.time if event else None
+        yield CheckpointFacts(step, attempt, None, None, saved_at, None, None, state)
+
+
+def _without_repeats(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:
+    """Yield each warning once; of a file that several readers read only the first one."""
+    files: set[str] = set()
+    for warning in dict.fromkeys(warnings):
+        about = re.search(re.escape(str(run.path)) + _SHARED, warning)
+        if about is None or about[0] not in files:
+            yield warning
+        if about is not None:
+            files.add(about[0])
+
+
+def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
+    """Return the result of a reader; None, with a warning, if its file cannot be read."""
+    try:
+        return read()
+    except SlurmllmError as error:
+        warnings.append(str(error))
+    except OSError as error:
+        warnings.append(f"cannot read {error.filename}: {os_error_text(error)}")
+    return None
+
+
+def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
+    def read(number: int) -> tuple[list[Event], list[int]]:
+        left_out: list[int] = []
+        return list(read_events(run, number, left_out)), left_out
+
+    attempts = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
+    numbers = sorted(attempts | set(history.steps))
+    for number, (events, left_out) in zip(numbers, read_all(read, numbers), strict=True):
+        yield from events
+        if left_out:
+            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            warnings.append(
+                f"{run.events(number)}:{left_out[0]}: ignoring the line{more}: not an event, cut "
+                "off, or of a newer version of slurmllm"
+            )
+
+
+def _find_spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:
+    logged = {"loss", "grad_norm"} & curve.columns.keys()
+    return warn_on_error(lambda: analyze(curve), warnings) if logged else None
+
+
+def _read_versions(
+    run: RunDir, attempts: Sequence[AttemptRecord], warnings: list[str]
+) -> dict[str, str]:
+    """Return the versions on the nodes of the last attempt that recorded them."""
+
+    def read(path: Path) -> tuple[NodeRecord | None, list[str]]:
+        faults: list[str] = []
+        return warn_on_error(partial(NodeRecord.load, path), faults), faults
+
+    for attempt in reversed(attempts):
+        folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
+        versions: dict[str, set[str]] = defaultdict(set)
+        for record, faults in read_all(read, sorted(folder.glob("*.json"))):
+            warnings += faults
+            for name, version in ({} if record is None else record.versions).items():
+                versions[name].add(version)
+        if versions:
+            return {name: ", ".join(sorted(values)) for name, values in versions.items()}
+    return {}
+
+
+def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Compare each run that has a loss with the first one that has."""
+    if len(runs) == 1:
+        return [*runs]
+    from slurmllm.analysis.compare.compare import compare  # not loaded for a single run
+    from slurmllm.analysis.compare.comparison import curve_letter
+
+    curves = [facts.curve if facts.loss is not None else None for facts in runs]
+    first = next((curve for curve in curves if curve is not None), None)
+    compared: list[RunFacts] = []
+    letters = map(curve_letter, range(1, len(runs) + 1))
+    for facts, curve in zip(runs, curves, strict=True):
+        result: Comparison | str | None = None
+        if first is not None and curve is not None and curve is not first:
+            try:
+                result = compare(first, curve, letter=next(letters))
+            except RunError as error:
+                result = str(error)
+        compared.append(replace(facts, comparison=result))
+    return compared
+
+
+def make_names_unique(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Append a number to the name of every later source of the same name."""
+    counts: Counter[str] = Counter()
+    unique = []
+    for facts in runs:
+        counts[facts.name] += 1
+        count = counts[facts.name]
+        unique.append(facts if count == 1 else replace(facts, name=f"{facts.name} ({count})"))
+    return unique

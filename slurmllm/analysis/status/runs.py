@@ -1,0 +1,377 @@
+"""The current state of runs, from their directories and from Slurm."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
+
+from slurmllm.analysis.status.details import Details, read_details
+from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.config.load import load, read_summary, summarize
+from slurmllm.core.display.tables import data_frame
+from slurmllm.core.errors import SlurmError, SlurmllmError, StorageError
+from slurmllm.core.format import format_names
+from slurmllm.core.metrics.row_reader import last_row, last_row_of
+from slurmllm.core.metrics.step_time import finite_number, read_pace
+from slurmllm.core.run.artifact_records import CheckpointManifest
+from slurmllm.core.run.error_patterns import matches
+from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.rundir import RunDir, run_folders
+from slurmllm.core.run.safe_files import os_error_text, write_error
+from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient, explain_drain
+from slurmllm.launch.supervise.run_state import (
+    JobState,
+    RunRecords,
+    derive_state,
+    explain_waits,
+    query_queue,
+    read_job_states,
+    read_records,
+)
+from slurmllm.launch.supervise.watchdog import read_heartbeats
+from slurmllm.train.checkpoint.catalogue import invalidation_reason, read_rollbacks
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+
+if TYPE_CHECKING:
+    import pandas
+
+_SHOWN = 3  # texts about nodes
+# ParallelCluster's codes of EC2's errors, such as InsufficientInstanceCapacity.
+_NO_CAPACITY = re.compile(r"\(Code:\w*(Capacity|Exceeded|InsufficientFreeAddresses|Spot)\w*\)")
+# Columns of a data frame of runs
+_TABLE = ["name", "recipe", "state", "reason", "nodes", "step", "steps", "loss", "tokens"]
+_TABLE += ["seq_per_s", "eta_s", "restarts", "node_hours", "usd", "run_dir"]
+ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint."""
+
+    step: int
+    saved_at: float  # Unix time, s
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The current state of a run."""
+
+    name: str
+    run_dir: str
+    recipe: str = ""
+    # queued, waiting (local sweep), precompiling, training, requeued, done, stopped, cancelled,
+    # interrupted, unknown (slurmctld is unreachable) or damaged (a record cannot be read)
+    state: str = "damaged"
+    reason: str = ""  # one line that explains the state; empty if nothing needs to be explained
+    nodes: int = 0
+    step: int = 0  # last trained step, of `steps`
+    steps: int | None = 0  # None: a command's, which does not say
+    metrics: dict[str, Any] = field(default_factory=dict)  # the last row of metrics, as stored
+    loss: float | None = None  # the loss of that row; None if it is not finite
+    tokens: int | None = None  # tokens trained so far
+    seq_per_s: float | None = None  # median of the recent steps
+    step_s: float | None = None  # median of the recent steps
+    # seconds to the last step at the recent pace, with saves and without further restarts; None if
+    # the run is not training
+    eta_s: float | None = None
+    finish_at: float | None = None  # Unix time of the last step, s
+    # the newest complete checkpoint that no roll-back has invalidated
+    last_checkpoint: SavedCheckpoint | None = None
+    checkpoints: list[int] = field(default_factory=list)  # steps of all checkpoint folders
+    restarts: int = 0  # attempts of the train stage after the first
+    node_hours: float = 0.0  # node hours of all attempts of both stages
+    usd: float | None = None  # their cost by the profile's on-demand price; None without a price
+    # stage → its Slurm job; in a list of runs only jobs whose state was needed
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    attempts: list[AttemptRecord] = field(default_factory=list)  # attempts of the train stage
+    details: Details | None = None  # only of a run that was read by itself
+
+    def __repr__(self) -> str:
+        return f"<RunState {self.name}: {self.state}, step {self.step_text}>"
+
+    @property
+    def step_text(self) -> str:
+        """`41/120`, or `41` if the end is not known."""
+        return str(self.step) if self.steps is None else f"{self.step}/{self.steps}"
+
+    @property
+    def active(self) -> bool:
+        """Whether the run is pending or running."""
+        return self.state in ACTIVE
+
+    @property
+    def slurm_unreachable(self) -> bool:
+        """Whether the state is unknown because slurmctld is unreachable."""
+        return self.state == "unknown" and any(job.reason for job in self.jobs.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON; a number that is not finite is None."""
+        values = dict(vars(self))
+        details = values.pop("details")
+        # JSON has no NaN and no infinity, such as in a loss; `to_json` refuses names that are no
+        # UTF-8.
+        document: dict[str, Any] = to_jsonable_python(
+            values if details is None else values | details.to_dict(), inf_nan_mode="null"
+        )
+        return document
+
+
+class RunStates(tuple[RunState, ...]):
+    """The states of several runs, the newest last."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them for JSON."""
+        return {"runs": [state.to_dict() for state in self]}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each run, without its attempts, jobs and metrics."""
+        return data_frame(self.to_dict()["runs"], _TABLE)
+
+
+def list_runs(root: Path) -> list[RunDir]:
+    """Return the runs in a folder and its sweeps, the newest last, unreadable ones included."""
+    try:
+        entries = [entry for entry in run_folders(root) if not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot list the runs in {root}: {os_error_text(error)}") from error
+    runs = []
+    for entry in entries:
+        try:
+            # Not `is_run`: a run whose configuration is no file is damaged, not absent.
+            modified = (entry / "config.yaml").lstat().st_mtime
+        except PermissionError:  # a folder of another user, who lets nobody in
+            modified = 0.0
+        except OSError:  # no run, or removed since the folder was listed
+            continue
+        runs.append((modified, entry.name, RunDir(entry)))
+    return [run for *_, run in sorted(runs, key=itemgetter(0, 1))]
+
+
+def run_state(run: RunDir, client: SlurmClient) -> RunState:
+    """Return the state of a run, with its details; StorageError if a record is damaged."""
+    try:
+        config = load(run.config)
+        records = read_records(run, summarize(config))
+        queue = query_queue([records.submission], client)
+        state = _build_state(records, read_job_states(records.submission, queue, client))
+        if state.state in ("queued", "requeued"):
+            partition = config.recipe.slurm.partition or config.cluster.partition
+            waiting = queue.jobs.values()
+            lists = _excluding(run, waiting, config.recipe.slurm.exclude, client)
+            messages = [state.reason, *_node_texts(client, partition, state, waiting), *lists]
+            state = replace(state, reason="; ".join(filter(None, messages)))
+        return replace(state, details=read_details(run, state.attempts, state.state, config))
+    except OSError as error:
+        raise StorageError(_unreadable(run, error)) from error
+
+
+def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
+    """Return the states of many runs; `damaged` if a run's records cannot be read.
+
+    Slurm is queried once, for the jobs of all runs whose records do not show that they have ended.
+    """
+
+    def read(run: RunDir) -> RunRecords | RunState:
+        try:
+            return read_records(run, read_summary(run.config))
+        except Exception as error:  # whatever is in its files, it must not hide the others
+            return _damaged(run, error)
+
+    def build(records: RunRecords | RunState) -> RunState:
+        if isinstance(records, RunState):
+            return records
+        try:
+            ended, submission = records.ended, records.submission
+            jobs = {} if ended else read_job_states(submission, queue, client, brief=True)
+            return _build_state(records, jobs)
+        except Exception as error:
+            return _damaged(records.run, error)
+
+    everything = [read(run) for run in runs]
+    # One call of squeue for all: a call per run would load slurmctld.
+    open_runs = (r for r in everything if isinstance(r, RunRecords) and not r.ended)
+    queue = query_queue([records.submission for records in open_runs], client)
+    return [build(records) for records in everything]
+
+
+def _excluding(
+    run: RunDir, jobs: Iterable[QueuedJob], exclude: str | None, client: SlurmClient
+) -> list[str]:
+    """Return how to end exclusions, except the recipe's, that may leave jobs without nodes."""
+    waits = ("BadConstraints", "ReqNodeNotAvail", "Resources")
+    lists = {job.excluded for job in jobs if job.excluded and job.reason.startswith(waits)}
+    names: set[str] = set()
+    with suppress(SlurmError):
+        names = {name for nodes in lists for name in client.hostnames(nodes)}
+        names -= {*client.hostnames(exclude)} if names and exclude else set()
+    options = "".join(f" --include {name}" for name in sorted(names))
+    message = (
+        f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
+    )
+    return [message] if names else []
+
+
+def _node_texts(
+    client: SlurmClient, partition: str | None, state: RunState, jobs: Iterable[QueuedJob]
+) -> list[str]:
+    """Return what keeps nodes from a run that is pending: drained, down, or without capacity."""
+    nodes: list[PartitionNode] = []
+    with suppress(SlurmError):
+        nodes = client.partition_nodes()
+    messages = sorted({message for node in nodes if (message := explain_drain(node))})
+    names = partition.split(",") if partition else None
+    # By name: a node may be in two of them.
+    members = {n.name: n for n in nodes if (n.partition in names if names else n.default)}
+    # Slurm 24.11 lists nodes that are down, and not those that are drained.
+    rows = [job for job in jobs if job.reason.startswith("ReqNodeNotAvail")]
+    lists = [(job.reason.partition("UnavailableNodes:")[2], job.requested) for job in rows]
+    listed = ",".join(filter(None, chain(*lists)))
+    away = [node for node in members.values() if not (node.in_service or explain_drain(node))]
+    if listed:
+        with suppress(SlurmError):
+            unavailable = client.hostnames(listed)
+            away = [node for node in away if node.name in unavailable]
+    elif len(members) - len(away) >= state.nodes:
+        return messages[:_SHOWN]
+    by_reason: dict[str, list[str]] = {}
+    for node in away:
+        message = node.reason or "no reason recorded"
+        if _NO_CAPACITY.search(message):
+            message += (
+                " (the cloud has no free machines of this kind and Slurm asks again by itself; "
+            )
+            message += (
+                f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
+            )
+            message += "NAME` use others)"
+        by_reason.setdefault(f"{node.state}: {message}", []).append(node.name)
+    for message, alike in by_reason.items():
+        messages.append(f"{format_names(alike, 4)} {message}")
+    return messages[:_SHOWN]
+
+
+def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
+    run, attempts, now = records.run, records.attempts, time.time()
+    jobs = explain_waits(records, jobs)
+    state, reason = derive_state(records, jobs)
+    if state in (*ACTIVE, "interrupted") and (message := _unwritten(run, jobs)):
+        reason = "; ".join(filter(None, (message, reason)))
+    row, pace = last_row(run) or {}, read_pace(run, attempts)
+    step, eta_s = int(row.get("step", 0)), None
+    total = records.config.steps
+    if state == "training" and pace is not None and total is not None:
+        last, resumed = records.last, step
+        # An attempt without a step of its own first recomputes what followed its checkpoint.
+        if last is not None and last.ended_at is None and row.get("attempt", -1) != last.attempt:
+            resumed = last.checkpoint_before or 0
+        eta_s = pace.seconds(max(total - resumed, 0))
+    tokens = finite_number(row, "tokens")
+    checkpoints, newest = _checkpoints(run, records.config.command)
+    running = state in ("precompiling", "training")
+    hours = node_hours(run, [*records.precompiles, *attempts], running, now)
+    usd = records.config.usd_per_node_hour
+    return RunState(
+        name=run.name,
+        run_dir=str(run.path),
+        recipe=records.config.recipe,
+        state=state,
+        reason=reason,
+        nodes=records.submission.nodes if records.submission else 0,
+        step=step,
+        steps=total,
+        metrics=row,
+        loss=finite_number(row, "loss"),
+        tokens=None if tokens is None else int(tokens),
+        # Without a recent pace the last row's own throughput.
+        seq_per_s=pace.seq_per_s if pace else finite_number(row, "seq_per_s"),
+        step_s=pace.step_s if pace else None,
+        eta_s=eta_s,
+        finish_at=None if eta_s is None else now + eta_s,
+        last_checkpoint=newest and SavedCheckpoint(*newest, max(now - newest[1], 0.0)),
+        checkpoints=checkpoints,
+        restarts=max(len(attempts) - 1, 0),
+        node_hours=hours,
+        usd=None if usd is None else hours * usd,
+        jobs=jobs,
+        attempts=attempts,
+    )
+
+
+def _unwritten(run: RunDir, jobs: dict[str, JobState]) -> str:
+    """Return what a run cannot write now, or has not written yet, as its directory was full."""
+    # Not a folder of another user, in which this process may not write.
+    error = write_error(run.path) if os.access(run.path, os.W_OK) else None
+    if error is not None and matches(error, "storage", "storage_lasting"):
+        return f"storage full, nothing is written: {error}"
+    endings = [job.unrecorded for job in jobs.values() if job.unrecorded is not None]
+    return "".join(f"not recorded yet: {e.ending}: {'; '.join(e.evidence)}" for e in endings[:1])
+
+
+def _damaged(run: RunDir, error: Exception) -> RunState:
+    message = str(error) if isinstance(error, SlurmllmError) else repr(error)
+    if isinstance(error, OSError):
+        message = _unreadable(run, error)
+    lines = message.splitlines()[:2]  # a row of a table has room for no more
+    return RunState(run.name, str(run.path), reason="; ".join(line.strip() for line in lines))
+
+
+def _unreadable(run: RunDir, error: OSError) -> str:
+    return (
+        f"cannot read {error.filename or run.path}: {os_error_text(error)}; check its permissions "
+        "and the file system"
+    )
+
+
+def _checkpoints(
+    run: RunDir, command: CommandConfig | None
+) -> tuple[list[int], tuple[int, float] | None]:
+    """Return the steps of all checkpoints, and step and time of the newest usable one."""
+    if command is not None:
+        entries = list_trainer_checkpoints(run, command)
+        newest = newest_complete(entries)
+        return [e.step for e in entries], newest and (newest.step, newest.changed_at)
+    rollbacks, steps = read_rollbacks(run), run.checkpoint_steps()
+    for step in reversed(steps):
+        with suppress(StorageError):  # a save that is running, or was interrupted
+            manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
+            if invalidation_reason(step, manifest.attempt, rollbacks) is None:
+                return steps, (step, manifest.saved_at)
+    return steps, None
+
+
+def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
+    """Return the node hours of the attempts of both stages by their records, without accounting.
+
+    `running`: whether the newest one is running.
+    """
+    newest = max(attempts, key=lambda attempt: attempt.started_at, default=None)
+    seconds = []
+    for attempt in attempts:
+        end = attempt.ended_at
+        if end is None and running and attempt is newest:
+            end = now
+        elif end is None:  # its supervisor was killed with its node
+            end = max((beat.written_at for beat in read_heartbeats(run, attempt)), default=0.0)
+            if attempt.stage == "train":
+                with suppress(OSError):
+                    row = last_row_of(run.metrics(attempt.attempt)) or {}
+                    end = max(end, finite_number(row, "time") or 0.0)
+        nodes = len(attempt.nodes) + attempt.spare_nodes
+        seconds.append(nodes * max(end - attempt.started_at, 0.0))
+    return math.fsum(seconds) / 3600

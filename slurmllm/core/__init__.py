@@ -1,0 +1,1 @@
+"""What all wings use: errors, run directory, configuration, Slurm, curves, output."""

@@ -1,0 +1,164 @@
+"""The section `command` of a recipe: a trainer of another project, which slurmllm only supervises.
+
+Such a recipe has none of the sections that describe a training; who reads one is told so.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import islice, pairwise, takewhile
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BaseModel
+
+from slurmllm.core.config.operation import PositiveInt, Section
+from slurmllm.core.errors import ConfigError
+
+S = TypeVar("S", bound=BaseModel)
+
+# What is filled into a command's texts; anything else in braces is left as it is.
+PLACEHOLDERS = ("run", "attempt", "step", "checkpoint", "nodes", "devices")
+_PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
+_SPLIT = re.compile(rf"({_PLACEHOLDER.pattern.replace('(', '(?:')})")
+_FIRST_ARGUMENTS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
+_LAUNCHERS = {
+    *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "colossalai"),
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+}
+# Sections of our own trainers that a recipe with a command does not have.
+REFUSED = (
+    *("model", "train", "optim", "data", "eval", "parallel"),
+    *("layouts", "guard", "profile", "hooks", "plugins"),
+)
+
+
+def _save_signal(name: str) -> str:
+    short = name.upper().removeprefix("SIG")
+    if short != "NONE" and f"SIG{short}" not in signal.Signals.__members__:
+        raise ValueError("must be none, or a signal such as USR1 or TERM")
+    return "none" if short == "NONE" else short
+
+
+def _checkpoints(pattern: str) -> str:
+    if pattern.count("{step}") > 1:
+        raise ValueError("must have {step} once; write * for the other parts that vary")
+    return pattern
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or "\x00" in text:
+        raise ValueError("must not be empty")
+    return text
+
+
+class CommandConfig(Section):
+    """How a trainer is started, continued and observed."""
+
+    run: Annotated[str, AfterValidator(_one_line)]
+    """The command line, for bash; {run}, {attempt}, {step}, {checkpoint}, {nodes} and {devices} are
+    filled in: the run's directory, the attempt's number from 0, step and path of the newest
+    complete checkpoint, nodes, devices of a node."""
+    start: Literal["auto", "device", "node"] = "auto"
+    """device: a process for each device, with torchrun's variables; node: one on each node, which
+    starts the others itself; auto: node for torchrun, accelerate, deepspeed, composer and mpirun,
+    else device."""
+    folder: str | None = None
+    """Working directory; by default that of `submit`."""
+    resume: str | None = None
+    """Added to the command from the second attempt on; with {checkpoint} or {step} in it, only if
+    there is a complete checkpoint. Left out: the trainer resumes by itself."""
+    save_signal: Annotated[str, AfterValidator(_save_signal)] = "none"
+    """Sent slurm.signal_lead_s before the time limit, for the trainer to save and exit; none: it is
+    ended then, and continues from its newest checkpoint."""
+    checkpoints: Annotated[str, AfterValidator(_checkpoints)] | None = None
+    """Its checkpoints: a path with {step}, and * for other parts; they are only read, unless
+    checkpoint.keep is set."""
+    completion_file: str | None = None
+    """File in a checkpoint that completes it. Left out: a checkpoint is complete when it has not
+    changed for ten seconds."""
+    progress: str | None = None
+    """Where its steps are read: a format of text (torchtitan, megatron, …) or a regular expression
+    with the groups step and loss, for the output of rank 0 (megatron: of the last one); or a file
+    or folder of metrics. By default any known format in the output."""
+    steps: PositiveInt | None = None
+    """Steps to the end, if known: for the time left."""
+
+    @property
+    def one_per_node(self) -> bool:
+        """Whether it is started once on each node; auto: if it then starts the others."""
+        if self.start != "auto":
+            return self.start == "node"
+        try:
+            arguments = shlex.split(self.run)
+        except ValueError:
+            return False
+        program = takewhile(lambda text: not text.endswith((".py", ".sh")), arguments)
+        return bool(_LAUNCHERS & {Path(text).name for text in islice(program, _FIRST_ARGUMENTS)})
+
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that asks it to save; None if it has none."""
+        return None if self.save_signal == "none" else signal.Signals[f"SIG{self.save_signal}"]
+
+
+class Worker(NamedTuple):
+    """What a recipe's workers run, and what slurmllm lacks of it."""
+
+    has_model: bool  # slurmllm trains it: model, batches, mesh, checkpoints and metrics are its own
+    steps: int | None  # to the end, if a command says so
+    one_per_node: bool = False  # a process that starts a node's others
+    saves_on_signal: bool = True  # whether it can be asked to save and exit
+
+
+def join_arguments(arguments: Sequence[str]) -> str:
+    """Return a command line as one text for bash; a single argument is that text already."""
+    if len(arguments) == 1:
+        return arguments[0]
+    return " ".join(
+        "".join(part if _PLACEHOLDER.fullmatch(part) else shlex.quote(part) for part in parts)
+        for parts in (list(filter(None, _SPLIT.split(argument))) or [""] for argument in arguments)
+    )
+
+
+def fill(text: str, values: Mapping[str, object], *, quote: bool = False) -> str:
+    """Replace placeholders that have a value; `quote`: for a shell."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            return match[0]
+        filled = str(values[match[1]])
+        return shlex.quote(filled) if quote else filled
+
+    return _PLACEHOLDER.sub(value, text)
+
+
+def name_of_command(arguments: Sequence[str]) -> str:
+    """Return a recipe's name for a command line: that of its script or module."""
+    scripts = [argument for argument in arguments if argument.endswith((".py", ".sh"))]
+    modules = [after for argument, after in pairwise(arguments) if argument == "-m"]
+    name = Path((scripts or modules or arguments[:1])[0]).name
+    name = name.removesuffix(".py").removesuffix(".sh")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "command"
+
+
+@cache  # so that equal recipes are equal
+def absent_section(section: type[S], name: str) -> S:
+    """Return a section of a recipe with a command instead; who reads a value gets a ConfigError."""
+
+    def refuse(self: BaseModel, field: str) -> Any:
+        if field in section.model_fields:
+            raise ConfigError(
+                f"{name}.{field} is needed here, and the recipe has a command in place of the "
+                f"section {name}: its trainer is not slurmllm's"
+            )
+        raise AttributeError(field)
+
+    kind: type[S] = type(f"_No{section.__name__}", (section,), {"__getattr__": refuse})
+    empty = kind.model_construct()
+    empty.__dict__.clear()
+    return empty

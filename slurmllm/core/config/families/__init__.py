@@ -1,0 +1,138 @@
+"""The model families; torch-free.
+
+`FAMILIES` holds what each is and what a recipe may leave to it; `sharding_plan` maps a family's
+matrices to their tensor-parallel sharding. The decoder, the backends, the planner and the
+conversion of checkpoints read both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from slurmllm.core import plugins
+from slurmllm.core.config.families.family import CHOSEN, Activation, Family, Sharding, gate_block
+from slurmllm.core.config.families.gpt3 import GPT3
+from slurmllm.core.config.families.llama import LLAMA
+from slurmllm.core.config.families.neox import NEOX
+from slurmllm.core.config.families.qwen3 import QWEN3
+from slurmllm.core.errors import ConfigError
+
+__all__ = [
+    "BUILT_IN",
+    "CHOSEN",
+    "FAMILIES",
+    "Activation",
+    "Family",
+    "FamilyName",
+    "Sharding",
+    "ShardingPlan",
+    "find_family",
+    "gate_block",
+    "register",
+    "sharding_plan",
+]
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Make a family known by its name; raise ValueError if its name or defaults are wrong."""
+    if FAMILIES.get(family.name, family) is not family:
+        raise ValueError(f"model family {family.name!r}: already registered; rename one of them")
+    missing = [name for name in CHOSEN if name not in family.defaults]
+    if missing:
+        raise ValueError(f"model family {family.name!r}: no default of {', '.join(missing)}")
+    FAMILIES[family.name] = family
+
+
+for _family in (NEOX, LLAMA, GPT3, QWEN3):
+    register(_family)
+BUILT_IN = frozenset(FAMILIES)
+
+
+def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
+    """Return a family, of another package too, which is imported at first; None if unknown.
+
+    Args:
+        modules: The recipe's `plugins`.
+
+    Raises:
+        ConfigError: The family's module cannot be imported, or what it holds is not a family.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not plugins.is_known("models", name):
+        if not modules:
+            return None
+        plugins.import_modules(modules)
+        if not plugins.is_known("models", name):
+            return None
+    family = plugins.find("models", name, "model.family")
+    if not isinstance(family, Family) or family.name != name:
+        fault = f"{name!r} is {family!r}, and must be a Family of this name"
+        raise ConfigError(f"model.family: {fault}")
+    try:
+        register(family)
+    except ValueError as error:
+        raise ConfigError(f"model.family: {error}") from error
+    return family
+
+
+def _known(name: str) -> str:
+    try:
+        family = find_family(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if family is None:
+        names = list(map(repr, FAMILIES))
+        raise ValueError(
+            f"must be {', '.join(names[:-1])} or {names[-1]}, or a family of an installed package "
+            "or of a module in plugins"
+        )
+    return name
+
+
+FamilyName = Annotated[str, AfterValidator(_known)]
+
+_BLOCK: dict[str, Sharding] = {
+    "attention_norm": "sequence",
+    "attention.qkv": "column",
+    "attention.q_norm": "head",
+    "attention.k_norm": "head",
+    "attention.out": "row",
+    "mlp_norm": "sequence",
+    "mlp.up": "column",
+    "mlp.gate_up": "column",
+    "mlp.down": "row",
+}
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Module name → how tensor parallelism shares its parameters."""
+
+    block: Mapping[str, Sharding]  # names inside a decoder layer, whatever its number
+    rest: Mapping[str, Sharding]  # names outside the layers
+
+
+def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> ShardingPlan:
+    """Return the one sharding plan of a family, for every backend.
+
+    Biases of column-parallel modules are shared with their rows; those of row-parallel ones are
+    whole on every worker and are added once, after the sum.
+    """
+    kind = FAMILIES[family]
+    absent = {"mlp.up" if kind.gated else "mlp.gate_up"}
+    if not qk_norm:
+        absent |= {"attention.q_norm", "attention.k_norm"}
+    rest: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
+    if kind.positions == "learned":
+        rest["positions"] = "vocabulary"
+    if not tied_embeddings:
+        rest["head"] = "vocabulary"
+    block = {name: how for name, how in _BLOCK.items() if name not in absent}
+    return ShardingPlan(block, rest)

@@ -1,0 +1,40 @@
+"""Qwen3, the dense models: Yang et al. 2025 (arXiv 2505.09388)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slurmllm.core.config.families.family import Family, ModuleMapping
+from slurmllm.core.config.families.llama import LLAMA
+
+_THEIRS = LLAMA.hugging_face
+_ATTENTION = "model.layers.{}.self_attn."
+
+QWEN3 = Family(
+    name="qwen3",
+    norm="rms",
+    positions="rotary",
+    gated=True,
+    defaults={**LLAMA.defaults, "qk_norm": True},
+    choices={**LLAMA.choices, "mlp_bias": (False,), "qk_norm": (True,)},
+    optional=LLAMA.optional,
+    # transformers/models/qwen3: Llama's names and two norms more.
+    hugging_face=replace(
+        _THEIRS,
+        model_type="qwen3",
+        causal="Qwen3ForCausalLM",
+        base="Qwen3Model",
+        keys={
+            **{name: key for name, key in _THEIRS.keys.items() if name != "mlp_bias"},
+            "seq_len": ("max_position_embeddings", 32768),
+            "num_kv_heads": ("num_key_value_heads", 32),
+            "head_dim": ("head_dim", 128),
+        },
+        fixed={"use_sliding_window": False},
+        modules=(
+            *_THEIRS.modules,
+            ModuleMapping("layers.{}.attention.q_norm", (f"{_ATTENTION}q_norm",)),
+            ModuleMapping("layers.{}.attention.k_norm", (f"{_ATTENTION}k_norm",)),
+        ),
+    ),
+)

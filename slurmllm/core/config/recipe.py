@@ -1,0 +1,531 @@
+"""The sections of a recipe: what is trained, on what data, how; hardware-independent.
+
+Batches count sequences, lengths count tokens. Field names are the ones that `--set` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from slurmllm.core.config.command import CommandConfig, Worker, absent_section
+from slurmllm.core.config.data_sources import SourceName
+from slurmllm.core.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
+from slurmllm.core.config.operation import (
+    CheckpointConfig,
+    EnvName,
+    GuardConfig,
+    ListOf,
+    NonNegativeFloat,
+    NumberOrAuto,
+    PositiveFloat,
+    PositiveInt,
+    ProfileConfig,
+    Section,
+    SlurmConfig,
+    WatchdogConfig,
+)
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.plugins import PluginRef, split_prefix
+
+
+def _known_scaling(kind: str) -> str:
+    if kind != "llama3":
+        raise ValueError(
+            "must be llama3, the scaling of Llama 3.1 and 3.2; leave model.rope_scaling out for "
+            "positions that are not scaled"
+        )
+    return kind
+
+
+class RopeScaling(Section):
+    """Rotary frequencies for texts longer than those of the first training (Llama 3.1)."""
+
+    kind: Annotated[str, AfterValidator(_known_scaling)]
+    """The scaling: llama3."""
+    factor: PositiveFloat
+    """Low frequencies are divided by this."""
+    low_freq_factor: PositiveFloat
+    """Low are the frequencies that turn at most so many times in the original length."""
+    high_freq_factor: PositiveFloat
+    """Frequencies that turn at least so many times stay; between the two the factor is blended."""
+    original_max_position_embeddings: PositiveInt
+    """Tokens in a sequence of the first training."""
+
+
+class ModelConfig(Section):
+    """The shape of the model; fields with a default of the family may be left out."""
+
+    family: FamilyName
+    """Model family: neox (GPT-NeoX, Pythia), llama (Llama 2 and 3), qwen3 or gpt3."""
+    num_layers: Annotated[PositiveInt, Field(le=100_000)]
+    """Decoder layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_heads: PositiveInt
+    """Attention heads."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads; as many as attention heads by default."""
+    head_dim: PositiveInt | None = None
+    """Width of an attention head; hidden_size / num_heads by default."""
+    ffn_hidden_size: PositiveInt
+    """Width of the feed-forward layer."""
+    vocab_size: PositiveInt
+    """Vocabulary entries, no fewer than the tokenizer's."""
+    vocab_pad_multiple: PositiveInt = 1
+    """The embedding's rows are rounded up to a multiple of this."""
+    seq_len: PositiveInt
+    """Tokens in a training sequence."""
+    rotary_pct: Annotated[float, Field(ge=0, le=1)]
+    """Share of each head's dimensions that rotary positions turn; the family's."""
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary angles."""
+    rope_scaling: RopeScaling | None = None
+    """Scaled rotary frequencies (Llama 3.1 and 3.2); none by default."""
+    activation: Activation
+    """Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or silu; the
+    family's."""
+    attention_bias: bool
+    """Biases of attention's matrices; the family's."""
+    mlp_bias: bool
+    """Biases of the feed-forward matrices; the family's."""
+    parallel_residual: bool
+    """Attention and feed-forward both read the block's input, and one sum adds them; the family's.
+    """
+    qk_norm: bool
+    """RMSNorm of each head's queries and keys before they are rotated; the family's."""
+    tied_embeddings: bool
+    """The head is the embedding, transposed; the family's."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the norms."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    scaled_init: bool = False
+    """Divide the standard deviation of each layer's two output matrices by sqrt(2 · num_layers), as
+    HLAT does."""
+    output_init_std: PositiveFloat | None = None
+    """Standard deviation of each layer's two output matrices; init_std where left out (and
+    scaled_init is off)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ask_the_family(cls, values: Any) -> Any:
+        return with_family(values) if isinstance(values, Mapping) else values
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        return FAMILIES[self.family].gated
+
+    @property
+    def gate_block(self) -> int:
+        return gate_block(self.ffn_hidden_size)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up."""
+        multiple = self.vocab_pad_multiple
+        return (self.vocab_size + multiple - 1) // multiple * multiple
+
+
+def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model section, those left out with the family's values."""
+    family = values.get("family")
+    built_in = FAMILIES.get(family) if isinstance(family, str) else None
+    return {**(built_in.defaults if built_in else {}), **values}
+
+
+class CorpusShare(Section):
+    """One corpus of a blend."""
+
+    path: str
+    """As `data.corpus`."""
+    weight: PositiveFloat = 1.0
+    """Its share of the sequences, relative to the others'."""
+
+
+def _not_empty(corpora: tuple[CorpusShare, ...]) -> tuple[CorpusShare, ...]:
+    if not corpora:
+        raise ValueError("a blend names at least one corpus, as {path, weight}")
+    return corpora
+
+
+_Blend = Annotated[tuple[CorpusShare, ...], Field(strict=False), AfterValidator(_not_empty)]
+_Corpora = Annotated[
+    Annotated[str, Tag("[path]")] | Annotated[_Blend, Tag("[blend]")],
+    Discriminator(lambda value: "[blend]" if isinstance(value, list | tuple) else "[path]"),
+]
+_Sources = Annotated[
+    Annotated[SourceName, Tag("[name]")]
+    | Annotated[tuple[SourceName, ...], Field(strict=False), Tag("[names]")],
+    Discriminator(lambda value: "[names]" if isinstance(value, list | tuple) else "[name]"),
+]
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    source: _Sources | None = None
+    """Published data sets that the recipe's source used (`slurmllm data fetch --list`), one or
+    several: a corpus and its tokenizer. They are read if data.corpus is not set."""
+    corpus: _Corpora | None = None
+    """Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token ids, or `stdlib`:
+    the texts of this machine's Python standard library, built at the first submit. A list of {path,
+    weight} blends several."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or `stdlib`: trained on the stdlib corpus at the first submit."""
+    mask: Literal["none", "document"] = "none"
+    """Attention across document boundaries: `none` masks nothing, `document` keeps attention and
+    positions within each document."""
+    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the documents, chosen by the hash of their content, that training never sees."""
+    num_workers: Annotated[int, Field(ge=0)] = 1
+    """Processes that tokenize ahead of the training, for each worker."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the published data sets; empty if none is set."""
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
+
+    @property
+    def corpora(self) -> tuple[CorpusShare, ...]:
+        """The corpora; empty if none is set."""
+        if isinstance(self.corpus, str):
+            return (CorpusShare(path=self.corpus),)
+        return self.corpus or ()
+
+
+def _not_held_out(name: str) -> str:
+    if name == "held_out":
+        raise ValueError(
+            "is reserved for the documents held out by data.validation; choose another name"
+        )
+    return name
+
+
+# Part of tags, and of dotted paths.
+_TextName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_not_held_out)
+]
+
+
+class EvalConfig(Section):
+    """Validation while training: the loss on text that training does not read."""
+
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations; the last step is always evaluated. Null turns evaluation off."""
+    sequences: PositiveInt = 256
+    """Sequences of each text, at most; the same ones at every evaluation."""
+    corpora: dict[_TextName, str] = Field(default_factory=dict)
+    """Further corpora by name, in the forms of `data.corpus`. With `data.validation`, the held-out
+    documents are another one, `held_out`."""
+
+
+# Parts of a block: attention without its matrices, the feed-forward layer, the norms.
+BLOCK_PARTS = ("core", "mlp", "norm")
+_CHECKPOINTING = ("none", "selective", "full")
+
+
+def _checkpointing(value: Any) -> Any:
+    """Sort the parts and write [core] as selective, so that equal settings have equal graphs."""
+    if isinstance(value, str) and value in _CHECKPOINTING:
+        return value
+    rule = "must be none, selective or full, or a list of core, mlp and norm"
+    if isinstance(value, str) and value in BLOCK_PARTS:
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise ValueError(rule)
+    if not value:
+        raise ValueError("must name a part of core, mlp and norm; to recompute nothing, write none")
+    unknown = [part for part in value if part not in BLOCK_PARTS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not a part of a block; {rule}")
+    if len(set(value)) < len(value):
+        raise ValueError("must name each part once")
+    parts = tuple(part for part in BLOCK_PARTS if part in value)
+    return "selective" if parts == ("core",) else parts
+
+
+Checkpointing = Literal["none", "selective", "full"] | tuple[Literal["core", "mlp", "norm"], ...]
+
+
+class TrainConfig(Section):
+    """How long and in which batches the model trains."""
+
+    steps: PositiveInt
+    """Optimizer steps to the run's end."""
+    global_batch: PositiveInt
+    """Sequences in one optimizer step."""
+    micro_batch: NumberOrAuto = "auto"
+    """Sequences in one forward pass of one worker; left out: the planner chooses it, at submit;
+    auto: measured once, in the precompile stage; 1 on Neuron devices, which cannot measure it."""
+    init_from: str | None = None
+    """The checkpoint whose weights the run starts from, at step 0: RUN, RUN@latest, RUN@STEP, or a
+    folder, such as `slurmllm checkpoint import` makes."""
+    finetune: bool | Annotated[str, Field(pattern=r"^hf://[^/]+/[^/]+$")] = False
+    """Whether train.init_from must be set before the run can start; or the published weights that
+    it is to name, as for `slurmllm checkpoint import`."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
+    """Seed of the initial weights and of the data order."""
+    precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = "fp32"
+    """fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; bf16_sr: bf16
+    throughout with stochastic rounding; bf16: bf16 throughout."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
+    denominator. Its gradient is added to the cross entropy's, which alone is the loss reported."""
+    activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
+    """What the backward pass recomputes instead of keeping: none; selective, the core of attention;
+    full, whole blocks; or a list of parts of a block: core, mlp (the feed-forward layer), norm.
+    Left out with `parallel: auto`, the planner chooses it."""
+    compile: bool = True
+    """torch.compile on the native backend."""
+    incomplete_graphs: Literal["refuse", "compile"] = "refuse"
+    """What the train stage does if precompile left a graph uncompiled: refuse to start, or compile
+    it while training."""
+    log_every: PositiveInt = 10
+    """Steps between lines in the log."""
+
+    @property
+    def checkpointing_text(self) -> str:
+        """`selective`, or a list's parts as `core+mlp`."""
+        setting = self.activation_checkpointing
+        return setting if isinstance(setting, str) else "+".join(setting)
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """What the backward pass recomputes: some of `BLOCK_PARTS`, or `block`, a whole one."""
+        setting = self.activation_checkpointing
+        if isinstance(setting, tuple):
+            return setting
+        return {"none": (), "selective": ("core",), "full": ("block",)}[setting]
+
+
+ADAMW = "adamw"  # the optimizer that every backend has
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+
+
+class OptimConfig(Section):
+    """The optimizer and the learning rate's schedule."""
+
+    name: PartName = ADAMW
+    """The optimizer: adamw, or the name of one of your own (native backend)."""
+    lr: PositiveFloat
+    """Learning rate after the warm-up."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the decay's end."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear rise from 0."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps."""
+    step_count: Literal["from_1", "nemo", "transformers"] = "from_1"
+    """How the schedule counts: from_1, step n of the warm-up has lr · n / warmup_steps; nemo, lr ·
+    n / (warmup_steps + 1); transformers, lr · (n - 1) / warmup_steps, so 0 at step 1. With the last
+    two the decay begins and ends one step later."""
+    decay: Literal["cosine", "linear", "1-sqrt", "constant"] = "cosine"
+    """The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress))."""
+    decay_start: Annotated[int, Field(ge=0)] | None = None
+    """Last step at lr before the decay; by default the last step of the warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Step at which min_lr is reached, warm-up included; train.steps if left out."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    """Adam's averaging constants."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay as in PyTorch's AdamW: each step takes lr · weight_decay of the weights, with
+    the lr of that step. Composer's DecoupledAdamW takes lr / (largest lr) · weight_decay: divide
+    its value by optim.lr for the same decay (1e-5 there is 0.0167 here at lr 6e-4)."""
+    decay_norms_and_biases: bool = False
+    """Whether norms and biases decay too (HLAT: every parameter)."""
+    grad_clip: NonNegativeFloat = 1.0
+    """Largest gradient 2-norm over all parameters; 0 clips nothing."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an optimizer of a plugin."""
+
+    @field_validator("settings")
+    @classmethod
+    def _belong_to_another_optimizer(
+        cls, settings: dict[str, Any], info: ValidationInfo
+    ) -> dict[str, Any]:
+        if settings and info.data.get("name") == ADAMW:
+            raise ValueError(
+                "are only for optimizers of plugins, but optim.name is adamw; set optim.name to "
+                "one, or leave optim.settings out and set optim.betas, optim.eps and "
+                "optim.weight_decay"
+            )
+        return settings
+
+    def warmup(self, total_steps: int) -> int:
+        """Return steps of the warm-up in a run of `total_steps`."""
+        return num_warmup_steps(self.warmup_steps, self.warmup_ratio, total_steps)
+
+
+def num_warmup_steps(steps: int, ratio: float | None, total_steps: int) -> int:
+    """Return the steps of the warm-up, given as a number or as a share of all steps."""
+    return steps if ratio is None else round(ratio * total_steps)
+
+
+class ParallelConfig(Section):
+    """Mesh degrees; data parallelism follows from the node count."""
+
+    auto: bool = False
+    """Whether the planner chooses what is not set here, at submit. `parallel: auto` leaves all of
+    it to the planner."""
+    tensor: PositiveInt = 1
+    """Tensor-parallel degree."""
+    pipeline: PositiveInt = 1
+    """Pipeline stages."""
+    virtual_pipeline: PositiveInt = 1
+    """Chunks of layers that each pipeline stage holds; more than 1 interleaves them (1F1B either
+    way)."""
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 1
+    """What data-parallel workers share out: 1 optimizer state, 2 gradients too, 3 parameters too. A
+    backend may share out more than asked."""
+    shard_nodes: PositiveInt | None = None
+    """Nodes over which data-parallel workers shard weights, gradients and optimizer state; other
+    groups of as many nodes hold copies (HSDP). null: over all data-parallel workers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_section(cls, values: Any) -> Any:
+        if isinstance(values, Mapping | cls):
+            return values
+        raise ValueError("must be auto, or degrees such as {tensor: 8, pipeline: 4}")
+
+
+def _with_auto(section: Any) -> Any:
+    """Return a parallel section with `auto`, whole or in place of degrees, as `parallel.auto`."""
+    if section == "auto":
+        return {"auto": True}
+    if not isinstance(section, Mapping) or "auto" not in section.values():
+        return section
+    return {**{name: value for name, value in section.items() if value != "auto"}, "auto": True}
+
+
+class LayoutTrain(Section):
+    """Settings of `train` that depend on the hardware."""
+
+    micro_batch: NumberOrAuto | None = None
+    """As train.micro_batch."""
+    activation_checkpointing: Annotated[
+        Checkpointing | None, BeforeValidator(lambda value: value and _checkpointing(value))
+    ] = None
+    """As train.activation_checkpointing."""
+
+
+class Layout(Section):
+    """How a recipe is trained on some hardware."""
+
+    parallel: Annotated[ParallelConfig, BeforeValidator(_with_auto)] = ParallelConfig()
+    """The section there."""
+    train: LayoutTrain = LayoutTrain()
+    """Values of `train` there."""
+
+
+TrackerName = Literal["wandb", "mlflow"]
+
+
+class Recipe(Section):
+    """One YAML file per run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """The recipe's name; run names begin with it."""
+    description: str = ""
+    """One line for `slurmllm recipes`."""
+    default_cluster: str = "local"
+    """Cluster profile if neither --cluster nor $SLURMLLM_CLUSTER is given."""
+    command: CommandConfig | None = None
+    """A trainer of another project, in place of the sections from model to parallel."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    optim: OptimConfig
+    parallel: ParallelConfig = ParallelConfig()
+    layouts: Annotated[dict[str, Layout], Field(default_factory=dict, exclude=True)]
+    """By device (cuda, neuron, cpu) or name of a cluster profile: the layout that a source used
+    there, for what the recipe does not set itself. On other clusters the planner chooses."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
+    """Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic."""
+    trackers: ListOf[TrackerName] = ()
+    """Trackers that get the run's metrics: wandb, mlflow; project and server in the profile."""
+    env: dict[EnvName, str] = Field(default_factory=dict)
+    """Environment variables for this recipe's workers; they replace those of the same name from the
+    cluster profile and the backend."""
+    hooks: dict[PartName, dict[str, Any]] = Field(default_factory=dict)
+    """Hooks of plugins, each with its settings: `{layer_norms: {every: 10}}`."""
+    plugins: ListOf[ModuleName] = ()
+    """Modules that register hooks, optimizers, model families or data sources:
+    `[my_package.my_module]`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_command_or_training(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("command") is None:
+            return values
+        sections = {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
+        return {**values, **{name: absent_section(kind, name) for name, kind in sections.items()}}
+
+    def require_training(self, what: str, fix: str) -> None:
+        """Raise ConfigError if the recipe has a command, and `what` is of our own trainings."""
+        if not self.worker.has_model:
+            raise ConfigError(
+                f"{what} needs a model section, and {self.name} has a command in its place, of "
+                f"whose model nothing is known; {fix}"
+            )
+
+    @property
+    def worker(self) -> Worker:
+        """What the run's workers are: slurmllm's own, or those of the command."""
+        command = self.command
+        if command is None:
+            return Worker(has_model=True, steps=self.train.steps)
+        saves = command.stop_signal is not None
+        return Worker(False, command.steps, command.one_per_node, saves)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps to the end; None if a command does not say."""
+        return self.worker.steps
+
+    @property
+    def plugin_refs(self) -> list[PluginRef]:
+        """The parts of other packages that the recipe names."""
+        if not self.worker.has_model:
+            return []
+        refs = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
+        if self.optim.name != ADAMW:
+            refs.append(PluginRef("optimizers", self.optim.name, "optim.name"))
+        if self.model.family not in BUILT_IN:
+            refs.append(PluginRef("models", self.model.family, "model.family"))
+        texts = [("data.corpus", share.path) for share in self.data.corpora]
+        texts += [(f"eval.corpora.{name}", path) for name, path in self.eval.corpora.items()]
+        prefixes = ((path, split_prefix(text)[0]) for path, text in texts)
+        refs += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
+        return refs

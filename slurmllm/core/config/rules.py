@@ -1,0 +1,465 @@
+"""Rules between the fields of a recipe.
+
+A rule names the dotted paths that it reads and is skipped if one of them is invalid in itself, so
+that all faults of a file are reported at once and each of them once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from slurmllm.core.config.families import CHOSEN, FAMILIES, gate_block
+from slurmllm.core.config.recipe import num_warmup_steps
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One condition: `check` takes the values of `paths`, in order, and returns a fault or None."""
+
+    paths: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+RULES: list[Rule] = []  # in the order in which faults are reported
+Check = TypeVar("Check", bound=Callable[..., str | None])
+
+
+def _rule(*paths: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        RULES.append(Rule(paths, check))
+        return check
+
+    return register
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def choose(options: list[int]) -> str:
+    """Return `choose 1, 2, 4 or 8`, the end of an error message, from the valid values."""
+    return f"choose {_alternatives(options)}"
+
+
+def _alternatives(options: Iterable[Any]) -> str:
+    texts = [_yaml_text(option) for option in options]
+    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
+
+
+def _yaml_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _possible_in_family(name: str, family: str, value: Any) -> str | None:
+    choices = FAMILIES[family].choices.get(name)
+    if choices is None or value in choices:
+        return None
+    return (
+        f"model.{name}: {_yaml_text(value)} does not go with model.family {family}; "
+        f"set {_alternatives(choices)}, or leave it out"
+    )
+
+
+for _name in sorted(CHOSEN):
+    RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
+
+
+@_rule("model.num_heads", "model.hidden_size", "model.head_dim")
+def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str | None:
+    if head_dim is not None or hidden % heads == 0:
+        return None
+    near = [d for d in divisors(hidden) if heads / 4 <= d <= heads * 4] or divisors(hidden)
+    return f"model.num_heads: {heads} does not divide model.hidden_size {hidden}; {choose(near)}"
+
+
+@_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
+def head_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float) -> str | None:
+    if pct == 0:
+        return None
+    if head_dim is not None:
+        if head_dim % 2 == 0:
+            return None
+        return (
+            f"model.head_dim: {head_dim} is odd, but rotary positions need pairs of dimensions; "
+            f"{choose([head_dim - 1 or 2, head_dim + 1])}"
+        )
+    if hidden % heads or (hidden // heads) % 2 == 0:
+        return None
+    return (
+        f"model.num_heads: {heads} heads of {hidden} give {hidden // heads} dimensions a head, "
+        "but rotary positions need pairs; choose an even head width"
+    )
+
+
+@_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
+def rotary_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float) -> str | None:
+    if head_dim is None and hidden % heads:
+        return None
+    width = head_dim or hidden // heads
+    rotary = int(width * pct)
+    if rotary % 2 == 0 or width % 2:  # an odd width is a fault of its own
+        return None
+    return (
+        f"model.rotary_pct: {pct} of a head of {width} rotates {rotary} dimensions, "
+        f"an odd number; choose {math.ceil((rotary + 1) / width * 1e4) / 1e4:g}"
+    )
+
+
+@_rule("model.family", "model.head_dim", "model.num_heads", "model.hidden_size")
+def family_has_head_dim(family: str, head_dim: int | None, heads: int, hidden: int) -> str | None:
+    if head_dim is None or "head_dim" in FAMILIES[family].optional or head_dim * heads == hidden:
+        return None
+    return (
+        f"model.head_dim: {head_dim} times {heads} heads is not model.hidden_size {hidden}, as "
+        f"model.family {family} needs; leave it out, or choose {_with_option('head_dim')}"
+    )
+
+
+@_rule("model.family", "model.rope_scaling.factor")
+def family_has_rope_scaling(family: str, factor: float) -> str | None:
+    if "rope_scaling" in FAMILIES[family].optional:
+        return None
+    return (
+        f"model.rope_scaling: model.family {family} has no scaled positions; leave it out, or "
+        f"choose {_with_option('rope_scaling')}"
+    )
+
+
+def _with_option(name: str) -> str:
+    families = (family.name for family in FAMILIES.values() if name in family.optional)
+    return f"model.family {_alternatives(families)}"
+
+
+@_rule("model.rope_scaling.factor")
+def rope_scaling_lengthens(factor: float) -> str | None:
+    if factor >= 1:
+        return None
+    return (
+        f"model.rope_scaling.factor: {factor:g} is less than 1, which would shorten the context; "
+        "choose 1 or more (Llama 3.1 has 8), or leave model.rope_scaling out"
+    )
+
+
+@_rule("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
+def rope_scaling_has_a_range(low: float, high: float) -> str | None:
+    if low < high:
+        return None
+    return (
+        f"model.rope_scaling.low_freq_factor: {low:g} is not less than high_freq_factor {high:g}; "
+        "choose a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)"
+    )
+
+
+@_rule("model.num_kv_heads", "model.num_heads")
+def kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
+    if kv_heads is None or heads % kv_heads == 0:
+        return None
+    return (
+        f"model.num_kv_heads: {kv_heads} does not divide model.num_heads {heads}; "
+        f"{choose(divisors(heads))}"
+    )
+
+
+@_rule("model.family", "model.num_kv_heads", "model.num_heads")
+def family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
+    if (
+        "num_kv_heads" in FAMILIES[family].optional
+        or kv_heads in (None, heads)
+        or heads % (kv_heads or 1)
+    ):
+        return None
+    return (
+        f"model.num_kv_heads: {kv_heads}: model.family {family} has as many key and value heads "
+        f"as attention heads; set {heads} or leave it out"
+    )
+
+
+@_rule("model.scaled_init", "model.output_init_std")
+def one_output_init(scaled: bool, std: float | None) -> str | None:
+    if not scaled or std is None:
+        return None
+    return (
+        f"model.output_init_std: {std:g} and model.scaled_init both set the standard deviation of "
+        "the output matrices; leave one of them out"
+    )
+
+
+@_rule("parallel.tensor", "model.num_heads")
+def tensor_divides_heads(tensor: int, heads: int) -> str | None:
+    if heads % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide {heads} attention heads; "
+        f"{choose(divisors(heads))}"
+    )
+
+
+@_rule("parallel.tensor", "model.num_kv_heads", "model.num_heads")
+def tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str | None:
+    if kv_heads is None or heads % kv_heads or heads % tensor:
+        return None
+    if kv_heads % tensor == 0 or tensor % kv_heads == 0:
+        return None
+    fitting = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+    return (
+        f"parallel.tensor: {tensor} neither divides model.num_kv_heads {kv_heads} nor is a "
+        f"multiple of it; {choose(fitting)}"
+    )
+
+
+@_rule("parallel.tensor", "model.ffn_hidden_size", "model.family", "model.num_heads")
+def tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | None:
+    block = gate_block(ffn) if FAMILIES[family].gated else 1
+    if ffn // block % tensor == 0:
+        return None
+    blocks = f"the {ffn // block} blocks of {block} gates of " if block > 1 else ""
+    return (
+        f"parallel.tensor: {tensor} does not divide {blocks}model.ffn_hidden_size {ffn}; "
+        f"{choose(divisors(math.gcd(heads, ffn // block)))}"
+    )
+
+
+@_rule("parallel.tensor", "model.vocab_size", "model.vocab_pad_multiple")
+def tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
+    padded = (vocab + multiple - 1) // multiple * multiple
+    if padded % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide the padded vocabulary {padded}; "
+        f"set model.vocab_pad_multiple to a multiple of {tensor}"
+    )
+
+
+@_rule("parallel.tensor", "model.seq_len", "model.family")
+def tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | None:
+    if FAMILIES[family].positions != "learned" or seq_len % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide model.seq_len {seq_len}, the rows of the "
+        f"table of positions; {choose([d for d in divisors(seq_len) if d <= 2 * tensor])}"
+    )
+
+
+@_rule("parallel.pipeline", "parallel.virtual_pipeline", "model.num_layers")
+def pipeline_divides_layers(pipeline: int, virtual: int, layers: int) -> str | None:
+    if layers % pipeline:
+        return (
+            f"parallel.pipeline: {pipeline} does not divide {layers} layers; "
+            f"{choose(divisors(layers))}"
+        )
+    if pipeline == 1 or layers % (pipeline * virtual) == 0:
+        return None
+    return (
+        f"parallel.virtual_pipeline: {virtual} does not divide the {layers // pipeline} layers of "
+        f"each of {pipeline} pipeline stages; {choose(divisors(layers // pipeline))}"
+    )
+
+
+@_rule("parallel.virtual_pipeline", "parallel.pipeline")
+def virtual_needs_pipeline(virtual: int, pipeline: int) -> str | None:
+    if virtual == 1 or pipeline > 1:
+        return None
+    return (
+        f"parallel.virtual_pipeline: {virtual} chunks a stage need more stages than one; set "
+        "parallel.pipeline, or leave it out"
+    )
+
+
+@_rule("parallel.sequence", "parallel.tensor", "model.seq_len")
+def sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | None:
+    if not sequence or seq_len % tensor == 0:
+        return None
+    return (
+        f"parallel.sequence: model.seq_len {seq_len} is not a multiple of parallel.tensor "
+        f"{tensor}; change one of them or set parallel.sequence=false"
+    )
+
+
+@_rule("parallel.shard_nodes", "parallel.zero")
+def shards_need_zero(shard_nodes: int | None, zero: int) -> str | None:
+    if shard_nodes is None or zero:
+        return None
+    return (
+        f"parallel.shard_nodes: {shard_nodes}, but parallel.zero 0 shards nothing; set "
+        "parallel.zero to 1, 2 or 3, or parallel.shard_nodes=null"
+    )
+
+
+@_rule("train.micro_batch", "train.global_batch")
+def micro_divides_global(micro: int | str, batch: int) -> str | None:
+    if isinstance(micro, str) or batch % micro == 0:  # auto is measured later
+        return None
+    return (
+        f"train.micro_batch: {micro} does not divide train.global_batch {batch}; "
+        f"{choose([d for d in divisors(batch) if d <= max(64, micro)])}"
+    )
+
+
+@_rule("optim.min_lr", "optim.lr")
+def min_lr_below_lr(min_lr: float, lr: float) -> str | None:
+    if min_lr <= lr:
+        return None
+    return f"optim.min_lr: {min_lr:g} is above optim.lr {lr:g}; choose less"
+
+
+@_rule("optim.warmup_steps", "optim.warmup_ratio")
+def one_warmup(warmup: int, ratio: float | None) -> str | None:
+    if ratio is None or warmup == 0:
+        return None
+    return (
+        f"optim.warmup_ratio: {ratio:g}, and optim.warmup_steps is {warmup}: they exclude each "
+        "other; set optim.warmup_steps=0 or optim.warmup_ratio=null"
+    )
+
+
+@_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")
+def warmup_before_decay_ends(
+    warmup: int, ratio: float | None, decay_steps: int | None, steps: int
+) -> str | None:
+    end, warmup = decay_steps or steps, num_warmup_steps(warmup, ratio, steps)
+    if warmup < end:
+        return None
+    rule = f"not less than {end}, the step at which the schedule ends; choose less than"
+    if ratio is None:
+        return f"optim.warmup_steps: {warmup} is {rule} {end}"
+    return (
+        f"optim.warmup_ratio: {ratio:g} of train.steps {steps} is {warmup} steps of warm-up, "
+        f"{rule} "
+        f"{end / steps:g}"
+    )
+
+
+_WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
+
+
+@_rule("optim.decay_start", "optim.decay", "optim.decay_steps", "train.steps", *_WARMUP)
+def decay_starts_in_between(
+    start: int | None,
+    decay: str,
+    decay_steps: int | None,
+    steps: int,
+    warmup: int,
+    ratio: float | None,
+) -> str | None:
+    if start is None:
+        return None
+    warmup = num_warmup_steps(warmup, ratio, steps)
+    if decay == "constant":
+        reason = "optim.decay is constant, which has no decay; set optim.decay=1-sqrt, linear or "
+        reason += "cosine, or optim.decay_start=null"
+    elif start < warmup:
+        reason = f"the warm-up ends only at step {warmup}; choose {warmup} or more"
+    elif start > steps:
+        reason = f"the decay would start after the last step (train.steps {steps}); choose less, "
+        reason += f"or {steps} to decay later, at a resume"
+    elif decay_steps is not None and start >= decay_steps:
+        reason = f"the decay ends at step {decay_steps} (optim.decay_steps); choose less, or "
+        reason += "optim.decay_steps=null to end it at train.steps"
+    else:
+        return None
+    return f"optim.decay_start: {start}: {reason}"
+
+
+@_rule("optim.betas")
+def betas_below_one(betas: tuple[float, float]) -> str | None:
+    if all(0 <= beta < 1 for beta in betas):
+        return None
+    return f"optim.betas: {list(betas)} must be in [0, 1); the usual pair is [0.9, 0.95]"
+
+
+MOST_PROFILED = 100  # steps; a trace has some MB for each
+
+
+@_rule("profile.steps", "train.steps")
+def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> str | None:
+    if profiled is None:
+        return None
+    first, last = profiled
+    if first > last:
+        return f"profile.steps: the first step {first} is after the last, {last}; swap them"
+    if last > steps:
+        return (
+            f"profile.steps: {list(profiled)}: step {last} is after the last of train.steps "
+            f"{steps}; choose steps up to {steps}"
+        )
+    if last - first >= MOST_PROFILED:
+        return (
+            f"profile.steps: {list(profiled)} are {last - first + 1} steps, and traces grow with "
+            f"each; choose {MOST_PROFILED} or fewer, such as [{first}, {first + 2}]"
+        )
+    return None
+
+
+def minutes_of(time: str) -> float:
+    """Return minutes of a Slurm time (`90`, `1:30:00`, `1-00:00:00`; see sbatch(1), --time)."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:  # minutes[:seconds]
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
+
+
+@_rule("slurm.signal_lead_s", "slurm.time")
+def lead_fits_time(lead_s: int, time: str | int) -> str | None:
+    limit_s = minutes_of(str(time)) * 60
+    if limit_s == 0:
+        return f"slurm.time: {time} allows no time; write for instance 8:00:00"
+    if lead_s < limit_s:
+        return None
+    return (
+        f"slurm.signal_lead_s: {lead_s} s is not less than the time limit {time} "
+        f"({limit_s:.0f} s); choose a smaller lead or a longer slurm.time"
+    )
+
+
+@_rule("checkpoint.replica")
+def replica_can_be_opened(location: str | None) -> str | None:
+    if location is None:
+        return None
+    from fsspec.core import split_protocol  # type: ignore[import-untyped]
+    from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
+
+    protocol, _ = split_protocol(location)
+    if protocol is None and not location.startswith("/"):
+        return f"checkpoint.replica: {location} is no URL and no absolute path; write one"
+    try:
+        get_filesystem_class(protocol or "file")
+    except (ImportError, ValueError) as error:
+        return f"checkpoint.replica: {location} cannot be opened here: {error}"
+    return None
+
+
+def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each rule that is broken.
+
+    Args:
+        values: Dotted path → value, of the fields that are valid in themselves.
+    """
+    for rule in RULES:
+        if all(path in values for path in rule.paths):
+            fault = rule.check(*(values[path] for path in rule.paths))
+            if fault is not None:
+                yield fault
+
+
+@_rule("eval.every_steps", "eval.corpora", "data.validation")
+def evaluations_have_text(
+    every: int | None, corpora: Mapping[str, str], validation: float
+) -> str | None:
+    # Skipped if corpora are named: a mapping has a value of its own only if it is empty.
+    if every is None or corpora or validation:
+        return None
+    return (
+        f"eval.every_steps: {every}, but no text is held out; set data.validation=0.01, or name a "
+        "corpus: eval.corpora={NAME: FILE}"
+    )

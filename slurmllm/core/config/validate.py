@@ -1,0 +1,201 @@
+"""The validation of a configuration: all faults of recipe and profile, with their sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from slurmllm.core.config.cluster import Cluster
+from slurmllm.core.config.command import REFUSED
+from slurmllm.core.config.families import CHOSEN, find_family
+from slurmllm.core.config.profiles import did_you_mean
+from slurmllm.core.config.recipe import ParallelConfig, Recipe, with_family
+from slurmllm.core.config.rules import broken_rules
+from slurmllm.core.config.variables import MASK, is_secret_at
+from slurmllm.core.config.yaml_source import flatten
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_plural
+from slurmllm.core.plugins import is_known
+from slurmllm.core.removed import field_message
+
+PLANNER = "planner: "  # prefix of the origins of the planner's choices
+# Settings that are left to the planner if a recipe does not set them.
+OPEN = ("train.micro_batch", "train.activation_checkpointing")
+# Sections of which a recipe with a `command` has nothing but KEEP; `REFUSED` has the others.
+OF_OUR_TRAINERS = ("backend", "checkpoint")
+KEEP = "checkpoint.keep"
+M = TypeVar("M", bound=BaseModel)
+
+
+def is_set(path: str, origins: Mapping[str, str]) -> bool:
+    """Whether a value was set: it is neither a default nor the planner's choice."""
+    source = origins.get(path, "default")
+    return source != "default" and not source.startswith(PLANNER)
+
+
+def validate(
+    tree: dict[str, Any],
+    origins: Mapping[str, str],
+    faults: Sequence[str],
+    title: str,
+    *,
+    trusted: bool = True,
+) -> tuple[Recipe, Cluster, dict[str, str]]:
+    """Validate the sections of a recipe, with the cluster profile under `cluster`.
+
+    Args:
+        trusted: Whether the modules of `plugins` may be imported, for a family that they register.
+
+    Raises:
+        ConfigError: with `faults` and all faults of the tree.
+    """
+    faults, origins = list(faults), dict(origins)
+    recipe_tree = {name: value for name, value in tree.items() if name != "cluster"}
+    _open_auto_settings(recipe_tree, origins)
+    model = recipe_tree.get("model")
+    if isinstance(model, Mapping):
+        family: Any = model.get("family")
+        modules: Any = recipe_tree.get("plugins") if trusted else None
+        modules = [modules] if isinstance(modules, str) else modules
+        named = isinstance(modules, list | tuple) and all(isinstance(name, str) for name in modules)
+        try:
+            if isinstance(family, str):
+                find_family(family, modules if named else ())
+        except ConfigError as error:
+            # The validation of the field itself reports a package's.
+            faults += [] if is_known("models", family) else [str(error)]
+        recipe_tree["model"] = with_family(model)
+        added = recipe_tree["model"].keys() - model.keys()
+        origins |= {f"model.{name}": f"family {model['family']}" for name in added}
+    if recipe_tree.get("command") is not None:
+        faults += _take_training_out(recipe_tree, origins)
+    recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
+    if "model.family" in bad:  # which would have had the values of these
+        left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
+        faults = [fault for fault in faults if not fault.startswith(left_out)]
+    cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
+    leaves = flatten(recipe_tree)
+    filled = {path.rpartition(".")[0] for path in leaves}  # mappings that are not empty
+    defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
+    values = {**defaults, **leaves}
+    if values.get("parallel.auto") is True and not is_set("parallel.pipeline", origins):
+        # The planner will choose it: the rules on layers must not judge the default.
+        values.pop("parallel.pipeline", None)
+    # A rule is checked only if all of its fields are valid in themselves.
+    valid = {
+        path: value
+        for path, value in values.items()
+        if not any(path == fault or path.startswith(f"{fault}.") for fault in bad)
+    }
+    faults += broken_rules(valid)
+    if recipe is None or cluster is None or faults:
+        raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
+    return recipe, cluster, origins
+
+
+def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
+    names = [name for name in (*REFUSED, *OF_OUR_TRAINERS) if recipe_tree.get(name)]
+    taken = flatten({name: recipe_tree.pop(name) for name in names})
+    if KEEP in taken:
+        recipe_tree["checkpoint"] = {"keep": taken.pop(KEEP)}
+    places: dict[str, str] = {}  # section → the first source of its values
+    for path in taken:
+        source = f" ({origins[path]})" if path in origins else ""
+        places.setdefault(path.partition(".")[0], source)
+    if not places:
+        return []
+    named = ", ".join(f"{name}{source}" for name, source in places.items())
+    return [
+        f"command: with it a recipe has no {named}; leave these out, and give the trainer its own "
+        f"arguments in command.run (of checkpoint it has {KEEP})"
+    ]
+
+
+def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
+    """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
+    train = recipe_tree.get("train")
+    if isinstance(train, Mapping):
+        null = {path for path in OPEN if train.get(path.removeprefix("train."), ...) is None}
+        recipe_tree["train"] = {k: v for k, v in train.items() if f"train.{k}" not in null}
+        for path in null:
+            origins.pop(path, None)
+    section = recipe_tree.get("parallel")
+    if not isinstance(section, Mapping):
+        return
+    degrees = ParallelConfig.model_fields.keys() - {"auto"}
+    auto = [name for name, value in section.items() if value == "auto" and name in degrees]
+    for name in auto:
+        origins["parallel.auto"] = origins.pop(f"parallel.{name}", "default")
+    fixed = {name: value for name, value in section.items() if name not in auto}
+    recipe_tree["parallel"] = {**fixed, "auto": True} if auto else fixed
+
+
+def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            defaults.update(_defaults(info.annotation, f"{prefix}{name}."))
+        elif not info.is_required():
+            defaults[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
+    return defaults
+
+
+def _build(
+    model: type[M], tree: Any, prefix: str, faults: list[str], origins: Mapping[str, str]
+) -> tuple[M | None, set[str]]:
+    """Validate one tree; appends its faults and returns the faulty paths."""
+    try:
+        return model.model_validate(tree), set()
+    except ValidationError as error:
+        bad: set[str] = set()
+        for item in error.errors():
+            # Field names only: no numbers of list elements, no `[tag]` of a union.
+            names = (part for part in item["loc"] if isinstance(part, str))
+            path = ".".join(part for part in names if not part.startswith("["))
+            if path in bad:
+                continue  # another element of one list
+            bad.add(path)
+            faults.append(_describe(model, f"{prefix}{path}", path, dict(item), origins))
+        return None, bad
+
+
+def _describe(
+    model: type[BaseModel], dotted: str, path: str, item: dict[str, Any], origins: Mapping[str, str]
+) -> str:
+    where = f" ({origins[dotted]})" if dotted in origins else ""
+    if item["type"] == "extra_forbidden":
+        if message := field_message(dotted):
+            return f"{message}{where}"
+        *sections, name = path.split(".")
+        for section in sections:
+            info = model.model_fields.get(section)
+            model = (info and _section_type(info.annotation)) or model
+        names = list(model.model_fields)
+        guess = did_you_mean(name, names)
+        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(names)}"
+    if item["type"] == "missing" and isinstance(item["loc"][-1], int):
+        return f"{dotted}: {list(item['input'])}{where}: an element is missing"
+    if item["type"] == "missing" and dotted == "command.run":
+        return "command.run: missing; set it in the recipe, or write the command line after `--`"
+    if item["type"] == "missing":
+        file = "profile" if dotted.startswith("cluster.") else "recipe"
+        return f"{dotted}: missing; it has no default, so the {file} must set it"
+    rule = (
+        str(item["msg"])
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+        .replace("a valid tuple", "a list, such as [a, b]")
+        .replace("String", "it")
+    )
+    if not path:
+        return rule
+    hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])
+    return f"{dotted}: {MASK if hidden else repr(item['input'])}{where}: {rule}"
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_type, get_args(annotation))), None)

@@ -1,0 +1,51 @@
+"""matplotlib, with this package's plot style.
+
+Modules that draw import matplotlib's names from here only (`as` marks them for export). At its
+import matplotlib prefers a `matplotlibrc` in the working directory, which other users may be able
+to write to: that name is hidden from it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from pathlib import Path
+
+from slurmllm.core.run.rundir import write_bytes
+
+_path_exists = os.path.exists
+# The lookup is replaced, not the working directory: other threads resolve relative paths.
+os.path.exists = lambda path: path != "matplotlibrc" and _path_exists(path)
+try:
+    from matplotlib import rc_context as rc_context
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.figure import SubFigure as SubFigure
+    from matplotlib.lines import Line2D as Line2D
+    from matplotlib.ticker import EngFormatter as EngFormatter
+    from matplotlib.ticker import FuncFormatter as FuncFormatter
+    from matplotlib.ticker import LogFormatter as LogFormatter
+    from matplotlib.ticker import LogLocator as LogLocator
+    from matplotlib.ticker import MaxNLocator as MaxNLocator
+    from matplotlib.ticker import NullFormatter as NullFormatter
+    from matplotlib.ticker import NullLocator as NullLocator
+    from matplotlib.ticker import StrMethodFormatter as StrMethodFormatter
+finally:
+    os.path.exists = _path_exists
+
+PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
+
+
+def write_picture(picture: Figure, path: Path, fix: str) -> None:
+    """Write a PNG atomically; `fix` is what to do if it cannot be written.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        # A run may be named in a script that matplotlib's font lacks: drawn as boxes then.
+        warnings.filterwarnings("ignore", message="Glyph")
+        picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
+    write_bytes(path, stream.getvalue(), f"cannot write the picture {path}", fix)

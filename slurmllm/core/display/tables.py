@@ -1,0 +1,173 @@
+"""Tables on the terminal, in one style; numbers are never truncated, whatever the width."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from slurmllm.core.errors import UserError
+from slurmllm.core.format import printable
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console
+    from rich.text import Text
+
+PROSE = 24  # least cells of a column of prose
+_GAP = 2  # cells between two columns
+_PIPED_WIDTH = 1_000_000  # a pipe or a log file has no width to fit into
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    heading: str
+    room: int = 0  # least cells if it may be folded; 0: the width of its widest cell
+    drop: int = 0  # columns with the highest number are dropped first; 0: never
+
+
+class Fitted(NamedTuple):
+    """A table fitted into a width: its lines, the heading first, and the dropped columns."""
+
+    lines: list[str]
+    left_out: list[str]
+
+
+def width() -> int:
+    """Return the cells per line of the terminal, or $COLUMNS; without limit in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH
+
+
+def console() -> Console:
+    """Return standard output with lines as wide as `width`; a terminal's follow its window."""
+    from rich.console import Console
+
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the error that it handles; rich would exit with 1, a failed check
+
+    return Piped(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
+def print_line(text: str | Text = "") -> None:
+    """Print text as it is; the terminal breaks long lines, so that they are copied unbroken."""
+    console().print(text, soft_wrap=True, markup=False)
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: str = "") -> None:
+    """Print a table without rules; cells of the column with the heading `fold` may be folded."""
+    columns = [Column(name, PROSE if fold and name == fold else 0) for name in headings]
+    heading, *lines = fitted(columns, list(rows), width()).lines
+    click.echo(click.style(heading, bold=True))
+    for line in lines:
+        click.echo(line)
+
+
+def fitted(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], room: int, one_line: bool = False
+) -> Fitted:
+    """Fit a table into a width: drop columns, then fold those that may be.
+
+    A table that needs more than `room` cells is wider: the terminal breaks its lines. With
+    `one_line` each row takes one line, and prose is truncated instead of folded.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    cells = [[column.heading for column in columns]]
+    # A tab has no width of its own.
+    cells += [[printable(cell).replace("\t", " ") for cell in row] for row in rows]
+    widest = [
+        max(cell_len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(*cells, strict=True)
+    ]
+    least = [
+        min(widest[at], column.room) if column.room else widest[at]
+        for at, column in enumerate(columns)
+    ]
+    shown = list(range(len(columns)))
+
+    def needed() -> int:
+        return sum(least[at] for at in shown) + _GAP * (len(shown) - 1)
+
+    left_out = []
+    for at in sorted((at for at in shown if columns[at].drop), key=lambda at: -columns[at].drop):
+        if needed() <= room:
+            break
+        shown.remove(at)
+        left_out.append(columns[at].heading)
+    widths = _narrowed([widest[at] for at in shown], [least[at] for at in shown], room)
+    lines = []
+    for row in cells:
+        parts = [
+            _cell_lines(row[at], size, one_line) for at, size in zip(shown, widths, strict=True)
+        ]
+        for line in zip_longest(*parts, fillvalue=""):
+            lines.append((" " * _GAP).join(map(set_cell_size, line, widths)).rstrip())
+    return Fitted(lines, left_out)
+
+
+def _narrowed(widest: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Return the widths of columns: if they do not fit, the widest of them are narrowed."""
+    widths = [max(min(most, room), fewest) for most, fewest in zip(widest, least, strict=True)]
+    while sum(widths) + _GAP * (len(widths) - 1) > room:
+        folded = [at for at, size in enumerate(widths) if size > least[at]]
+        if not folded:
+            break
+        widths[max(folded, key=lambda at: (widths[at], at))] -= 1
+    return widths
+
+
+def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
+    """Return the lines of a cell; rich, which takes 0.1 ms for each, folds only wide ones."""
+    from rich.cells import cell_len, set_cell_size
+
+    lines = []
+    for line in cell.split("\n"):
+        if cell_len(line) <= room:
+            lines.append(line)
+        elif one_line:
+            lines.append(f"{set_cell_size(line, room - 1)}…")
+        else:
+            from rich.console import Console
+            from rich.text import Text
+
+            folded = Text(line).wrap(Console(), room, overflow="fold")
+            lines += [part.plain for part in folded]
+    return lines
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in GitHub's Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    cells = ([printable(cell).replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, with a column for every key of any row; None is an empty cell."""
+    import csv
+    import io
+
+    stream = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def data_frame(
+    values: Mapping[str, Any] | Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
+) -> pandas.DataFrame:
+    """Return a data frame of columns by name, or of rows; raise UserError without pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        fix = "`pip install pandas`, or use `to_dict()`"
+        raise UserError(f"to_pandas() needs pandas, which is not installed here; {fix}") from error
+    return pandas.DataFrame(values, columns=columns)

@@ -1,0 +1,215 @@
+"""Files of logs, whole or growing: a reader for each, and what it has not read yet."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from slurmllm.core.errors import RunError
+from slurmllm.core.metrics.curves import DamageWarning
+from slurmllm.core.metrics.event_files import (
+    EventReader,
+    is_event_file,
+    training_files,
+)
+from slurmllm.core.metrics.log_series import Log, LogReader, Numbers, RowCollector, log_suffix
+from slurmllm.core.metrics.row_logs import TAG_CSV, JsonReader, TableReader, json_numbers
+from slurmllm.core.metrics.row_reader import parse_row
+from slurmllm.core.metrics.tags import FILES, TABLES, TEXTS
+from slurmllm.core.metrics.text_logs import TextReader
+from slurmllm.core.run.safe_files import (
+    LFS_POINTER,
+    LFS_REASON,
+    LONGEST_LINE,
+    open_regular,
+    read_limited,
+)
+
+_CHUNK_BYTES = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
+_BLOCK_BYTES = 1 << 16
+_SPOOLED_BYTES = 256 << 20  # in memory; what is longer is in a file
+_STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")  # OLMo-core's metric_saver.py
+
+
+def is_log(path: Path) -> bool:
+    return is_event_file(path) or log_suffix(path) in FILES
+
+
+def make_reader(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> LogReader:
+    """Return the reader of a file, by its name."""
+    suffix = log_suffix(path)
+    if pattern is not None or suffix in TEXTS:
+        return TextReader(pattern)
+    if is_event_file(path):
+        return EventReader(path)
+    return TableReader(path, tags) if suffix in TABLES else JsonReader(path)
+
+
+class LogFile:
+    """A log that grows, or is written again from its beginning."""
+
+    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+        self._path, self._tags = path, tags
+        self.reader = make_reader(path, tags)
+        self._state = (0, 0, 0)  # inode, size and time of change, as last read
+        self._offset = 0
+        self._head = b""  # of a table
+        self._count = 0  # rows that were taken
+        self._rows: list[Numbers] = []  # of a document
+
+    def take_new(self, last: bool = False) -> list[Numbers]:
+        """Read what is new, and return its rows."""
+        info = self._path.stat()
+        state = (info.st_ino, info.st_size, info.st_mtime_ns)
+        if state == self._state and self.reader.is_document:
+            return []
+        is_same_file = state[0] == self._state[0]
+        head = self._read_head()
+        repeated = 0
+        if not is_same_file or state[1] < self._offset or head != self._head:
+            if is_same_file and self._head:  # Lightning's CSVLogger writes all with a new column
+                repeated = self._count
+            self.reader, self._offset, self._count = make_reader(self._path, self._tags), 0, 0
+        elif self.reader.is_document:
+            self.reader, self._offset = make_reader(self._path, self._tags), 0
+        with open_log(self._path, []) as stream:
+            self._offset = feed(self.reader, stream, self._offset)
+        if last or self.reader.is_document or state == self._state:
+            self.reader.flush(last or self.reader.is_document)  # or nothing new for a while
+        self._state, self._head = state, head
+        rows = self.reader.take()
+        self._count += len(rows)
+        if not self.reader.is_document:
+            return rows[repeated:]
+        # A resume may have cut what a document held, and its files count anew.
+        before, self._rows = self._rows, rows
+        pairs = enumerate(zip(before, rows, strict=False))
+        return rows[next((n for n, (old, new) in pairs if old != new), len(before)) :]
+
+    def _read_head(self) -> bytes:
+        """Return the header of a table, once it is whole."""
+        if not isinstance(self.reader, TableReader):
+            return b""
+        with open_regular(self._path) as stream:
+            head = stream.readline(LONGEST_LINE)
+        return head if head.endswith(b"\n") else b""
+
+
+def feed(reader: LogReader, stream: BinaryIO, offset: int = 0) -> int:
+    """Have a reader read from an offset to the end, and return where that is."""
+    stream.seek(offset)
+    while chunk := stream.read(_CHUNK_BYTES):
+        reader.feed(chunk)
+    return stream.tell()
+
+
+def read_file(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log:
+    """Read a file to its end; raise RunError without rows or steps, OSError if it is unreadable."""
+    reader, warnings = make_reader(path, tags, pattern), list[str]()
+    with open_log(path, warnings) as stream:
+        feed(reader, stream)
+    reader.flush(last=True)
+    return reader.log(path, tags, warnings)
+
+
+def read_events(source: Path, tags: Mapping[str, str]) -> Log:
+    """Read an event file, or the files of a training: those of a folder, or of one below it."""
+    files, warnings = training_files(source), list[str]()
+    reader = EventReader(files[0])
+    for path in files:
+        if path != files[0]:
+            reader.begin_file(path)
+        with open_log(path, warnings) as stream:
+            feed(reader, stream)
+        reader.flush(last=True)
+    return reader.log(source, tags, warnings)
+
+
+def split_log_files(folder: Path) -> list[Path]:
+    """Return TensorBoard's tables of a tag each, and OLMo-core's files of a step each, by step."""
+    by_step: dict[Path, int] = {}
+    for path in folder.iterdir():
+        if step := _STEP_JSON.fullmatch(path.name):
+            by_step[path] = int(step["step"])
+        elif TAG_CSV.fullmatch(path.name):
+            by_step[path] = 0
+    return sorted(by_step, key=lambda path: (by_step[path], path))
+
+
+def read_split_log(folder: Path, tags: Mapping[str, str]) -> Log:
+    """Read a folder of such files as one log."""
+    rows, warnings = RowCollector(), list[str]()
+    series = {}
+    for path in split_log_files(folder):
+        if step := _STEP_JSON.fullmatch(path.name):
+            row = parse_row(read_limited(path))
+            if isinstance(row, dict):
+                rows.add([("step", float(step["step"])), *json_numbers(row)])
+            else:
+                warnings.append(DamageWarning(f"{path} is not complete JSON; skipped it"))
+            continue
+        log = read_file(path, tags)
+        times = log.series.get("Wall time")
+        for tag, values in log.series.items():
+            if tag != "Wall time":
+                series[tag] = replace(values, times=None if times is None else times.values)
+        warnings += log.warnings
+    if len(rows):
+        return rows.log(folder, "jsonl", tags, warnings)
+    return Log(folder, "csv", series, warnings=tuple(warnings))
+
+
+def open_log(path: Path, warnings: list[str]) -> BinaryIO:
+    """Open a log; a .gz is decompressed to a temporary file.
+
+    If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
+    Raises RunError if it is not gzip, UTF-16, or a Git LFS pointer.
+    """
+    stream = open_regular(path)
+    start = stream.read(len(LFS_POINTER))
+    stream.seek(0)
+    if start == LFS_POINTER:
+        stream.close()
+        raise RunError(f"{path} is {LFS_REASON}")
+    begin = start[:2]
+    if path.suffix != ".gz":
+        if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            stream.close()
+            raise RunError(
+                f"{path} is UTF-16 text, as PowerShell writes it; convert it: iconv -f UTF-16 -t "
+                f"UTF-8 {path} > {path.stem}.utf8{path.suffix}"
+            )
+        return stream
+    with stream:
+        if begin and not _GZIP_MAGIC.startswith(begin):
+            raise RunError(
+                f"{path} is not a gzip file: it begins with {begin!r} instead of {_GZIP_MAGIC!r}; "
+                f"rename it to {path.stem} if it is not compressed, or restore it"
+            )
+        content = cast(BinaryIO, tempfile.SpooledTemporaryFile(_SPOOLED_BYTES))  # noqa: SIM115
+        # Bytes of complete lines: in a truncated line, the last number may lack digits
+        complete = 0
+        try:
+            with gzip.open(stream) as compressed:
+                while block := compressed.read1(_BLOCK_BYTES):
+                    content.write(block)
+                    if end := block.rfind(b"\n") + 1:
+                        complete = content.tell() - len(block) + end
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            # If the file is truncated, or other data are appended to it, all lines before that are
+            # correct; if a checksum fails, any line may be wrong.
+            correct = isinstance(error, EOFError) or "Not a gzipped file" in str(error)
+            warning = f"{path} is damaged: {error}; read as far as possible"
+            warning += "" if correct else ", and some of it may be wrong"
+            warnings.append(warning if isinstance(error, EOFError) else DamageWarning(warning))
+            content.truncate(complete)
+    content.seek(0)
+    return content

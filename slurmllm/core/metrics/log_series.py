@@ -1,0 +1,291 @@
+"""Logs of other frameworks: a series for each tag, collected from rows by a reader of bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from slurmllm.core.errors import RunError
+from slurmllm.core.metrics.curves import DamageWarning, Flags, Floats, Ints, SourceKind
+from slurmllm.core.metrics.numbers import has_decimal_comma
+from slurmllm.core.metrics.tags import (
+    METRICS,
+    LogFormat,
+    common_names,
+    find_tags,
+    list_tags,
+    step_keys,
+)
+
+Numbers = dict[str, float]
+
+_FRACTIONAL = 0.1  # share of steps that are not whole numbers
+_MOST_TEXTS = 200  # different ones in a column that separates rows
+# Cells of a table that are no values, as pandas reads them
+MISSING = {"", "na", "n/a", "none", "null", "-", "<na>"}
+
+
+@dataclass(frozen=True)
+class TagSeries:
+    """The values of one tag, in the order in which they were written."""
+
+    order: Ints  # position of each value in the log: ascending, counted over all tags [rows]
+    steps: Ints  # [rows]
+    values: Floats  # [rows]
+    times: Floats | None = None  # when written, Unix time in s; None if not logged [rows]
+
+    def take(self, rows: Flags) -> TagSeries:
+        """Return the series of some rows."""
+        times = None if self.times is None else self.times[rows]
+        return TagSeries(self.order[rows], self.steps[rows], self.values[rows], times)
+
+
+@dataclass(frozen=True)
+class TextSeries:
+    """The texts of a column, such as the split or the rank of its row."""
+
+    order: Ints  # as in `TagSeries` [rows]
+    codes: Ints  # index into `texts` [rows]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log as it was read."""
+
+    path: Path  # file or folder
+    kind: SourceKind
+    series: Mapping[str, TagSeries]  # by tag
+    starts: Sequence[int] = ()  # positions (`TagSeries.order`) at which a process began to write
+    warnings: tuple[str, ...] = ()
+    format: LogFormat | None = None  # if its lines have shown it
+    lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
+    texts: Mapping[str, TextSeries] = field(default_factory=dict)  # by column
+    invented_steps: str = ""  # why its steps are none that the training counted
+
+    def place(self, order: int) -> str:
+        line = self.lines[order] if len(self.lines) else 0
+        return f"{self.path}:{line}" if line else str(self.path)
+
+
+def log_suffix(path: Path) -> str:
+    """Return the suffix in lower case, without .gz: `.csv` for both `x.CSV` and `x.csv.gz`."""
+    return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
+
+
+class RowCollector:
+    """Columns of rows of numbers that each have their own keys."""
+
+    def __init__(self) -> None:
+        self._taken = (0, 0)  # `sizes` of the rows that were taken
+        self._rank: str | None = None  # whose rows are taken
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # rows, values
+        self._texts: dict[str, tuple[array[int], array[int], dict[str, int]]] = {}
+        self._lines = array("q")
+
+    def add(
+        self,
+        row: Iterable[tuple[str, float]],
+        line: int = 0,
+        texts: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Add a row, the number of its line if it has one, and its columns of text."""
+        number = len(self._lines)
+        for key, value in row:
+            column = self._columns.get(key)
+            if column is None:
+                column = self._columns[key] = array("q"), array("d")
+            column[0].append(number)
+            column[1].append(value)
+        for key, text in texts:
+            rows, codes, codes_of = self._texts.setdefault(key, (array("q"), array("q"), {}))
+            if key == "rank" or len(codes_of) < _MOST_TEXTS:
+                rows.append(number)
+                codes.append(codes_of.setdefault(text, len(codes_of)))
+        self._lines.append(line)
+
+    def set_column(self, key: str, values: Sequence[float]) -> None:
+        """Set the value of each row."""
+        self._columns[key] = array("q", range(len(values))), array("d", values)
+
+    def take(self) -> list[Numbers]:
+        """Remove all rows, and return those of the rank that had the first one."""
+        self._taken = self.sizes
+        rows = [Numbers() for _ in self._lines]
+        for key, (numbers, values) in self._columns.items():
+            for number, value in zip(numbers, values, strict=True):
+                rows[number][key] = value
+        ranks = [""] * len(rows)
+        if "rank" in self._texts:
+            numbers, codes, codes_of = self._texts["rank"]
+            names = list(codes_of)
+            for number, code in zip(numbers, codes, strict=True):
+                ranks[number] = names[code]
+        if self._rank is None and ranks:
+            self._rank = ranks[0]
+        self._clear()
+        return [row for row, rank in zip(rows, ranks, strict=True) if row and rank == self._rank]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __bool__(self) -> bool:
+        return bool(self._columns)  # a line of a pattern may hold no number
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of values of the most frequent key that names a loss, and of rows."""
+        losses = [len(rows) for key, (rows, _) in self._columns.items() if "loss" in key.lower()]
+        return self._taken[0] + max(losses, default=0), self._taken[1] + len(self)
+
+    def series(self, steps: Ints, times: Floats | None = None) -> dict[str, TagSeries]:
+        """Return the columns of the rows that have a step (0 or more). [rows]"""
+        series = {}
+        for key, (numbers, values) in self._columns.items():
+            rows = np.frombuffer(numbers, dtype=np.int64)
+            rows_times = None if times is None else times[rows]
+            column = TagSeries(rows, steps[rows], np.frombuffer(values), rows_times)
+            has_step = column.steps >= 0
+            if has_step.any():
+                series[key] = column.take(has_step)
+        return series
+
+    def log(
+        self,
+        path: Path,
+        kind: SourceKind,
+        tags: Mapping[str, str],
+        warnings: Sequence[str] = (),
+        log_format: LogFormat | None = None,
+        invented_steps: str = "",
+    ) -> Log:
+        """Return the rows that have a step as a log; raise RunError if there are none."""
+        if not len(self):
+            raise RunError(
+                f"no metrics in {path}: it has no row of numbers; give the log of a training run"
+                + "".join(f" ({warning})" for warning in warnings)
+            )
+        self._refuse_decimal_commas(path, tags)
+        step_key, row_steps, skipped = self._select_steps(path, tags)
+        warnings = (*warnings, *self._mixed_columns(path, step_key), *skipped)
+        series = self.series(row_steps)
+        series.pop(step_key, None)
+        texts = {
+            key: TextSeries(np.array(at), np.array(codes), tuple(codes_of))
+            for key, (at, codes, codes_of) in self._texts.items()
+            if key == "rank" or len(codes_of) < _MOST_TEXTS
+        }
+        return Log(
+            path,
+            kind,
+            series,
+            warnings=tuple(warnings),
+            format=log_format,
+            lines=self._lines,
+            texts=texts,
+            invented_steps=invented_steps,
+        )
+
+    def _select_steps(self, path: Path, tags: Mapping[str, str]) -> tuple[str, Ints, Sequence[str]]:
+        """Return the key of the step, the step of each row (-1: none), and warnings."""
+        candidates = step_keys(self._columns, tags)
+        if not candidates:
+            names = [tags["step"]] if "step" in tags else common_names("step")
+            raise RunError(
+                f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
+                f"{list_tags(self._columns)}; name the step's key with --tag step=KEY"
+            )
+        # Some rows may lack the preferred key: take the first candidate that occurs at least half
+        # as often as the most frequent one.
+        counts = {key: len(self._columns[key][0]) for key in candidates}
+        step_key = next(key for key in candidates if 2 * counts[key] >= max(counts.values()))
+        numbers, values = self._columns[step_key]
+        rows, steps = np.frombuffer(numbers, dtype=np.int64), np.frombuffer(values)
+        with np.errstate(invalid="ignore"):
+            # Beyond 2**53 a float64 cannot represent every integer.
+            valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
+        fractional = np.flatnonzero(np.isfinite(steps) & (steps != np.floor(steps)))
+        # A few may be damage; the whole ones among many would be another curve.
+        if fractional.size > _FRACTIONAL * len(steps):
+            place, line = fractional[0], self._lines[rows[fractional[0]]]
+            raise RunError(
+                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[place]:g}, not a whole "
+                "number; name the column of the step with --tag step=KEY"
+            )
+        lines = [line for row in rows[~valid].tolist() if (line := self._lines[row])]
+        warnings = [
+            DamageWarning(
+                f"{path}: skipped {np.sum(~valid)} of {len(steps)} rows: {step_key} is {step:g}, "
+                "not an integer of 0 or more",
+                lines,
+            )
+            for step in steps[~valid][:1].tolist()
+        ]
+        row_steps = np.full(len(self), -1, dtype=np.int64)
+        # Of a row with several steps the first: two columns may have the same name.
+        row_steps[rows[valid][::-1]] = steps[valid][::-1].astype(np.int64)
+        return step_key, row_steps, warnings
+
+    def _mixed_columns(self, path: Path, step_key: str) -> Iterator[str]:
+        """Yield warnings of texts in columns of numbers; without a step, the row is left out."""
+        for key in self._columns if self._texts else ():
+            at, codes, codes_of = self._texts.get(key, ((), (), {}))
+            texts = list(codes_of)
+            cells = [(row, texts[code]) for row, code in zip(at, codes, strict=True)]
+            cells = [(row, text) for row, text in cells if text.lower() not in MISSING]
+            if cells and key != "rank":
+                lines = [self._lines[row] for row, _ in cells]
+                place = f"{path}:{lines[0]}" if lines[0] else str(path)
+                yield DamageWarning(
+                    f"{place}: {cells[0][1]!r:.40} in column {key!r} is not a number; such cells "
+                    f"are missing values: {len(cells)}",
+                    lines,
+                    "" if key == step_key else key,
+                )
+
+    def _refuse_decimal_commas(self, path: Path, tags: Mapping[str, str]) -> None:
+        names = (*tags.values(), *(name for metric in METRICS for name in common_names(metric)))
+        for key in find_tags(self._texts, names):
+            codes_of = self._texts[key][2]
+            number = next(filter(has_decimal_comma, codes_of), None)
+            if number is not None:
+                raise RunError(
+                    f"{path}: {number!r} in column {key!r} has a decimal comma; write decimal "
+                    "points: for a table, sed -E 's/([0-9]),([0-9])/\\1.\\2/g'"
+                )
+
+
+class LogReader(ABC):
+    """Reads the bytes of a log in order: reading a file is following it to its end."""
+
+    kind: SourceKind
+    is_document = False  # whether only the whole file can be read
+    format: LogFormat | None = None  # once its lines have shown it
+
+    def __init__(self) -> None:
+        self.rows = RowCollector()
+        self.warnings: list[str] = []
+
+    @abstractmethod
+    def feed(self, data: bytes) -> None:
+        """Read the rows that are complete."""
+
+    @abstractmethod
+    def flush(self, last: bool = False) -> None:
+        """Read rows that only more bytes could complete: the log pauses, or this is the `last`."""
+
+    def take(self) -> list[Numbers]:
+        """Return the rows since the last call, for one who follows the log."""
+        return self.rows.take()
+
+    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+        """Return all rows; raise RunError without any."""
+        return self.rows.log(path, self.kind, tags, [*warnings, *self.warnings])

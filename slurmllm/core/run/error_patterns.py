@@ -1,0 +1,103 @@
+"""The error messages of runtimes and libraries, and their meaning for a run.
+
+error_patterns.yaml has a pattern, its meaning, the source of the message, and an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import yaml
+
+from slurmllm.core.run.records import EndingClass
+
+# In the order of the search in a message that matches several rows. The device's before the
+# program's, because a broken device may cause both; echoes last.
+Meaning = Literal[
+    "memory",  # of the device or the host
+    "device",  # an accelerator is broken: its node is excluded
+    "code",  # an invalid request of the program, on any node
+    "compiler",  # a graph that does not compile
+    "storage_lasting",  # the shared file system, until the user acts
+    "storage",  # likewise; may be transient
+    "node",  # this node: its driver, its network adapter, an installation
+    "port",  # taken by another process; no node is to blame
+    "lost_peer",  # another worker is gone: an echo, never the cause
+]
+# The class of an ending with such a message, and whether the node of the worker is blamed.
+ENDINGS: Mapping[Meaning, tuple[EndingClass, bool]] = {
+    "memory": ("out_of_memory", False),
+    "device": ("node_failure", True),
+    "code": ("code_error", False),
+    "compiler": ("compile_failure", False),
+    "storage": ("storage_failure", False),
+    "storage_lasting": ("storage_failure", False),
+    "node": ("node_failure", True),
+    "port": ("node_failure", False),
+    "lost_peer": ("node_failure", False),
+}
+
+# torch-neuronx prints NRT_STATUS as `nrt_execute status=5 message="…"` (vllm issue 12443), the
+# SDK's documentation as `Failed to execute the model status=1003 message=…`.
+_STATUS = r"(?:\bnrt_\w+|[Ff]ailed to|Could not)\b.{0,300}?\bstatus[= ](?:%s)\b"
+_SEARCHED = 10_000  # characters at each end of a message: nodes are held while it is searched
+
+
+class Row(NamedTuple):
+    """One row of the table; the pattern matches the `example`."""
+
+    pattern: str
+    meaning: Meaning
+    source: str
+    example: str
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table that is part of the package, by libyaml if it is there."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content = path.read_text(encoding="utf-8")
+    return list(yaml.load(content, Loader=loader))  # noqa: S506 - both are safe
+
+
+@cache
+def table() -> tuple[Row, ...]:
+    """Return the rows of error_patterns.yaml."""
+    rows = read_rows(Path(__file__).with_suffix(".yaml"))
+    return tuple(
+        Row(row.get("pattern") or _STATUS % row["status"], *(row[name] for name in Row._fields[1:]))
+        for row in rows
+    )
+
+
+@cache
+def pattern(*meanings: Meaning) -> re.Pattern[str]:
+    """Return one pattern that matches all messages of some meanings."""
+    return re.compile("|".join(f"(?:{row.pattern})" for row in table() if row.meaning in meanings))
+
+
+def matches(message: str, *meanings: Meaning) -> bool:
+    """Return whether a message matches a row with one of these meanings."""
+    if len(message) > 2 * _SEARCHED:
+        message = f"{message[:_SEARCHED]}\n{message[-_SEARCHED:]}"
+    return pattern(*meanings).search(message) is not None
+
+
+def meaning_of(message: str) -> Meaning | None:
+    """Return the meaning of a message; None if no row of the table matches."""
+    return next((meaning for meaning in get_args(Meaning) if matches(message, meaning)), None)
+
+
+def cause_line(lines: Iterable[str]) -> tuple[str, Meaning] | None:
+    """Return the first line of a log that names a cause, else the first of a lost peer."""
+    echo: tuple[str, Meaning] | None = None
+    for line in lines:
+        meaning = meaning_of(line)
+        if meaning == "lost_peer":
+            echo = echo or (line, meaning)
+        elif meaning is not None:
+            return line, meaning
+    return echo

@@ -1,0 +1,536 @@
+"""The schemas of the files that stages exchange through the run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slurmllm.core.errors import Blame, StorageError
+from slurmllm.core.run.rundir import RUN_NAME, RunDir, SweepDir, write_atomic
+from slurmllm.core.run.safe_files import os_error_text, read_limited
+
+EndingClass = Literal[
+    "done",  # the final step was reached
+    "advance_signal",  # time limit or preemption: saved and left on the advance signal
+    "node_failure",  # a node, its hardware or the network between nodes
+    "hang",  # no progress within the watchdog's limit
+    "out_of_memory",  # host or device memory
+    "compile_failure",  # a graph that does not compile, or has no compiled artifact
+    "bad_configuration",  # an error whose blame is the user's
+    "storage_failure",  # disk full, a damaged file
+    "code_error",  # an exception in code
+    "divergence",  # a loss that is not a number
+    "stale_graphs",  # a loss that is not a number at the first step after graphs were reused
+    "no_progress",  # several attempts in a row without a new checkpoint
+    "cancelled",  # the job was cancelled
+    "superseded",  # a later attempt took over
+]
+Action = Literal[
+    "finish",
+    "restart",  # new workers in the same allocation
+    "requeue",  # the job returns to the queue
+    "chain",  # a successor job continues
+    "stop",
+]
+_UNRECORDED = "slurmllm: not recorded yet: "  # in a job's comment
+CONTINUES: tuple[Action, ...] = ("restart", "requeue", "chain")
+# How a run continues after the end of its job: `slurm.restart` without `auto`.
+Restart = Literal["requeue", "chain", "none"]
+# What the node hours of a run went to; each second of an allocation has one of these.
+TimePart = Literal[
+    "productive",  # steps that the run kept, each counted once
+    "recomputation",  # steps that were lost and computed again, or would have to be
+    "saving",  # training waited for a checkpoint
+    "evaluation",  # training waited for an evaluation
+    "first_step",  # extra time of first steps: compiling, loading graphs
+    "start_up",  # from the allocation to the first step, less preflight and cache
+    "preflight",  # checks of the nodes
+    "cache",  # broadcast of graphs to the nodes, beyond the preflight
+    "precompile",  # the precompile stage
+    "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
+]
+TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
+# Whose fault a message of Slurm reports (docs/supervise.md); `result`: only how tasks ended.
+Fault = (
+    Literal["request", "user", "memory", "storage", "node", "network"]
+    | Literal["controller", "site", "job", "limit", "result", "unknown"]
+)
+# What a worker is doing: `stepping` from the second step of an attempt on.
+Phase = Literal[
+    "starting", "resuming", "first_step", "stepping", "evaluating", "saving", "stopping"
+]
+
+# Both become arguments of Slurm's commands, and names of files; files of a run can be damaged, or
+# be written by others. An id may be that of an array's task or of a part of a heterogeneous job.
+JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?$")]
+NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
+RunName = Annotated[str, Field(pattern=rf"^{RUN_NAME.pattern}$")]
+# Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
+ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
+Seconds = Annotated[float, Field(gt=-1e10, lt=1e10)]  # 300 years: sums are finite
+
+
+class Record(BaseModel):
+    """A file of the run directory."""
+
+    # Unknown fields are ignored: a run directory outlives the version that wrote it.
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, defer_build=True)
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, self.model_dump_json(indent=2, by_alias=True) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a record; raises StorageError if the file is unreadable or no such record."""
+        try:
+            return cls.model_validate_json(read_limited(path))
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
+        except ValidationError as error:
+            raise StorageError(
+                f"{path} is damaged: {first_problem(error)}; restore it or start a new run"
+            ) from error
+
+    @classmethod
+    def find(cls, path: Path) -> Self | None:
+        """Read a record; None if there is no such file. Raises as `load` does."""
+        try:
+            path.lstat()  # not `is_file`: a pipe in the file's place is damage
+        except FileNotFoundError:
+            return None
+        except OSError:
+            pass  # `load` names the reason
+        return cls.load(path)
+
+    @classmethod
+    def load_trusted(cls, path: Path, group: str | None = None) -> Self:
+        """Read a record that only this user, or members of `group`, can have written."""
+        try:
+            return cls.model_validate_json(read_limited(path, trusted=True, group=group))
+        except OSError as error:
+            raise StorageError(f"cannot use {path}: {os_error_text(error)}") from error
+        except ValidationError as error:
+            raise StorageError(f"{path} is damaged: {first_problem(error)}") from error
+
+    @classmethod
+    def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
+        """Read a record of a newer version, without its unknown values; returns these too."""
+        try:
+            return cls.load(path), ()
+        except StorageError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            errors = error.__cause__.errors()
+            unknown = {str(e["loc"][0]): e.get("input") for e in errors if e["loc"]}
+            try:
+                fields = json.loads(read_limited(path)).items()
+                record = cls.model_validate({k: v for k, v in fields if k not in unknown})
+            except (OSError, ValueError, AttributeError, RecursionError):
+                raise error from error.__cause__
+        return record, tuple(f"{name} is {value!r:.40}" for name, value in unknown.items())
+
+
+def first_problem(error: ValidationError, whole: str = "the file") -> str:
+    """Return the first problem, such as `slurm.nodes: Input should be …`.
+
+    `whole` replaces the field name if the problem belongs to no single field.
+    """
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
+
+
+class Submission(Record):
+    """One call of `submit` or `resume`."""
+
+    submitted_at: float  # Unix time, s
+    nodes: int
+    local: bool  # ran on this machine without Slurm
+    first_attempt: int  # the train attempt that this submission begins with
+    precompile_job: JobId | None = None  # job id, None if skipped
+    train_job: JobId | None = None
+    pid: ProcessId | None = None  # process of a local submission
+    process: str | None = None  # its `process_identity`
+    host: str | None = None  # machine of a local submission
+    cancelled_at: float | None = None  # Unix time of `cancel`, s
+    ended_at: float | None = None  # local: Unix time of the end of its process, unless killed, s
+    from_scratch: bool = False  # earlier checkpoints are not used
+    # Settings of the recipe that this `resume` changed: dotted path → old and new value.
+    changes: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
+    restart: Restart = "requeue"
+    # chain: the jobs before train_job, oldest first, and the one that follows it.
+    earlier_jobs: tuple[JobId, ...] = ()
+    successor_job: JobId | None = None
+    # Of the folder's repository; only if the run has trackers.
+    git_commit: str | None = Field(default=None, max_length=200)
+    # Run of the same sweep whose precompile job, `precompile_job`, compiles the graphs of this one.
+    graphs_of: RunName | None = None
+    # Job name that train jobs of a sweep share: Slurm runs jobs of one name one after the other
+    # (`--max-running`, --dependency=singleton).
+    lane: str | None = None
+    allocation: JobId | None = None  # job that held the nodes (`--in-allocation`)
+
+    @property
+    def own_jobs(self) -> list[str]:
+        """The present jobs that serve no other run, those that wait for others first."""
+        precompile = None if self.graphs_of is not None else self.precompile_job
+        jobs = (self.successor_job, self.train_job, precompile)
+        return [job for job in jobs if job is not None]
+
+    @property
+    def jobs(self) -> dict[str, str]:
+        """Its present Slurm jobs: precompile, train, successor → job id."""
+        names = ("precompile", "train", "successor")
+        jobs = {name: getattr(self, f"{name}_job") for name in names}
+        return {name: job for name, job in jobs.items() if job is not None}
+
+
+class JobsRecord(Record):
+    """`jobs.json`: every submission of a run, oldest first."""
+
+    submissions: tuple[Submission, ...] = ()
+
+    @classmethod
+    def of(cls, run: RunDir) -> Self:
+        """Return the record of a run, empty if it was never submitted; raises as `load` does."""
+        return cls.find(run.jobs) or cls()
+
+    @property
+    def last(self) -> Submission | None:
+        return self.submissions[-1] if self.submissions else None
+
+    @classmethod
+    def change_last(cls, run: RunDir, **changes: object) -> Submission:
+        """Change and return the last submission of a run; the caller holds the run's lock."""
+        *before, last = cls.load(run.jobs).submissions
+        last = last.model_copy(update=changes)
+        cls(submissions=(*before, last)).save(run.jobs)
+        return last
+
+
+class SweepCase(Record):
+    """One run of a sweep."""
+
+    run: RunName
+    values: dict[str, str]  # dotted path → value, as given
+
+
+class SweepRecord(Record):
+    """`sweep.json`: what a sweep was submitted with."""
+
+    recipe: str
+    created_at: float  # Unix time, s
+    max_running: int | None = None  # how many of its runs train at a time; None: no limit
+    # The process that submits it or, if local, runs it; its `process_identity`; its machine.
+    pid: ProcessId | None = None
+    process: str | None = None
+    host: str | None = None
+    cases: tuple[SweepCase, ...]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Dotted path of each value → its last part, or the path if several have that part."""
+        paths = list(dict.fromkeys(path for case in self.cases for path in case.values))
+        last = [path.rpartition(".")[2] for path in paths]
+        pairs = zip(paths, last, strict=True)
+        return {path: name if last.count(name) == 1 else path for path, name in pairs}
+
+
+def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> list[RunDir]:
+    """Return a run, or the runs of a sweep in the order of its cases, without removed ones."""
+    if isinstance(target, RunDir):
+        return [target]
+    cases = (record or SweepRecord.load(target.record)).cases
+    runs = [target.run(case.run) for case in cases]
+    return [run for run in runs if run.path.is_dir() and not run.only_checkpoints()]
+
+
+class LockRecord(Record):
+    """`lock.json`: the command that changes the run now; its user is the file's."""
+
+    verb: str = Field(max_length=40, pattern=r"^[a-z-]+$")
+    host: NodeName  # machine of the command
+    pid: ProcessId  # its process id
+    process: str | None  # its `process_identity`
+    since: float  # Unix time, s
+
+
+class LaunchFailure(Record):
+    """A command on the nodes that failed before they reported, as srun explains it."""
+
+    command: str
+    exit_code: int  # negative: ended by that signal
+    seconds: Seconds  # from its start to its end
+    message: str  # Slurm's line that explains most; empty if it printed none
+    fault: Fault
+    options: tuple[str, ...] = ()  # that the message is about, such as `--mem=900G`
+    nodes: tuple[NodeName, ...] = ()  # that messages of this fault name
+
+    @property
+    def accused(self) -> tuple[str, ...]:
+        """The nodes of which the messages tell a fault: a request that names one accuses none."""
+        return self.nodes if self.fault in ("node", "network") else ()
+
+    @property
+    def text(self) -> str:
+        message = self.message or "the launchers ended without a report"
+        how = f"{Path(self.command.partition(' ')[0]).name}: exit code {self.exit_code}"
+        return f"{message} ({how} after {self.seconds:.1f} s)"
+
+
+class AttemptRecord(Record):
+    """`attempts/NNN/attempt.json`: the nodes of an attempt, how it ended and why."""
+
+    attempt: int
+    stage: Literal["precompile", "train"]
+    job_id: JobId | None  # Slurm job id; None for a local run
+    restart_count: int = 0  # SLURM_RESTART_COUNT
+    host: str | None = None  # machine of the supervisor
+    pid: ProcessId | None = None  # process id of the supervisor
+    process: str | None = None  # its `process_identity`
+    nodes: tuple[NodeName, ...]
+    spare_nodes: int = Field(default=0, ge=0, lt=1 << 20)  # that the job holds in addition
+    world_size: int
+    master_addr: str
+    master_port: int
+    control_port: int = 0  # of the control plane, on the first node
+    started_at: float  # Unix time, s
+    ended_at: float | None = None
+    ending: EndingClass | None = Field(default=None, alias="class")
+    action: Action | None = None
+    evidence: tuple[str, ...] = ()
+    blamed_nodes: tuple[NodeName, ...] = ()
+    launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
+    first_step: int | None = None  # first step that this attempt made
+    last_step: int | None = None
+    checkpoint_before: int | None = None  # newest step at the start
+    checkpoint_path: str | None = None  # of a trainer of another project: that of this step
+    checkpoint_after: int | None = None  # newest step at the end
+    steps_gained: int | None = None  # steps that its checkpoints hold
+    steps_lost: int | None = None  # steps to be recomputed
+    backoff_s: float = 0.0  # minimum wait of the requeued job
+    # Seconds of queue, preflight, cache, start_up, first_step, training, saving and stopping;
+    # `workers`: from the launchers' start to their end.
+    phases_s: dict[str, float] = Field(default_factory=dict)
+    new_graphs: tuple[str, ...] = ()  # graphs compiled in training that the archive lacked
+
+
+class UnrecordedEnding(Record):
+    """An ending that the full run directory did not take, kept in its job's comment."""
+
+    stage: Literal["precompile", "train"]
+    attempt: int
+    ended_at: float  # Unix time, s
+    ending: EndingClass = Field(alias="class")
+    evidence: tuple[str, ...] = ()
+    blamed_nodes: tuple[NodeName, ...] = ()
+
+    @classmethod
+    def of_comment(cls, comment: str) -> Self | None:
+        """Read what `comment_with` has added; None without one."""
+        try:
+            return cls.model_validate_json(comment.partition(_UNRECORDED)[2])
+        except ValidationError:
+            return None
+
+
+def comment_with(ending: UnrecordedEnding | None, comment: str) -> str:
+    """Return a job's comment with an ending in place of an earlier one."""
+    before = comment.partition(_UNRECORDED)[0]
+    return (
+        before if ending is None else before + _UNRECORDED + ending.model_dump_json(by_alias=True)
+    )
+
+
+class WorkerPhase(Record):
+    """What a worker is doing."""
+
+    phase: Phase
+    step: int  # last one finished; 0 before the first
+    since: float  # Unix time at which this phase of this step began, s
+
+
+class Heartbeat(Record):
+    """`attempts/NNN/heartbeats/<node>.json`: what a node's workers are doing."""
+
+    node: NodeName
+    written_at: float  # Unix time, s
+    ranks: dict[int, WorkerPhase]
+
+
+class HangRecord(Record):
+    """`attempts/NNN/hang.json`: found by the watchdog; launchers then dump stacks and end."""
+
+    found_at: float  # Unix time, s
+    phase: Phase  # of the workers that are furthest behind
+    step: int  # last one that they finished
+    waited_s: float  # since they began that phase
+    limit_s: float
+    behind: tuple[int, ...] = ()  # ranks; empty if all are equal
+    unresponsive_nodes: tuple[NodeName, ...] = ()  # the nodes whose launchers stopped responding
+    suspects: tuple[NodeName, ...] = ()  # nodes blamed for the hang
+
+
+class SkippedBatches(Record):
+    """A range of batches that a run skips."""
+
+    first: int  # global batch that the stream hands out, from 1
+    last: int
+    roll_back_to: int | None  # checkpoint's step; None: start from step 0
+    onset: int  # first step of the divergence
+    attempt: int  # whose checkpoints from the onset on are invalidated
+    reason: str
+
+
+class SkipsRecord(Record):
+    """`skips.json`: the roll-backs of a run, oldest first."""
+
+    skips: tuple[SkippedBatches, ...] = ()
+
+
+class Event(Record):
+    """One line of `events/attempt_NNN.jsonl`: something that happened apart from the steps."""
+
+    kind: (
+        Literal["save", "save_skipped", "copied", "evaluation", "memory"]
+        | Literal["spike", "spike_over", "not_finite", "interval"]
+    )
+    step: int
+    attempt: int
+    time: float  # Unix time, s
+    message: str = ""  # for people
+    seconds: Seconds | None = None  # save, copied, evaluation: from begin to end
+    waited_s: Seconds | None = None  # save, evaluation: of it, that training waited
+    bytes: int | None = None  # save, copied: of all workers
+    # What else was measured; evaluation: the loss of each text by name, nats.
+    values: dict[str, float] = Field(default_factory=dict)
+
+
+WAITS = ("save", "evaluation")  # kinds of events for which training waits, `waited_s`
+
+
+class NodeRecord(Record):
+    """`attempts/NNN/nodes/<node>.json`: a node's launcher and its workers."""
+
+    node: NodeName
+    # Graphs: not needed, on this disk already, from the broadcast archive, read from the shared
+    # file system, or not used: the archive was built in another environment, or a step
+    # with its graphs went wrong.
+    cache: Literal["none", "present", "broadcast", "shared", "other_versions", "rejected"] = "none"
+    cache_reason: str = ""  # why the archive is not used
+    cache_s: float = 0.0  # seconds to put the graphs in place
+    compile_s: float = 0.0  # precompile: of the compiler, after steps
+    # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
+    environment: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)  # of driver, runtime, …
+    graphs: tuple[str, ...] = ()  # precompile: folders in the cache
+    # Names of the graphs that this node compiled in training and submitted.
+    new_graphs: tuple[str, ...] = ()
+    pids: dict[int, int] = Field(default_factory=dict)  # rank → process id
+    log_folder: str | None = None  # on its disk, with the logs of ranks that are not collected yet
+    # Rank → exit code; negative: ended by that signal.
+    exit_codes: dict[int, int] = Field(default_factory=dict)
+    # The ranks that the launcher itself ended, after another's failure.
+    stopped_ranks: tuple[int, ...] = ()
+    oom_kills: int = 0  # processes that the kernel ended meanwhile for want of memory
+    progress_missing: str = ""  # why no steps of another project's trainer are known
+    error: str | None = None  # why the launcher itself failed
+    error_code: int | None = None  # the exit code of that error's class
+
+
+class Finding(Record):
+    """The result of one check of a node, of Slurm or of the installation."""
+
+    check: str
+    status: Literal["ok", "warn", "fail", "skipped"]
+    value: int | float | str  # what was measured or found
+    expected: int | float | str = ""  # by the profile; empty: anything
+    message: str = ""  # value and limit in one phrase, for display
+    fix: str = ""  # what to do about it; empty: nothing
+    blame: Blame | None = None  # who can fix a failed check
+
+
+class NodeHealth(Record):
+    """`attempts/NNN/health/<node>.json`: what the checks of a node found before the start."""
+
+    node: NodeName
+    findings: tuple[Finding, ...] = ()
+    versions: dict[str, str] = Field(default_factory=dict)  # as in NodeRecord
+    checks_s: float | None = None  # s; None: not finished
+
+    def of(self, *statuses: str) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status in statuses)
+
+
+# Of a node's fault: its hardware's own text; Slurm's state of it; a failed check; no answer to
+# srun; the second failure in a row there, while other nodes worked.
+NodeEvidence = Literal["hardware", "slurm", "check", "no_answer", "repeated"]
+
+
+class ExcludedNode(Record):
+    """An excluded node."""
+
+    node: NodeName
+    reason: str
+    evidence: NodeEvidence | None = None  # None: recorded by an earlier version
+    exclusions: int = 1  # of this node by the run, this one included
+    since: float  # Unix time, s
+    until: float  # Unix time, s
+
+
+class ExcludedNodes(Record):
+    """`excluded.json`: the nodes that failed a run, with those whose time is over."""
+
+    nodes: tuple[ExcludedNode, ...] = ()
+
+
+class FailureRecord(Record):
+    """`attempts/NNN/failures/rank_RRRRR.json`: why a worker failed, as it reported."""
+
+    rank: int
+    node: NodeName
+    error: str  # name of the exception's class
+    message: str
+    blame: Literal["user", "infrastructure", "code"]
+    exit_code: int
+    step: int | None = None
+    time: float  # Unix time, s
+    traceback: str = ""
+
+
+class WorkerRecord(Record):
+    """`attempts/NNN/workers/rank_RRRRR.json`: start-up and graph cache of a node's first worker."""
+
+    rank: int
+    node: NodeName
+    start_up_s: float  # from the worker's start to the first step's start
+    first_step_s: float  # duration of the first step, compilation included
+    cache_hits: int
+    cache_misses: int
+    resumed_from: int | None = None  # checkpoint's step
+    skipped_checkpoints: tuple[str, ...] = ()  # newer, with reasons
+
+
+class MetricsRow(Record):
+    """One line of `metrics/attempt_NNN.jsonl`: one optimizer step of our trainer.
+
+    The rows of other trainers (`supervise/progress.py`) have of it what these log, when they log.
+    """
+
+    step: int  # from 1
+    attempt: int
+    loss: float  # mean over the global batch's tokens, nats
+    grad_norm: float  # 2-norm over all parameters, before clipping
+    param_norm: float  # 2-norm over all parameters, after the step
+    lr: float
+    tokens: int  # trained on so far, this step included
+    seq_per_s: float
+    tokens_per_s: float
+    step_time_s: float
+    data_wait_s: float = 0.0  # of it, until rank 0 had its sequences
+    # Of it, from there until rank 0 had the loss; None if the device runs ahead.
+    forward_backward_s: float | None = None
+    optimizer_s: float | None = None  # of it, until it had the norms
+    time: float  # Unix time at the step's end, s

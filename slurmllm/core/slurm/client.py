@@ -1,0 +1,505 @@
+"""The interface to Slurm: a few methods over Slurm's own commands.
+
+tests/fake_slurm.py has the same methods in memory; tests/core/slurm/ runs the same tests on both.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.slurm.environment import PREDECESSOR, slurm_environment
+from slurmllm.core.slurm.error_texts import fault_of
+
+# Slurm's long names (squeue(1), JOB STATE CODES) of the states of jobs that have ended. Jobs in all
+# other states are active, also in those that newer versions add.
+ENDED_STATES = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "TIMEOUT"}
+)
+# Those of jobs that have no nodes yet, or none any more.
+WAITING_STATES = frozenset(
+    {"PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
+    | {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"}
+)
+COMMAND_TIMEOUT_S = 60
+SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
+ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
+RESPONSE_S = 10.0  # for a process to start and end on a node
+PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
+_RETRY_S = 2.0
+# slurmctld got the request, and may have carried it out (slurm_errno.c).
+_NO_REPLY = re.compile(r"Socket timed out on send/recv|Zero Bytes were transmitted")
+# Refusals of a job for the nodes that it may use (slurm_errno.c).
+_NO_NODES = re.compile(
+    r"Requested (nodes? (?!has)|(partition|topology) conf|reservation not usable|more tasks)"
+    r"|Required (node|partition) not|More processors requested|Invalid node name"
+)
+# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
+_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
+_SINFO = ["sinfo", "--noheader", "--Node"]
+_SACCTMGR = ["sacctmgr", "--noheader", "--parsable2", "show"]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+# All commands that slurmllm calls; srun and sbcast are called inside the jobs.
+COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
+
+
+class UnansweredError(SlurmError):
+    """A command gave no answer in time, so what it has done is unknown."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in slurmctld's memory."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
+    requested: str = ""  # nodes, by --nodelist
+    comment: str = ""
+
+    @property
+    def active(self) -> bool:
+        return self.state not in ENDED_STATES
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether it was started and has not ended: suspended ones and those that resize, too."""
+        return self.active and self.state not in WAITING_STATES
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What slurmctld shows of the current start of a job."""
+
+    state: str
+    restarts: int  # how often the job was requeued
+    host: str  # node of the batch script; empty while the job is pending
+    excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
+
+
+@dataclass(frozen=True)
+class AccountingRow:
+    """One incarnation of a job, or one of its steps (`job_id` holds a dot), from sacct."""
+
+    job_id: str
+    state: str
+    exit_code: str
+    nodes: str
+    start: str
+    end: str
+    submit: str = ""
+    eligible: str = ""
+
+
+@dataclass(frozen=True)
+class PartitionNode:
+    """A node of a partition."""
+
+    partition: str
+    default: bool  # whether it is the default partition
+    up: bool  # whether the partition is up
+    name: str
+    state: str  # lower case, with Slurm's suffix (`*` not responding, `~` powered down)
+    cpus: int
+    gres: str = ""  # generic resources, such as `gpu:a100:8`; may be empty
+    reason: str = ""  # why it is down or drained, as Slurm or an administrator wrote it
+    memory_mb: int = 0
+    features: str = ""  # separated by commas; may be empty
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it may run a job before an administrator acts; `*`: it does not respond."""
+        return not (_UNUSABLE.match(self.state) or self.state.endswith("*"))
+
+
+@dataclass(frozen=True)
+class Association:
+    """An account that a user may charge."""
+
+    account: str
+    default: bool  # whether jobs without --account charge it
+    partition: str  # the only one where it may be charged; empty: any
+    qos: tuple[str, ...]
+    default_qos: str = ""
+
+
+def count_gpus(gres: str) -> int:
+    """`gpu:a100:8(S:0-1),gpu:2` → 10; `gpu` → 1."""
+    # A type holds more than digits, such as 1g.10gb.
+    counts = re.findall(r"(?:^|,)gpu(?::\d*[^:,(\d][^:,(]*)?(?::(\d+))?(?![^,(:])", gres)
+    return sum(int(count or 1) for count in counts)
+
+
+def to_unix(timestamp: str) -> float | None:
+    """Return the Unix time of Slurm's local time; None for `Unknown` and `None`."""
+    try:
+        return datetime.fromisoformat(timestamp).timestamp()
+    except ValueError:
+        return None
+
+
+# slurmctld that was killed right after it had started a job starts it again; the node refuses the
+# second copy, and slurmctld drains it (job_scheduler.c, ESLURM_DUPLICATE_JOB_ID).
+_DUPLICATE = "Duplicate jobid"
+
+
+def explain_drain(node: PartitionNode) -> str | None:
+    """Return why Slurm drained a node that refused a second copy of a job; None for other nodes."""
+    if _DUPLICATE.lower() not in node.reason.lower() or not node.state.startswith("drain"):
+        return None
+    return (
+        f"node {node.name} is {node.state} by Slurm: {_DUPLICATE}: slurmctld crashed when it had "
+        "just started a job there, and started it again; nothing is wrong with the node. An "
+        f"administrator returns it: `scontrol update NodeName={node.name} State=RESUME`"
+    )
+
+
+def _is_unreachable(error: SlurmError) -> bool:
+    # `network`: of a client command, a lower layer's line about the way to slurmctld comes first.
+    return fault_of(str(error)) in ("controller", "network")
+
+
+def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
+    """Retry a call while slurmctld is unreachable, for `patience_s`; other errors are raised."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except SlurmError as error:
+            if not _is_unreachable(error) or time.monotonic() > deadline:
+                raise
+            log.warning("slurmctld is unreachable; retrying: %s", error)
+            time.sleep(_RETRY_S)
+
+
+class SlurmClient:
+    """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
+
+    def submit(
+        self,
+        script: str,
+        after_ok: str | None = None,
+        exclude: str = "",
+        requeue: bool = True,
+        after: str | None = None,
+        name: str | None = None,
+    ) -> str:
+        """Submit the text of a batch script (a file may be replaced meanwhile); return the job id.
+
+        Args:
+            after_ok: A job whose success the new job waits for.
+            exclude: Nodes, in place of those of the script.
+            requeue: Whether the job may be requeued, if the script has --requeue.
+            after: A job whose end, of any kind, the new job waits for; the new one finds it in
+                $SLURMLLM_PREDECESSOR.
+            name: The job's name, in place of that of the script; the job starts when all of this
+                user's earlier jobs of that name have ended, requeued ones included.
+
+        Raises a SlurmError if sbatch is missing or refuses, an UnansweredError if it gives no
+        answer, nor does slurmctld, which may have the job.
+        """
+        depends = [f"afterok:{after_ok}"] if after_ok else []
+        depends += [f"afterany:{after}"] if after else []
+        depends += ["singleton"] if name else []
+        options = [f"--dependency={','.join(depends)}"] if depends else []
+        options += [f"--job-name={name}"] if name else []
+        options += [f"--exclude={exclude}"] if exclude else []
+        options += [] if requeue else ["--no-requeue"]
+        # sbatch hands its environment to the job.
+        environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
+        # Not in the job's comment, which sites give a meaning of their own.
+        token = f"# submission {os.urandom(8).hex()}"
+        text, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
+        try:
+            output = _run(command, input=text, env=environment)
+        except UnansweredError as error:
+            match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
+            return self._adopt(name or (match[1] if match else "sbatch"), token, error)
+        job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
+        if not job_id.isdigit():
+            raise SlurmError(f"sbatch printed {output!r} instead of a job id")
+        return job_id
+
+    def _adopt(self, name: str, token: str, unanswered: UnansweredError) -> str:
+        """Return the job of a submission without an answer: its script holds `token`."""
+        command = ["squeue", "--noheader", "--me", "--format=%i", f"--name={name}"]
+        deadline = time.monotonic() + ADOPTION_S
+        try:
+            while time.monotonic() < deadline:
+                for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
+                    if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
+                        text = "%s; the queue has job %s of this submission, which is used"
+                        log.warning(text, unanswered, job_id)
+                        return job_id
+                time.sleep(_RETRY_S)
+        except SlurmError as error:
+            raise UnansweredError(
+                f"{unanswered}; it may have submitted a job: `squeue --me --name={name}` shows it, "
+                "and `scancel` ends it"
+            ) from error
+        raise SlurmError(f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s")
+
+    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+        """Return whether a job could start, now or later, without `exclude` (sbatch --test-only).
+
+        Slurm itself counts the nodes that the job may use: partitions, features, reservation,
+        GRES, states. True too if it refuses the test for another reason than its nodes, such as a
+        limit on submitted jobs.
+        """
+        options = [f"--exclude={','.join(exclude)}"] if exclude else []
+        try:
+            _run(["sbatch", "--test-only", *options], input=script, env=slurm_environment())
+        except SlurmError as error:
+            if _is_unreachable(error):
+                raise
+            return not _NO_NODES.search(str(error))
+        return True
+
+    def check_srun(self, options: Sequence[str]) -> None:
+        """Raise SlurmError with srun's message if it does not take these options."""
+        if options:
+            _run(["srun", *options, "--version"])  # reads the options before it prints
+
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        """Return those of the jobs that slurmctld still has in memory, by id."""
+        if not job_ids:
+            return {}
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%n|%k"]
+        try:
+            rows = _rows([*command, f"--jobs={','.join(job_ids)}"], 7)
+        except SlurmError as error:
+            if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
+                return {}
+            raise
+        return {row[0]: QueuedJob(*(f.removesuffix("(null)") for f in row)) for row in rows}
+
+    def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+        """Return this user's jobs of some names that write their output into one of some files."""
+        command = ["squeue", "--noheader", "--me", f"--name={','.join(names)}"]
+        lines = _run([*command, "--Format=JobID:30,STDOUT:4096"]).splitlines()
+        rows = (line.split(None, 1) for line in lines)
+        return [row[0] for row in rows if len(row) == 2 and Path(row[1].strip()) in paths]
+
+    def successors(self, job_id: str, name: str) -> list[str]:
+        """Return the pending jobs of a name that wait for the end of a job."""
+        command = ["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E"]
+        waits = re.compile(rf"\bafterany:{job_id}\b")
+        rows = _rows([*command, f"--name={name}"], 2)
+        return [pending for pending, dependency in rows if waits.search(dependency)]
+
+    def accounting(self, *job_ids: str) -> list[AccountingRow]:
+        """Return every incarnation and step of jobs, oldest first; empty without accounting."""
+        if not job_ids:
+            return []
+        fields = "JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
+        command = ["sacct", "--noheader", "--parsable2", "--duplicates", f"--format={fields}"]
+        rows = _rows([*command, f"--jobs={','.join(job_ids)}"], 8, accounting=True)
+        # "CANCELLED by 1000" → "CANCELLED"
+        return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
+
+    def requeue(self, job_id: str) -> None:
+        """Put a running job back into the queue."""
+        # CAUTION: Slurm then sends SIGTERM to all processes of the job, this command among them.
+        _run(["scontrol", "requeue", job_id], through_sigterm=True)
+
+    def batch_job(self, job_id: str) -> BatchJob:
+        """Return the current start of a job; raises SlurmError if the job is unknown."""
+        output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
+        pairs = re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output)
+        fields = dict(reversed(pairs))  # the first ones: later fields hold the user's own text
+        state, count = fields.get("JobState", "UNKNOWN"), fields.get("Restarts", "")
+        restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
+        return BatchJob(state, restarts, fields.get("BatchHost", ""), fields.get("ExcNodeList", ""))
+
+    def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
+        """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""
+        if job_ids:
+            _run(["scancel", "--quiet", *(["--signal=KILL"] if kill else []), "--", *job_ids])
+
+    def steps(self, job_id: str, name: str) -> list[str]:
+        """Return the ids of a job's steps of a name that have not ended."""
+        command = ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j"]
+        return [step for step, step_name in _rows(command, 2) if step_name == name]
+
+    def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
+        command = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}"]
+        with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
+            _run(command, cwd=folder)
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs."""
+        command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
+        # Called by a process of the job itself, after a requeue.
+        _run(command, through_sigterm=True)
+
+    def comment(self, job_id: str, text: str) -> None:
+        """Set the comment of a job, which a requeue keeps."""
+        _run(["scontrol", "update", f"JobId={job_id}", f"Comment={text}"], through_sigterm=True)
+
+    def delay(self, job_id: str, seconds: float) -> None:
+        """Delay the start of a pending job by at least `seconds`; never moves it earlier."""
+        output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
+        match = re.search(r"\bEligibleTime=(\S+)", output)
+        eligible = to_unix(match[1]) if match else None
+        # Slurm itself delays a requeued job until its old credentials have expired.
+        if eligible is not None and eligible - time.time() >= seconds:
+            return
+        update = ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}"]
+        _run(update, through_sigterm=True)
+
+    def responds(self, job_id: str, node: str) -> bool:
+        """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
+        command = ["srun", f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+        command += ["--overlap", "--mem=0", "--input=none", "--quiet", "true"]
+        try:
+            _run(command, timeout_s=RESPONSE_S)
+        except SlurmError:
+            return False
+        return True
+
+    def drain(self, node: str, reason: str) -> None:
+        """Drain a node; raises SlurmError if permission is denied or the node is unknown."""
+        _run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
+
+    def hostnames(self, nodelist: str) -> list[str]:
+        """Return the names in a node list such as `n[1-4]`, in Slurm's order."""
+        return _run(["scontrol", "show", "hostnames", nodelist]).split()
+
+    def node_states(self) -> dict[str, str]:
+        """Return the state of every node, lower case; `*` at its end: the node does not respond."""
+        return dict(_rows([*_SINFO, "--all", "--format=%N|%T"], 2))
+
+    def missing_commands(self) -> list[str]:
+        return [command for command in COMMANDS if shutil.which(command) is None]
+
+    def settings(self) -> dict[str, str]:
+        rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
+        return {key.strip(): value.strip() for key, equals, value in rows if equals}
+
+    def check_accounting(self) -> None:
+        """Query the accounting database; raises SlurmError if none is reachable."""
+        _run(["sacct", "--noheader", "--allocations", "--starttime=now"])
+
+    def partition_nodes(self) -> list[PartitionNode]:
+        """Return every node of every partition that this user may use."""
+        rows = _rows([*_SINFO, "--format=%P|%a|%N|%T|%c|%m|%G|%f|%E"], 9)
+        return [
+            PartitionNode(
+                partition=partition.removesuffix("*"),
+                default=partition.endswith("*"),
+                up=up == "up",
+                name=name,
+                state=state,
+                cpus=int(cpus),
+                gres="" if gres == "(null)" else gres,
+                reason="" if reason == "none" else reason,
+                memory_mb=int(memory),
+                features="" if features == "(null)" else features,
+            )
+            for partition, up, name, state, cpus, memory, gres, features, reason in rows
+            if cpus.isdecimal() and memory.isdecimal()
+        ]
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """Return the fields of every partition that this user may see, such as MaxTime."""
+        lines = _run(["scontrol", "show", "partition", "--oneliner"]).splitlines()
+        rows = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)
+        return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+
+    def qos_flags(self) -> dict[str, str]:
+        """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
+        rows = _rows([*_SACCTMGR, "qos", "format=name,flags"], 2, accounting=True)
+        return dict(rows)
+
+    def associations(self) -> list[Association]:
+        """Return the accounts that this user may charge; empty without accounting."""
+        fields = "format=defaultaccount,account,partition,qos,defaultqos"
+        command = [*_SACCTMGR, "user", getpass.getuser(), "withassoc", fields]
+        return [
+            Association(account, account == default, partition, tuple(qos.split(",")), default_qos)
+            for default, account, partition, qos, default_qos in _rows(command, 5, accounting=True)
+        ]
+
+
+def step_options(options: Sequence[str] | None = None) -> list[str]:
+    """Return the options of each srun in this job; --mem=0, all memory, if none says how much.
+
+    `options` are the run's, by default of this job's environment.
+    """
+    options = [*(shlex.split(os.environ.get(SRUN_OPTIONS, "")) if options is None else options)]
+    # A job's --mem-per-cpu would leave no memory to a second step.
+    sized = any(re.match("--mem(-per-|=|$)", option) for option in options)
+    return options if sized else ["--mem=0", *options]
+
+
+def _rows(command: list[str], columns: int, *, accounting: bool = False) -> list[list[str]]:
+    """Return the rows that a command prints, with `|` between columns; others are left out.
+
+    `accounting`: no rows if it fails, as a cluster may run without accounting.
+    """
+    try:
+        lines = _run(command).splitlines()
+    except SlurmError:
+        if not accounting:
+            raise
+        return []
+    rows = (line.split("|", columns - 1) for line in lines)
+    return [[field.strip() for field in row] for row in rows if len(row) == columns]
+
+
+def _run(
+    command: list[str],
+    through_sigterm: bool = False,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    **options: Any,
+) -> str:
+    """Run a Slurm command and return its standard output; `options` are of `subprocess.run`.
+
+    `through_sigterm`: it survives the end of the job that it is called from.
+    """
+    if shutil.which(command[0]) is None:
+        raise SlurmError(
+            f"{command[0]} is not on the PATH; run slurmllm on a node of the Slurm cluster, or "
+            "add --local to train on this machine"
+        )
+    options.setdefault("env", slurm_environment())
+    if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
+        options.setdefault("cwd", "/")
+    if through_sigterm:  # stays ignored across exec
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    options |= {"capture_output": True, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(command, timeout=timeout_s, **options)
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be started: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UnansweredError(
+            f"{command[0]} gave no answer for {timeout_s:g} s; is slurmctld up? try `scontrol ping`"
+        ) from error
+    if done.returncode != 0:
+        output = re.sub(r"\s+", " ", (done.stderr.strip() or done.stdout.strip()))
+        error_class = UnansweredError if _NO_REPLY.search(output) else SlurmError
+        raise error_class(
+            f"{command[0]} failed with exit code {done.returncode}: {output or 'no message'}"
+        )
+    return str(done.stdout)

@@ -1,0 +1,134 @@
+"""Messages of srun, sbatch, slurmd and slurmstepd and whose fault each is; why a job is pending.
+
+error_texts.yaml has a pattern, the fault, the source in Slurm and examples; waiting_reasons.yaml
+Slurm's reason, its meaning and the command to type.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slurmllm.core.run.error_patterns import read_rows
+from slurmllm.core.run.records import Fault, LaunchFailure
+
+_FROM_SLURM = re.compile(r"(?:srun|sbcast|slurmstepd|slurmd)(?:-[\w.-]{1,255})?: ")
+_ERROR = re.compile(r"[\w.-]{1,255}: (?:error|fatal): ")
+# An option, or the variable that sets it: --mem-per-cpu, SLURM_MEM_PER_CPU.
+_OPTION = re.compile(r"--([a-z][a-z-]+)|\b(?:SLURM|SRUN|SBATCH)_([A-Z_]+)")
+# srun numbers the tasks of a step, one a node, as its nodes.
+_NUMBERED = re.compile(r"task (\d{1,6}) launch failed|(?:to|on|with) node (\d{1,6})\b")
+_LINE_CHARS, _ARGUMENT_CHARS = 400, 200
+
+
+class ErrorText(NamedTuple):
+    """One row of the table; the pattern matches each of the `examples`."""
+
+    pattern: re.Pattern[str]
+    fault: Fault
+    source: str
+    examples: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+@cache
+def table() -> tuple[ErrorText, ...]:
+    rows = read_rows(Path(__file__).with_suffix(".yaml"))
+    return tuple(ErrorText(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
+
+
+def row_of(message: str) -> ErrorText | None:
+    return next((row for row in table() if row.pattern.search(message)), None)
+
+
+def fault_of(message: str) -> Fault:
+    row = row_of(message)
+    return "unknown" if row is None else row.fault
+
+
+def launch_failure(
+    processes: Iterable[subprocess.Popen[bytes]],
+    seconds: float,
+    lines: Iterable[str],
+    nodes: Sequence[str],
+) -> LaunchFailure | None:
+    """Return how the first of a step's processes failed, after `seconds`; None if none did.
+
+    `lines` are the output of the step. The message that explains most counts: by its row in the
+    table, then one that names a node, an error before a notice, the last one.
+    """
+    failed = next((process for process in processes if process.returncode), None)
+    if failed is None:
+        return None
+    arguments = list(map(str, failed.args)) if isinstance(failed.args, list | tuple) else []
+    numbers = {name: number for number, name in enumerate(nodes)}
+    messages = []
+    for order, line in enumerate(lines):
+        text = line.strip()[:_LINE_CHARS]
+        row = row_of(text) if _FROM_SLURM.match(text) else None
+        if row is not None:
+            names = tuple(_nodes_in(text, nodes, numbers))
+            place = row.fault == "result", table().index(row), not names, not _ERROR.match(text)
+            # The first task that ended: srun ended the other tasks because of it.
+            rank = order if row.fault == "result" else -order
+            messages.append(((*place, rank), text, row, names))
+    _, message, best, _ = min(messages, default=((), "", None, ()))
+    fault: Fault = "unknown" if best is None else best.fault
+    named = [names for *_, row, names in messages if row.fault == fault]
+    return LaunchFailure(
+        command=shlex.join(a if len(a) <= _ARGUMENT_CHARS else f"{a[:60]}…" for a in arguments),
+        exit_code=failed.returncode,
+        seconds=round(seconds, 1),
+        message=message,
+        fault=fault,
+        options=tuple(_options_in(message, () if best is None else best.options, arguments)),
+        nodes=tuple(dict.fromkeys(name for names in named for name in names)),
+    )
+
+
+def _nodes_in(text: str, nodes: Sequence[str], numbers: Mapping[str, int]) -> Iterator[str]:
+    """Yield those of some nodes that a message names, by their names or by their numbers."""
+    for word in re.findall(r"[\w.-]+", text.removeprefix("slurmstepd-")):
+        short = word.strip(".-")
+        yield from (name for name in {short, short.partition(".")[0]} if name in numbers)
+    for number in map(int, filter(None, chain(*_NUMBERED.findall(text)))):
+        yield from nodes[number : number + 1]
+
+
+def _options_in(
+    message: str, concerned: Collection[str], arguments: Sequence[str]
+) -> Iterator[str]:
+    """Yield the options and variables that a refusal is about, as they are set, or by name."""
+    words = _OPTION.findall(message)
+    names = dict.fromkeys(
+        [*(option or variable.lower().replace("_", "-") for option, variable in words), *concerned]
+    )
+    # Of an option that is there twice srun takes the last; the user's are after slurmllm's.
+    last = {a.partition("=")[0].removeprefix("--"): a for a in arguments if a.startswith("--")}
+    is_set = [argument for name, argument in reversed(last.items()) if name in names]
+    variables = [f"SLURM_{name}" for _, name in words if name]
+    is_set += [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
+    yield from is_set or (f"--{name}" for name in names)
+
+
+@cache
+def waiting_reasons() -> list[dict[str, Any]]:
+    return read_rows(Path(__file__).with_name("waiting_reasons.yaml"))
+
+
+def explain_waiting(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
+    """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
+    text = reason.replace("_", " ")  # as scontrol writes blanks
+    unknown = {"meaning": "", "remedy": "`scontrol show job {job}` shows more"}
+    row = next(
+        (r for r in waiting_reasons() if re.match(r["reason"], text, re.IGNORECASE)), unknown
+    )
+    time = "--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME"
+    return row["meaning"], row.get("remedy", "").format(job=job_id, run=run, time=time)

@@ -1,0 +1,192 @@
+"""Compare a job's request with its partition's limits and nodes, before sbatch gets it.
+
+By default Slurm accepts a job beyond the limits of its partition (EnforcePartLimits), and the job
+is pending for ever. Limits of accounts and QOS are not compared: waiting_reasons.yaml has them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from slurmllm.core.config.rules import minutes_of
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.format import format_names, format_plural
+from slurmllm.core.slurm.client import PartitionNode, SlurmClient, count_gpus
+from slurmllm.core.slurm.site import Partition, Site
+
+Options = Mapping[str, str]  # sbatch's, by long name
+EQUAL_NODES = "each step may take as long as on the slowest; --constraint or --exclude: equal ones"
+_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+_SAME_MEMORY = 0.95  # nodes of one kind differ in what their firmware takes
+_AMOUNTS: dict[str, Callable[[PartitionNode], int]] = {  # which an option requires of each node
+    "mem": lambda node: node.memory_mb,
+    **dict.fromkeys(("cpus-per-task", "mincpus"), lambda node: node.cpus),
+    **dict.fromkeys(("gres", "gpus-per-node"), lambda node: count_gpus(node.gres)),
+}
+
+
+class LimitCheck(NamedTuple):
+    """The result of the comparison; both are empty if Slurm does not answer."""
+
+    faults: Sequence[str] = ()  # why the job can never start: value, rule, remedy
+    warnings: Sequence[str] = ()  # why it waits, or runs at the speed of the smallest node
+
+
+def read_options(directives: Sequence[str]) -> dict[str, str]:
+    """Return the options of `#SBATCH` lines by long name."""
+    rows = (line.removeprefix("#SBATCH --").partition("=") for line in directives)
+    return {name: next(iter(shlex.split(value)), "") for name, _, value in rows}
+
+
+def check_limits(options: Options, site: Site) -> LimitCheck:
+    """Compare a job with the partitions that it is submitted to, of which one is enough."""
+    try:
+        partitions = site.partitions
+        default = ",".join(name for name, row in partitions.items() if row.is_default)
+        names = (options.get("partition") or default).split(",")
+        # A hidden partition is not listed, but may be used; another cluster's are not known here.
+        listed = [partitions[name] for name in names if name in partitions]
+        if (
+            "clusters" in options
+            or not all(row.fields for row in listed)
+            or len(listed) < len(names)
+        ):
+            return LimitCheck()
+        checks = [_check(options, partition, site.client) for partition in listed]
+    except (SlurmError, ValueError):  # or a value that only Slurm can read
+        return LimitCheck()
+    return min(checks, key=lambda check: (len(check.faults), len(check.warnings)))
+
+
+def _check(options: Options, partition: Partition, client: SlurmClient) -> LimitCheck:
+    where, state = f"partition {partition.name}", partition.fields["State"]
+    fitting = partition.nodes
+    faults, warnings = list[str](), list[str]()
+    for flag, text in _limit_faults(options, partition, where):
+        # A QOS may permit it. The job's own is known only if it is requested.
+        flags = {name: row.split(",") for name, row in client.qos_flags().items() if flag}
+        qos = options.get("qos", "").lower()
+        allowing = [n for n in flags if flag in flags[n] and qos in ("", n.lower())]
+        unless = f", unless the job's QOS is {' or '.join(allowing)}" * bool(allowing)
+        (warnings if allowing else faults).append(f"{text}, or another --partition{unless}")
+    fewest, most = _node_range(options)
+    requirements = _requirements(options, partition.nodes, client)
+    for option, remedy, suited in () if partition.hides_nodes else requirements:
+        fitting = [node for node in fitting if node in suited]
+        if len(fitting) < fewest:
+            which = f"needs {format_plural(fewest, 'node')}; {where} has {len(suited)} suitable"
+            which += f", {len(fitting)} with all options together" * (len(fitting) < len(suited))
+            faults.append(f"{option}: {which}; {remedy}, or another --partition")
+            break
+    if state != "UP":
+        text = f"{where} is {state} until an administrator sets it to UP; another --partition"
+        (warnings if state == "DOWN" else faults).append(text)
+    away = [f"{node.name} {node.state}" for node in fitting if not node.in_service]
+    if len(fitting) >= fewest > len(fitting) - len(away):
+        warnings.append(
+            f"{where}: {len(fitting) - len(away)} of {fewest} nodes are in service "
+            f"({format_names(away)}); the job waits for them: `sinfo --list-reasons`"
+        )
+    if most > 1 and (difference := describe_difference(fitting)):
+        warnings.append(f"{difference}; {EQUAL_NODES}")
+    return LimitCheck(faults, warnings)
+
+
+def suitable_nodes(
+    options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
+) -> list[PartitionNode]:
+    suited = [fitting for _, _, fitting in _requirements(options, nodes, client)]
+    return [node for node in nodes if all(node in fitting for fitting in suited)]
+
+
+def describe_difference(nodes: Sequence[PartitionNode]) -> str:
+    """Return `nodes differ: 3 × 4 CPUs, 1 × 2 CPUs (n4)`; empty if all are alike."""
+    most = max((node.memory_mb for node in nodes), default=0)
+    columns: list[list[str]] = [
+        [f"{node.cpus} CPUs" for node in nodes],
+        [
+            f"{(most if mb >= most * _SAME_MEMORY else mb) / 1024:.0f} GiB"
+            for mb in (node.memory_mb for node in nodes)
+        ],
+        [f"{count_gpus(node.gres)} GPUs" for node in nodes],
+    ]
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    differing = [column for column in columns if len(set(column)) > 1]
+    for node, kind in zip(nodes, zip(*differing, strict=True), strict=False):
+        kinds.setdefault(kind, []).append(node.name)
+    texts = [
+        f"{len(names)} × {' and '.join(kind)}" + f" ({format_names(names)})" * bool(place)
+        for place, (kind, names) in enumerate(sorted(kinds.items(), key=lambda k: -len(k[1])))
+    ]
+    return f"nodes differ: {', '.join(texts)}" if texts else ""
+
+
+def _node_range(options: Options) -> tuple[int, int]:
+    fewest, _, most = options.get("nodes", "1").partition("-")
+    return int(fewest), int(most or fewest)
+
+
+def _limit_faults(options: Options, partition: Partition, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the text of each violated limit, and the flag of a QOS that permits it, if any."""
+    fields = partition.fields
+    limits = {name: text for name, text in fields.items() if text[:1].isdigit()}  # UNLIMITED
+    (fewest, most), time = _node_range(options), options.get("time-min") or options.get("time", "0")
+    if (limit := limits.get("MaxTime")) and minutes_of(time) > minutes_of(limit):
+        text = f"--time {time}: {where} permits {limit} (MaxTime); choose --time {limit} or less"
+        yield "PartitionTimeLimit", text
+    if (limit := limits.get("MaxNodes")) and fewest > int(limit):
+        text = f"--nodes {fewest}: {where} permits {limit} (MaxNodes); choose fewer"
+        yield "PartitionMaxNodes", text
+    if (limit := limits.get("MinNodes")) and most < int(limit):
+        text = f"--nodes {most}: {where} requires {limit} (MinNodes); choose more"
+        yield "PartitionMinNodes", text
+    memory = options.get("mem", "")
+    if (limit := limits.get("MaxMemPerNode")) and _amount("mem", memory) > int(limit):
+        yield "", f"--mem {memory}: {where} permits {limit}M (MaxMemPerNode); choose less"
+    if fields.get("ReqResv") == "YES" and "reservation" not in options:
+        yield "", f"{where}: takes only jobs with a --reservation (ReqResv); name one"
+    qos, allowed = options.get("qos"), partition.allowed("AllowQos")
+    if qos and allowed is not None and qos.lower() not in allowed:
+        yield (
+            "",
+            f"--qos {qos}: {where} permits {fields['AllowQos']} (AllowQos); choose one of them",
+        )
+
+
+def _requirements(
+    options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
+) -> Iterator[tuple[str, str, Sequence[PartitionNode]]]:
+    """Yield option, remedy, and the nodes that have what the option requires of each node."""
+    fewest, most = _node_range(options)
+    yield f"--nodes {fewest}", f"choose {len(nodes)} or fewer", nodes
+    if text := options.get("exclude"):
+        names = client.hostnames(text)
+        yield f"--exclude {text}", "exclude fewer", [n for n in nodes if n.name not in names]
+    text = options.get("nodelist", "")
+    if text and len(names := client.hostnames(text)) >= most:
+        yield f"--nodelist {text}", "name its nodes", [n for n in nodes if n.name in names]
+    text = options.get("constraint", "")
+    if re.fullmatch(r"[\w.&-]+", text):  # of `|`, counts and brackets Slurm decides
+        features = {node.name: {*node.features.split(",")} for node in nodes}
+        names = sorted(set().union(*features.values()) - {""})
+        remedy = f"choose of {', '.join(names) or 'no features'}"
+        suited = [node for node in nodes if features[node.name] >= {*text.split("&")}]
+        yield f"--constraint {text}", remedy, suited
+    for option, amount_of in _AMOUNTS.items():
+        amounts = sorted(map(amount_of, nodes), reverse=True)[:fewest]
+        if option in options and amounts:
+            least, unit = _amount(option, options[option]), " MB" * (option == "mem")
+            remedy = f"choose at most {amounts[-1]}{unit}, which {fewest} of its nodes have"
+            suited = [node for node in nodes if amount_of(node) >= least]
+            yield f"--{option} {options[option]}", remedy, suited
+
+
+def _amount(option: str, text: str) -> float:
+    """Return a number as of `_AMOUNTS`; 0 for what only Slurm can read."""
+    if option in ("gres", "gpus-per-node"):
+        return count_gpus(text if option == "gres" else f"gpu:{text}")
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    return int(match[1]) * (_MB[match[2]] if option == "mem" else 1) if match else 0

@@ -1,0 +1,111 @@
+"""`cluster.setup`: lines of shell that make a site's software available, before ours.
+
+The batch script runs them first. So does every task of srun, on its own node: functions such as
+`module` and an activated environment may depend on the node. They are passed as an environment
+variable, not as a file that somebody could replace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmllm.core.config.profiles import shipped_dir
+from slurmllm.core.errors import ConfigError
+
+SETUP = "SLURMLLM_SETUP"  # the lines
+SETUP_ERROR = "SLURMLLM_SETUP_ERROR"  # the line that failed in the batch script, with its exit code
+VERSION = "SLURMLLM_VERSION"  # of slurmllm where the job was submitted
+_CHECK_S = 20.0
+
+# Not under `set -e`: `module` and conda's functions fail inside as a matter of course. File
+# descriptor 9: a line may read the standard input. The trap is for a line that exits.
+_RUN = f"""\
+slurmllm_number=0
+slurmllm_failed() {{
+  {SETUP_ERROR}="cluster.setup: line $slurmllm_number failed with exit code $1: $slurmllm_line"
+  export {SETUP_ERROR}
+  echo "${{SLURMD_NODENAME:-$(uname -n)}}: ${SETUP_ERROR}" >&2
+}}
+trap 'slurmllm_failed $?; exit 2' EXIT
+while IFS= read -r -u 9 slurmllm_line; do
+  slurmllm_number=$((slurmllm_number + 1))
+  eval "$slurmllm_line" || {{ slurmllm_failed $?; break; }}
+done 9<<<"${SETUP}"
+trap - EXIT
+"""
+_TASK = f'{_RUN}[ -z "${{{SETUP_ERROR}:-}}" ] || exit 2\nexec "$@"\n'
+
+
+def limits_script() -> list[str]:
+    """Return the part of a batch script that undoes the limits of the submitting shell."""
+    return (shipped_dir() / "sbatch" / "limits.sbatch").read_text("utf-8").splitlines()
+
+
+def setup_script(lines: Sequence[str], *, stop: bool) -> list[str]:
+    """Return the part of a batch script that runs the lines; `stop`: a failure ends the script."""
+    if not lines:
+        return []
+    script = [
+        "# cluster.setup: here, and by each task of srun on its node.",
+        f"unset {SETUP_ERROR}",
+        f"export {SETUP}={shlex.quote(chr(10).join(lines))}",
+        *_RUN.splitlines(),
+    ]
+    return [*script, f'[ -z "${{{SETUP_ERROR}:-}}" ] || exit 2'] if stop else script
+
+
+def in_setup(command: Sequence[str]) -> list[str]:
+    """Return the command of a task of srun, after the lines in this process's environment."""
+    return ["bash", "-c", _TASK, "slurmllm", *command] if os.environ.get(SETUP) else list(command)
+
+
+def check_setup_ran(version: str) -> None:
+    """Raise ConfigError if the batch script's lines failed, or `version` is not the submitter's."""
+    if error := os.environ.get(SETUP_ERROR):
+        raise ConfigError(f"{error}; correct the profile, then resume the run with --cluster")
+    submitted_by = os.environ.get(VERSION, version)
+    if submitted_by != version:
+        raise ConfigError(
+            f"cluster.python: {sys.executable} has slurmllm {version}, and the run was submitted "
+            f"with {submitted_by}; install that there, or set another interpreter"
+        )
+
+
+def setup_faults(lines: Sequence[str]) -> list[str]:
+    """Return why bash cannot read the lines, each with its number."""
+    faults = []
+    for number, line in enumerate(lines, 1):
+        if text := _output(["bash", "-n"], line):
+            message = re.sub(r"^.*?line \d+: ", "", text.splitlines()[0])
+            faults.append(f"cluster.setup: line {number}: {message}: {line}")
+    return faults
+
+
+def setup_warnings(lines: Sequence[str]) -> list[str]:
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    tool = shutil.which("shellcheck", path=folders)
+    if tool is None or not lines:
+        return []
+    # SC1090: a file that it does not follow; SC2034: a variable for programs.
+    options = ["--shell=bash", "--severity=warning", "--exclude=SC1090,SC2034", "--format=gcc", "-"]
+    output = _output([tool, *options], "\n".join(lines))
+    warnings = re.findall(r"^-:(\d+):\d+: \w+: (.*)$", output, re.M)
+    return [f"cluster.setup: line {number}: {text}" for number, text in warnings]
+
+
+def _output(command: list[str], text: str) -> str:
+    """Return what a check prints about `text`; empty if it finds nothing or cannot be run."""
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_CHECK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout + done.stderr).strip() if done.returncode else ""

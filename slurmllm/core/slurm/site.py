@@ -1,0 +1,113 @@
+"""A cluster as Slurm shows it to this user: its partitions with their nodes, accounts, settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from slurmllm.core.slurm.client import Association, PartitionNode, SlurmClient, count_gpus
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """The nodes of a partition that have the same GPUs."""
+
+    nodes: tuple[str, ...]
+    cpus: int  # of the smallest of them, as is memory_mb
+    memory_mb: int
+    gpus: int
+    gpu_type: str  # as GRES names it; may be empty
+    features: tuple[str, ...]  # that all of them have
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus * len(self.nodes)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition that this user may use."""
+
+    name: str
+    fields: Mapping[str, str]  # as of `scontrol show partition`; empty if that hides it
+    nodes: Sequence[PartitionNode]
+
+    @property
+    def is_default(self) -> bool:
+        return self.fields.get("Default") == "YES" or any(node.default for node in self.nodes)
+
+    @property
+    def is_up(self) -> bool:
+        return any(node.up for node in self.nodes)
+
+    @property
+    def time_limit(self) -> str:
+        return self.fields.get("MaxTime", "UNLIMITED").lower()
+
+    @property
+    def hides_nodes(self) -> bool:
+        """Whether sinfo hides nodes, as a cloud's that are powered down (PrivateData=cloud)."""
+        return len(self.nodes) < int(self.fields.get("TotalNodes", 0))
+
+    def allowed(self, field: str) -> list[str] | None:
+        """Return what a field such as AllowQos lists, in lower case; None permits all."""
+        names = self.fields.get(field, "ALL")
+        return None if names == "ALL" else names.lower().split(",")
+
+    @cached_property
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds of its nodes, the most devices first."""
+        groups: dict[tuple[int, str], list[PartitionNode]] = {}
+        for node in self.nodes:
+            match = re.search(r"(?:^|,)gpu:(\d*[^:,(\d][^:,(]*)", node.gres)
+            gpu_type = match[1] if match else ""
+            groups.setdefault((count_gpus(node.gres), gpu_type), []).append(node)
+        kinds = [_kind(gpus, gpu_type, nodes) for (gpus, gpu_type), nodes in groups.items()]
+        return tuple(sorted(kinds, key=lambda kind: (-kind.num_gpus, -len(kind.nodes))))
+
+
+def _kind(gpus: int, gpu_type: str, nodes: Sequence[PartitionNode]) -> NodeKind:
+    features = set.intersection(*(set(node.features.split(",")) for node in nodes))
+    return NodeKind(
+        nodes=tuple(node.name for node in nodes),
+        cpus=min(node.cpus for node in nodes),
+        memory_mb=min(node.memory_mb for node in nodes),
+        gpus=gpus,
+        gpu_type=gpu_type,
+        features=tuple(sorted(features - {""})),
+    )
+
+
+class Site:
+    """A cluster; Slurm is asked at the first use of a fact, which raises a SlurmError."""
+
+    def __init__(self, client: SlurmClient) -> None:
+        self.client = client
+
+    @cached_property
+    def settings(self) -> Mapping[str, str]:
+        """slurm.conf and SLURM_VERSION."""
+        return self.client.settings()
+
+    @cached_property
+    def nodes(self) -> Sequence[PartitionNode]:
+        return self.client.partition_nodes()
+
+    @cached_property
+    def partitions(self) -> Mapping[str, Partition]:
+        """The partitions by name, the default one first."""
+        fields = self.client.partitions()
+        members: dict[str, list[PartitionNode]] = {name: [] for name in fields}
+        for node in self.nodes:
+            members.setdefault(node.partition, []).append(node)
+        partitions = [
+            Partition(name, fields.get(name, {}), nodes) for name, nodes in members.items()
+        ]
+        partitions.sort(key=lambda partition: not partition.is_default)
+        return {partition.name: partition for partition in partitions}
+
+    @cached_property
+    def associations(self) -> Sequence[Association]:
+        return self.client.associations()

@@ -1,0 +1,341 @@
+"""Input files → one corpus and its manifest, with bounded memory: the steps in their order.
+
+The corpus appears under its name complete or not at all. Shards that an unfinished build has read
+stay in the work folder, and the next build continues from them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from slurmllm.core.display.progress import OnStage
+from slurmllm.core.errors import DataError, StorageError
+from slurmllm.core.run.records import Record
+from slurmllm.core.slurm.arrays import SlurmOptions
+from slurmllm.data.corpus.inputs import FormatOption, InputFile
+from slurmllm.data.corpus.join import (
+    FinishedShard,
+    column_parts,
+    column_size,
+    mark_duplicates,
+    write_arrow,
+    write_tokens,
+)
+from slurmllm.data.corpus.options import ERROR_EXAMPLES, BuildOptions, ReadOptions, TokenizeOptions
+from slurmllm.data.corpus.shard import Shard, load_shard, plan_shards
+from slurmllm.data.corpus.work_folder import (
+    OutputFile,
+    WorkFolder,
+    output_files,
+    refuse_existing,
+    writing,
+)
+from slurmllm.data.corpus.workers import (
+    ShardResult,
+    peak_bytes,
+    run_locally,
+    run_on_slurm,
+    run_shard,
+)
+
+
+class CorpusInput(Record):
+    """One input file."""
+
+    path: str  # as named at the build, or below the folder named there
+    bytes: int  # on disk
+    documents: int
+    # xxh3-128 of the file on disk; None for Parquet and Arrow, not read whole.
+    xxh3: str | None = None
+
+
+class CorpusManifest(Record):
+    """`<corpus>.json`: inputs, options and counts of a build; equal builds give equal bytes."""
+
+    version: Literal[2] = 2
+    documents: int
+    text_bytes: int  # UTF-8 bytes of all documents
+    columns: tuple[str, ...] = ("text", "source")  # of the corpus
+    tokens: int | None = None  # with --tokenize
+    tokenizer: str | None = None  # --tokenize
+    tokenizer_fingerprint: str | None = None
+    dtype: str | None = None  # of the token ids
+    arrow_bytes: int | None = None
+    arrow_sha256: str | None = None
+    bin_bytes: int | None = None
+    bin_sha256: str | None = None
+    idx_bytes: int | None = None
+    idx_sha256: str | None = None
+    format: str  # --format
+    text_by: str  # --text-by
+    text_key: str  # --text-key
+    prompt_key: str | None = None  # --prompt-key
+    completion_key: str | None = None  # --completion-key
+    dedup: bool = False  # --dedup
+    empty: int  # documents skipped because they held no text
+    duplicates: int = 0  # skipped by --dedup
+    bad: int  # unreadable documents and files, skipped
+    bad_examples: tuple[str, ...]  # the first of them: file, place, reason
+    inputs: tuple[CorpusInput, ...]  # in the order they were read
+
+    def content(self) -> bytes:
+        """Return the file's content, without fields that are None."""
+        return (self.model_dump_json(indent=2, exclude_none=True) + "\n").encode()
+
+
+def manifest_path(corpus: Path) -> Path:
+    """Return the path of a corpus's manifest (`.arrow` or `.bin`)."""
+    return corpus.with_name(corpus.name + ".json")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build."""
+
+    manifest: CorpusManifest
+    outputs: tuple[Path, ...]  # the corpus, or `.bin` and `.idx`
+    shards: int
+    continued: int  # shards that an earlier build had finished
+    workers: int  # with Slurm, jobs that ran at a time
+    # Resident sets: this process's maximum plus those of its workers; with Slurm, the largest of
+    # any one process.
+    peak_memory_bytes: int
+
+
+def build_corpus(
+    files: Sequence[InputFile],
+    out: Path,
+    read: ReadOptions,
+    *,
+    dedup: bool = False,
+    tokenize: TokenizeOptions | None = None,
+    format: FormatOption = "auto",
+    overwrite: bool = False,
+    workers: int = 1,
+    slurm: SlurmOptions | None = None,
+    on_progress: OnStage = lambda stage, done, total: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> BuildResult:
+    """Write a corpus, or the files of token ids (`output_paths`), and the manifest next to it.
+
+    Args:
+        format: The `--format` that the files were found with, for the manifest.
+        workers: Processes that read (one: this process), or with `slurm` jobs at a time.
+
+    Raises:
+        DataError: `out` exists, an input cannot be read, no input has text, or another build
+            writes the same file.
+        NodeError, SlurmError: a worker was killed, or a job failed.
+        StorageError: the output cannot be written.
+    """
+    options = BuildOptions(read, dedup, tokenize)
+    outputs = output_paths(out, tokenize=tokenize is not None)
+    if not files:
+        raise DataError("no input file")
+    refuse_outputs(outputs, overwrite)
+    shards = plan_shards(files, options)
+    work = WorkFolder.of(outputs[0])
+    with work.lock():
+        try:
+            continued = _finished_shards(shards, work, on_note)
+            peaks = _write_missing_shards(
+                shards, continued, work, workers, slurm, on_progress, on_note
+            )
+            finished = _verify_shards(shards, work, on_progress)
+            with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, last):
+                counts = _join(finished, files, opened, options, work, on_progress)
+                manifest = _make_manifest(finished, counts, options, format)
+                last.write(manifest.content())
+            work.remove()
+        except BaseException:
+            work.remove_unfinished()  # also on Ctrl-C
+            raise
+    # Processes of one machine run at the same time; Slurm jobs have memory of their own.
+    peak = peak_bytes()
+    return BuildResult(
+        manifest=manifest,
+        outputs=outputs,
+        shards=len(shards),
+        continued=len(continued),
+        workers=workers,
+        peak_memory_bytes=max([peak, *peaks.values()]) if slurm else peak + sum(peaks.values()),
+    )
+
+
+def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
+    """Return the corpus, or of `NAME`, `NAME.bin` or `NAME.idx` the files of token ids."""
+    if not tokenize:
+        return (out,)
+    prefix = out.with_suffix("") if out.suffix in (".bin", ".idx") else out
+    return tuple(prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx"))
+
+
+def refuse_outputs(outputs: Sequence[Path], overwrite: bool) -> None:
+    """Raise a DataError if an output exists and may not be replaced."""
+    corpus, *index = outputs
+    refuse_existing(corpus, overwrite)
+    for path in index:
+        # With a manifest and without a corpus: of a build that was killed while it renamed them.
+        refuse_existing(path, overwrite or manifest_path(corpus).exists())
+
+
+def _finished_shards(
+    shards: Sequence[Shard], work: WorkFolder, on_note: Callable[[str], None]
+) -> set[str]:
+    """Return the shards of an earlier build; removes all else from the work folder."""
+    names = work.shard_names()
+    finished = {
+        shard.name
+        for shard in shards
+        if shard.name in names and load_shard(work.shard(shard.name), shard.options.read.skip_bad)
+    }
+    if finished:
+        on_note(f"continuing: {len(finished):,} of {len(shards):,} shards are finished")
+    elif names:
+        on_note(
+            f"starting over: the {len(names):,} shards in {work.path} are damaged or were read "
+            "from other inputs or with other options"
+        )
+    work.remove_except(finished)
+    return finished
+
+
+def _write_missing_shards(
+    shards: Sequence[Shard],
+    finished: set[str],
+    work: WorkFolder,
+    workers: int,
+    slurm: SlurmOptions | None,
+    on_progress: OnStage,
+    on_note: Callable[[str], None],
+) -> dict[int, int]:
+    """Write the unfinished shards; return the peak memory of each worker by process id, bytes."""
+    missing = [shard for shard in shards if shard.name not in finished]
+    sizes = {shard.name: shard.size_bytes for shard in shards}
+    done = finished.copy()
+    peaks: dict[int, int] = {}
+
+    def report(running: Mapping[str, int]) -> None:
+        # A decompressor reads ahead, so a running shard may report more than its size.
+        begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
+        on_progress("reading", sum(sizes[name] for name in done) + begun, sum(sizes.values()))
+
+    def run_here(shard: Shard) -> ShardResult:
+        return run_shard(shard, work.path, lambda done: report({shard.name: done}))
+
+    results: Iterator[ShardResult]
+    if slurm is not None and missing:
+        results = run_on_slurm(missing, work, workers, slurm, report, on_note)
+    elif workers > 1 and len(missing) > 1:
+        results = run_locally(missing, work, min(workers, len(missing)), report)
+    else:
+        results = map(run_here, missing)
+    for result in results:
+        if result.error is not None:
+            raise result.error
+        done.add(result.shard)
+        if result.process != os.getpid():
+            peaks[result.process] = max(peaks.get(result.process, 0), result.peak_bytes)
+        report({})
+    return peaks
+
+
+def _verify_shards(
+    shards: Sequence[Shard], work: WorkFolder, on_progress: OnStage
+) -> list[FinishedShard]:
+    finished, checked = [], 0
+    total = sum(shard.size_bytes for shard in shards)
+    for shard in shards:
+        folder = work.shard(shard.name)
+        record = load_shard(folder, shard.options.read.skip_bad)
+        if record is None:
+            raise StorageError(
+                f"{folder} differs from what was written: the disk or the machine failed in "
+                "between; start the same command again, which reads these inputs again"
+            )
+        finished.append(FinishedShard(folder, record))
+        checked += shard.size_bytes
+        on_progress("verifying shards", checked, total)
+    return finished
+
+
+def _join(
+    shards: Sequence[FinishedShard],
+    inputs: Sequence[InputFile],
+    outputs: Sequence[OutputFile],
+    options: BuildOptions,
+    work: WorkFolder,
+    on_progress: OnStage,
+) -> dict[str, Any]:
+    """Write the documents of all shards; return counts and digests for the manifest."""
+    names = [file.name for file in inputs]
+    if not any(shard.record.documents for shard in shards):
+        # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
+        work.remove_except(())
+        empty = sum(shard.record.empty for shard in shards)
+        bad = sum(shard.record.bad for shard in shards)
+        raise DataError(
+            f"no text in {len(names)} input file{'s' if len(names) != 1 else ''} ({empty} empty "
+            f"documents, {bad} unreadable); no corpus was written. The first input "
+            f"is {names[0]}: see --format and --text-key"
+        )
+    with writing(work.path):
+        duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
+    by_input = [count for shard in shards for count in shard.documents_by_input()]
+    documents = sum(by_input)
+    counts: dict[str, Any] = {"documents": documents, "duplicates": duplicates}
+    if tokenize := options.tokenize:
+        tokens = column_size(shards, "tokens")
+        total = tokens * np.dtype(tokenize.dtype).itemsize
+        outputs[0].on_write = lambda done: on_progress("writing", done, total)
+        write_tokens(outputs[0], outputs[1], shards, documents, tokenize.dtype)
+        sizes = column_parts(shards, "text_bytes")
+        counts |= {
+            "text_bytes": sum(int(np.asarray(part).sum()) for part in sizes),
+            "columns": (),
+            "tokens": tokens,
+            "tokenizer": str(tokenize.tokenizer),
+            "tokenizer_fingerprint": tokenize.fingerprint,
+            "dtype": tokenize.dtype,
+        }
+    else:
+        text_sizes = {column: column_size(shards, column) for column in options.read.columns}
+        text_bytes = sum(text_sizes.values())
+        # The file also holds ids, offsets and metadata: report no more than the text's bytes.
+        outputs[0].on_write = lambda done: on_progress("writing", min(done, text_bytes), text_bytes)
+        columns = write_arrow(outputs[0], shards, documents, text_sizes, names, work)
+        counts |= {"text_bytes": text_bytes, "columns": columns}
+    for ending, file in zip(("bin", "idx") if tokenize else ("arrow",), outputs, strict=True):
+        counts |= {f"{ending}_bytes": file.size_bytes, f"{ending}_sha256": file.sha256}
+    read_inputs = [entry for shard in shards for entry in shard.record.inputs]
+    counts["inputs"] = tuple(
+        CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
+        for file, count, entry in zip(inputs, by_input, read_inputs, strict=True)
+    )
+    return counts
+
+
+def _make_manifest(
+    shards: Sequence[FinishedShard],
+    counts: Mapping[str, Any],
+    options: BuildOptions,
+    format: FormatOption,
+) -> CorpusManifest:
+    records = [shard.record for shard in shards]
+    examples = [example for record in records for example in record.bad_examples]
+    settings = asdict(options.read) | {"dedup": options.dedup}
+    del settings["skip_bad"], settings["zstd_long"]  # what was skipped is counted
+    return CorpusManifest(
+        **counts,
+        **settings,
+        format=format,
+        empty=sum(record.empty for record in records),
+        bad=sum(record.bad for record in records),
+        bad_examples=tuple(examples[:ERROR_EXAMPLES]),
+    )

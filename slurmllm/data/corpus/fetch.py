@@ -1,0 +1,391 @@
+"""Published data sets, downloaded: resumed where they broke off, verified, renamed when whole.
+
+A file is written as `.<name>.<version>.part` and renamed when all its bytes have arrived and fit
+the published size and sum: a file of the final name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from slurmllm.core.config.data_sources import DataSource, PublishedFile
+from slurmllm.core.display.progress import OnStage
+from slurmllm.core.errors import DataError, InfrastructureError, StorageError
+from slurmllm.core.run.rundir import fsync_dir, write_atomic
+from slurmllm.core.run.safe_files import open_lock, os_error_text
+from slurmllm.data.corpus.build import build_corpus
+from slurmllm.data.corpus.inputs import find_inputs
+from slurmllm.data.corpus.options import ReadOptions
+from slurmllm.data.corpus.work_folder import flock
+from slurmllm.data.tokenizer import tokenizer_of_vocabulary
+
+T = TypeVar("T")
+
+MANIFEST = "fetched.json"
+_CHUNK = 1 << 22  # bytes that are read at a time
+_BLOCK = 1 << 25  # bytes of one request, if a file system reads by requests
+_TRIES = 5  # without a byte in between
+_PAUSE_S = 1.0  # before the second try; doubled for each further one
+_SILENCE_S = 60  # after which a connection counts as broken
+_WORKERS = 4
+_AGAIN = "run the same command again"
+_MIRROR = "set cluster.data_mirrors to a mirror (docs/data.md#published-data-sets)"
+# Errors of connections that are not OSErrors, by module.
+_ERRORS = (
+    ("aiohttp", "ClientError"),
+    ("huggingface_hub.errors", "HTTPError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+)
+
+
+class _Address(NamedTuple):
+    """What fsspec opens."""
+
+    url: str
+    file_system: Any
+    path: str
+
+
+class _Opened(NamedTuple):
+    """An open address."""
+
+    stream: Any
+    first: int  # the byte that the stream begins with: 0 if the server cannot continue
+    size: int | None  # of the whole file
+    version: str  # changes with the content, as far as the server says
+    sha256: str | None  # as the server states it
+
+
+@dataclass
+class Fetch:
+    """A download of one data set into a folder."""
+
+    name: str
+    source: DataSource
+    folder: Path
+    # Begin of an address → what replaces it.
+    mirrors: Mapping[str, str] = field(default_factory=dict)
+    parts: int | None = None  # fetch only so many files of each pattern
+    on_progress: OnStage = lambda stage, done, total: None
+    on_note: Callable[[str], None] = lambda note: None
+
+    def run(self) -> list[dict[str, Any]]:
+        """Fetch what is missing and build the corpus; return name, size and origins of each file.
+
+        Raises:
+            DataError: nothing is at an address, it may not be read, or other data are there.
+            InfrastructureError: the connection breaks again and again.
+            StorageError: the disk is full or refuses.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open_lock(self.folder / ".fetch.lock") as lock:
+                try:
+                    flock(lock)  # without locks, the verification refuses what two wrote
+                except BlockingIOError:
+                    self.on_note(f"waiting for another fetch into {self.folder}")
+                    flock(lock, wait=True)
+                files = self._fetched()
+                if files is None:
+                    if self.parts is None:
+                        there = sum(path.stat().st_size for path in self.folder.iterdir())
+                        _require_space(self.folder, int(1e9 * (self.source.gigabytes or 0)) - there)
+                    files = [file for each in self.source.files for file in self._download(each)]
+                    if self.source.corpus and self.source.build and self._manifest.exists():
+                        # Built from the files of an earlier fetch, with other --parts.
+                        (self.folder / self.source.corpus).unlink(missing_ok=True)
+                    manifest = {"name": self.name, "parts": self.parts, "files": files}
+                    write_atomic(self._manifest, json.dumps(manifest, indent=2) + "\n")
+                self._make_inputs([file["name"] for file in files])
+        except OSError as error:
+            raise _storage_error(self.folder, error) from error
+        return files
+
+    @property
+    def _manifest(self) -> Path:
+        return self.folder / MANIFEST
+
+    def _fetched(self) -> list[dict[str, Any]] | None:
+        """Return the files of an earlier fetch; None if it was another one or a file has gone."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            manifest = json.loads(self._manifest.read_bytes())
+            files: list[dict[str, Any]] = manifest["files"]
+            sizes = [(self.folder / file["name"]).stat().st_size for file in files]
+            if manifest["parts"] == self.parts and sizes == [f["size_bytes"] for f in files]:
+                return files
+        return None
+
+    def _download(self, file: PublishedFile) -> Iterator[dict[str, Any]]:
+        """Fetch a file, or all of a pattern, each under its own name or joined."""
+        url = _mirrored(file.url, self.mirrors)
+        address = _address(url, anonymous=url == file.url)
+        if address.url != url:
+            self.on_note(f"{url} is read as {address.url}, because s3fs is not installed")
+        addresses = [address]
+        if "*" in PurePosixPath(address.path).name:
+            system = address.file_system
+            paths = sorted(map(str, _retry(url, partial(system.glob, address.path))))
+            if not paths:
+                raise DataError(f"{url}: no file of this pattern; {_MIRROR}")
+            addresses = [
+                _Address(str(system.unstrip_protocol(path)), system, path)
+                for path in paths[: self.parts]
+            ]
+        if file.name is not None:
+            yield self._write(file.name, addresses, file)
+        else:
+            for address in addresses:
+                yield self._write(PurePosixPath(address.path).name, [address], file)
+
+    def _write(
+        self, name: str, addresses: list[_Address], published: PublishedFile
+    ) -> dict[str, Any]:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+        def state_of(address: _Address) -> _Opened:
+            with _open(address, 0) as opened:
+                return opened
+
+        states = [_retry(address.url, partial(state_of, address)) for address in addresses]
+        for address, state in zip(addresses, states, strict=True):
+            if published.size is not None and state.size not in (None, published.size):
+                raise DataError(
+                    f"{address.url} has {state.size:,} bytes, and {published.size:,} are published:"
+                    f" other data, or cut off; {_MIRROR}"
+                )
+        total = sum(state.size or 0 for state in states)
+        key = hashlib.sha256(repr([(s.size, s.version) for s in states]).encode()).hexdigest()[:8]
+        part = path.with_name(f".{path.name}.{key}.part")
+        for other in path.parent.glob(f".{path.name}.*.part"):
+            if other != part:  # of another version
+                other.unlink()
+        begin, origins = 0, []
+        if was_there := path.is_file():
+            if total not in (0, path.stat().st_size):
+                raise DataError(
+                    f"{path} has {path.stat().st_size:,} bytes, and {addresses[0].url} has "
+                    f"{total:,}: another version; remove the file to fetch it again"
+                )
+            path.rename(part)  # verified like a download
+        _require_space(self.folder, total - (part.stat().st_size if part.exists() else 0))
+        with part.open("a+b") as out:
+            for address, state in zip(addresses, states, strict=True):
+
+                def show(done: int) -> None:
+                    self.on_progress(f"fetching {name}", done, total)
+
+                end = _append(address, state, out, begin, show)
+                sha256, stated = _digest(part, begin, end), published.sha256 or state.sha256
+                if stated not in (None, sha256):
+                    part.rename(path) if was_there else part.unlink()
+                    fix = f"remove {path}, then" if was_there else "the download was deleted;"
+                    raise DataError(
+                        f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged"
+                        f" on the way, or other data; {fix} {_AGAIN}, or {_MIRROR}"
+                    )
+                origins.append({"url": address.url, "size_bytes": end - begin, "sha256": sha256})
+                begin = end
+            os.fsync(out.fileno())
+        part.replace(path)
+        fsync_dir(path.parent)
+        return {"name": name, "size_bytes": begin, "origins": origins}
+
+    def _make_inputs(self, names: list[str]) -> None:
+        """Build the corpus of texts, and a tokenizer.json of two vocabulary files, if missing."""
+        source, folder = self.source, self.folder
+        if source.corpus and source.build and not (out := folder / source.corpus).is_file():
+            files = find_inputs([str(folder / n) for n in names if not n.startswith("tokenizer")])
+            build_corpus(
+                files,
+                out,
+                ReadOptions("document", **source.build.model_dump()),
+                workers=min(len(os.sched_getaffinity(0)), _WORKERS),
+                on_progress=self.on_progress,
+                on_note=self.on_note,
+            )
+        if source.tokenizer and not (out := folder / source.tokenizer).is_file():
+            vocab, merges = (
+                next(folder / name for name in names if name.endswith(end))
+                for end in ("vocab.json", "merges.txt")
+            )
+            write_atomic(out, tokenizer_of_vocabulary(vocab, merges))
+
+
+def _mirrored(url: str, mirrors: Mapping[str, str]) -> str:
+    """Return an address with the longest begin that has a mirror replaced by it."""
+    begin = max(filter(url.startswith, mirrors), key=len, default="")
+    return mirrors.get(begin, "") + url.removeprefix(begin)
+
+
+def _address(url: str, anonymous: bool) -> _Address:
+    """Find the file system of an address; without s3fs, a public bucket is read over https."""
+    from importlib.util import find_spec
+
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    protocol, _, rest = url.partition("://")
+    if protocol == "s3" and anonymous and find_spec("s3fs") is None:
+        bucket, _, key = rest.partition("/")
+        return _address(f"https://{bucket}.s3.amazonaws.com/{key}", anonymous)
+    options: dict[str, Any] = {"anon": anonymous} if protocol == "s3" else {}
+    try:
+        if protocol in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+            options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+        file_system, path = url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:
+        fix = "`pip install s3fs`" if protocol == "s3" else _MIRROR
+        raise DataError(f"{url} cannot be opened here: {error}; {fix}") from error
+    return _Address(url, file_system, str(path))
+
+
+@contextlib.contextmanager
+def _open(address: _Address, offset: int) -> Iterator[_Opened]:
+    """Open an address to be read from `offset`."""
+    file_system, path = address.file_system, address.path
+    if "http" not in str(file_system.protocol):
+        info = file_system.info(path)
+        keys = ("ETag", "etag", "blob_id", "LastModified", "mtime")
+        version = str(next((info[key] for key in keys if info.get(key)), ""))
+        with file_system.open(path, "rb", block_size=_BLOCK) as stream:
+            stream.seek(offset)
+            sha256 = getattr(info.get("lfs"), "sha256", None)
+            yield _Opened(stream, offset, info.get("size"), version, sha256)
+        return
+    # The size is that of the answer: some servers answer HEAD, which fsspec asks without a size,
+    # differently. With blocks of 0 an answer is read as it comes.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
+    with file_system.open(path, block_size=0, size=1, headers=headers) as stream:
+        answer = stream.r
+        continues = answer.status == 206
+        length = answer.headers.get("Content-Range" if continues else "Content-Length", "")
+        size = length.rpartition("/")[2]
+        version = answer.headers.get("ETag") or answer.headers.get("Last-Modified", "")
+        first = offset if continues else 0
+        yield _Opened(stream, first, int(size) if size.isdecimal() else None, version, None)
+
+
+def _append(
+    address: _Address, state: _Opened, out: BinaryIO, begin: int, on_bytes: Callable[[int], None]
+) -> int:
+    """Append what is missing of an address whose bytes begin at `begin`; return where they end."""
+    # Without a size, nothing says where to continue.
+    done = min(max(0, out.seek(0, os.SEEK_END) - begin), state.size or 0)
+    if state.size is None:
+        out.truncate(begin)
+
+    def read() -> None:
+        nonlocal done
+        with _open(address, done) as opened:
+            if (opened.size, opened.version) != (state.size, state.version):
+                raise DataError(f"{address.url} was changed while it was fetched; {_AGAIN}")
+            if opened.first < done:
+                done = 0
+                out.truncate(begin)
+            while chunk := opened.stream.read(_CHUNK):
+                try:
+                    out.write(chunk)
+                    out.flush()
+                except OSError as error:  # of the disk, not of the connection
+                    raise _storage_error(Path(out.name).parent, error) from error
+                done += len(chunk)
+                on_bytes(begin + done)
+        if state.size not in (None, done):
+            raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
+
+    if done != state.size:
+        _retry(address.url, read, lambda: done)
+    return begin + done
+
+
+def _digest(path: Path, begin: int, end: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        stream.seek(begin)
+        while begin < end and (chunk := stream.read(min(_CHUNK, end - begin))):
+            digest.update(chunk)
+            begin += len(chunk)
+    return digest.hexdigest()
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Return what the file systems that are loaded raise if a connection breaks."""
+    loaded = ((sys.modules.get(module), name) for module, name in _ERRORS)
+    return (OSError, *(getattr(module, name, OSError) for module, name in loaded))
+
+
+def _retry(url: str, ask: Callable[[], T], arrived: Callable[[], int] = lambda: 0) -> T:
+    """Return the answer of `ask`, which is asked again if the connection breaks.
+
+    Args:
+        arrived: The bytes that have arrived. Any progress starts the count of tries anew.
+    """
+    failures = 0
+    while True:
+        before = arrived()
+        try:
+            return ask()
+        except _connection_errors() as error:
+            _raise_refusal(url, error)
+            failures = 0 if arrived() > before else failures + 1
+            if failures >= _TRIES:
+                rest = f"; {arrived():,} bytes are kept" if arrived() else ""
+                raise InfrastructureError(
+                    f"{url}: the connection failed {failures} times: "
+                    f"{error or type(error).__name__}{rest}; {_AGAIN} later; without direct "
+                    f"internet access, set HTTPS_PROXY, or {_MIRROR}"
+                ) from error
+        except (ValueError, NotImplementedError) as error:  # an address of another form
+            raise DataError(f"{url} cannot be read: {error}; {_MIRROR}") from error
+        time.sleep(_PAUSE_S * 2**failures)
+
+
+def _raise_refusal(url: str, error: Exception) -> None:
+    """Raise DataError if a server answered, and another try will have the same answer."""
+    # A FileNotFoundError hides why: an answer, no connection, or the form of the address.
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    response = getattr(cause or error, "response", None)
+    status = getattr(cause or error, "status", None) or getattr(response, "status_code", None)
+    if status in (401, 403) or isinstance(error, PermissionError):
+        raise DataError(
+            f"{url} may not be read ({status or 'access denied'}): Hugging Face: accept the terms "
+            "on its page, and set HF_TOKEN; S3: `pip install s3fs` and credentials; or "
+            f"{_MIRROR}"
+        ) from error
+    is_broken = isinstance(cause, _connection_errors()) and status is None
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not is_broken):
+        raise DataError(f"{url} does not exist (404); {_MIRROR}") from error
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
+        raise DataError(f"{url} is refused ({status}): {error}; {_MIRROR}") from error
+
+
+def _require_space(folder: Path, missing_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if missing_bytes > free:
+        raise StorageError(
+            f"{folder} needs {missing_bytes / 1e9:,.3g} GB more, and has {free / 1e9:,.3g} GB free;"
+            " free space, or choose another folder with --to"
+        )
+
+
+def _storage_error(folder: Path, error: OSError) -> StorageError:
+    fix = "check the folder, or choose another one with --to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = f"free space, then {_AGAIN}: what has arrived is kept"
+    return StorageError(f"cannot write to {folder}: {os_error_text(error)}; {fix}")

@@ -1,0 +1,236 @@
+"""Input files: found from files, folders and globs, and classified by their endings."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import stat
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slurmllm.core.errors import DataError
+from slurmllm.core.run.safe_files import LFS_POINTER, LFS_REASON
+from slurmllm.data.corpus.splits import DEFAULT, select_data
+from slurmllm.data.sources.dataset_folder import (
+    INFO,
+    SPLITS,
+    STATE,
+    dataset_files,
+    dataset_splits,
+    is_dataset,
+)
+
+Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
+FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
+Compression = Literal["gzip", "zstd", "bz2", "xz"]
+
+_ENDINGS: dict[Format, str] = {
+    "text": ".txt .py .rst .md",
+    "jsonl": ".jsonl .json .ndjson",
+    "csv": ".csv .tsv",
+    "parquet": ".parquet",
+    "arrow": ".arrow .feather",
+}
+ENDINGS = {ending: format for format, endings in _ENDINGS.items() for ending in endings.split()}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+_KNOWN = f"known endings are {' '.join(ENDINGS)} (also with .gz, .zst, .bz2 or .xz)"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read."""
+
+    path: Path
+    name: str  # in corpus and manifest: the path as the user wrote it
+    format: Format
+    compression: Compression | None
+    size_bytes: int  # on disk
+    mtime_ns: int  # since 1970
+
+
+def input_file(path: Path, format: FormatOption = "auto", name: str | None = None) -> InputFile:
+    """Describe one file; `name` is its name in the corpus, by default the path."""
+    try:
+        info = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file; write the text to a file first")
+    if info.st_size < 1024:
+        with contextlib.suppress(OSError):  # the reader reports it
+            if path.read_bytes().startswith(LFS_POINTER):
+                raise DataError(f"{path} is {LFS_REASON}")
+    classified = _classify(path, format)
+    if classified is None:
+        raise DataError(f"{path} has an unknown ending; {_KNOWN}; name the format with --format")
+    kind, compression = classified
+    if kind == "parquet" and compression is not None:
+        raise DataError(
+            f"{path}: a Parquet file is read from its end and cannot be compressed as a whole; "
+            "unpack it first"
+        )
+    # File names are bytes to the system; Arrow and JSON take only UTF-8.
+    shown = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
+    return InputFile(path, shown, kind, compression, info.st_size, info.st_mtime_ns)
+
+
+def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    inner = Path(path.stem) if compression else path
+    if format != "auto":
+        return format, compression
+    kind = ENDINGS.get(inner.suffix.lower())
+    return None if kind is None else (kind, compression)
+
+
+def find_inputs(
+    arguments: Sequence[str],
+    format: FormatOption = "auto",
+    *,
+    split: str | None = None,
+    exclude: Iterable[Path] = (),
+    on_note: Callable[[str], None] = lambda note: None,
+) -> list[InputFile]:
+    """Expand files, folders and globs into the files to read, in a fixed order.
+
+    Folders are read to any depth; hidden entries and links to folders are ignored, and with
+    `auto` also files with unknown endings. A folder with a saved Hugging Face dataset is replaced
+    by the dataset's files. Of several splits of a folder one is read, and documentation next to
+    data is not (`select_data`). A file that is found twice is read once, at its first place.
+
+    Args:
+        split: The split to read of each folder that has several, or `all`; None: `train`.
+        exclude: Files and folders of the output, which a folder or a glob may contain.
+        on_note: Called with a line on what is ignored.
+    """
+    excluded = {path.resolve() for path in exclude}
+    unknown: list[Path] = []
+    files: dict[Path, InputFile] = {}
+    for argument in arguments:
+        candidates = _candidates(argument, format, split, excluded, unknown, on_note)
+        for path in candidates:
+            if (resolved := path.resolve()) not in files:
+                files[resolved] = input_file(path, format)
+        if not candidates:
+            raise DataError(
+                f"{argument}: no file to read; {_KNOWN}, and --format text takes any file"
+            )
+    if unknown:
+        plural = "s with unknown endings" if len(unknown) > 1 else " with an unknown ending"
+        on_note(
+            f"ignored {len(unknown):,} file{plural}, such as {min(unknown)}; "
+            "--format names their format"
+        )
+    return list(files.values())
+
+
+def _candidates(
+    argument: str,
+    format: FormatOption,
+    split: str | None,
+    excluded: Container[Path],
+    unknown: list[Path],
+    on_note: Callable[[str], None],
+) -> list[Path]:
+    """Return the files of an argument to read; those with unknown endings go to `unknown`."""
+    folder = Path(argument)
+    is_folder = folder.is_dir()
+    saved: set[Path] = set()
+    paths: Iterable[Path] = [folder]
+    if is_folder:
+        paths = _walk(folder, split, on_note, saved)
+    elif not folder.exists() and glob.has_magic(argument):
+        # Path.glob takes no absolute pattern.
+        matches = map(Path, sorted(glob.glob(argument, recursive=True)))  # noqa: PTH207
+        paths = (path for path in matches if _is_data(path))
+    candidates: list[Path] = []
+    for path in paths:
+        resolved = path.resolve()
+        if resolved in excluded and path == folder:
+            raise DataError(f"{argument}: input and output are the same file; choose another --out")
+        if any(part in excluded for part in (resolved, *resolved.parents)):
+            continue
+        if is_folder and _classify(path, format) is None:
+            unknown.append(path)
+        else:
+            candidates.append(path)
+    if not is_folder:
+        return candidates
+    kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
+    texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
+    selected = {*select_data(folder, texts, split, on_note), *saved}
+    return [path for path in candidates if path in selected]
+
+
+def _walk(
+    folder: Path, split: str | None, on_note: Callable[[str], None], saved: set[Path]
+) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        # os.walk ignores folders it cannot list, and a part of the corpus would be missing.
+        raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
+
+    # A file, or a dataset with its files in the dataset's own order, and the path to sort by.
+    entries: list[tuple[str, list[Path]]] = []
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        if (
+            is_dataset(names)
+            and (listed := dataset_files(Path(root), split or DEFAULT)) is not None
+        ):
+            folders.clear()
+            saved.update(listed)
+            if split is None and len(splits := dataset_splits(Path(root))) > 1:
+                others = ", ".join(name for name in splits if name != DEFAULT)
+                on_note(f"read the split {DEFAULT} of {root}; left out {others}; --split chooses")
+            entries.append((root, listed))
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(root, name)  # noqa: PTH118
+                entries.append((path, [Path(path)]))
+    # Sorted: the order of directory entries differs between file systems.
+    for _, paths in sorted(entries):
+        yield from filter(_is_data, paths)
+
+
+def _is_data(path: Path) -> bool:
+    """Return whether a path is a regular file, or a link to one, and no JSON about other files.
+
+    A broken link is a DataError: a part of the corpus would be missing.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+    except OSError as error:
+        if path.is_symlink():
+            raise DataError(
+                f"{path} is a link to {path.readlink()}, which cannot be read: {error.strerror}; "
+                "fix the link or remove it"
+            ) from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    # A corpus's manifest, a dataset's state.
+    if path.name.endswith((".arrow.json", ".bin.json")):
+        return False
+    if path.name not in (STATE, SPLITS, INFO):
+        return True
+    try:
+        return dataset_files(path.parent) is None
+    except DataError:
+        return False
+
+
+def read_list(path: str) -> list[str]:
+    """Return the paths of a list (`-`: standard input), without blank lines and `#` comments."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the list {path}: {error.strerror or error}") from error
+    names = [os.fsdecode(line.strip()) for line in data.splitlines()]
+    names = [name for name in names if name and not name.startswith("#")]
+    if not names:
+        raise DataError(f"--files-from {path} names no file; write one path a line")
+    return names

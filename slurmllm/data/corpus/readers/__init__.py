@@ -1,0 +1,106 @@
+"""Input files of all formats as chunks of documents in Arrow arrays: one file a format."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from slurmllm.core.errors import DataError
+from slurmllm.data.corpus.decompress import OpenedInput
+from slurmllm.data.corpus.inputs import InputFile
+from slurmllm.data.corpus.options import InputErrors, ReadOptions
+from slurmllm.data.corpus.readers.base import Documents, OnError, drop_blank
+from slurmllm.data.corpus.readers.columns import read_table
+from slurmllm.data.corpus.readers.delimited import read_delimited
+from slurmllm.data.corpus.readers.json_lines import read_json_lines
+from slurmllm.data.corpus.readers.text import read_text
+
+__all__ = ["DocumentReader", "DocumentStream", "Documents", "OnError", "ReadOptions"]
+
+_READERS = {
+    "text": read_text,
+    "jsonl": read_json_lines,
+    "csv": read_delimited,
+    "parquet": read_table,
+    "arrow": read_table,
+}
+
+
+class DocumentReader:
+    """The documents of one file, in chunks; iterates once.
+
+    `on_error` is called with `file:place: reason` for each document that cannot be read.
+
+    Attributes:
+        position_bytes: Position in the file on disk.
+        checksum: xxh3-128 of the file in hexadecimal, once it is read; None for Parquet and
+            Arrow files, of which only the needed columns are read.
+    """
+
+    def __init__(self, file: InputFile, options: ReadOptions, on_error: OnError) -> None:
+        self.file = file
+        self.options = options
+        self.position_bytes = 0
+        self.checksum: str | None = None
+        self._on_error = on_error
+
+    def __iter__(self) -> Iterator[Documents]:
+        kind, options, on_error = self.file.format, self.options, self._on_error
+        if kind == "text" and options.prompt_key is not None:
+            raise DataError(
+                f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
+                "prompts and completions as JSON lines, CSV, Parquet or Arrow"
+            )
+        try:
+            stream = OpenedInput(self.file, options.zstd_long)
+        except OSError as error:
+            on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
+            return
+
+        documents = 0  # blank ones included
+        with stream:
+            try:
+                for chunk in _READERS[kind](stream, options, on_error):
+                    self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
+                    documents += len(chunk[0])
+                    if len(chunk[0]):
+                        stream.blank_bytes = 0
+                    yield chunk
+            except OSError as error:
+                reason = " ".join(str(error).split()).rstrip(".")
+                on_error(
+                    f"{self.file.name}: cannot be read to its end: {reason} (near byte "
+                    f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
+                    f"{documents:,} documents)",
+                    "rest",
+                )
+            if stream.offset_bytes:
+                with contextlib.suppress(OSError):
+                    self.checksum = stream.checksum()
+
+
+class DocumentStream:
+    """The texts of several files, without blank ones; counts the `documents`; iterates once."""
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        options: ReadOptions,
+        errors: InputErrors,
+        on_progress: Callable[[int], None] = lambda done_bytes: None,
+    ) -> None:
+        self._files, self._options, self._errors = files, options, errors
+        self._on_progress = on_progress
+        self.documents = 0
+
+    def __iter__(self) -> Iterator[str]:
+        done_bytes = 0
+        for file in self._files:
+            reader = DocumentReader(file, self._options, self._errors.add)
+            for chunk in reader:
+                self._on_progress(done_bytes + reader.position_bytes)
+                (texts,) = drop_blank(chunk)
+                self.documents += len(texts)
+                yield from texts.to_pylist()
+            done_bytes += file.size_bytes
+            self._on_progress(done_bytes)

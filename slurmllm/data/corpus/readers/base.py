@@ -1,0 +1,145 @@
+"""What the readers of all formats share: chunks of documents, blocks of lines, unreadable rows.
+
+A reader decides where a document ends, not what happens at an error: it calls `on_error`, which
+either raises, or counts the error and returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slurmllm.data.corpus.decompress import OpenedInput
+from slurmllm.data.corpus.options import Extent
+
+# Text of one chunk, about. Memory holds only a few copies of it, and they fit into a processor's
+# cache.
+CHUNK_BYTES = 2 << 20
+# Bytes of a line or document. A longer one is an error, and is skipped without being held: a small
+# compressed file can unpack to terabytes.
+LARGEST_DOCUMENT = 256 << 20
+BOM = b"\xef\xbb\xbf"
+SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
+
+# Some documents: a large_string array without nulls per column, all of one length and UTF-8.
+Documents = tuple[pa.LargeStringArray, ...]
+
+
+class OnError(Protocol):
+    """Called with file, place and reason, and how much of the file is unreadable."""
+
+    def __call__(self, error: str, extent: Extent = "document", /) -> None: ...
+
+
+def line_blocks(
+    stream: OpenedInput,
+    on_error: OnError,
+    *,
+    begin: bytes = b"",
+    feed: bytes = b"\n",
+    longest: int | None = None,
+) -> Iterator[bytes]:
+    """Yield blocks that end after a line feed, or with the file; `begin` was read before.
+
+    A block has about CHUNK_BYTES, or is one longer line. A line of more than `longest` bytes, by
+    default LARGEST_DOCUMENT, is an error, and becomes an empty line.
+    """
+    longest = longest or LARGEST_DOCUMENT
+    held: list[bytes] = []  # the beginning of a line
+    lines = 0
+    skipping = False
+    for data in itertools.chain([begin], stream.blocks(CHUNK_BYTES)):
+        if skipping:
+            at = data.find(feed)
+            if at < 0:
+                continue
+            data, skipping = data[at:], False
+        end = data.rfind(feed) + 1
+        lines += data.count(feed)
+        if not end and sum(map(len, held)) + len(data) > longest:
+            on_error(f"{stream.file.name}:{lines + 1}: {too_large('line', longest)}")
+            held, skipping = [], True
+            continue
+        if end:
+            yield b"".join([*held, memoryview(data)[:end]])
+            held = []
+        held.append(data[end:])
+    if last := b"".join(held):
+        yield last
+
+
+def too_large(what: str, limit: int | None = None) -> str:
+    return (
+        f"a {what} of more than {(limit or LARGEST_DOCUMENT) >> 20} MiB, the largest that is read"
+    )
+
+
+def valid_utf8(block: bytes) -> bool:
+    """Return whether bytes are UTF-8, checked at 10 GB/s and more."""
+    offsets = pa.py_buffer(np.array([0, len(block)], np.int64))
+    buffers = [None, offsets, pa.py_buffer(block)]
+    return _is_valid(pa.Array.from_buffers(pa.large_string(), 1, buffers, null_count=0))
+
+
+def _is_valid(text: pa.LargeStringArray) -> bool:
+    try:
+        text.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def good_rows(
+    columns: list[pa.Array],
+    keys: tuple[str, ...],
+    first_row: int,
+    on_row: Callable[[int, str], None],
+) -> Documents:
+    """Return the rows of a table that are UTF-8; others are errors. Null is an empty text.
+
+    `on_row` is called with row (that of the first is `first_row`) and reason of each error, in the
+    order of the rows.
+    """
+    large, binary = pa.large_string(), pa.large_binary()
+    # Reinterpreted: a cast to string would check the bytes first, and raise without the row.
+    texts = [
+        reinterpret(column, large) if column.type == binary else column.cast(large)
+        for column in columns
+    ]
+    texts = [text.fill_null("") if text.null_count else text for text in texts]
+    if all(map(_is_valid, texts)):
+        return tuple(texts)
+    keep = np.ones(len(texts[0]), bool)
+    for row in range(len(keep)):
+        for key, text in zip(keys, texts, strict=True):
+            if keep[row] and not _is_valid(text.slice(row, 1)):
+                on_row(first_row + row, f"of column {key!r} is not UTF-8")
+                keep[row] = False
+    mask = pa.array(keep)
+    return tuple(reinterpret(reinterpret(text, binary).filter(mask), large) for text in texts)
+
+
+def drop_blank(documents: Documents) -> Documents:
+    """Drop documents of white space only; of a pair, the completion counts."""
+    last = documents[-1]
+    # utf8_is_space is false of an empty string.
+    blank = pc.or_(pc.utf8_is_space(last), pc.equal(pc.binary_length(last), 0))
+    if not pc.any(blank).as_py():
+        return documents
+    return tuple(column.filter(pc.invert(blank)) for column in documents)
+
+
+def reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return the same buffers as another type, without a check of the bytes."""
+    return pa.Array.from_buffers(
+        kind, len(column), column.buffers(), column.null_count, column.offset
+    )
+
+
+def no_column(key: str, names: Sequence[str]) -> str:
+    return f"no column {key!r} (columns: {', '.join(names[:10])}); {SEE_KEYS}"

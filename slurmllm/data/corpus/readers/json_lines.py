@@ -1,0 +1,188 @@
+"""JSON lines, or one JSON array: objects with the text in one field, or in two.
+
+Arrow parses whole blocks, five times as fast as Python parses lines. A block with an unreadable
+line, a null or an empty line is parsed again line by line, which finds place and reason of each
+error.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.json as pj
+
+from slurmllm.data.corpus.decompress import OpenedInput
+from slurmllm.data.corpus.options import ReadOptions
+from slurmllm.data.corpus.readers import base
+from slurmllm.data.corpus.readers.base import (
+    BOM,
+    SEE_KEYS,
+    Documents,
+    OnError,
+    line_blocks,
+    valid_utf8,
+)
+
+_NEXT_ELEMENT = re.compile(r"[^\s,]|\Z")
+
+
+def read_json_lines(
+    stream: OpenedInput, options: ReadOptions, on_error: OnError
+) -> Iterator[Documents]:
+    begin, line = next(stream.blocks(base.CHUNK_BYTES), b"").removeprefix(BOM), 1
+    if _is_array(begin):
+        try:
+            yield from _read_array(stream, begin, options, on_error)
+        except UnicodeDecodeError:
+            on_error(f"{stream.file.name}: its JSON array has bytes that are not UTF-8", "rest")
+        return
+    for block in line_blocks(stream, on_error, begin=begin):
+        feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+        documents = _parse_block(block, feeds, options.keys)
+        if documents is None:
+            documents = _parse_lines(block, line, stream.file.name, options, on_error)
+        yield documents
+        line += len(feeds)
+
+
+def _is_array(begin: bytes) -> bool:
+    """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
+    first, _, rest = begin.lstrip().partition(b"\n")
+    if not first.startswith(b"[") or not rest.strip():
+        return first.startswith(b"[")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _parse_block(
+    block: bytes, feeds: npt.NDArray[np.int64], keys: tuple[str, ...]
+) -> Documents | None:
+    """Parse all lines of a block at once; None if they must be parsed one by one."""
+    # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
+    # object, and as many objects as lines mean one object a line.
+    data = np.frombuffer(block, np.uint8)
+    inner = feeds[: len(feeds) - block.endswith(b"\n")]
+    last = data[inner - 1]
+    if (last == ord("\r")).any():
+        last = np.where(last == ord("\r"), data[inner - 2], last)
+    if (last != ord("}")).any() or (data[inner + 1] != ord("{")).any():
+        return None
+    if not valid_utf8(block):
+        return None
+    try:
+        table = pj.read_json(
+            pa.BufferReader(block),
+            # One block, since Arrow refuses objects that straddle two; one thread, since other
+            # processes read other shards.
+            read_options=pj.ReadOptions(use_threads=False, block_size=len(block) + 1),
+            parse_options=pj.ParseOptions(
+                explicit_schema=pa.schema([(key, pa.large_string()) for key in {*keys}]),
+                unexpected_field_behavior="ignore",
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+    if table.num_rows != len(inner) + 1 or any(column.null_count for column in table.columns):
+        return None
+    return tuple(table.column(key).combine_chunks() for key in keys)
+
+
+def _parse_lines(
+    block: bytes, first_line: int, name: str, options: ReadOptions, on_error: OnError
+) -> Documents:
+    rows: list[tuple[str, ...]] = []
+    lines = [] if block.isspace() else block.split(b"\n")  # there are files of line ends only
+    for number, line in enumerate(lines, start=first_line):
+        if not line or line.isspace():
+            continue
+        place = f"{name}:{number}"
+        try:
+            record = json.loads(line.decode("utf-8").rstrip())
+        except UnicodeDecodeError as error:
+            on_error(f"{place}: byte {error.start} of the line is not UTF-8")
+            continue
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):  # its message counts lines of its own
+                reason = f"{error.msg} at character {error.pos + 1}"
+            on_error(f"{place}: not JSON: {reason}; a line must hold one whole object")
+            continue
+        rows += _rows(record, place, options, on_error)
+    return _documents(rows, options)
+
+
+def _rows(
+    record: Any, place: str, options: ReadOptions, on_error: OnError
+) -> list[tuple[str, ...]]:
+    """Return the document of a record; none if it cannot be used."""
+    try:
+        if not isinstance(record, dict):
+            raise ValueError(f"a JSON {type(record).__name__}, not an object")
+        return [tuple(_field_text(record, key) for key in options.keys)]
+    except ValueError as error:
+        on_error(f"{place}: {error}")
+        return []
+
+
+def _documents(rows: list[tuple[str, ...]], options: ReadOptions) -> Documents:
+    return tuple(
+        pa.array([row[index] for row in rows], pa.large_string())
+        for index in range(len(options.keys))
+    )
+
+
+def _read_array(
+    stream: OpenedInput, begin: bytes, options: ReadOptions, on_error: OnError
+) -> Iterator[Documents]:
+    """Read a file that is one JSON array, element by element."""
+    name, decode = stream.file.name, codecs.getincrementaldecoder("utf-8")().decode
+    blocks = map(decode, stream.blocks(base.CHUNK_BYTES))
+    text = decode(begin)
+    at, number, rows = text.index("[") + 1, 1, []
+    while not text.startswith("]", at := next(_NEXT_ELEMENT.finditer(text, at)).start()):
+        try:
+            record, end = json.JSONDecoder().raw_decode(text, at)
+            reason = "it is cut" if end == len(text) else ""  # a number may go on
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", str(error))
+        if not reason:
+            rows += _rows(record, f"{name}: element {number}", options, on_error)
+            at, number = end, number + 1
+            continue
+        yield _documents(rows, options)
+        text, at, rows = text[at:], 0, []
+        # Twice as much: an element that is longer than a block is decoded anew each time.
+        more = "".join(itertools.islice(blocks, 1 + len(text) // base.CHUNK_BYTES))
+        if not more or len(text) > base.LARGEST_DOCUMENT:
+            on_error(f"{name}: element {number} of the array: not JSON: {reason}", "rest")
+            return
+        text += more
+    yield _documents(rows, options)
+    if text[at + 1 :].strip() or any(not block.isspace() for block in blocks if block):
+        on_error(f"{name}: more text after the end of its JSON array", "rest")
+
+
+def _field_text(row: dict[str, Any], key: str) -> str:
+    """Return the text of a field, empty if it is null; a ValueError says why there is none."""
+    if key not in row:
+        fields = ", ".join(sorted(row)[:10]) or "none"
+        raise ValueError(f"no field {key!r} (fields: {fields}); {SEE_KEYS}")
+    text = "" if row[key] is None else row[key]
+    if not isinstance(text, str):
+        raise ValueError(f"field {key!r} is {json.dumps(text)[:40]}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
+        raise ValueError(f"field {key!r} has half a surrogate pair, which is no text") from None
+    return text

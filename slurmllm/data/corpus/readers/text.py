@@ -1,0 +1,159 @@
+"""Text files: paragraphs, lines or whole files as documents.
+
+A line ends at its line feed; a line of only ASCII white space is blank. `\\r\\n` becomes `\\n`, and
+line ends around a paragraph or line are not part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slurmllm.data.corpus.decompress import OpenedInput
+from slurmllm.data.corpus.options import ReadOptions
+from slurmllm.data.corpus.readers import base
+from slurmllm.data.corpus.readers.base import (
+    BOM,
+    CHUNK_BYTES,
+    Documents,
+    OnError,
+    line_blocks,
+    valid_utf8,
+)
+
+_BLANK = rb"[ \t\r\x0b\x0c]*"
+_LEADING_BLANK_LINES = re.compile(rb"(?:" + _BLANK + rb"\n)*")
+_BLANK_LINES = re.compile(rb"\n(?:" + _BLANK + rb"\n)+")
+
+# Begin and end of each document of a block: int64 [documents, 2].
+Spans = npt.NDArray[np.int64]
+
+
+def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
+    if options.text_by == "paragraph":
+        blocks = _paragraph_blocks(stream, on_error)
+    elif options.text_by == "line":
+        blocks = line_blocks(stream, on_error)
+    else:
+        blocks = _whole_file(stream, on_error)
+    offset = 0  # in the decompressed file
+    for block in blocks:
+        if offset == 0 and block.startswith(BOM):
+            offset, block = len(BOM), block[len(BOM) :]
+        if options.text_by != "document" and block.isspace():
+            spans = np.empty((0, 2), np.int64)
+        elif options.text_by == "document":
+            spans = np.array([[0, len(block)]], np.int64)
+        else:
+            spans = _paragraphs(block) if options.text_by == "paragraph" else _lines(block)
+        if not valid_utf8(block):
+            valid = []
+            for span in spans.tolist():
+                try:
+                    block[span[0] : span[1]].decode("utf-8")
+                    valid.append(span)
+                except UnicodeDecodeError as error:
+                    place = span[0] + error.start
+                    on_error(
+                        f"{stream.file.name}: byte {offset + place} is not UTF-8 "
+                        f"(0x{block[place]:02x})"
+                    )
+            spans = np.array(valid, np.int64).reshape(-1, 2)
+        if len(spans):
+            # Without a copy, the block is an array of documents and the gaps between them,
+            # alternating; `take` then copies the documents.
+            count, buffers = 2 * len(spans), [None, pa.py_buffer(spans.reshape(-1))]
+            pieces = pa.Array.from_buffers(
+                pa.large_string(), count - 1, [*buffers, pa.py_buffer(block)], null_count=0
+            )
+            texts = pieces.take(pa.array(np.arange(0, count, 2)))
+            if b"\r" in block:
+                texts = pc.replace_substring(texts, "\r\n", "\n")
+                if options.text_by != "document":
+                    texts = pc.utf8_trim(texts, "\r\n")
+            yield (texts,)
+        else:
+            yield (pa.array([], pa.large_string()),)  # progress
+        offset += len(block)
+
+
+def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
+    held: list[bytes] = []
+    try:
+        for data in stream.blocks(CHUNK_BYTES):
+            held.append(data)
+            if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+                on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
+                return
+    except OSError:
+        lines, feed, _ = b"".join(held).rpartition(b"\n")
+        yield lines + feed
+        raise
+    yield b"".join(held)
+
+
+def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
+    held: list[bytes] = []  # the beginning of a paragraph
+    offset, skipping = 0, False
+    try:
+        for block in line_blocks(stream, on_error):
+            offset += len(block)
+            if not any(held) and block.isspace():
+                skipping = False
+                yield block  # there are files of line ends only
+                continue
+            end = 0
+            if leading := _LEADING_BLANK_LINES.match(block):
+                end = leading.end()
+            if skipping and not end:  # the rest of a paragraph
+                blank = _BLANK_LINES.search(block)
+                block = block[blank.start() :] if blank else b""
+            skipping = skipping and not block
+            for blank in _BLANK_LINES.finditer(block):
+                end = blank.end()
+            if end:
+                yield b"".join([*held, memoryview(block)[:end]])
+                held = []
+            held.append(block[end:])
+            if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+                on_error(f"{stream.file.name}: near byte {offset:,}: {base.too_large('paragraph')}")
+                held, skipping = [], True
+    except OSError:
+        yield b"".join(held)
+        raise
+    yield b"".join(held)
+
+
+def _paragraphs(block: bytes) -> Spans:
+    leading = _LEADING_BLANK_LINES.match(block)
+    begins = [leading.end() if leading else 0]
+    ends = []
+    for blank in _BLANK_LINES.finditer(block, begins[0]):
+        ends.append(blank.start())
+        begins.append(blank.end())
+    # The last line may lack its line feed, and may be blank.
+    last_line = block.rfind(b"\n", begins[-1]) + 1 or begins[-1]
+    if block[last_line:].strip():
+        ends.append(len(block))
+    elif last_line > begins[-1]:
+        ends.append(last_line - 1)
+    else:
+        begins.pop()
+    return np.stack([np.array(begins, np.int64), np.array(ends, np.int64)], axis=1)
+
+
+def _lines(block: bytes) -> Spans:
+    feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+    begins = np.concatenate([[0], feeds + 1])
+    spans = np.stack([begins, np.append(feeds, len(block))], axis=1)
+    spans = spans[spans[:, 0] < spans[:, 1]]
+    # Only lines that begin with white space can be blank, and most of those are indented code.
+    spaced = np.flatnonzero(np.frombuffer(block, np.uint8)[spans[:, 0]] <= ord(" "))
+    keep = np.ones(len(spans), bool)
+    keep[spaced] = [not block[begin:end].isspace() for begin, end in spans[spaced].tolist()]
+    return spans[keep]

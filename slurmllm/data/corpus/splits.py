@@ -1,0 +1,128 @@
+"""Splits and documentation of a folder, by the conventions of Hugging Face's `datasets`.
+
+A dataset repository names its splits in README.md (`configs`), or files and folders by them
+(`data/test-00000-of-00001.parquet`, `valid/a.jsonl`): `datasets.data_files` reads both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmllm.core.errors import DataError
+
+ALL = "all"
+DEFAULT = "train"
+_DOCUMENTATION = re.compile(
+    r"(readme|licen[cs]e|copying|notice|change(s|log)|citation|contributing|authors)\b.*|"
+    r"dataset_infos?\.json",
+    re.I,
+)
+_CODE = (".md", ".rst", ".py")  # documentation next to tables
+
+
+def select_data(
+    folder: Path,
+    files: Sequence[tuple[Path, bool]],
+    split: str | None,
+    on_note: Callable[[str], None],
+) -> list[Path]:
+    """Return the files of a folder to read: of one split, and without documentation.
+
+    `files` are each file, and whether it is plain text. Without `split`, `train` of several.
+    """
+    if not files:
+        return []
+    tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
+    splits = _splits(folder)
+    trained = [path for path in splits.get(DEFAULT, ()) if path.suffix not in _CODE]
+    if not tables and split is None and (len(splits) < 2 or not trained):
+        splits = {}  # plain texts and code may be called anything
+    data = [path for path, _ in files if not _is_documentation(path)]
+    if tables:
+        data = [path for path in data if path.suffix not in _CODE]
+    documentation = {path for path, _ in files} - {*data}
+    if not data:
+        return [path for path, _ in files]
+    if documentation and not tables and not splits:
+        on_note(f"{_some([*documentation], folder)}: documentation that is read as text too")
+        return [path for path, _ in files]
+    if documentation:
+        on_note(f"left out {_some([*documentation], folder)}: documentation; name it to read it")
+    if split == ALL or not splits:
+        return data
+    unnamed = {path.absolute() for path in data}.difference(*splits.values())
+    if unnamed and DEFAULT not in splits and not _configured_patterns(folder):
+        splits[DEFAULT] = unnamed
+    return _of_split(folder, data, splits, split, on_note)
+
+
+def _of_split(
+    folder: Path,
+    data: list[Path],
+    splits: dict[str, set[Path]],
+    split: str | None,
+    on_note: Callable[[str], None],
+) -> list[Path]:
+    names = ", ".join(sorted(splits))
+    chosen = split or DEFAULT
+    if split is None and len(splits) == 1:
+        (chosen,) = splits
+    selected = [path for path in data if path.absolute() in splits.get(chosen, ())]
+    if not selected:
+        raise DataError(
+            f"{folder} has no split {chosen!r} but {names or 'no splits'}; choose one with "
+            f"--split, or --split {ALL}"
+        )
+    omitted = [path for path in data if path not in selected]
+    if omitted:
+        on_note(
+            f"read the split {chosen} of {folder}, {_some(selected, folder)}; left out "
+            f"{_some(omitted, folder)}; --split chooses ({names}, {ALL})"
+        )
+    elif chosen != DEFAULT and split is None:
+        on_note(f"{folder} has only the split {chosen}")
+    return selected
+
+
+def _splits(folder: Path) -> dict[str, set[Path]]:
+    """Return the files of each split that README.md or the names in a folder tell."""
+    from datasets.data_files import (
+        DataFilesDict,
+        EmptyDatasetError,
+        get_data_patterns,
+        sanitize_patterns,
+    )
+
+    base = str(folder.absolute())
+    try:
+        patterns = _configured_patterns(folder) or get_data_patterns(base)
+        files = DataFilesDict.from_patterns(sanitize_patterns(patterns), base_path=base)
+    except (EmptyDatasetError, FileNotFoundError):
+        return {}
+    return {str(split): {Path(file) for file in names} for split, names in files.items()}
+
+
+def _configured_patterns(folder: Path) -> Any:
+    """Return `data_files` of the default configuration in README.md, else of the first."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    try:
+        data = DatasetCard.load(folder / "README.md").data
+        configs = MetadataConfigs.from_dataset_card_data(data)
+        name = configs.get_default_config_name() or next(iter(configs))
+        return configs[name]["data_files"]
+    except Exception:  # no README.md, or of another form: each library has its own errors
+        return None
+
+
+def _some(paths: Sequence[Path], folder: Path) -> str:
+    first = min(paths).relative_to(folder)
+    return str(first) if len(paths) == 1 else f"{len(paths):,} files such as {first}"
+
+
+def _is_documentation(path: Path) -> bool:
+    return _DOCUMENTATION.fullmatch(path.name) is not None

@@ -1,0 +1,1 @@
+"""From a recipe to running workers: submit, supervise, graphs, checks of nodes."""

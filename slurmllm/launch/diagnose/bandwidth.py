@@ -1,0 +1,137 @@
+"""The all-reduce over all nodes: starts the measurement, and derives a finding for each node."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import NodeError, SlurmllmError
+from slurmllm.core.run.records import Finding, NodeHealth
+from slurmllm.core.slurm.environment import slurm_environment
+from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.launch.diagnose.node import FOLDERS, find
+from slurmllm.launch.diagnose.probe import Nodes, ProbeLine, read_lines
+
+CHECK = "all-reduce"
+LIMIT_S = 300.0  # most of it: PyTorch's import on cold nodes, or nccom-test's compilation
+NCCOM_SIZE = "64MB"
+
+
+class Bandwidth(NamedTuple):
+    """Measured bus bandwidths, GB/s."""
+
+    gb_s: float  # over all nodes
+    by_node: Mapping[str, float]  # of each node's faster pair; empty if no pairs were measured
+
+
+def with_bandwidth(
+    health: Mapping[str, NodeHealth],
+    nodes: Nodes,
+    job_id: str | None,
+    config: RunConfig,
+    command: Sequence[str],
+    port: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, NodeHealth]:
+    """Measure the all-reduce and add a finding to each node; a single worker has none.
+
+    `command` is `python -m slurmllm`, `port` is free on the first node; `stop` is polled.
+    """
+    floor = config.cluster.health.min_allreduce_gb_s
+    if len(nodes.nodes) * config.cluster.devices_per_node == 1:
+        return dict(health)
+    try:
+        if config.cluster.device == "neuron":
+            measured = measure_with_nccom(nodes, config.cluster.devices_per_node, job_id, stop)
+        else:
+            measured = measure_with_torch(nodes, config, command, port, stop)
+        findings = {name: _bandwidth_finding(name, measured, floor) for name in health}
+    except SlurmllmError as error:
+        status = warn if floor is None else fail
+        findings = dict.fromkeys(health, status(CHECK, "unusable", floor or "", str(error)))
+    return {
+        name: record.model_copy(update={"findings": (*record.findings, findings[name])})
+        for name, record in health.items()
+    }
+
+
+def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> Finding:
+    """Fail the slow nodes; if no pair is slow, the slow one is unknown and all nodes fail."""
+    gb_s = round(measured.gb_s, 2)
+    if floor is None or measured.gb_s >= floor:
+        return ok(CHECK, gb_s, floor or "")
+    slow = {node for node, best in measured.by_node.items() if best < floor}
+    if slow and name not in slow:
+        return ok(CHECK, round(measured.by_node[name], 2), floor)
+    message = f"{gb_s:g} GB/s over all nodes; the profile requires {floor:g}"
+    if name in slow:
+        message += f"; {measured.by_node[name]:.2f} GB/s with the faster of its neighbours"
+    return fail(CHECK, gb_s, floor, message)
+
+
+def measure_with_torch(
+    nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: Callable[[], bool]
+) -> Bandwidth:
+    cluster = config.cluster
+    verb = ["allreduce", f"--nodes={len(nodes.nodes)}", f"--workers={cluster.devices_per_node}"]
+    verb += [f"--device={cluster.device}", f"--address={nodes.master_addr}", f"--port={port}"]
+    verb += [f"--floor={cluster.health.min_allreduce_gb_s or 0.0}"]
+    processes = nodes.ask([*command, *verb])
+    overall: float | None = None
+    by_node: dict[str, float] = {}
+    started, last_line = time.monotonic(), "no output"
+    for _, text in read_lines(processes, LIMIT_S, stop):
+        line = ProbeLine.parse(text)
+        if line is None or line.gb_s is None:
+            last_line = text.strip() or last_line
+        elif line.node:
+            by_node[nodes.nodes[int(line.node)]] = line.gb_s
+        else:
+            overall = line.gb_s
+    if overall is None:
+        seconds = time.monotonic() - started
+        raise NodeError(f"PyTorch measured nothing in {seconds:.1f} s: {last_line}")
+    return Bandwidth(overall, by_node)
+
+
+def measure_with_nccom(
+    nodes: Nodes, per_node: int, job_id: str | None, stop: Callable[[], bool]
+) -> Bandwidth:
+    """Call nccom-test, which starts a Slurm step in the job for several nodes."""
+    path, count = find("nccom-test"), len(nodes.nodes)
+    call = [path or f"{FOLDERS[0]}/nccom-test", "--nworkers", str(count * per_node)]
+    if count > 1:
+        call += ["--nnodes", str(count), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
+    call += ["--minbytes", NCCOM_SIZE, "--maxbytes", NCCOM_SIZE, "--datatype", "bf16"]
+    call += ["--non-interactive", "allr"]
+    if count == 1:
+        processes = nodes.ask(call)
+    elif path is None:
+        raise NodeError(f"nccom-test is neither on $PATH nor in {FOLDERS[0]}")
+    else:
+        pipe, environment = subprocess.PIPE, slurm_environment(in_job=True)  # it calls srun
+        processes = [subprocess.Popen(call, stdout=pipe, stderr=subprocess.STDOUT, env=environment)]
+    return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))), {})
+
+
+def bus_bandwidth(output: str) -> float:
+    """Return the bus bandwidth that nccom-test printed, GB of 2^30 bytes, or raise a NodeError."""
+    column: int | None = None
+    rows: list[tuple[int, float]] = []
+    for line in output.splitlines():
+        fields = line.split()
+        if fields and fields[0] == "size(B)":
+            column = next((n for n, name in enumerate(fields) if name.startswith("busbw")), None)
+        elif column is not None and len(fields) > column and fields[0].isdigit():
+            try:
+                rows.append((int(fields[0]), float(fields[column])))
+            except ValueError:  # "33554432  Failure running neuron-bench - log file …"
+                continue
+    if not rows:
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        messages = [line for line in lines if not line.startswith("size(B)")] or ["no output"]
+        raise NodeError(f"nccom-test measured nothing: {messages[0]}")
+    return max(rows)[1]

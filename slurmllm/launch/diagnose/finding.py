@@ -1,0 +1,41 @@
+"""Constructors of findings, for `health` and `doctor` alike, and the exit code of a set of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from slurmllm.core.errors import EXIT_OK, Blame, InfrastructureError, UserError
+from slurmllm.core.run.records import Finding
+
+Value = int | float | str
+
+
+def _finding(
+    check: str,
+    value: Value,
+    expected: Value = "",
+    message: str = "",
+    *,
+    status: str,
+    fix: str = "",
+    blame: Blame | None = None,
+) -> Finding:
+    fields = {"check": check, "status": status, "value": value, "expected": expected}
+    return Finding.model_validate({**fields, "message": message, "fix": fix, "blame": blame})
+
+
+ok = partial(_finding, status="ok")  # meets the profile, or the profile has no requirement
+warn = partial(_finding, status="warn")  # a run can start, but may fail or be slow later
+# No run can start. `blame` is `user` for packages, profile and options, else `infrastructure`: for
+# Slurm, a node or a file system.
+fail = partial(_finding, status="fail", blame="infrastructure")
+skipped = partial(_finding, status="skipped")
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 0 if nothing failed; 2 if the user can fix a failed check; else 3."""
+    blames = {finding.blame for finding in findings if finding.status == "fail"}
+    if "user" in blames:
+        return UserError.exit_code
+    return InfrastructureError.exit_code if blames else EXIT_OK

@@ -1,0 +1,366 @@
+"""Checks of `doctor` on the login node: this Python and its packages, and Slurm."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from slurmllm.core.config.cluster import Cluster
+from slurmllm.core.config.directives import parse_options
+from slurmllm.core.config.operation import SlurmConfig
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.run.records import Finding
+from slurmllm.core.slurm.client import (
+    COMMANDS,
+    PartitionNode,
+    SlurmClient,
+    count_gpus,
+    explain_drain,
+)
+from slurmllm.core.slurm.container import container_faults
+from slurmllm.core.slurm.limits import (
+    EQUAL_NODES,
+    check_limits,
+    describe_difference,
+    suitable_nodes,
+)
+from slurmllm.core.slurm.site import Site
+from slurmllm.launch.diagnose.finding import fail, ok, skipped, warn
+
+# The same as in constraints.txt: numerics and compiled graphs were checked on this version.
+TESTED_TORCH = "2.13.0"
+IMPORT_TIMEOUT_S = 300  # a cold import of torch from a slow shared file system
+
+# Neuron 2.28: the last SDK for training through NxD; docs/parallelcluster.md has the reasons.
+# Distribution → (module, supported series, the version that configs/parallelcluster installs).
+NEURON_PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "torch-xla": ("torch_xla", ("2.9",), "2.9.0"),
+    "torch-neuronx": ("torch_neuronx", ("2.9",), "2.9.0.2.12.22436"),
+    "neuronx-cc": ("neuronxcc", ("2.23",), "2.23.6484.0"),
+    "libneuronxla": ("libneuronxla", ("2.2",), "2.2.15515.0"),
+    "neuronx-distributed": ("neuronx_distributed", ("0.17", "0.18"), "0.17.26814"),
+}
+NEURON_TORCH = "2.9"
+NEURON_PYTHON = ((3, 11), (3, 12))
+_NEURON_FIX = (
+    "make the environment with `configs/parallelcluster/neuron.sh python DIR` (Neuron 2.28.1)"
+)
+OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
+_NODE_CHECKS = ("nodes", "limits", "equal nodes", "CPUs", "devices")
+_CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
+
+
+def installation_findings(cluster: Cluster) -> Iterator[Finding]:
+    """Checks of this Python, for the backend of the profile's device."""
+    neuron = cluster.device == "neuron" and cluster.container is None
+    python = f"{platform.python_version()}, {sys.executable}"
+    lowest, highest = NEURON_PYTHON
+    if neuron and not lowest <= sys.version_info[:2] <= highest:
+        fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
+        yield fail("python", python, fix=fix, blame="user")
+    else:
+        yield ok("python", python)  # pip refuses to install slurmllm with a Python before 3.11
+    yield packages_finding()
+    if cluster.container is not None:
+        for check in ("torch", "private APIs", "C++ compiler"):
+            yield skipped(check, "those of the container's image count")
+        return
+    yield torch_finding(cluster)
+    yield private_names_finding()
+    if neuron:
+        yield from neuron_findings()
+        yield skipped("C++ compiler", "the nxd backend compiles with neuronx-cc")
+    else:
+        yield compiler_finding()
+
+
+def container_findings(cluster: Cluster, client: SlurmClient) -> Iterator[Finding]:
+    """What is known here of `cluster.container`: its paths and its runtime."""
+    container = cluster.container
+    if container is None:
+        return
+    state = f"{container.runtime} {container.image}"
+    if faults := container_faults(cluster, local=False):
+        yield fail("container", "; ".join(faults), fix="correct the profile", blame="user")
+        return
+    if container.srun_runs_it:
+        try:
+            client.check_srun([f"--container-image={container.image}"])
+        except SlurmError as error:
+            fix = "pyxis must be installed on the cluster; else another runtime"
+            yield fail("container", f"{state}: {error}", fix=fix, blame="user")
+            return
+    elif shutil.which(container.runtime) is None:
+        fix = "nothing, if the nodes have it or cluster.setup loads it; else another runtime"
+        yield warn("container", f"{state}: no {container.runtime} on this PATH", fix=fix)
+        return
+    yield ok("container", f"{state}; the first attempt of a run starts it once")
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` → (2, 13, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def at_least(version: str, minimum: str) -> bool:
+    return numbers(version) >= numbers(minimum)
+
+
+def in_series(version: str, series: str) -> bool:
+    """Whether a version belongs to a series: `2.9.0` to `2.9`, `2.90` not."""
+    prefix = numbers(series)
+    return numbers(version)[: len(prefix)] == prefix
+
+
+def packages_finding() -> Finding:
+    """The requirements of slurmllm's own metadata."""
+    try:
+        requirements = importlib.metadata.requires("slurmllm") or []
+        version = importlib.metadata.version("slurmllm")
+    except importlib.metadata.PackageNotFoundError:
+        state = "slurmllm runs from a folder and is not installed"
+        return warn("packages", state, fix="pip install .")
+    faults, count = [], 0
+    for requirement in requirements:
+        match = re.match(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?", requirement)
+        if "extra" in requirement or match is None or match[1] == "torch":
+            continue  # torch has its own check
+        count += 1
+        package, minimum = match.groups()
+        present = installed_version(package)
+        if present is None:
+            faults.append(f"{package} missing")
+        elif minimum and not at_least(present, minimum):
+            faults.append(f"{package} {present}, older than {minimum}")
+    if faults:
+        fix = "pip install slurmllm again, in this environment"
+        return fail("packages", ", ".join(faults), fix=fix, blame="user")
+    return ok("packages", f"slurmllm {version} and the {count} packages that it requires")
+
+
+def torch_finding(cluster: Cluster) -> Finding:
+    present = installed_version("torch")
+
+    def failed(state: str, fix: str) -> Finding:
+        return fail("torch", state, fix=fix, blame="user")
+
+    if present is None:
+        return failed("not installed", "pip install torch, in this environment")
+    imported = import_torch()
+    if imported is None:
+        state = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
+        return warn("torch", state, fix="move the environment to a faster file system")
+    status, _, rest = imported.partition(" ")
+    if status != "imported":
+        return failed(f"{present} does not import: {imported}", "install it again")
+    version, _, cuda = rest.partition(" ")
+    if cluster.device == "neuron":
+        if not in_series(version, NEURON_TORCH):
+            return failed(f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_FIX)
+        return ok("torch", version)
+    if not at_least(version, "2.9"):
+        return failed(f"{version}, older than 2.9", "pip install 'torch>=2.9'")
+    if cluster.device == "cuda" and cuda == "None":
+        return failed(f"{version} is built without CUDA", "install a build for CUDA")
+    if not in_series(version, TESTED_TORCH):
+        fix = f"pip install torch=={TESTED_TORCH}, unless you need another version"
+        return warn("torch", f"{version}; the tests ran on {TESTED_TORCH}", fix=fix)
+    return ok("torch", version + ("" if cuda == "None" else f", CUDA {cuda}"))
+
+
+def _run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Import in a child process: if that crashes or hangs, it does not take this one with it."""
+    # -P: not the torch.py of the working directory, which may be another user's.
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+
+
+def import_torch() -> str | None:
+    """Return `imported VERSION CUDA`, or the last line of the import's error; None: too slow."""
+    script = "import torch; print('imported', torch.__version__, torch.version.cuda)"
+    try:
+        done = _run_python("-c", script)
+    except subprocess.TimeoutExpired:
+        return None
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def private_names_finding() -> Finding:
+    try:
+        done = _run_python("-m", "slurmllm.train.model.private_names")
+        done.check_returncode()
+    except subprocess.SubprocessError:
+        return skipped("private APIs", "torch or lm_eval does not import")
+    if lines := done.stdout.strip().splitlines():
+        return warn("private APIs", "; ".join(lines), fix="another version of the package")
+    return ok("private APIs", "all that slurmllm uses of torch and lm_eval are there")
+
+
+def neuron_findings() -> Iterator[Finding]:
+    """The wheels of AWS's package index, one finding each."""
+    for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
+        present = installed_version(distribution)
+        fix, fault = _NEURON_FIX, ""
+        if present is None:
+            fault = f"not installed; {pinned} is supported"
+        elif importlib.util.find_spec(module) is None:
+            fault = f"{present} is the public index's placeholder: no module {module}"
+            fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
+        elif not any(in_series(present, prefix) for prefix in series):
+            fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
+        elif present.partition("+")[0] != pinned:
+            yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
+        else:
+            yield ok(distribution, present)
+        if fault:
+            yield fail(distribution, fault, fix=fix, blame="user")
+
+
+def compiler_finding() -> Finding:
+    compiler = os.environ.get("CXX", "g++")
+    if (path := shutil.which(compiler)) is not None:
+        return ok("C++ compiler", path)
+    fix = "torch.compile needs one, on the nodes too: install g++, set $CXX, or "
+    return warn("C++ compiler", f"no {compiler!r} here", fix=f"{fix}--set train.compile=false")
+
+
+def slurm_findings(
+    client: SlurmClient, cluster: Cluster, partition: str | None = None
+) -> Iterator[Finding]:
+    """Checks of Slurm, and of the given, the profile's or the default partition.
+
+    Without Slurm there is one warning, and the others are skipped.
+    """
+    missing = client.missing_commands()
+    if len(missing) == len(COMMANDS):
+        fix = "--local trains on this machine; for a cluster, run this on its login node"
+        yield warn("slurm commands", "none on the PATH", fix=fix)
+        for check in ("slurm controller", *_CONTROLLER_CHECKS):
+            yield skipped(check, "no Slurm here")
+        return
+    if missing:
+        state = f"{', '.join(missing)}: not on the PATH"
+        yield fail("slurm commands", state, fix="install Slurm's client commands here")
+    else:
+        yield ok("slurm commands", ", ".join(COMMANDS))
+    site = Site(client)
+    try:
+        settings, _ = site.settings, site.nodes
+    except SlurmError as error:
+        fix = "`scontrol ping`; --local does without Slurm"
+        yield fail("slurm controller", str(error), fix=fix)
+        for check in _CONTROLLER_CHECKS:
+            yield skipped(check, "slurmctld is unreachable")
+        return
+    yield ok("slurm controller", settings.get("ClusterName") or "responds")
+    version = settings.get("SLURM_VERSION", "")
+    if at_least(version, OLDEST_SLURM):
+        yield ok("slurm version", version)
+    else:
+        state = f"{version or 'unknown'}, older than {OLDEST_SLURM}"
+        yield fail("slurm version", state, fix=f"Slurm {OLDEST_SLURM} or later")
+    requeue = settings.get("JobRequeue", "")
+    if requeue == "1":
+        yield ok("requeue", "JobRequeue=1: slurm.restart: auto requeues")
+    else:
+        fix = "slurm.restart: auto continues runs by successor jobs (chain)"
+        yield warn("requeue", f"JobRequeue={requeue or 'unknown'}", fix=fix)
+    yield _accounting(client, settings.get("AccountingStorageType", ""))
+    yield from _partition_findings(site, cluster, partition or cluster.partition)
+
+
+def _accounting(client: SlurmClient, storage: str) -> Finding:
+    if not storage or storage.endswith("none"):
+        fix = "slurmdbd; without it, an orphaned attempt counts as a node failure"
+        return warn("accounting", "none", fix=fix)
+    try:
+        client.check_accounting()
+    except SlurmError as error:
+        fix = "is slurmdbd running? `sacctmgr show cluster`"
+        return fail("accounting", str(error), fix=fix)
+    return ok("accounting", storage)
+
+
+def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> Iterator[Finding]:
+    """The partition that jobs are submitted to, and its nodes."""
+    nodes = site.nodes
+    members = [n for n in nodes if (n.partition == partition if partition else n.default)]
+    if not members:
+        names = ", ".join(sorted({node.partition for node in nodes})) or "none"
+        fault = f"{partition!r} is unknown, closed to you or empty" if partition else "no default"
+        fix = "one of these with --partition, or as the profile's partition"
+        yield fail("partition", f"{fault}; partitions: {names}", fix=fix, blame="user")
+        for check in _NODE_CHECKS:
+            yield skipped(check, "no partition")
+        return
+    name = members[0].partition
+    if members[0].up:
+        yield ok("partition", name + ", the default" * (not partition))
+    else:
+        yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
+    unusable = [node for node in members if not node.in_service]
+    state = f"{len(members) - len(unusable)} of {len(members)} usable"
+    if unusable:
+        names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
+        state += f"; {names}" + ", …" * (len(unusable) > 5)
+        status = fail if len(unusable) == len(members) else warn
+        explained = [text for node in unusable if (text := explain_drain(node))]
+        yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
+    else:
+        yield ok("nodes", state)
+    # As of a run of one node with the profile's options and the default time limit.
+    options = {"partition": name, "time": SlurmConfig().time}
+    options |= {n: str(value) for n, value in parse_options(cluster.directives).items()}
+    if faults := check_limits(options, site).faults:
+        status = warn if all(text.startswith("--time") for text in faults) else fail
+        yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")
+    else:
+        yield ok("limits", "a node and the default time limit are within the partition's")
+    suited = suitable_nodes(options, members, site.client) or members
+    if difference := describe_difference(suited):
+        yield warn("equal nodes", difference, fix=EQUAL_NODES)
+    else:
+        yield ok("equal nodes", "CPUs, memory and GPUs are the same")
+    yield from _node_size_findings(suited, cluster)
+
+
+def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Iterator[Finding]:
+    """CPUs, and GPUs as Slurm counts them; a job may get any node: the smallest one counts."""
+    fewest, required = min(node.cpus for node in nodes), cluster.cpus_per_node
+    if required is not None and fewest != required:
+        fix = f"--set cluster.cpus_per_node={fewest}, or another --cluster or --partition"
+        yield warn("CPUs", f"{fewest} a node; profile {cluster.name} has {required}", fix=fix)
+    elif cluster.device == "cpu" and fewest < cluster.devices_per_node:
+        fix = f"--set cluster.devices_per_node={fewest}"
+        yield warn("CPUs", f"{fewest} a node for {cluster.devices_per_node} workers", fix=fix)
+    else:
+        yield ok("CPUs", f"{fewest} a node")
+    devices, fewest = cluster.devices_per_node, min(count_gpus(node.gres) for node in nodes)
+    if cluster.device == "cpu":
+        yield ok("devices", f"CPUs, {devices} worker(s) a node")
+    elif cluster.device == "neuron":
+        reason = f"the profile's {devices} a node cannot be checked here"
+        yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
+    elif fewest < devices:
+        state = f"{fewest} GPU(s) a node; profile {cluster.name} requires {devices}"
+        fix = f"another --partition, or a profile with devices_per_node: {fewest}; Slurm "
+        fix += "counts GPUs if slurm.conf has Gres=gpu:N"
+        yield fail("devices", state, fix=fix, blame="user")
+    else:
+        yield ok("devices", f"{fewest} GPUs per node")

@@ -1,0 +1,309 @@
+"""The node probe: run a program on all nodes, collect what it reports, compare the nodes.
+
+A probe writes lines of JSON to its standard output (`report`), which are collected within a time
+limit (`collect`). Findings that follow from all nodes together are added (`compare_nodes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Protocol, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from slurmllm.core.config.cluster import HealthChecks
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import SlurmError, StorageError
+from slurmllm.core.run.records import Finding, LaunchFailure, NodeHealth
+from slurmllm.core.slurm.error_texts import launch_failure
+from slurmllm.launch.diagnose.finding import fail, ok, warn
+
+POLL_S = 0.1
+TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
+
+
+class Nodes(Protocol):
+    """The nodes of an attempt or of a check: a Slurm allocation, or this machine."""
+
+    nodes: tuple[str, ...]
+
+    @property
+    def master_addr(self) -> str:
+        """Name or address of the first node, as all others reach it."""
+
+    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        """Start a command on every node, by one srun or (locally) a process a node.
+
+        Both outputs go to the process's pipe.
+        """
+
+    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
+        """Copy a file to the same path on every node; returns the reason of a failure."""
+
+
+class LaunchError(SlurmError):
+    """A command did not start on the nodes."""
+
+    def __init__(self, failure: LaunchFailure) -> None:
+        self.failure = failure
+        super().__init__(failure.text)
+
+
+class JsonLine(BaseModel):
+    """A message between processes: one line of output, a prefix and then JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    # Marks the line, in output that also holds messages of srun and of libraries.
+    PREFIX: ClassVar[str]
+
+    def write(self) -> None:
+        text = f"{self.PREFIX}{self.model_dump_json(exclude_none=True)}\n"
+        sys.stdout.flush()
+        # A single write(2): print() may split a line, and srun then mixes the lines of tasks.
+        os.write(sys.stdout.fileno(), text.encode())
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The message in a line of output; None if the line is something else."""
+        _, prefix, body = text.partition(cls.PREFIX)
+        try:
+            return cls.model_validate_json(body) if prefix else None
+        except ValidationError:
+            return None
+
+
+def _shorten(finding: Finding | None) -> Finding | None:
+    """Limit texts, so that a line stays below 1,024 bytes: srun splits longer ones."""
+    limits = {"value": 100, "expected": 100, "message": 500}  # bytes; nodes send no fixes
+    update = {}
+    for name, limit in limits.items():
+        text = getattr(finding, name, None)
+        if isinstance(text, str) and len(text.encode()) > limit:
+            update[name] = text.encode()[: limit - 3].decode(errors="ignore") + "…"
+    return finding.model_copy(update=update) if finding is not None and update else finding
+
+
+class ProbeLine(JsonLine):
+    """One message of a probe."""
+
+    PREFIX: ClassVar[str] = "slurmllm-health "
+
+    node: str  # the sender; empty for a measurement over all nodes
+    time: float  # the sender's clock, Unix time, s
+    finding: Annotated[Finding | None, AfterValidator(_shorten)] = None
+    version: tuple[str, str] | None = None  # name and version of a library on the node
+    took_s: float | None = None  # duration of all checks, s; in the last line
+    gb_s: float | None = None  # bus bandwidth of an all-reduce, GB/s
+
+
+def report(node: str, **fields: object) -> None:
+    ProbeLine.model_validate({"node": node, "time": time.time(), **fields}).write()
+
+
+@dataclass
+class NodeReport:
+    """What one node has reported so far."""
+
+    health: NodeHealth
+    # The node's clock minus this machine's; None before the first line. A line arrives after it was
+    # sent, so each line gives a lower bound: the highest is the best.
+    clock_ahead_s: float | None = None
+    # End of the message why it has not reported all: srun's line that names it, or the time waited.
+    silence: str = ""
+
+    def add(self, line: ProbeLine, arrived: float) -> None:
+        ahead = line.time - arrived
+        self.clock_ahead_s = max(ahead, ahead if self.clock_ahead_s is None else self.clock_ahead_s)
+        health, update = self.health, dict[str, object]()
+        if line.finding is not None:
+            update["findings"] = (*health.findings, line.finding)
+        if line.version is not None:
+            update["versions"] = {**health.versions, line.version[0]: line.version[1]}
+        if line.took_s is not None:
+            update["checks_s"] = round(line.took_s, 3)
+        self.health = health.model_copy(update=update)
+
+
+def check_nodes(
+    nodes: Nodes,
+    config: RunConfig,
+    folder: Path,
+    command: Sequence[str],
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, NodeHealth] | None:
+    """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
+
+    `folder` is on the shared file system, `command` is `python -m slurmllm`; `stop` is polled.
+    Raises a StorageError if the folder cannot be written from here, a LaunchError if srun failed
+    before any node reported.
+    """
+    limits = config.cluster.health
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # A new random name: no node can have a cached lookup of it, negative or positive.
+            marker = stack.enter_context(
+                tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)
+            )
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {folder}: {error.strerror or error}; check the file system"
+            ) from error
+        probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
+        processes = nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name])
+        reports = collect(nodes.nodes, processes, limits.timeout_s, stop)
+    return None if reports is None else compare_nodes(reports, limits)
+
+
+def collect(
+    names: Sequence[str],
+    processes: Sequence[subprocess.Popen[bytes]],
+    limit_s: float,
+    stop: Callable[[], bool],
+) -> dict[str, NodeReport] | None:
+    """Collect a report for each name, also of nodes that did not respond; None if stopped.
+
+    Raises a LaunchError if the processes failed before any node reported.
+    """
+    reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
+    started, lines = time.monotonic(), list[str]()
+    for arrived, text in read_lines(processes, limit_s, stop):
+        line = ProbeLine.parse(text)
+        if line is not None and line.node in reports:
+            reports[line.node].add(line, arrived)
+        elif text.strip():
+            print(text.rstrip(), file=sys.stderr, flush=True)
+            lines.append(text)
+            for name in set(text.replace(":", " ").split()) & reports.keys():
+                reports[name].silence = f": {text.strip()}"
+    if stop():
+        return None
+    seconds = time.monotonic() - started
+    failure = launch_failure(processes, seconds, lines, names)
+    late = seconds >= limit_s  # this process ended srun: its exit code shows nothing
+    silent = all(report.clock_ahead_s is None for report in reports.values())
+    # After the time limit, only a cause that srun's messages name counts.
+    if failure and silent and (not late or failure.fault not in ("unknown", "result")):
+        raise LaunchError(failure)
+    ended = f": {failure.text}" if failure else f" in {seconds:.1f} s"
+    for report in reports.values():
+        report.silence = report.silence or (f" within {limit_s:g} s" if late else ended)
+    return reports
+
+
+def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
+    """Return findings of checks that did not start: accused nodes fail, others get a warning."""
+    statuses = {name: fail if name in failure.accused else warn for name in names}
+    message = f"no response: {failure.text}"
+    return {
+        name: NodeHealth(node=name, findings=(status("answer", "none", "", message),))
+        for name, status in statuses.items()
+    }
+
+
+def read_lines(
+    processes: Sequence[subprocess.Popen[bytes]], limit_s: float, stop: Callable[[], bool]
+) -> Iterator[tuple[float, str]]:
+    """Yield (Unix time of arrival, line) of the processes' output; ends them at the end."""
+    lines: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+
+    def pump(process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as stream:
+            for line in stream:
+                # The arrival is taken here and not by the consumer, which may be late.
+                lines.put((time.time(), line))
+
+    threads = [threading.Thread(target=pump, args=(p,), daemon=True) for p in processes]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline and not stop():
+            # Before the queue is read: a thread that has ended has put its last line.
+            ended = not any(thread.is_alive() for thread in threads)
+            try:
+                arrived, line = lines.get(timeout=0.0 if ended else POLL_S)
+            except queue.Empty:
+                if ended:
+                    break
+                continue
+            yield arrived, line.decode(errors="replace")
+    finally:
+        for process in processes:
+            process.terminate()  # srun then ends its tasks
+        deadline = time.monotonic() + TERMINATE_S
+        for process in processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> dict[str, NodeHealth]:
+    """The nodes' own findings, and those that follow from all nodes: response, clock, versions."""
+    clocks = [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None]
+    median_ahead_s = statistics.median(clocks or [0.0])
+    versions = {}
+    for name, node in reports.items():
+        driver = next((str(f.value) for f in node.health.findings if f.check == "driver"), None)
+        versions[name] = node.health.versions | ({"driver": driver} if driver else {})
+    version_findings = dict(_version_findings(versions, limits))
+    compared = {}
+    for name, node in reports.items():
+        findings = list(node.health.findings)
+        if node.health.checks_s is None:
+            after = f" after the check of {findings[-1].check}" if findings else ""
+            findings.append(fail("answer", "none", "", f"no response{after}{node.silence}"))
+        if node.clock_ahead_s is not None and len(reports) > 1:
+            limit = limits.max_clock_skew_s
+            # Against the median of the nodes: this machine's own clock may be wrong.
+            ahead = round(node.clock_ahead_s - median_ahead_s, 2) + 0.0  # turns -0.0 into 0.0
+            if abs(ahead) <= limit:
+                findings.append(ok("clock", ahead, limit))
+            else:
+                message = f"the clock differs by {ahead:+g} s from the other nodes'; the limit is "
+                findings.append(fail("clock", ahead, limit, f"{message}{limit:g} s"))
+        if name in version_findings:
+            findings.append(version_findings[name])
+        compared[name] = node.health.model_copy(update={"findings": tuple(findings)})
+    return compared
+
+
+def _version_findings(
+    versions: Mapping[str, Mapping[str, str]], limits: HealthChecks
+) -> Iterator[tuple[str, Finding]]:
+    """Yield (node, finding) of each node that reports versions: is it as most nodes are?"""
+    reporting = {name: of_node for name, of_node in versions.items() if of_node}
+    majority = {}  # library → its version on more than half of the nodes, else ""
+    for library in {library for of_node in reporting.values() for library in of_node}:
+        counts = Counter(of_node.get(library, "none") for of_node in reporting.values())
+        (version, count), *_ = counts.most_common(1)
+        majority[library] = version if 2 * count > counts.total() else ""
+    for name, here in reporting.items():
+        odd = sorted(lib for lib, version in majority.items() if here.get(lib, "none") != version)
+        if not odd:
+            yield name, ok("versions", f"{len(here)} the same")
+            continue
+        message = ", ".join(
+            f"{lib} {here.get(lib, 'none')} here, {majority[lib] or 'several'} on the others"
+            for lib in odd
+        )
+        # Without a majority it is unknown which nodes are wrong: warn only.
+        strict = limits.unequal_versions == "fail" and any(majority[lib] for lib in odd)
+        status = fail if strict else warn
+        yield name, status("versions", f"{len(odd)} other", "as on most nodes", message)

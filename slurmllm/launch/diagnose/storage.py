@@ -1,0 +1,214 @@
+"""Checks of file systems: local and shared disk of a node, the runs folder on the login node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from slurmllm.core.config.cluster import GIB, Cluster
+from slurmllm.core.errors import NodeError, SlurmllmError, StorageError
+from slurmllm.core.run.records import Finding
+from slurmllm.core.run.rundir import is_run, write_atomic
+from slurmllm.core.run.safe_files import replaceable_error, untrusted_error
+from slurmllm.launch.diagnose.finding import fail, ok, skipped, warn
+
+GB = 10**9
+# File systems that other machines mount too (the types of /proc/mounts).
+SHARED_TYPES = {"9p", "afs", "ceph", "cifs", "nfs", "nfs4", "smb3", "virtiofs"}
+SHARED_TYPES |= {"beegfs", "glusterfs", "gpfs", "lustre", "panfs", "pvfs2", "wekafs"}
+SHARED_TYPES |= {f"fuse.{kind}" for kind in ("ceph", "glusterfs", "juicefs", "sshfs", "weka")}
+WARN_FREE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
+MIN_FREE_BYTES = GIB
+# Every attempt, checkpoint and node writes records with fsync, some of them while a save waits.
+SLOW_WRITE_S = 0.25
+NUM_WRITES = 5
+CLOCK_TOLERANCE_S = 2.0
+VISIBLE_S = 3.0  # until a file that another node has just created must be visible; NFS caches
+
+
+def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
+    """Return type and mount point of the file system of an absolute path; `mounts` is for tests."""
+    text = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
+    best = ("unknown", "/")
+    for line in text.splitlines():
+        _, point, kind, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        # >=: of two mounts at the same point, the later one is visible.
+        if path.is_relative_to(point) and len(point) >= len(best[1]):
+            best = (kind, point)
+    return best
+
+
+def write_seconds(path: Path) -> float:
+    """Time the write of one record (temporary name, fsync, rename, fsync of the folder), s.
+
+    Raises a StorageError if it cannot be written or read, a NodeError if it is read differently.
+    """
+    text = f"{time.time_ns()} " * 100
+    start = time.monotonic()
+    write_atomic(path, text)
+    seconds = time.monotonic() - start
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
+    if content != text:
+        raise NodeError(f"{path}: the content read back differs from what was written")
+    return seconds
+
+
+def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
+    """Check on a node that its disk exists, is not shared, can be written, and has space."""
+    folder, required = Path(cluster.node_local), cluster.health.min_node_local_gb
+    if not folder.is_dir():
+        message = f"{folder} does not exist; is the disk mounted? (cluster.node_local)"
+        yield fail("node-local disk", "missing", str(folder), message)
+        return
+    with tempfile.NamedTemporaryFile(prefix=".slurmllm-health-", dir=folder) as probe:
+        probe.write(b"x" * 4096)
+        probe.flush()
+        os.fsync(probe.fileno())  # a full or failing disk may report the error only here
+    free = round(shutil.disk_usage(folder).free / GB, 1)
+    kind, _ = file_system(folder.resolve())
+    if free < required:
+        message = f"{free} GB free in {folder}; profile {cluster.name} requires {required:g}"
+        yield fail("node-local disk", free, required, message)
+    elif kind in SHARED_TYPES:
+        message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
+        yield warn("node-local disk", free, required, message)
+    elif risk := replaceable_error(folder, cluster.trusted_group):
+        # The workers would refuse to make their caches there.
+        yield fail("node-local disk", free, required, risk)
+    else:
+        yield ok("node-local disk", free, required or "")
+
+
+def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Finding]:
+    """Check on a node that the folder of the run is the shared one and fast enough.
+
+    The machine that started the checks has just created `marker` in the folder.
+    """
+    folder, limit = marker.parent, cluster.health.max_write_s
+    deadline = time.monotonic() + VISIBLE_S
+    while not marker.is_file():
+        if time.monotonic() > deadline:
+            message = f"{marker} is not visible: {folder} is not the shared file system here"
+            yield fail("shared file system", "another", str(folder), message)
+            return
+        time.sleep(0.1)
+    path = folder / f".health-{node}"
+    try:
+        seconds = round(statistics.median(write_seconds(path) for _ in range(NUM_WRITES)), 4)
+    finally:
+        path.unlink(missing_ok=True)
+    message = f"a fsynced write to {folder} takes {seconds:.2f} s"
+    if limit is not None and seconds > limit:
+        message += f"; profile {cluster.name} allows {limit:g}"
+        yield fail("shared file system", seconds, limit, message)
+    elif seconds > SLOW_WRITE_S:
+        yield warn("shared file system", seconds, limit or SLOW_WRITE_S, message)
+    elif risk := replaceable_error(folder, cluster.trusted_group):
+        yield warn("shared file system", seconds, limit or "", risk)
+    else:
+        yield ok("shared file system", seconds, limit or "")
+
+
+def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
+    """Check on the login node the folder of all runs, and the node-local one if it is here too.
+
+    `runs` need not exist yet; with Slurm, the nodes of the cluster must share it.
+    """
+    # May be a file, whose use as a folder then fails below.
+    existing = next(path for path in (runs, *runs.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slurmllm-doctor-", dir=existing) as folder:
+            path = Path(folder) / "record.json"
+            seconds = statistics.median(write_seconds(path) for _ in range(NUM_WRITES))
+            ahead_s = path.stat().st_mtime - time.time()
+    except (OSError, SlurmllmError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "another --runs-dir or $SLURMLLM_RUNS"
+        yield fail("runs folder", f"{runs}: {reason}", fix=fix, blame="user")
+        for check in ("file system", "free space", "fsynced write", "clock"):
+            yield skipped(check, "the runs folder cannot be written")
+    else:
+        writable = _writable_runs(runs, cluster.trusted_group)
+        if reason := replaceable_error(existing, cluster.trusted_group):
+            fix = "use a folder that only you can write to, or others can replace your runs"
+            yield warn("runs folder", reason, fix=fix)
+        elif writable:
+            names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
+            mode = stat.S_IMODE(writable[0].stat().st_mode)
+            state = f"others may write to {len(writable)} of your runs: {names}"
+            fix = f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}"
+            yield warn("runs folder", state, fix=fix)
+        else:
+            yield ok("runs folder", f"{runs}" + ", created by submit" * (existing != runs))
+        yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
+    local = Path(cluster.node_local)
+    if not local.is_dir():
+        yield ok("node-local disk", f"{local}; not on this machine, the nodes must have it")
+        return
+    kind, point = file_system(local.resolve())
+    state = f"{local}: {kind}, mounted at {point} here"
+    if kind in SHARED_TYPES:
+        fix = "a folder on every node's own disk: --set cluster.node_local=/var/tmp"
+        yield warn("node-local disk", state, fix=fix)
+    elif not os.access(local, os.W_OK):
+        yield warn("node-local disk", f"{state}, no write access", fix="cluster.node_local")
+    elif reason := replaceable_error(local, cluster.trusted_group):
+        yield warn("node-local disk", reason, fix="ask an administrator, or cluster.node_local")
+    else:
+        yield ok("node-local disk", state)
+
+
+def _writable_runs(runs: Path, group: str | None) -> list[Path]:
+    """Return this user's runs whose folders others may write to."""
+    writable, paths = [], []
+    with suppress(OSError):  # not there yet, or closed to this user: the other checks say so
+        paths = sorted(runs.iterdir())
+    for path in paths:
+        with suppress(OSError):  # removed meanwhile
+            users_run = is_run(path) and path.stat().st_uid == os.geteuid()
+            if users_run and untrusted_error(path.stat(), group):
+                writable.append(path)
+    return writable
+
+
+def _runs_folder_findings(
+    folder: Path, write_s: float, ahead_s: float, with_slurm: bool
+) -> Iterator[Finding]:
+    kind, point = file_system(folder.resolve())
+    if kind in SHARED_TYPES or not with_slurm:
+        yield ok("file system", f"{kind}, mounted at {point}")
+    else:
+        state = f"{kind}, mounted at {point}: not a type that other machines share"
+        fix = "choose a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS"
+        yield warn("file system", state, fix=fix)
+    free = shutil.disk_usage(folder).free
+    state = f"{free / GIB:,.1f} GiB free"
+    if free < MIN_FREE_BYTES:
+        yield fail("free space", state, fix="free some; a full disk stops a run")
+    elif free < WARN_FREE_BYTES:
+        yield warn("free space", state, fix="a checkpoint of neox_20b takes 115 GiB")
+    else:
+        yield ok("free space", state)
+    state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
+    if write_s > SLOW_WRITE_S:
+        fix = "a faster file system; saves and records wait for it"
+        yield warn("fsynced write", state, fix=fix)
+    else:
+        yield ok("fsynced write", state)
+    if abs(ahead_s) > CLOCK_TOLERANCE_S:
+        state = f"the file server's clock differs by {ahead_s:+.1f} s from this machine's"
+        fix = "check the time service (chrony); records of several machines are compared by time"
+        yield warn("clock", state, fix=fix)
+    else:
+        yield ok("clock", f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's")

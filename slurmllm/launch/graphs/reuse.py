@@ -1,0 +1,246 @@
+"""Reuse of compiled graphs: those of an earlier submission, or of another run in the folder.
+
+Runs of equal fingerprints have equal graphs. A fingerprint is computed on the login node before a
+submission, and again on the nodes that compile; it covers everything that may change a graph, so
+that in doubt the graphs are compiled again.
+
+Graphs are code: those of other users are used only if they are members of `cluster.trusted_group`
+(`group` below). Each file is checked on its descriptor. The folders need no check: whoever can
+write to one can only choose among files that trusted users wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import SlurmllmError, StorageError
+from slurmllm.core.run.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.core.run.rundir import RunDir, fsync_dir, root_of, run_folders
+from slurmllm.core.run.safe_files import open_trusted
+from slurmllm.launch.graphs.archive import checksum, make_own_folder
+from slurmllm.plan.mesh import Mesh, make_mesh
+from slurmllm.train.backends.environment import load_environment
+
+_THREADS = "OMP_NUM_THREADS"
+_PACKAGE = Path(__file__).resolve().parents[2]
+# The modules outside model/, config/families/ and the backend that decide graphs. The rest of plan/
+# (search, cost, tables) chooses a mesh, which is in the fingerprint itself; nothing of plan/ but
+# these two may be imported by the code that builds the model.
+GRAPH_MODULES = ("plan/mesh.py", "plan/parameters.py")
+
+
+def graph_fingerprint(
+    config: RunConfig,
+    mesh: Mesh,
+    local: bool,
+    measured: int | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> str | None:
+    """Return a digest of everything that decides a run's graphs; None if that is not measured yet.
+
+    `mesh` is of the train stage. `measured` is the micro batch of a recipe with `auto`, of which
+    precompile's graphs are for every node count. `versions` are of the libraries and, with `local`,
+    the processor; by default those of this machine, or the container's image.
+    """
+    micro = config.recipe.train.micro_batch
+    if micro == "auto":
+        if measured is None:
+            return None
+        mesh = replace(mesh, micro_batch=measured, global_batch=mesh.data * measured)
+    environment = load_environment(config.backend)
+    if versions is None and config.cluster.container is not None:
+        versions = {"image": config.cluster.container.image}  # theirs are not known out here
+    elif versions is None:  # nor the processors of nodes: each compares its own
+        versions = {**environment.versions(), **(node_processor(config) if local else {})}
+    parts = {
+        "backend": config.backend,
+        "versions": dict(versions),
+        "sources": sources(config.backend),
+        "graphs": environment.graph_inputs(config, mesh, worker_threads(config, mesh, local)),
+        # The fastest micro batch is a measurement on one kind of node.
+        "measured_on": config.cluster.name if micro == "auto" else None,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def node_processor(config: RunConfig) -> dict[str, str]:
+    """Return what graphs compiled by this machine's workers are made for; empty: any processor."""
+    variables = {**os.environ, **config.cluster.env, **config.recipe.env}
+    return load_environment(config.backend).processor(config.cluster.device, variables)
+
+
+@functools.cache
+def sources(backend: str, package: Path = _PACKAGE) -> str:
+    """Return a digest of the code that decides graphs: model, mesh and backend."""
+    digest = hashlib.sha256()  # a checkout changes without a new version number
+    folders = (package / "model", package / "config/families", package / "backends" / backend)
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    for file in (*files, *(package / module for module in GRAPH_MODULES)):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def worker_threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
+    """Return the CPU threads of a worker; None if only the nodes know their number of CPUs."""
+    variables = {**config.cluster.env, **config.recipe.env}
+    threads = variables.get(_THREADS) or os.environ.get(_THREADS, "")
+    if threads.isdigit():
+        return int(threads)
+    cpus = config.cluster.cpus_per_node
+    if cpus is None and local:
+        cpus = len(os.sched_getaffinity(0))
+    return None if cpus is None else threads_of(cpus, mesh, local)
+
+
+def threads_of(cpus: int, mesh: Mesh, local: bool) -> int:
+    return max(1, cpus // sharing(mesh, local))
+
+
+def sharing(mesh: Mesh, local: bool) -> int:
+    """Return the number of workers that share a machine's CPUs and memory."""
+    # The nodes of --local are all on this machine, in both stages alike.
+    return mesh.devices_per_node * (mesh.nodes if local else 1)
+
+
+def measured_micro_batch(run: RunDir) -> int | None:
+    """Return the micro batch that an earlier precompile stage has measured, if any."""
+    with suppress(StorageError):  # damaged: measure again
+        if record := MicroBatchRecord.find(run.micro_batch):
+            return record.micro_batch
+    return None
+
+
+def has_all_graphs(
+    config: RunConfig, nodes: int, local: bool, run: RunDir, is_other: bool = False
+) -> bool:
+    """Return whether a run has all graphs that a configuration needs, its own or another run's."""
+    manifest = _manifest(run)
+    if manifest is None:
+        return False
+    fingerprint = _fingerprint(config, nodes, local, run)
+    # Empty: the run's own nodes, whose versions differ from this machine's, compiled them.
+    is_unknown = manifest.fingerprint == "" and not is_other
+    return fingerprint is not None and (is_unknown or manifest.fingerprint == fingerprint)
+
+
+def _fingerprint(
+    config: RunConfig, nodes: int, local: bool, run: RunDir, versions: dict[str, str] | None = None
+) -> str | None:
+    """Return the fingerprint of a configuration with the micro batch that `run` has measured."""
+    measured = measured_micro_batch(run)
+    with suppress(SlurmllmError):
+        mesh = make_mesh(config, nodes, measured)
+        return graph_fingerprint(config, mesh, local, measured, versions)
+    return None
+
+
+def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> str | None:
+    """Return why the newest run with all graphs, but for another processor or torch, is not used.
+
+    None if there is none, or `local` is False: which processor a job gets is not known.
+    """
+    if not local:
+        return None
+    here = {**load_environment(config.backend).versions(), **node_processor(config)}
+    for other in (run, *_newest_first(run)):
+        manifest = _manifest(other)
+        if manifest is not None and (reason := manifest.unusable(here)):
+            then = _fingerprint(config, nodes, local, other, manifest.versions)
+            if manifest.fingerprint == then:
+                return f"run {other.name!r}: {reason}"
+    return None
+
+
+def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
+    """Yield the other runs in the folder of runs that have all graphs, newest first."""
+    for other in _newest_first(run):
+        if has_all_graphs(config, nodes, local, other, is_other=True):
+            yield other
+
+
+def _newest_first(run: RunDir) -> list[RunDir]:
+    """Return the other runs in the folder of runs that have graphs."""
+    modified_at: dict[RunDir, float] = {}
+    root = root_of(run)
+    for entry in run_folders(root) if root.is_dir() else ():
+        with suppress(OSError):  # no run, just removed, or not this user's to read
+            if entry != run.path and (entry / "config.yaml").is_file():
+                other = RunDir(entry)
+                modified_at[other] = other.graphs_manifest.stat().st_mtime
+    return sorted(modified_at, key=lambda other: modified_at[other], reverse=True)
+
+
+def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -> str | None:
+    """Link a run to the archive of another one, or copy it; return why not, or None.
+
+    Two runs of one user can share an archive because it is never changed; another user could
+    change it. Nothing is written if it is not used.
+    """
+    try:
+        manifest = GraphManifest.load_trusted(source.graphs_manifest, group)
+        measured = None
+        if source.micro_batch.exists():
+            measured = MicroBatchRecord.load_trusted(source.micro_batch, group)
+        archive = source.graphs_archive(manifest.archive)
+        open_trusted(archive, group).close()
+    except (StorageError, OSError) as error:
+        return getattr(error.__cause__ or error, "strerror", None) or str(error)
+    try:
+        make_own_folder(run.graphs)
+        with tempfile.TemporaryDirectory(prefix=".graphs.", dir=run.graphs) as folder:
+            copy = Path(folder) / archive.name
+            try:
+                os.link(archive, copy, follow_symlinks=False)
+                # Only this user's own file: its owner can change it later.
+                open_trusted(copy).close()
+            except OSError:  # another user's, on another file system, or on one without hard links
+                copy.unlink(missing_ok=True)
+                with open_trusted(archive, group) as stream, copy.open("xb") as target:
+                    shutil.copyfileobj(stream, target)
+                copy.chmod(0o644)
+            # Of the copy, which nobody else can change.
+            if checksum(copy) != manifest.archive_sha256:
+                return "its archive does not match its manifest"
+            copy.replace(run.graphs_archive(manifest.archive))
+        fsync_dir(run.graphs)
+        if measured is not None:
+            measured.save(run.micro_batch)
+        # The manifest last: it makes the archive current. The origin is the run that compiled.
+        origin = manifest.reused_from or source.name
+        manifest.model_copy(update={"reused_from": origin}).save(run.graphs_manifest)
+    except (FileNotFoundError, PermissionError):
+        return "it has just replaced its archive, or was removed"
+    except OSError as error:
+        raise StorageError(
+            f"cannot copy the graphs of {source.name} to {run.graphs}: "
+            f"{error.strerror or error}; free space, or add --precompile always"
+        ) from error
+    return None
+
+
+def delete_manifest(run: RunDir) -> None:
+    # The archive is then unused, and the next precompile stage replaces it.
+    if run.graphs_manifest.is_dir():
+        shutil.rmtree(run.graphs_manifest)
+    else:
+        run.graphs_manifest.unlink(missing_ok=True)
+
+
+def _manifest(run: RunDir) -> GraphManifest | None:
+    """Return the manifest of a complete archive whose graphs may be used, None without one."""
+    with suppress(StorageError):  # damaged: compile again
+        manifest = GraphManifest.find(run.graphs_manifest)
+        if manifest is not None and manifest.complete and not manifest.rejected:
+            return manifest
+    return None

@@ -1,0 +1,271 @@
+"""The profile of a partition: the shipped one that it extends, and a comment on each line.
+
+Also doctor's check of a profile: what `init` would change in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any, Literal
+
+from slurmllm.core.config.cluster import Cluster
+from slurmllm.core.config.directives import parse_options
+from slurmllm.core.config.layers import make_tree, plain
+from slurmllm.core.config.profiles import available, extended, read_profile
+from slurmllm.core.config.resolve import clusters_dir
+from slurmllm.core.config.schema import schema_line
+from slurmllm.core.config.yaml_source import parse_yaml, write_yaml
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.format import format_plural
+from slurmllm.core.run.records import Finding
+from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.core.slurm.setup import setup_faults
+from slurmllm.core.slurm.site import NodeKind, Partition
+from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.launch.init.survey import Survey, survey
+
+_DISK = "/var/tmp"  # noqa: S108 (every Linux has it on a disk; the caches there are private)
+_COLUMN = 34  # of the comments
+# GPU, as a word of GRES types and features → the shipped profile with its data sheet's figures.
+_GPUS = {"h200": "p5e", "h100": "h100_ib", "b200": "p6-b200", "a100": "a100_ib"}
+_SMALL_A100 = "p4d"  # of 40 GB
+_OTHER_GPU = "a100_ib"
+# Parts of a GPU, and boards with links and clocks of their own.
+_UNLIKE = re.compile(r"\d+g\.\d+gb|\bpcie\b|\bnvl\b|\bgh200\b|\bgb200\b")
+_REQUESTS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+_SAME_PEAK = 0.9  # boards of one GPU differ in their clocks
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A shipped profile to extend, and how sure it is that its figures hold."""
+
+    profile: str
+    confidence: Literal["exact", "likely", "guess"]
+    reason: str
+    # What the new profile changes of it besides what Slurm says.
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def nearest_figures(kind: NodeKind) -> Figures:
+    """Return the shipped profile whose figures are nearest to those of nodes.
+
+    Exact by the instance type, which ParallelCluster makes a feature of the nodes; else by the
+    type of GPU, which says nothing of the network.
+    """
+    shipped = {name: shipped_values(name) for name in available(clusters_dir())}
+    for name, values in shipped.items():
+        if values.get("instance_type") in kind.features:
+            reason = f"the nodes have the feature {values['instance_type']}"
+            return Figures(name, "exact", reason)
+    if not kind.gpus:
+        reason = "Slurm counts no GPUs; the figures are a guess at two cores of a server"
+        return Figures("local", "guess", reason)
+    name, gpu = _by_gpu(" ".join([kind.gpu_type, *kind.features]))
+    keys = (key for key in ("instance_type", "env") if shipped[name].get(key))
+    changes: dict[str, Any] = dict.fromkeys(keys)
+    if shipped[name].get("health", {}).get("efa_interfaces"):
+        changes["health"] = {"efa_interfaces": 0}
+    if gpu is None:
+        subject = f"the GPU {kind.gpu_type}" if kind.gpu_type else "a GPU that Slurm does not name"
+        reason = f"{subject} has no shipped profile, these are {name}'s"
+        source = f"a guess: those of {name}; `slurmllm calibrate` measures"
+        changes["hardware"] = {"rough": True, "source": source}
+        return Figures(name, "guess", reason, changes)
+    hardware = shipped[name]["hardware"]
+    assumed = [*hardware.get("assumed", []), "network_gb_s", "network_efficiency"]
+    if kind.gpus != shipped[name]["devices_per_node"]:
+        assumed += ["node_link_efficiency", "overlap"]
+    changes["hardware"] = {"assumed": list(dict.fromkeys(assumed))}
+    reason = f"by the GPU {gpu}, of {hardware['memory_gib']:g} GiB; the network is assumed"
+    return Figures(name, "likely", reason, changes)
+
+
+def shipped_values(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = plain(read_profile(clusters_dir() / f"{name}.yaml", clusters_dir()))
+    return values
+
+
+def _by_gpu(text: str) -> tuple[str, str | None]:
+    """Return a shipped profile and the GPU by which it was chosen; None: of another GPU."""
+    text = re.sub(r"[^a-z0-9.]+", " ", text.lower())
+    gpu = next((gpu for gpu in _GPUS if re.search(rf"\b{gpu}\b", text)), None)
+    if gpu is None:
+        return _OTHER_GPU, None
+    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40(gb)?\b", text) else _GPUS[gpu]
+    return name, None if _UNLIKE.search(text) else gpu
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A profile of a partition's most numerous devices, to be written."""
+
+    figures: Figures
+    kind: NodeKind
+    text: str
+
+    def cluster(self) -> Cluster:
+        """Return the profile with all that it extends."""
+        values = parse_yaml(self.text)
+        base = make_tree(shipped_values(values.pop("extends")), {})
+        profile = plain(extended(base, make_tree(values, {})))
+        return Cluster.model_validate({**profile, "name": "draft"})
+
+
+def draft_profile(survey: Survey, partition: Partition) -> Draft:
+    """Return the profile of a partition."""
+    kind, machine = partition.kinds[0], survey.machine
+    figures = nearest_figures(kind)
+    header = [
+        schema_line("cluster").strip(),
+        f"# By `slurmllm init` on {machine.host}, {date.today()}. Check the lines with a comment.",
+    ]
+    lines = _lines(survey, partition, kind, figures)
+    rows = [f"{line:<{_COLUMN}}  # {comment}" if comment else line for line, comment in lines]
+    return Draft(figures, kind, "\n".join([*header, *rows]) + "\n")
+
+
+def _lines(
+    survey: Survey, partition: Partition, kind: NodeKind, figures: Figures
+) -> Iterator[tuple[str, str]]:
+    machine, base = survey.machine, shipped_values(figures.profile)
+    yield f"extends: {figures.profile}", f"hardware figures, {figures.confidence}: {figures.reason}"
+    gpus = f"{kind.gpus} {kind.gpu_type or 'GPUs'}, " if kind.gpus else ""
+    text = f"{gpus}{kind.cpus} CPUs, {kind.memory_mb / 1024:.0f} GiB"
+    text = f"{format_plural(len(kind.nodes), 'node')} of {text}"
+    yield _yaml({"description": f"{survey.name}, partition {partition.name}: {text}"}), ""
+    others = ", ".join(name for name in survey.partitions if name != partition.name)
+    limit = f"time limit {partition.time_limit}" + f"; others: {others}" * bool(others)
+    yield _yaml({"partition": partition.name}), limit
+    devices = kind.gpus or base["devices_per_node"]
+    yield f"devices_per_node: {devices}", "GPUs by Slurm" if kind.gpus else "workers"
+    yield f"cpus_per_node: {kind.cpus}", "by Slurm"
+    yield from _disk_line(survey, figures, base)
+    yield "exclusive: true", "whole nodes; false: also give --cpus-per-task and --mem"
+    inherited = () if kind.gpus else base.get("directives", ())  # a list replaces the other one
+    yield from _directive_lines(survey, partition, kind, inherited)
+    if machine.modules:
+        loaded = f"; loaded now: {' '.join(machine.loaded)}" if machine.loaded else ""
+        yield "# setup:", f"lines of shell for each job; {machine.modules}{loaded}"
+        yield "#   - module load cuda", ""
+    unsure = ", which the nodes must see too" * (not machine.python_is_shared)
+    comment = f"of the jobs, else that of submit; on {machine.python_file_system}{unsure}"
+    yield f"# python: {machine.python}", comment
+    if machine.containers:
+        yield "# container:", f"on {machine.host}: {', '.join(machine.containers)}"
+        yield f"#   runtime: {machine.containers[0]}", ""
+        yield "#   image: /shared/slurmllm.sif", "with torch, and slurmllm of this version"
+    if figures.changes:
+        yield f"# Not as {figures.profile}; `slurmllm calibrate` measures the figures:", ""
+        yield _yaml(figures.changes), ""
+
+
+def _disk_line(survey: Survey, figures: Figures, base: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    seen = f"here: {', '.join(survey.machine.disks) or 'none'}"
+    configured = survey.site.settings.get("TmpFS", "")
+    if figures.confidence == "exact":
+        yield f"node_local: {base['node_local']}", f"a disk of each node, {figures.profile}'s"
+    elif configured.startswith("/") and configured != "/tmp":  # noqa: S108 (Slurm's default)
+        yield _yaml({"node_local": configured}), f"TmpFS of slurm.conf; {seen}"
+    else:
+        yield f"node_local: {_DISK}", f"a disk of each node; {seen}"
+
+
+def _directive_lines(
+    survey: Survey, partition: Partition, kind: NodeKind, inherited: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    options = dict.fromkeys(inherited, "")
+    if kind.gpus:
+        others = sum(len(other.nodes) for other in partition.kinds[1:])
+        count = f"{kind.gpu_type}:{kind.gpus}" if others and kind.gpu_type else str(kind.gpus)
+        text = f"leaves out {format_plural(others, 'node')} of the partition"
+        options[f"--gpus-per-node={count}"] = text * bool(others)
+    for settings in (survey.site.settings, partition.fields):
+        for name in ("DefMemPerNode", "DefMemPerCPU"):
+            if (default := settings.get(name, "UNLIMITED")) != "UNLIMITED":
+                options["--mem=0"] = f"all of the node's: a job without it gets {name}={default}"
+    comments = dict[str, str]()
+    for option, names, default, allowed in _charges(survey, partition):
+        usable = [name for name in names if allowed is None or name.lower() in allowed]
+        text = ", ".join(f"{name} (default)" if name == default else name for name in names)
+        if usable and default not in usable:
+            options[f"--{option}={usable[0]}"] = f"{partition.name} takes it; yours: {text}"
+        elif names:
+            comments[f"--{option}={default or names[0]}"] = f"yours: {text}"
+    if kind.features:
+        comments[f"--constraint={kind.features[0]}"] = f"features: {', '.join(kind.features)}"
+    yield "directives:" if options else "# directives:", "further options of sbatch"
+    yield from ((f"  - {option}", comment) for option, comment in options.items())
+    yield from ((f"  # - {option}", comment) for option, comment in comments.items())
+
+
+def _charges(
+    survey: Survey, partition: Partition
+) -> Iterator[tuple[str, list[str], str, list[str] | None]]:
+    """Yield option, the user's values, that of jobs without it, and those that are allowed."""
+    rows = [row for row in survey.site.associations if row.partition in ("", partition.name)]
+    accounts = list(dict.fromkeys(row.account for row in rows))
+    default = next((row.account for row in rows if row.default), "")
+    yield "account", accounts, default, partition.allowed("AllowAccounts")
+    of_default = [row for row in rows if row.default] or rows[:1]
+    qos = list(dict.fromkeys(name for row in of_default for name in row.qos if name))
+    chosen = next((row.default_qos for row in of_default if row.default_qos), "")
+    yield "qos", qos, chosen or next(iter(qos), ""), partition.allowed("AllowQos")
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return write_yaml(values).rstrip("\n")
+
+
+def profile_finding(
+    client: SlurmClient, cluster: Cluster, source: str, partition: str | None = None
+) -> Finding:
+    """Compare a profile with what `init` would write for the partition that jobs are submitted to.
+
+    Args:
+        source: What chose the profile.
+        partition: In place of the profile's.
+    """
+    state = f"{cluster.name}, by {source}"
+    if faults := setup_faults(cluster.setup):
+        return fail("profile", "; ".join(faults), fix="correct the profile", blame="user")
+    if cluster.planning_only:
+        text = f"{state}: for planning only: {cluster.planning_only}"
+        return fail("profile", text, fix="another --cluster", blame="user")
+    try:
+        site = survey(client)
+    except SlurmError:  # other checks report it
+        return ok("profile", state)
+    default = next((p.name for p in site.partitions.values() if p.is_default), "")
+    name = partition or cluster.partition or default
+    if name not in site.partitions:
+        return ok("profile", state)
+    draft = draft_profile(site, site.partitions[name])
+    if not (changes := list(_changes(cluster, draft))):
+        return ok("profile", f"{state}; as `init` would write it for partition {name}")
+    fix = f"`slurmllm init --partition {name}` writes a profile; --dry-run shows it"
+    return warn("profile", f"{state}; `init` would change {', '.join(changes)}", fix=fix)
+
+
+def _changes(cluster: Cluster, draft: Draft) -> Iterator[str]:
+    """Yield what differs of the fields that Slurm knows better."""
+    new = draft.cluster()
+    for name in ("device", "devices_per_node", "cpus_per_node"):
+        before, after = getattr(cluster, name), getattr(new, name)
+        if before != after and (name, before) != ("cpus_per_node", None):
+            yield f"{name} {before} to {after}"
+    options, new_options = (parse_options(profile.directives) for profile in (cluster, new))
+    gpus = new_options.get("gpus-per-node", new.devices_per_node)
+    if new.device == "cuda" and not options.keys() & {*_REQUESTS}:
+        yield f"directives to request GPUs (--gpus-per-node={gpus})"
+    if "mem" in new_options and not any(option.startswith("mem") for option in options):
+        yield "directives to request all memory (--mem=0)"
+    hardware, nearest = cluster.hardware, new.hardware
+    if hardware and nearest and draft.figures.confidence != "guess":
+        peaks = sorted((hardware.bf16_tflops, nearest.bf16_tflops))
+        if peaks[0] < peaks[1] * _SAME_PEAK:
+            figures = f"{hardware.bf16_tflops:g} to {nearest.bf16_tflops:g} TFLOP/s"
+            yield f"hardware figures to those of {draft.figures.profile} ({figures})"

@@ -1,0 +1,157 @@
+"""The deletion of a run or a sweep: what goes, what stays, and why it may not be deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slurmllm.core.config.load import load
+from slurmllm.core.errors import ConfigError, RunError, StorageError
+from slurmllm.core.run.records import JobsRecord, SweepRecord, runs_of
+from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
+from slurmllm.core.run.safe_files import os_error_text, user_name
+from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.launch.submit.resume import require_ended
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
+
+
+class Deletion(NamedTuple):
+    """What is deleted of a run or a sweep."""
+
+    target: RunDir | SweepDir
+    paths: Sequence[Path]  # the directory; or all in it but the checkpoints, records first
+    bytes: int  # that are freed
+    checkpoints: int
+    checkpoint_bytes: int
+    keeps_checkpoints: bool
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"run": self.target.name, "run_dir": str(self.target.path), "bytes": self.bytes}
+        fields |= {name: getattr(self, name) for name in ("checkpoints", "checkpoint_bytes")}
+        return {**fields, "checkpoints_deleted": not self.keeps_checkpoints}
+
+
+def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
+    """Find a run, a sweep, or the checkpoints that a deletion has left; RunError."""
+    for path in (root / name, Path(name).absolute()):
+        if path != root.absolute() and _left_runs(path):
+            return RunDir(path)
+    return find_run_or_sweep(name, root)
+
+
+def _left_runs(path: Path) -> list[RunDir]:
+    """Return the runs, of a sweep too, whose deletion has left nothing but checkpoints here."""
+    if RunDir(path).only_checkpoints():
+        return [RunDir(path)]
+    with suppress(OSError):
+        # Without the lock of this deletion.
+        runs = [RunDir(entry) for entry in path.iterdir() if entry != RunDir(path).lock]
+        if all(run.only_checkpoints() for run in runs):
+            return runs
+    return []
+
+
+def plan_deletion(
+    target: RunDir | SweepDir, with_checkpoints: bool, client: SlurmClient
+) -> Deletion:
+    """Return what is deleted; RunError if it is in use, or not wholly this user's to delete."""
+    path = target.path
+    if path.is_symlink():
+        raise RunError(f"{path} is a link to {path.resolve()}; name that folder instead")
+    if (owner := path.stat().st_uid) != os.geteuid():
+        raise RunError(f"{path} belongs to {user_name(owner)}, who can delete it")
+    if path.parent.name == "graphs" and is_sweep(path.parents[1]):
+        raise RunError(f"{path} compiles graphs for a sweep; delete {path.parents[1].name} instead")
+    if isinstance(target, RunDir):
+        runs = _left_runs(path) or [target]
+    else:
+        cases = [target.run(case.run) for case in SweepRecord.load(target.record).cases]
+        left = [run for run in cases if run.only_checkpoints()]
+        runs = [*runs_of(target), *left, *target.graph_runs()]
+    jobs: dict[str, RunDir] = {}  # those that Slurm is asked about, at once
+    for run in runs:
+        last = JobsRecord.of(run).last
+        if last is None or last.local:
+            require_ended(run, client)
+        else:
+            jobs |= dict.fromkeys(last.own_jobs, run)
+    queue = client.queue(list(jobs)) if jobs else {}
+    for job, run in jobs.items():
+        if job in queue and queue[job].active:
+            require_ended(run, client)
+    saved = [_saved(run) for run in runs]
+    folders = [folder for _, places in saved for folder in places]
+    keeps = bool(folders) and not with_checkpoints
+    paths = [*_all_but(folders, path)] if keeps else [path]
+    sizes = _freed_bytes(paths), _freed_bytes(folders)
+    return Deletion(target, paths, sizes[0], sum(count for count, _ in saved), sizes[1], keeps)
+
+
+def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
+    """Return the number of a run's checkpoints, and what holds them in its directory.
+
+    Of a trainer of another project that is all that it has written there.
+    """
+    steps, paths = run.checkpoint_steps(), list[Path]()
+    with suppress(ConfigError):  # then it is not known whose files these are
+        if (command := load(run.config).recipe.command) is None:
+            return len(steps), [run.checkpoints] * bool(steps)
+        paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
+    inside = [path.relative_to(run.path).parts[0] for path in paths if run.path in path.parents]
+    return len(inside) or len(steps), list(
+        dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)])
+    )
+
+
+def _all_but(folders: Sequence[Path], path: Path) -> Iterator[Path]:
+    """Yield what is in a directory and not in `folders`, the records first."""
+    for entry in sorted(path.iterdir(), key=lambda file: file.suffix not in (".yaml", ".json")):
+        if any(entry in folder.parents for folder in folders):
+            yield from _all_but(folders, entry)
+        elif entry not in folders:
+            yield entry
+
+
+def _freed_bytes(paths: Iterable[Path]) -> int:
+    """Return the size of files whose last link is in `paths`; RunError if one cannot be removed."""
+    sizes, links = dict[tuple[int, int], tuple[int, int]](), Counter[tuple[int, int]]()
+    for path in paths:
+        is_folder = path.is_dir() and not path.is_symlink()
+        for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise RunError(f"{folder} is not writable for you; nothing was deleted")
+            for name in names:
+                with suppress(FileNotFoundError):
+                    info = Path(folder, name).lstat()
+                    sizes[info.st_dev, info.st_ino] = (info.st_size, info.st_nlink)
+                    links[info.st_dev, info.st_ino] += 1
+    return sum(size for file, (size, count) in sizes.items() if links[file] >= count)
+
+
+def delete_planned(deletion: Deletion) -> None:
+    """Delete what was planned; the caller holds the lock. Raises StorageError.
+
+    It is renamed first: whatever happens then, no other command takes a part of it for a run.
+    """
+    path = deletion.target.path
+    hidden = path.with_name(f".{path.name}.removed")
+    try:
+        if hidden.exists():  # of a deletion that was killed
+            shutil.rmtree(hidden)
+        if not deletion.keeps_checkpoints:
+            path.rename(hidden)
+        else:
+            hidden.mkdir()
+            for number, part in enumerate(deletion.paths):
+                part.rename(hidden / f"{number}-{part.name}")
+        shutil.rmtree(hidden)
+    except OSError as error:
+        rest = hidden if hidden.exists() else path
+        raise StorageError(
+            f"cannot delete all of {path}: {os_error_text(error)}; `rm -r {rest}` removes the rest"
+        ) from error

@@ -1,0 +1,405 @@
+"""Start a prepared run: submit its jobs to Slurm, or run its stages on this machine.
+
+`submit --local` runs the scripts that sbatch would get with bash, restarts included; the log of
+each stage also goes to the terminal. Ctrl-C asks the run to save and exit, as Slurm does ahead of
+the time limit; a second Ctrl-C kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from slurmllm.core.config.directives import as_arguments
+from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError
+from slurmllm.core.run.records import JobsRecord, Submission
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage
+from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.slurm.client import ENDED_STATES, SlurmClient, UnansweredError
+from slurmllm.core.slurm.environment import python_path
+from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
+from slurmllm.launch.submit.render import precompile_nodes
+from slurmllm.launch.submit.run_folder import remove_unsubmitted
+from slurmllm.launch.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
+from slurmllm.launch.supervise.attempts import process_identity
+from slurmllm.launch.supervise.run_lock import locked
+from slurmllm.launch.supervise.successor import choose_restart
+from slurmllm.train.backends.environment import load_environment, worker_environment
+from slurmllm.train.control.rendezvous import die_with_parent
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """A run that was submitted, has trained on this machine, or, after a dry run, could be."""
+
+    prepared: PreparedRun
+    sent: Submission | None = None  # its jobs; None after a dry run
+    exit_code: int | None = None  # of a run on this machine that has ended
+
+    def __repr__(self) -> str:
+        return f"<SubmittedRun {self.name} on {self.prepared.mesh.nodes} nodes>"
+
+    @property
+    def name(self) -> str:
+        """The run's name, for `read_status` and the verbs of the command line."""
+        return self.prepared.run.name
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.prepared.run.path
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why it may be slow or start late."""
+        return self.prepared.all_warnings
+
+    @property
+    def scripts(self) -> dict[Stage, str]:
+        """Text of each stage's batch script."""
+        return self.prepared.scripts
+
+    def run_to_end(self, quiet: bool = True) -> SubmittedRun:
+        """Run the recorded stages on this machine or in an allocation; `quiet`: without output."""
+        assert self.sent is not None, "recorded by `start`"
+        code = run_locally(self.prepared, quiet, allocation=self.sent.allocation)
+        return replace(self, exit_code=code)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON, as `slurmllm submit --json` prints it."""
+        prepared, run = self.prepared, self.prepared.run
+        planner = None if prepared.fit is None else prepared.fit.to_json()
+        if self.sent is None:
+            config, variables = prepared.config, worker_environment(prepared.config, run)
+            backend = load_environment(config.backend)
+            command = prepared.command_line
+            return {
+                "run_dir": str(run.path),
+                "from_step": prepared.from_step,
+                "changes": prepared.changes,
+                "config": config.values(),
+                "mesh": prepared.mesh_json(),
+                "scripts": prepared.scripts,
+                "defaults": prepared.shell_defaults,
+                "environment": [{"name": name, **v._asdict()} for name, v in variables.items()],
+                "backend_arguments": backend.arguments(config, prepared.mesh),
+                "refusals": prepared.all_refusals,
+                **({} if command is None else {"command": command}),
+                "planner": planner,
+            }
+        result: dict[str, Any] = {"run": run.name, "run_dir": str(run.path)}
+        if self.sent.local:
+            result["exit_code"] = self.exit_code
+        else:
+            jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
+            result |= {"jobs": jobs, "mesh": prepared.mesh_json()}
+        return {**result, "graphs_from": prepared.graphs_from, "planner": planner}
+
+
+def start_run(
+    request: RunRequest,
+    allocation: str | None = None,
+    on_prepared: Callable[[PreparedRun], object] = lambda _: None,
+) -> SubmittedRun:
+    """Prepare a new run, and submit its jobs or record that this process runs its stages.
+
+    Args:
+        allocation: Slurm job whose nodes run the stages, instead of jobs or this machine.
+        on_prepared: Called before anything is submitted.
+
+    Raises:
+        SlurmllmError: as `prepare` and `submit_jobs` do.
+    """
+    with contextlib.ExitStack() as locks:
+        claimed = lambda run: locks.enter_context(locked(run, "submit"))  # noqa: E731
+        prepared = prepare(replace(request, claimed=claimed))
+        on_prepared(prepared)
+        if request.dry_run:
+            return SubmittedRun(prepared)
+        at_once = request.local or allocation is not None
+        return start(prepared, at_once, allocation)
+
+
+def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
+    sent = record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared)
+    return SubmittedRun(prepared, sent)
+
+
+def _submission(prepared: PreparedRun, **fields: object) -> Submission:
+    attempts = prepared.run.attempts("train")
+    return Submission.model_validate(
+        {
+            "submitted_at": time.time(),
+            "nodes": prepared.mesh.nodes,
+            "first_attempt": attempts[-1].number + 1 if attempts else 0,
+            "from_scratch": prepared.from_scratch,
+            "changes": prepared.changes,
+            "git_commit": _git_commit() if prepared.config.recipe.trackers else None,
+            **fields,
+        }
+    )
+
+
+def _git_commit() -> str | None:
+    """Return the commit of this folder's repository, with -dirty after changes."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip()[:200] or None
+
+
+def check_dependency(text: str, client: SlurmClient) -> list[str]:
+    """Raise SlurmError if a dependency can never be met; returns warnings of unknown jobs."""
+    jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", text))
+    queue = client.queue(jobs)
+    states = {row.job_id: row.state for row in client.accounting(*jobs)}
+    states |= {job.job_id: job.state for job in queue.values()}
+    warnings, never = [], []
+    for kind, ids in re.findall(r"(after[a-z]*)((?::[\d_*+]+)+)", text):
+        for job in re.findall(r":(\d+)", ids):
+            state = states.get(job)
+            if state is None:
+                warnings.append(f"--dependency={text}: Slurm knows no job {job}")
+            elif state in ENDED_STATES and (
+                (kind == "afterok" and state != "COMPLETED")
+                or (kind == "afternotok" and state == "COMPLETED")
+            ):
+                never.append(f"job {job} has ended as {state}")
+    # `?` separates alternatives, of which one is enough.
+    if never and "?" not in text:
+        raise SlurmError(
+            f"--dependency={text} can never be met: {'; '.join(never)}; leave it out, or name a "
+            "job that is yet to end"
+        )
+    return warnings
+
+
+def submit_jobs(
+    prepared: PreparedRun,
+    client: SlurmClient | None = None,
+    stages: Sequence[Stage] | None = None,
+    **fields: object,
+) -> Submission:
+    """Submit the stages' scripts, each after the success of the one before, and record the ids.
+
+    Args:
+        stages: By default those that the run needs.
+        fields: Further fields of the submission, of a run of a sweep.
+
+    Raises:
+        SlurmError: sbatch refused; a precompile job that was submitted before is cancelled, and the
+            directory of a new run is removed.
+    """
+    client = client or SlurmClient()
+    run, earlier = prepared.run, JobsRecord.of(prepared.run)
+    slurm, container = prepared.config.recipe.slurm, prepared.config.cluster.container
+    restart = choose_restart(slurm.restart, earlier.last, client)
+    sent = _submission(prepared, local=False, restart=restart, **fields)
+    try:
+        by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
+        client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
+        for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
+            log.warning("%s", line)
+        if not earlier.submissions and not fields:  # the directory of a sweep is new
+            # Of a `submit` of this name that was killed before it recorded them.
+            names = [f"{run.name}-{stage}" for stage in STAGES]
+            jobs = client.jobs_with_output(names, [run.stage_log(stage) for stage in STAGES])
+            if jobs:
+                killed = "cancelling job %s of an earlier submit, which was killed"
+                log.warning(killed, ", ".join(jobs))
+                client.cancel(jobs)
+        for stage in stages or prepared.stages:
+            job = _sbatch(prepared, stage, sent, client)
+            sent = sent.model_copy(update={f"{stage}_job": job})
+            # Saved after each job: if this process is killed here, no job is without a record.
+            JobsRecord(submissions=(*earlier.submissions, sent)).save(run.jobs)
+    except SlurmError as error:
+        if sent.precompile_job is not None and sent.graphs_of is None:
+            _cancel_precompile(run, sent.precompile_job, earlier, client, error)
+        if prepared.is_new and not isinstance(error.__cause__, UnansweredError):
+            remove_unsubmitted(run)
+        raise
+    return sent
+
+
+def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: SlurmClient) -> str:
+    """Submit the script of a stage after the jobs of the stages before; returns the job id."""
+    exclude = prepared.config.recipe.slurm.exclude if prepared.excluded else None
+    try:
+        return client.submit(
+            prepared.scripts[stage],
+            exclude=",".join([*([exclude] if exclude else []), *prepared.excluded]),
+            after_ok=sent.precompile_job,
+            requeue=sent.restart == "requeue",
+            name=sent.lane if stage == "train" else None,
+        )
+    except SlurmError as error:
+        raise SlurmError(f"{error}; --dry-run shows the scripts") from error
+
+
+def _cancel_precompile(
+    run: RunDir, job: str, earlier: JobsRecord, client: SlurmClient, refusal: SlurmError
+) -> None:
+    """Cancel the precompile job of a run whose train job was refused, and remove its record."""
+    try:
+        client.cancel([job])
+    except SlurmError as error:
+        raise SlurmError(
+            f"{refusal}\n  and the precompile job is still queued: {error}; `scancel {job}` ends "
+            f"it, {run.path} is kept"
+        ) from refusal
+    if earlier.submissions:
+        earlier.save(run.jobs)
+    else:
+        run.jobs.unlink(missing_ok=True)  # `remove_unsubmitted` keeps every run that has a record
+
+
+def record_local(prepared: PreparedRun, **fields: object) -> Submission:
+    """Record this process as the one that runs the stages: from then on the run is active."""
+    run, pid, host = prepared.run, os.getpid(), socket.gethostname()
+    identity = process_identity(pid)
+    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host, **fields)
+    JobsRecord(submissions=(*JobsRecord.of(run).submissions, sent)).save(run.jobs)
+    return sent
+
+
+def run_locally(
+    prepared: PreparedRun,
+    quiet: bool = False,
+    stages: Sequence[Stage] | None = None,
+    allocation: str | None = None,
+) -> int:
+    """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C.
+
+    Args:
+        quiet: Whether the stages' logs do not go to the terminal too.
+        stages: By default those that the run needs.
+        allocation: Slurm job that holds the nodes, instead of this machine.
+    """
+    run, stages = prepared.run, stages or prepared.stages
+    # Handlers belong to the process: restored after all stages, also if one raises.
+    previous = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for stage in stages:
+            nodes = prepared.mesh.nodes
+            if stage == "precompile":
+                nodes = precompile_nodes(prepared.config, nodes)
+            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation)
+            for number in previous:
+                signal.signal(number, job.on_interrupt)
+            if (code := job.run_to_end()) != EXIT_OK:
+                return code
+            if job.interrupts and stage != stages[-1]:
+                return EXIT_INTERRUPTED
+        return EXIT_OK
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(SlurmllmError):  # a full disk
+            last = JobsRecord.of(run).last
+            if last is not None and last.pid == os.getpid():  # not resumed elsewhere, by --force
+                JobsRecord.change_last(run, ended_at=time.time())
+
+
+@dataclass
+class LocalJob:
+    """A batch script on this machine, started again as long as its supervisor asks for it.
+
+    Its text is run, not its file, which others may be able to replace.
+    """
+
+    run: RunDir
+    stage: Stage
+    script: str
+    nodes: int
+    quiet: bool
+    allocation: str | None = None
+
+    def __post_init__(self) -> None:
+        self.interrupts = self.restarts = 0
+        self.process: subprocess.Popen[str] | None = None
+
+    def run_to_end(self) -> int:
+        while True:
+            if self.interrupts:
+                return EXIT_INTERRUPTED
+            code = self._run_once()
+            if code != EXIT_REQUEUE:
+                return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
+            if not self._has_nodes():
+                return code
+            self.restarts += 1
+
+    def _has_nodes(self) -> bool:
+        """Return whether the allocation still has its nodes: Slurm ends it if one of them dies."""
+        if self.allocation is None:
+            return True
+        job = SlurmClient().queue([self.allocation]).get(self.allocation)
+        if job is not None and job.has_nodes:
+            return True
+        log.error("job %s, which held the nodes, has ended", self.allocation)
+        return False
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.process is not None and self.process.poll() is None:
+            kill = self.interrupts > 1
+            # SIGUSR1 is what Slurm sends ahead of the time limit: save and exit.
+            self.process.send_signal(signal.SIGKILL if kill else signal.SIGUSR1)
+
+    def _run_once(self) -> int:
+        log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
+        environment = {**os.environ, **python_path()}
+        variable = HELD_NODES if self.allocation else LOCAL_NODES
+        self.process = subprocess.Popen(
+            ["bash", "-c", self.script, str(self.run.script(self.stage))],
+            env=environment | {variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            cwd=self.run.path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C must reach only this process
+            preexec_fn=die_with_parent,
+        )
+        if self.interrupts:  # a signal during Popen found no process to forward to
+            self.process.send_signal(signal.SIGUSR1)
+        assert self.process.stdout is not None
+        reader = threading.Thread(target=self._copy, args=(self.process.stdout, log), daemon=True)
+        reader.start()
+        code = self.process.wait()
+        # A process that outlives the script may keep the pipe open.
+        reader.join(timeout=10)
+        return code
+
+    def _copy(self, stream: IO[str], log: IO[str]) -> None:
+        # The pipe must be read even if log or terminal fail, or the run would block on it.
+        with stream, log:
+            for line in stream:
+                with contextlib.suppress(OSError):
+                    log.write(line)
+                    log.flush()
+                if not self.quiet:
+                    try:
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
+                    except OSError:  # the reader is gone: `submit --local | head`
+                        self.quiet = True

@@ -1,0 +1,581 @@
+"""Prepare a run for submission: choose the layout, check it, render the scripts, write it all.
+
+`submit`, `resume` and `drill` all call `prepare`; `launch.py` then starts what it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slurmllm.core.config.load import save
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import ConfigError, StorageError
+from slurmllm.core.run.artifact_records import GraphManifest
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, write_atomic
+from slurmllm.core.run.safe_files import read_limited
+from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.core.slurm.container import container_faults
+from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
+from slurmllm.core.slurm.setup import setup_faults, setup_warnings
+from slurmllm.core.slurm.site import Site
+from slurmllm.launch.graphs import reuse
+from slurmllm.launch.graphs.archive import load_manifest
+from slurmllm.launch.submit.inputs import (
+    locate,
+    missing_data,
+    plugin_faults,
+    resolve_inputs,
+    warn_if_changed,
+    with_folder,
+)
+from slurmllm.launch.submit.render import directives, render
+from slurmllm.launch.submit.run_folder import (
+    claim_run,
+    group_error,
+    limit_umask,
+    new_run,
+    remove_half_record,
+    remove_unsubmitted,
+    require_own,
+)
+from slurmllm.launch.supervise.allocation import forget_site
+from slurmllm.launch.supervise.trainer_command import command_line, command_values
+from slurmllm.plan.mesh import (
+    Mesh,
+    MeshError,
+    adapt_to_nodes,
+    load_mesh,
+    make_mesh,
+    possible_nodes,
+    replica_nodes,
+    save_mesh,
+)
+from slurmllm.train.backends.environment import load_environment, needs_precompile
+from slurmllm.train.checkpoint.catalogue import usable_steps
+from slurmllm.train.checkpoint.foreign import saved_steps
+
+if TYPE_CHECKING:
+    from slurmllm.plan.fit_check import FitCheck
+    from slurmllm.plan.search import Unsupported
+
+Precompile = Literal["auto", "always", "never"]
+_NEVER_STARTS = "Slurm can never start %s like this"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run to prepare."""
+
+    config: RunConfig
+    nodes: int  # nodes of the train stage
+    root: Path  # folder of all runs
+    folder: Path | None = None  # parent of a new run, if not `root`: the directory of a sweep
+    run: RunDir | None = None  # the run to resume; None for a new one
+    name: str | None = None  # name of a new run; None: the recipe's name with the next free number
+    local: bool = False  # whether the nodes are launchers on this machine
+    precompile: Precompile = "auto"
+    # `always` compiles the graphs again whatever exists; `never` compiles the rest in training.
+    force: bool = False  # whether a run that is predicted not to fit is only warned of
+    dry_run: bool = False  # whether to write nothing; refusals are then returned
+    check_layout: bool = True  # whether to compare the layout with the planner's
+    check_weights: bool = True  # whether to check `train.init_from`
+    find_graphs: bool = True  # whether to look for a run that has compiled its graphs
+    slurm: SlurmClient | None = None  # whose limits are checked; None: no job is submitted
+    # Fetches the recipe's published data, if they are missing; None: their absence is an error.
+    fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
+    claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
+
+
+def has_precompile(request: RunRequest, config: RunConfig) -> bool:
+    """Whether the run has a precompile stage if no graphs exist."""
+    if request.precompile == "never":
+        return False
+    return request.precompile == "always" or needs_precompile(config)
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that can be launched."""
+
+    config: RunConfig  # the configuration with layout and inputs resolved
+    mesh: Mesh
+    run: RunDir
+    scripts: dict[Stage, str]  # text of each stage's batch script
+    # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
+    excluded: Sequence[str] = ()
+    fit: FitCheck | None = None  # the planner's prediction; None if there is none
+    warnings: Sequence[str] = ()  # why Slurm may start the jobs late, or on unequal nodes
+    refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
+    missing_data: Sequence[str] = ()  # after a dry run: which data are missing
+    limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
+    compiles: bool = True  # whether precompile has graphs, or a micro batch to measure
+    graphs_from: str | None = None  # run whose graphs are used; None: precompile first
+    is_new: bool = False  # whether `prepare` created the directory
+    rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
+    from_scratch: bool = False  # whether to start again from step 0, whatever was saved
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of a resume's settings
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return STAGES if self.compiles and self.graphs_from is None else ("train",)
+
+    @property
+    def from_step(self) -> int:
+        if not self.config.recipe.worker.has_model:
+            return max(saved_steps(self.run, self.config), default=0)
+        return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
+
+    @property
+    def command_line(self) -> str | None:
+        """The next attempt's command of a trainer of another project, filled in."""
+        if (command := self.config.recipe.command) is None:
+            return None
+        attempt = max((folder.number + 1 for folder in self.run.attempts("train")), default=0)
+        return command_line(
+            command, command_values(self.run, self.config, attempt, self.mesh.nodes)
+        )
+
+    def mesh_json(self) -> dict[str, Any]:
+        """Return the mesh for JSON; of a trainer of another project its size alone."""
+        has_model = self.config.recipe.worker.has_model
+        return self.mesh.to_json() if has_model else self.mesh.size_json()
+
+    @property
+    def shell_defaults(self) -> dict[str, str]:
+        """Variable of the user's shell → option of sbatch that it sets; no other variable does."""
+        sources = ((source, path.removeprefix("slurm.")) for path, _, source in self.config.rows())
+        return {source: name for source, name in sources if source.startswith("SBATCH_")}
+
+    @property
+    def all_warnings(self) -> list[str]:
+        return [*(self.fit.warnings if self.fit is not None else ()), *self.warnings]
+
+    @property
+    def all_refusals(self) -> list[str]:
+        return [*self.refusals, *self.limit_faults, *self.missing_data]
+
+    def require_startable(self) -> None:
+        """Raise after a dry run what a submission would raise without data, or beyond limits."""
+        name = self.config.recipe.name
+        if self.limit_faults:
+            raise ConfigError(_NEVER_STARTS % name, self.limit_faults)
+        if self.missing_data:
+            raise ConfigError(f"{name} has no training data", self.missing_data)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What was chosen of a run: its nodes, and the settings that were open."""
+
+    config: RunConfig
+    nodes: int
+    run: RunDir
+    mesh: Mesh
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the checks of a layout returned."""
+
+    config: RunConfig  # with the initial weights
+    fit: FitCheck | None
+    warnings: Sequence[str]
+    refusals: Sequence[str]
+    limit_faults: Sequence[str]
+
+
+def prepare(request: RunRequest) -> PreparedRun:
+    """Check a run, then write its configuration, plan and scripts.
+
+    Nothing is written before all checks have passed, and nothing at all in a dry run.
+
+    Raises:
+        ConfigError: the layout does not fit, or the backend cannot train the run.
+        DataError: an input is unusable.
+        RunError: the name is taken, or the initial weights are no checkpoint of this model.
+    """
+    _require_access(request)
+    layout = choose(request)
+    checks = check(request, layout)
+    config, run = checks.config, layout.run
+    missing: Sequence[str] = ()
+    if config.recipe.worker.has_model:
+        config, missing = _resolve_data(request, config)
+    else:
+        config = with_folder(config)
+    if request.dry_run:
+        prepared = _render(request, layout, checks, config, run)
+        refusals, limit_faults = checks.refusals, checks.limit_faults
+        return replace(prepared, refusals=refusals, limit_faults=limit_faults, missing_data=missing)
+    if request.run is None:
+        folder = request.folder or request.root
+        run = claim_run(folder, request.name, config.recipe.name, config.cluster)
+        if request.claimed is not None:
+            # It takes the run's lock: of two that reuse a directory only one goes on.
+            request.claimed(run)
+            remove_half_record(run)
+    try:
+        # After the claim: an adopted archive's manifest is stored in the run's directory, and may
+        # bring the micro batch that its run measured.
+        graphs_from = (
+            _find_graphs(request, layout.nodes, config, run) if request.find_graphs else None
+        )
+        prepared = replace(
+            _render(request, layout, checks, config, run),
+            graphs_from=graphs_from,
+            is_new=request.run is None,
+            rederived=_damaged_files(run) if run.jobs.is_file() else (),
+        )
+        if graphs_from is None:
+            _check_limits(request, layout, ("precompile",))
+        write_run(prepared)
+    except BaseException:
+        if request.run is None:
+            remove_unsubmitted(run)
+        raise
+    return prepared
+
+
+def _render(
+    request: RunRequest, layout: Layout, checks: Checks, config: RunConfig, run: RunDir
+) -> PreparedRun:
+    prepared = render_run(config, layout.nodes, run)
+    compiles = has_precompile(request, config)
+    return replace(prepared, fit=checks.fit, warnings=checks.warnings, compiles=compiles)
+
+
+def check(request: RunRequest, layout: Layout) -> Checks:
+    """Check the settings of a run; its data are checked later.
+
+    Raises:
+        ConfigError: with the first faults; in a dry run all are returned.
+    """
+    config, fit = layout.config, None
+    title = f"{config.recipe.name}: these settings cannot be used here"
+    refusals = _refuse(request, title, site_faults(config, request.local))
+    if config.recipe.worker.has_model:
+        title = f"backend {config.backend} cannot train {config.recipe.name} like this"
+        refusals += _refuse(request, title, _setting_faults(request, layout))
+        fit, fit_refusals = _check_fit(request, layout)
+        refusals += fit_refusals
+        config = _with_weights(request, config)
+    warnings, limit_faults = _check_limits(request, layout, STAGES)
+    return Checks(config, fit, warnings, refusals, limit_faults)
+
+
+def _with_weights(request: RunRequest, config: RunConfig) -> RunConfig:
+    """Return the configuration with the path of its initial weights, which are checked."""
+    weights = config.recipe.train.init_from
+    if not request.check_weights or weights is None:
+        return config
+    from slurmllm.train.checkpoint.catalogue import find_checkpoint, newest_verified
+    from slurmllm.train.checkpoint.state import require_model
+
+    source = find_checkpoint(weights, request.root)
+    if isinstance(source, RunDir):  # the workers verify the checksums
+        source, _ = newest_verified(source, checksums=False)
+    source = source.absolute()
+    require_model(source, config.recipe.model)
+    return config.with_settings("train", init_from=str(source))
+
+
+def _require_access(request: RunRequest) -> None:
+    """Raise if the profile is for planning only, or the run is another user's; limit the umask."""
+    cluster = request.config.cluster
+    if cluster.planning_only is not None:
+        fix = "choose another --cluster (`slurmllm recipes --clusters`)"
+        title = f"cluster profile {cluster.name} is for planning only"
+        raise ConfigError(title, [f"{cluster.planning_only}; {fix}"])
+    if request.run is not None:
+        require_own(request.run, cluster.trusted_group)
+    if not request.dry_run:
+        limit_umask(cluster)
+        forget_site()
+
+
+def choose(request: RunRequest) -> Layout:
+    """Return the run's directory, with `parallel.auto` and the number of nodes resolved."""
+    config = request.config
+    if request.precompile == "never" and config.recipe.worker.has_model:
+        config = config.with_settings("train", incomplete_graphs="compile")
+    folder = request.folder or request.root
+    run = request.run or new_run(folder, request.name, config.recipe.name)
+    unsupported = load_environment(config.backend).unsupported
+    if config.recipe.parallel.auto or config.open_settings():
+        config = _resolve_open(request, config, unsupported)
+    nodes = _largest_node_count(config, request.nodes)
+    try:
+        config = adapt_to_nodes(config, nodes)
+        mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+    except MeshError as error:
+        if not request.check_layout or config.cluster.hardware is None:
+            raise
+        from slurmllm.plan.fit_check import mesh_fixes
+
+        fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
+        raise ConfigError(error.title, [error.rule, *fixes]) from None
+    return Layout(config, nodes, run, mesh)
+
+
+def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupported) -> RunConfig:
+    """Return the configuration with the settings that the planner chooses.
+
+    Without hardware figures a recipe's `parallel: auto` is data parallelism alone.
+    """
+    from slurmllm.plan.fit_check import check_fit, choose_parallel
+
+    nodes = request.nodes
+    auto, source = config.origins.get("parallel.auto", "default"), "no hardware figures"
+    if config.cluster.hardware is None and not auto.startswith("--set"):
+        if config.recipe.parallel.auto:
+            log.warning(
+                "profile %s has no hardware figures to choose a layout by: data parallelism "
+                "alone; `slurmllm calibrate` measures them, --set parallel.tensor=… sets degrees",
+                config.cluster.name,
+            )
+        config = config.with_settings("train", dict.fromkeys(config.open_settings(), source))
+        return config.with_settings("parallel", {"parallel.auto": source}, auto=False)
+    resumes, fewest = request.run is not None, config.recipe.slurm.min_nodes or nodes
+    choose = partial(
+        choose_parallel, config, unsupported=unsupported, resumes=resumes, force=request.force
+    )
+    chosen = choose(nodes)
+    if fewest < nodes:
+        with suppress(ConfigError):  # shards are the largest on the fewest nodes
+            fit = check_fit(chosen, fewest, unsupported, chosen=True)
+            if fit is not None and fit.refusals:
+                return adapt_to_nodes(choose(fewest), nodes)
+    return chosen
+
+
+def _refuse(request: RunRequest, title: str, faults: Sequence[str], hint: str = "") -> list[str]:
+    """Raise ConfigError if there are faults; in a dry run return them."""
+    if faults and not request.dry_run:
+        raise ConfigError(title, [*faults, hint] if hint else faults)
+    return list(faults)
+
+
+def _setting_faults(request: RunRequest, layout: Layout) -> list[str]:
+    """Return why the backend cannot train a run with these settings."""
+    config, mesh = layout.config, layout.mesh
+    recipe = config.recipe
+    faults = list(load_environment(config.backend).unsupported(config))
+    weights = recipe.train.finetune
+    if weights and not config.is_trial and recipe.train.init_from is None:
+        fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
+        fix += "`slurmllm checkpoint import` made"
+        if isinstance(weights, str):
+            fix = f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
+            fix += "--set train.init_from=weights"
+        faults.append(
+            "train.init_from: not set, and this recipe starts from trained weights "
+            f"(train.finetune); {fix}"
+        )
+    if request.precompile == "never" and mesh.unmeasured:
+        faults.append(
+            "train.micro_batch: auto: the precompile stage measures it; leave out --precompile "
+            "never, or set a number"
+        )
+    profile, workers = recipe.profile, mesh.world_size
+    if profile.steps is not None and max(profile.ranks) >= workers:
+        fault = (
+            f"profile.ranks: {max(profile.ranks)}: the run has {workers} workers; choose ranks "
+            f"from 0 to {workers - 1}"
+        )
+        if request.run is None:
+            faults.append(fault)
+        else:  # the profile may be over
+            log.warning("%s, or profile.steps=null", fault)
+    if not faults:
+        faults += plugin_faults(config)
+    if request.run is not None:
+        warn_if_changed(config, request.run)
+    return faults
+
+
+def _check_fit(request: RunRequest, layout: Layout) -> tuple[FitCheck | None, list[str]]:
+    config = layout.config
+    if not request.check_layout or config.cluster.hardware is None:
+        return None, []
+    from slurmllm.plan.fit_check import check_fit
+
+    # The fewest nodes: shards of the model are the largest there.
+    fewest = min(layout.nodes, config.recipe.slurm.min_nodes or layout.nodes)
+    fit = check_fit(
+        config,
+        fewest,
+        load_environment(config.backend).unsupported,
+        reuse.measured_micro_batch(layout.run),
+        chosen=request.config.recipe.parallel.auto,
+        force=request.force,
+        resumes=request.run is not None,
+    )
+    title = (
+        f"the planner predicts that {config.recipe.name} does not fit into the memory of "
+        f"{fewest} node(s) of {config.cluster.name}"
+    )
+    hint = "if the prediction is wrong, --force submits all the same"
+    return fit, _refuse(request, title, fit.refusals if fit is not None else (), hint)
+
+
+def _check_limits(
+    request: RunRequest, layout: Layout, stages: Sequence[Stage]
+) -> tuple[Sequence[str], list[str]]:
+    """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
+    faults, limits = list[str](), LimitCheck()
+    # A value that Slurm would misread is refused before data are fetched.
+    options = {
+        stage: directives(stage, layout.config, layout.run, layout.nodes) for stage in STAGES
+    }
+    if request.slurm is None:
+        return (), []
+    site = Site(request.slurm)
+    for stage in stages:
+        if stage == "precompile" and not has_precompile(request, layout.config):
+            continue
+        limits = check_limits(read_options(options[stage]), site)
+        option = "--time " if stage == "train" else "--set slurm.precompile_time="
+        for fault in limits.faults:
+            faults.append(f"{stage} job: {fault}".replace("--time ", option))
+    if stages == STAGES and not limits.faults and not request.dry_run:
+        faults = []  # whether the precompile job is needed shows later
+    title = _NEVER_STARTS % layout.config.recipe.name
+    return limits.warnings, _refuse(request, title, faults)
+
+
+def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
+    """Return the configuration with its inputs, fetched if requested, and what is missing."""
+    located = locate(config, request.root)
+    missing = missing_data(config, request.root, located)
+    if request.fetch is not None and located.missing:
+        if request.dry_run:
+            log.warning("--fetch would download the data first: %s", missing[0])
+            # Without a corpus among them, a submission would fail after the download.
+            missing = [] if "corpus" in located.values else missing
+        else:
+            request.fetch(config, request.root, located.missing)
+    config = resolve_inputs(config, request.root, build=not request.dry_run)
+    if config.is_trial:
+        log.warning(
+            "TRIAL RUN: with --data builtin, %s trains on the source files of this machine's "
+            "Python instead of %s; its losses cannot be compared with the recipe's",
+            config.recipe.name,
+            " and ".join(config.recipe.data.sources) or "a corpus",
+        )
+    return config, missing
+
+
+def _largest_node_count(config: RunConfig, nodes: int) -> int:
+    """Return the largest possible node count up to `nodes`, if slurm.min_nodes permits fewer."""
+    least = config.recipe.slurm.min_nodes
+    if least is None or least >= nodes:
+        return nodes
+    title, option = "the range of nodes is not possible", f"--nodes {least}-{nodes}"
+    if load_environment(config.backend).precompile_nodes(config, nodes) > replica_nodes(config):
+        text = f"{option}: graphs of backend {config.backend} are for one node count; give one"
+        raise ConfigError(title, [text])
+    possible = possible_nodes(config, least, nodes)
+    if least not in possible:
+        others = ", ".join(map(str, possible)) or "none of them"
+        text = f"{option}: {least} is not possible with this mesh and global batch; {others} is"
+        raise ConfigError(title, [text])
+    if possible[-1] < nodes:
+        log.warning("%s: %d nodes at most, by mesh and global batch", option, possible[-1])
+    return possible[-1]
+
+
+def site_faults(config: RunConfig, local: bool) -> list[str]:
+    """Return the faults of a run's settings for this site that are known on this machine."""
+    notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
+    faults += container_faults(config.cluster, local)
+    for warning in setup_warnings(config.cluster.setup):
+        log.warning("%s", warning)
+    if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
+        faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
+    if notify.command and shutil.which(notify.command[0]) is None:
+        fix = "is not a program here; name it with its folder"
+        faults.append(f"slurm.notify.command: {notify.command[0]} {fix}")
+    if config.recipe.trackers and config.cluster.trackers.network:
+        from slurmllm.core.config.trackers import missing
+
+        faults += missing(config, config.recipe.trackers)
+    return faults
+
+
+def render_run(config: RunConfig, nodes: int, run: RunDir) -> PreparedRun:
+    """Compute mesh and scripts, with `parallel.auto` resolved; write nothing; raise ConfigError."""
+    mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+    python = config.cluster.python or sys.executable
+    scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}
+    return PreparedRun(config, mesh, run, scripts)
+
+
+def _damaged_files(run: RunDir) -> tuple[str, ...]:
+    """Return the reasons for which files of `write_run` are missing or damaged."""
+    reasons = []
+    try:
+        load_mesh(run.plan)
+    except StorageError as error:
+        reasons.append(str(error).partition("; ")[0])
+    for path in map(run.script, STAGES):
+        try:
+            if not read_limited(path).startswith(b"#!/bin/bash\n"):
+                reasons.append(f"{path} is damaged")
+        except OSError as error:
+            reasons.append(f"cannot read {path}: {error.strerror}")
+    return tuple(reasons)
+
+
+def write_run(prepared: PreparedRun) -> None:
+    run = prepared.run
+    save(prepared.config, run)
+    save_mesh(prepared.mesh, run.plan)
+    for stage, script in prepared.scripts.items():
+        write_atomic(run.script(stage), script)
+    run.logs.mkdir(parents=True, exist_ok=True)
+
+
+def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir) -> str | None:
+    """Return the run that compiled all graphs of this one; None if the precompile stage must run.
+
+    Another run's archive is adopted if it is complete and trusted. Raises StorageError.
+    """
+    local, group = request.local, config.cluster.trusted_group
+    if request.precompile != "always" and not needs_precompile(config):
+        return None
+    if request.precompile == "always":
+        reuse.delete_manifest(run)
+        return None
+    if os.path.lexists(run.graphs_manifest):
+        try:
+            load_manifest(run, group)
+        except StorageError as error:
+            log.warning("ignoring the compiled graphs of %s: %s", run.name, error)
+            reuse.delete_manifest(run)
+    # `compile` trains with an incomplete archive: what is missing is compiled on the way.
+    any_ok = config.recipe.train.incomplete_graphs == "compile" and run.graphs_manifest.is_file()
+    if any_ok or reuse.has_all_graphs(config, nodes, local, run):
+        return GraphManifest.load(run.graphs_manifest).reused_from or run.name
+    refused = []
+    for source in reuse.find(config, nodes, local, run):
+        reason = reuse.link_or_copy_graphs(source, run, group)
+        if reason is None:
+            return GraphManifest.load(run.graphs_manifest).reused_from
+        refused.append(f"run {source.name!r}, which has them: {reason}")
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        fix = "--set cluster.trusted_group=GROUP uses those of a group's members"
+        log.warning("compiling the graphs, not using those of %s%s; %s", refused[0], more, fix)
+    elif reason := reuse.other_processor(config, nodes, local, run):
+        log.warning("compiling the graphs, not using those of %s", reason)
+    return None

@@ -1,0 +1,183 @@
+"""The rules of resuming a run: which settings may change, what is refused, what is warned of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from slurmllm.core.config.load import read_summary, summarize
+from slurmllm.core.config.recipe import Recipe
+from slurmllm.core.config.resolve import RunConfig, change, changed_settings
+from slurmllm.core.errors import RunError
+from slurmllm.core.run.records import JobsRecord, Submission
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
+from slurmllm.launch.supervise.exclusion import to_avoid
+from slurmllm.launch.supervise.run_state import (
+    is_active,
+    process_elsewhere,
+    read_records,
+    sweep_process,
+)
+from slurmllm.train.checkpoint.catalogue import require_recorded, usable_steps
+from slurmllm.train.checkpoint.state import require_same_settings
+from slurmllm.train.schedules import check_decay_start, moved_decay_end
+
+log = logging.getLogger(__name__)
+_ENDING_S = 60.0  # for a run's last save, and for Slurm to end its job
+_POLL_S = 1.0
+
+
+class Changes(NamedTuple):
+    """What a resume changes of a run: the arguments of `config.resolve.change`, and its start."""
+
+    cluster: str | None
+    overrides: Sequence[str]
+    options: Mapping[str, tuple[str, Any]]
+    from_scratch: bool  # whether it starts again from step 0, without the checkpoints
+
+
+def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Submission | None:
+    """Return the last submission of a run, or None if there is none; RunError if it has not ended.
+
+    If the run has recorded its end or was cancelled, its last processes are waited for first.
+
+    `force`: a process that cannot be seen from this machine counts as ended.
+    """
+    last = JobsRecord.of(run).last
+    process = sweep_process(run) if last is None else process_elsewhere(run, client)
+    if process is not None and not force:
+        raise RunError(
+            f"{run.name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
+            f"there, or `slurmllm resume {run.name} --force` if that process is gone"
+        )
+    if active := last is not None and process is None and is_active(run, client):
+        records = read_records(run, read_summary(run.config))
+        ending = records.ended or records.cancelled
+        deadline = time.monotonic() + (_ENDING_S if ending else 0.0)
+        if ending:
+            text = "waiting up to %.0f s for the last processes of %s to end"
+            log.warning(text, _ENDING_S, run.name)
+        while active and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            active = is_active(run, client)
+        if active and ending:
+            raise RunError(
+                f"the last processes of {run.name} still run; type this command again when "
+                "`squeue` no longer shows its jobs"
+            )
+    if active:
+        raise RunError(
+            f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
+            f"`slurmllm cancel {run.name}` first"
+        )
+    return last
+
+
+def prepare_resume(request: RunRequest, changes: Changes, last: Submission | None) -> PreparedRun:
+    """Prepare a run to be continued.
+
+    Args:
+        request: The run, with its present configuration; if jobs are submitted, those do without
+            nodes that failed the run.
+        changes: What is changed of it.
+        last: The run's last submission.
+    """
+    assert request.run is not None
+    run, before, client = request.run, request.config, request.slurm
+    config = changed_config(before, changes)
+    earlier, recipe = before.recipe, config.recipe
+    is_done = read_records(run, summarize(before)).done
+    request = replace(request, config=config)
+    if not recipe.worker.has_model:
+        _check_command(run, earlier, recipe, is_done, changes.from_scratch)
+    else:
+        _check_recipe(run, earlier, recipe, changes.from_scratch)
+        if is_done and recipe.train.steps <= earlier.train.steps:
+            raise RunError(
+                f"{run.name} is done: it has trained all its {earlier.train.steps} steps; --set "
+                "train.steps=… with more of them continues it"
+            )
+        if not changes.from_scratch and recipe.checkpoint.replica is None:
+            require_recorded(run)  # a worker finds out too, hours in the queue later
+        # A layout that has trained before has shown that it fits.
+        has_fitted = last is not None and request.nodes == last.nodes
+        request = replace(
+            request,
+            check_layout=not has_fitted or _layout(config) != _layout(before),
+            check_weights=recipe.train.init_from != earlier.train.init_from,
+        )
+    prepared = prepare(request)
+    changed, avoid = changed_settings(before, prepared.config), list[str]()
+    if client is not None:
+        avoid = to_avoid(client, run, prepared.scripts["train"], recipe.slurm.exclude)
+    return replace(prepared, excluded=avoid, from_scratch=changes.from_scratch, changes=changed)
+
+
+def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
+    """Return a run's configuration with changes, in which settings of its last jobs are reset."""
+    recipe, overrides = config.recipe, list(changes.overrides)
+    # The job that the last submission waited for has ended.
+    if recipe.slurm.dependency is not None:
+        overrides.insert(0, "slurm.dependency=null")
+    if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
+        overrides.insert(0, "slurm.min_nodes=null")
+    if not changes.from_scratch and recipe.worker.has_model:
+        # The warm-up keeps its steps, if another train.steps would change them.
+        optim, names = recipe.optim, {text.partition("=")[0].strip() for text in overrides}
+        sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
+        if optim.warmup_ratio is not None and not sets_warmup and "train.steps" in names:
+            steps = optim.warmup(recipe.train.steps)
+            overrides[:0] = ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
+    has_options = any(value for _, value in changes.options.values())
+    if changes.cluster is None and not overrides and not has_options:
+        return config
+    return change(config, changes.cluster, overrides, changes.options)
+
+
+def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: bool) -> None:
+    """Raise ConfigError if the checkpoints do not permit a change; warn of what it does."""
+    if from_scratch:
+        return
+    steps = usable_steps(run)
+    require_same_settings(run, recipe, run.checkpoint(max(steps)) if steps else None)
+    if not steps:
+        return
+    check_decay_start(before, recipe, max(steps))
+    if warning := moved_decay_end(before, recipe, max(steps)):
+        log.warning("%s", warning)
+    earlier, later = before.eval, recipe.eval
+    if later.every_steps and earlier.every_steps and earlier.sequences != later.sequences:
+        log.warning(
+            "eval.sequences: changed from %d to %d; losses of evaluations before and after are "
+            "means over different sequences",
+            earlier.sequences,
+            later.sequences,
+        )
+
+
+def _check_command(
+    run: RunDir, before: Recipe, recipe: Recipe, is_done: bool, from_scratch: bool
+) -> None:
+    """Raise RunError if a trainer of another project would not continue, or not from its start."""
+    if from_scratch:
+        raise RunError(
+            f"--from-scratch: the checkpoints of {run.name} are its trainer's, which decides where "
+            "it continues; remove them, or start another run"
+        )
+    if is_done and recipe.command == before.command:
+        raise RunError(
+            f"{run.name} is done: its command ended with exit code 0; change it with --set "
+            "command.run=…, or --set command.steps=… with more steps, to continue it"
+        )
+
+
+def _layout(config: RunConfig) -> tuple[Any, ...]:
+    """Return the settings that memory and speed depend on and that a resume may change."""
+    train = config.recipe.train
+    settings = (train.micro_batch, train.activation_checkpointing, train.precision)
+    return (config.cluster, config.backend, config.recipe.parallel, *settings)

@@ -1,0 +1,236 @@
+"""Monitoring of an attempt's launchers: signals passed on, deadlines, hangs, newer attempts."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+
+from slurmllm.core.config.operation import leaving_s
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import SlurmllmError, StorageError
+from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.safe_files import os_error_text
+from slurmllm.launch.supervise import attempts
+from slurmllm.launch.supervise.classify import failed_workers, is_echo, reported_all
+from slurmllm.launch.supervise.watchdog import LOOK_S, Watchdog
+
+POLL_S = 0.1
+REPEAT_SIGNAL_S = 5.0
+# From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
+# but one unresponsive one have reported, and otherwise.
+CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
+_FAILURES_LOOK_S = 0.5  # interval between looks at the shared file system
+HANG_GRACE_S = 60.0  # for launchers to notice the hang and dump stacks: NFS caches directories
+
+log = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """Records the first stop signal and time.monotonic() of its arrival."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.at = 0.0
+
+    def install(self) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.name is None:
+                self.name, self.at = signal.Signals(number).name, time.monotonic()
+
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+
+
+@dataclass
+class Observations:
+    """What the monitor observed while the launchers ran."""
+
+    failed_first: bool = False  # before any stop signal: a later signal is Slurm's clean-up
+    overran_s: float | None = None  # from the stop signal to the workers' forced end, if forced
+    hang: HangRecord | None = None
+    superseded_by: int | None = None
+    unwritable: str | None = None  # why the run directory could not be written
+    first_symptom_at: float | None = None  # Unix time of the first sign of the end
+    launchers_s: float = 0.0  # from the launchers' start to their end
+
+
+class AttemptMonitor:
+    """Waits for one attempt's launchers, or for the srun that started them."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        record: AttemptRecord,
+        config: RunConfig,
+        launchers: Sequence[subprocess.Popen[bytes]],
+        stop: StopSignals,
+    ) -> None:
+        self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
+        self._lead_s = config.recipe.slurm.signal_lead_s
+        limits = config.recipe.watchdog
+        self._watchdog: Watchdog | None = None
+        command = config.recipe.command
+        self._has_model = config.recipe.worker.has_model
+        if record.stage == "train" and limits.enabled:
+            reporting = None
+            if command is not None:
+                from slurmllm.core.metrics.following import printing_rank  # only such runs need it
+
+                reporting = [printing_rank(command.progress, record.world_size)]
+            self._watchdog = Watchdog(run, record, limits, reporting)
+        self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
+        self._next_look = time.monotonic() + self._look_s
+        self._failed_at: float | None = None
+        self._grace_s, self._next_failures_look = LAUNCHER_GRACE_S, 0.0
+        self._nodes: dict[str, NodeRecord] = {}
+        self._kill_at: float | None = None
+        self._refused = False  # whether the shared file system has refused a look
+        self.observed = Observations()
+        self._started = time.monotonic()
+
+    def wait(self) -> Observations:
+        signalled_at = -REPEAT_SIGNAL_S
+        while any(launcher.poll() is None for launcher in self._launchers):
+            now = time.monotonic()
+            # Repeated: launchers and workers ignore it until their handlers are installed.
+            if self._stop.name is not None and now - signalled_at >= REPEAT_SIGNAL_S:
+                signalled_at = now
+                self._note_symptom(now - self._stop.at)
+                self._send(signal.SIGUSR2)  # srun forwards it to the launchers
+            with self._tolerating():
+                self._check_failures(now)
+            # The time limit of the job is near, and the workers have not saved and left.
+            limited = self._stop.name is not None and self._record.job_id is not None
+            overran = limited and now - self._stop.at > leaving_s(self._lead_s)
+            if overran and self.observed.overran_s is None:
+                self.observed.overran_s, self._kill_at = now - self._stop.at, now
+            if now >= self._next_look:
+                self._next_look = now + self._look_s
+                with self._tolerating():
+                    self._look_at_next(now)
+                with self._tolerating():
+                    self._look(now)
+            if self._kill_at is not None and now >= self._kill_at:
+                self._send(signal.SIGKILL)
+            time.sleep(POLL_S)
+        self.observed.launchers_s = time.monotonic() - self._started
+        # The launchers may have noticed a newer attempt before this process did.
+        self._look_for_newer(time.monotonic())
+        return self.observed
+
+    def _send(self, number: signal.Signals) -> None:
+        for launcher in self._launchers:
+            if launcher.poll() is not None:
+                continue
+            below = []
+            # A killed launcher can no longer end what another project's workers started.
+            if number == signal.SIGKILL and not self._has_model:
+                with suppress(psutil.Error):
+                    below = psutil.Process(launcher.pid).children(recursive=True)
+            launcher.send_signal(number)
+            for process in below:
+                with suppress(psutil.Error):
+                    process.kill()
+
+    def _check_failures(self, now: float) -> None:
+        """After the first failure, give the other launchers a grace period."""
+        look = now >= self._next_failures_look
+        if look:
+            self._next_failures_look = now + _FAILURES_LOOK_S
+        if self._failed_at is None:
+            # The folder appears with the first failure record: one look at the shared file system
+            # for any number of nodes. The peers of a worker that was killed record failures too.
+            folder = self._run.attempt(self._record.stage, self._record.attempt).failure(0).parent
+            failed = any(launcher.poll() for launcher in self._launchers)
+            if not failed and not (look and folder.is_dir()):
+                return
+            self._failed_at, look = now, True
+            self._note_symptom()
+            self.observed.failed_first = self._stop.name is None
+        if look:
+            self._grace_s = self._grace()
+        # Never later than a deadline that has passed already.
+        if now - self._failed_at > self._grace_s:
+            self._kill_at = min(now, self._kill_at or now)
+
+    def _grace(self) -> float:
+        """Seconds from the first failure to the end of the other launchers."""
+        if self._record.stage == "precompile":
+            return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
+        try:
+            # The record of a node whose workers have all ended changes no more.
+            unreported = [n for n in self._record.nodes if not reported_all(self._nodes.get(n))]
+            self._nodes |= attempts.node_records(self._run, self._record, unreported)
+            failures, nodes = attempts.failure_records(self._run, self._record), self._nodes
+        except SlurmllmError:
+            return LAUNCHER_GRACE_S
+        # A node with a failure record is alive: its launcher waits for its other workers.
+        alive = {failure.node for failure in failures}
+        alive |= {name for name, node in nodes.items() if node.exit_codes}
+        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
+        all_reported = not pending or (len(pending) == 1 and pending[0] not in alive)
+        if self.observed.hang is not None:  # the cause is known, but stacks take time
+            return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
+        codes = [code for node in nodes.values() for code in node.exit_codes.values()]
+        if StorageError.exit_code in codes:  # the others' records may be late or never written
+            return LAUNCHER_GRACE_S
+        killed = any(worker.code < 0 for worker in failed_workers(nodes))
+        if killed or not all(map(is_echo, failures)):
+            return CLEAR_GRACE_S
+        return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
+
+    def _look_for_newer(self, now: float) -> None:
+        newer = attempts.newer_attempt(self._run, self._record.stage, self._record.attempt)
+        if newer is not None and self.observed.superseded_by is None:
+            self.observed.superseded_by = newer
+            self._note_symptom()
+            self._kill_at = now
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        """Go on while the shared file system refuses; the first refusal is logged."""
+        try:
+            yield
+        except OSError as error:
+            if not self._refused:
+                log.warning("the run directory cannot be read: %s; retrying", os_error_text(error))
+            self._refused = True
+
+    def _look_at_next(self, now: float) -> None:
+        # One call instead of a listing: attempts are numbered without gaps.
+        if self._run.attempt(self._record.stage, self._record.attempt + 1).path.is_dir():
+            self._look_for_newer(now)
+
+    def _look(self, now: float) -> None:
+        ending = self._failed_at is not None or self._kill_at is not None
+        hang = None if self._watchdog is None or ending else self._watchdog.look()
+        if hang is None:
+            return
+        self._note_symptom(hang.waited_s)
+        try:
+            hang.save(self._run.attempt("train", self._record.attempt).hang)
+        except StorageError as error:
+            # A full disk stops heartbeats and failure records too: it is the cause, not a hang.
+            self.observed.unwritable = str(error)
+            self._kill_at = now + LAUNCHER_GRACE_S
+            log.error("train attempt %d: %s", self._record.attempt, error)
+            return
+        self.observed.hang = hang
+        self._kill_at = now + HANG_GRACE_S
+        log.warning(
+            f"train attempt {self._record.attempt}: no progress for {hang.waited_s:.0f} s after "
+            f"step {hang.step} (limit {hang.limit_s:.0f} s): dumping stacks, then ending it"
+        )
+
+    def _note_symptom(self, ago_s: float = 0.0) -> None:
+        if self.observed.first_symptom_at is None:
+            self.observed.first_symptom_at = time.time() - ago_s

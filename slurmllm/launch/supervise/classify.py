@@ -1,0 +1,380 @@
+"""The table of endings: evidence of an attempt → class, reasons, blamed nodes.
+
+A pure function of records, so that every row is tested without a cluster.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from slurmllm.core.errors import (
+    EXIT_OK,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_REQUEUE,
+    ConfigError,
+    StorageError,
+)
+from slurmllm.core.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
+from slurmllm.core.run.records import (
+    EndingClass,
+    FailureRecord,
+    HangRecord,
+    LaunchFailure,
+    NodeRecord,
+)
+
+# Signals that a process raises by a fault of its own code; others come from outside.
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+# Exit codes (errors.py) of workers that could not write a failure record, most specific first.
+_EXITS: Mapping[int, EndingClass] = {
+    4: "storage_failure",
+    2: "bad_configuration",
+    71: "divergence",
+    EXIT_OUT_OF_MEMORY: "out_of_memory",
+}
+# The class of a launch that failed, by whose fault it is; a node_failure for all others.
+LAUNCH_ENDINGS: Mapping[str, EndingClass] = {
+    "request": "bad_configuration",
+    "user": "bad_configuration",
+    "storage": "storage_failure",
+    "memory": "out_of_memory",
+    "limit": "advance_signal",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that is known of an attempt that has ended."""
+
+    expected_nodes: Sequence[str]
+    nodes: Mapping[str, NodeRecord]
+    failures: Sequence[FailureRecord] = ()
+    slurm_state: str = "RUNNING"  # at the end; of a local job see `LocalAllocation.state`
+    step_out_of_memory: bool = False  # whether Slurm's accounting reports OUT_OF_MEMORY
+    down_nodes: Sequence[str] = ()  # nodes that Slurm reports as unusable
+    stop_signal: str | None = None  # the stop signal, if it came before any failure
+    overran_s: float | None = None  # from that signal to the forced end, if forced
+    uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
+    hang: HangRecord | None = None  # found by the watchdog
+    stacks: Sequence[str] = ()  # locations of the workers of a hang, one line each
+    # Rank → last lines of the log, for workers that failed without a record.
+    log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    superseded_by: int | None = None
+    unwritable: str | None = None  # why the run directory cannot be written
+    launch: LaunchFailure | None = None  # how srun failed
+    leaving: str = "saved and left"  # what workers did that were asked to stop
+    unfinished: str = ""  # why a trainer of another project may have ended before its last step
+
+    @property
+    def unreported(self) -> list[str]:
+        """The nodes whose launchers did not record how all their workers ended."""
+        return [n for n in self.expected_nodes if not reported_all(self.nodes.get(n))]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a launcher has started its workers or reported an error."""
+        records = self.nodes.values()
+        return bool(self.failures) or any(n.pids or n.exit_codes or n.error for n in records)
+
+    @property
+    def exit_codes(self) -> list[int]:
+        return [code for node in self.nodes.values() for code in node.exit_codes.values()]
+
+    @property
+    def finished(self) -> bool:
+        codes, launchers_ok = self.exit_codes, all(n.error is None for n in self.nodes.values())
+        return bool(codes) and not any(codes) and launchers_ok and not self.unreported
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended; `evidence` has the reasons, one line each.
+
+    `started` is False if it ended before its launchers were started.
+    """
+
+    ending: EndingClass
+    evidence: tuple[str, ...]
+    blamed_nodes: tuple[str, ...] = ()
+    started: bool = True
+    launch: LaunchFailure | None = None  # how srun failed, if no launcher had begun
+
+
+class FailedWorker(NamedTuple):
+    """A worker that failed by itself, not ended by its launcher."""
+
+    rank: int
+    code: int
+    node: str
+
+
+def classify(evidence: Evidence) -> Ending:
+    """Classify the ending; the first matching row of the table wins."""
+    return next(ending for ending in _rows(evidence) if ending is not None)
+
+
+def _rows(evidence: Evidence) -> Iterator[Ending | None]:
+    """Yield the rows of the table, in its order; None if a row does not match."""
+    nodes, launch, stop_signal = evidence.nodes, evidence.launch, evidence.stop_signal
+    if evidence.superseded_by is not None:
+        reason = f"superseded by attempt {evidence.superseded_by} of another supervisor"
+        yield Ending("superseded", (reason,))
+    incomplete = tuple(evidence.uncompiled) if evidence.finished else ()
+    if evidence.finished and not incomplete:
+        note = (evidence.unfinished,) if evidence.unfinished else ()
+        yield Ending("done", (f"all {len(evidence.exit_codes)} workers finished", *note))
+    if evidence.slurm_state == "CANCELLED":
+        yield Ending("cancelled", ("the job was cancelled",))
+    if evidence.step_out_of_memory:
+        yield Ending("out_of_memory", ("Slurm: the step ran out of host memory", *incomplete))
+    if incomplete:
+        cut = (f"{stop_signal} came before the compiler was done",) if stop_signal else ()
+        yield Ending("compile_failure", (*cut, *incomplete))
+    codes = {*evidence.exit_codes}
+    if not evidence.unreported and EXIT_REQUEUE in codes and not codes - {EXIT_OK, EXIT_REQUEUE}:
+        yield Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: {evidence.leaving}",))
+    yield _hang(evidence)
+    if launch is not None and not evidence.begun and stop_signal is None:
+        # Slurm refused the launchers, or could not start them, by no fault of a node.
+        ending = launch_ending(launch, evidence.expected_nodes)
+        yield None if ending.ending == "node_failure" else ending
+    down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
+    if down:
+        message = () if launch is None else (launch.text,)
+        refusal = None if evidence.begun else launch
+        lines = (f"Slurm: {', '.join(down)} down", *message)
+        yield Ending("node_failure", lines, down, launch=refusal)
+    for failure in evidence.failures:
+        if matches(failure.message, "port"):  # another process took it first: no node is to blame
+            reason = f"rank {failure.rank} on {failure.node}: {failure.message}"
+            yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
+    yield _by_failure(evidence)
+    if evidence.unwritable is not None:  # most records could not be written either
+        yield Ending("storage_failure", (evidence.unwritable,))
+    # Workers with a failure record have been judged by it: echoes, or one was the cause.
+    failed = workers_without_failure_record(nodes, evidence.failures)
+    for exit_code, ending_class in _EXITS.items():
+        for rank, code, name in failed:
+            if code == exit_code:
+                how = f"ended with exit code {code} and could not write why"
+                yield Ending(ending_class, (f"rank {rank} on {name} {how}",))
+    yield _launcher_error(evidence)
+    yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
+    if evidence.overran_s is not None:
+        reason = f"{stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
+        yield Ending("advance_signal", (reason,))
+    yield _unreported(evidence)
+    if evidence.failures:
+        first = min(evidence.failures, key=lambda failure: failure.time)
+        reason = f"communication: rank {first.rank} on {first.node}: {first.message}"
+        yield Ending("node_failure", (reason,))
+    yield _by_workers(evidence, failed)
+    rank, code, _ = failed[0] if failed else (-1, -1, "")
+    reason = f"rank {rank} ended with exit code {code} and wrote no reason; see its log"
+    yield Ending("code_error", (reason,))
+
+
+def _hang(evidence: Evidence) -> Ending | None:
+    """A hang, unless a worker failed by itself before the others were found waiting for it."""
+    hang = evidence.hang
+    if hang is None or any(f.time < hang.found_at and not is_echo(f) for f in evidence.failures):
+        return None
+    if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
+        return None
+    return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
+
+
+def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
+    """Return the ending of an attempt on `nodes` by Slurm's message; `started`: workers had begun.
+
+    Only a node that a message about nodes names is blamed, unless it names most of them.
+    """
+    fix = (
+        f"refused: {', '.join(failure.options)}; correct slurm.directives of the recipe or "
+        "cluster.directives of the profile, then `slurmllm resume`"
+    )
+    lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
+    blamed = failure.accused if len(failure.accused) <= max(len(nodes) // 2, 1) else ()
+    ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
+    return Ending(ending, lines, blamed, started, None if started else failure)
+
+
+def reported_all(node: NodeRecord | None) -> bool:
+    """Whether a node's launcher recorded how all of its workers ended."""
+    if node is None:
+        return False
+    return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
+
+
+def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
+    return [
+        FailedWorker(rank, code, name)
+        for name, node in nodes.items()
+        for rank, code in sorted(node.exit_codes.items())
+        if code not in (EXIT_OK, EXIT_REQUEUE) and rank not in node.stopped_ranks
+    ]
+
+
+def workers_without_failure_record(
+    nodes: Mapping[str, NodeRecord], failures: Sequence[FailureRecord]
+) -> list[FailedWorker]:
+    recorded = {failure.rank for failure in failures}
+    return [worker for worker in failed_workers(nodes) if worker.rank not in recorded]
+
+
+def hang_text(hang: HangRecord) -> list[str]:
+    lines = [
+        f"no progress for {hang.waited_s:.0f} s in phase {hang.phase} after step {hang.step} "
+        f"(limit {hang.limit_s:.0f} s)"
+    ]
+    if hang.unresponsive_nodes:
+        lines.append(f"{', '.join(hang.unresponsive_nodes)} stopped responding")
+    if hang.behind:
+        ranks = ", ".join(map(str, hang.behind[:8])) + (" …" if len(hang.behind) > 8 else "")
+        lines.append(f"behind the others: rank {ranks}")
+    return lines
+
+
+def _by_failure(evidence: Evidence) -> Ending | None:
+    """The earliest failure record that is not an echo of another worker's failure."""
+    primary = [f for f in evidence.failures if not is_echo(f)]
+    if not primary:
+        return None
+    first = min(primary, key=lambda failure: failure.time)
+    reason = (f"rank {first.rank} on {first.node}: {first.error}: {first.message}",)
+    if first.blame == "user":
+        return Ending("bad_configuration", reason)
+    if first.error == "StaleGraphsError":
+        return Ending("stale_graphs", reason)
+    if first.error == "DivergenceError":
+        return Ending("divergence", reason)
+    out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
+    if out_of_memory or matches(_full_message(first), "memory"):
+        return Ending("out_of_memory", reason)
+    if first.error == "PluginError":  # its message is the plugin's, whatever it reads like
+        return Ending("code_error", reason)
+    node = evidence.nodes.get(first.node)
+    if node is not None and node.oom_kills and "killed by signal 9" in first.message:
+        return Ending("out_of_memory", reason)  # a process that reads data
+    if first.exit_code == 4:
+        return Ending("storage_failure", reason)
+    if device_fault(first):
+        return Ending("node_failure", reason, (first.node,))
+    if matches(_full_message(first), "compiler"):
+        return Ending("compile_failure", reason)
+    if first.blame == "infrastructure":
+        return Ending("node_failure", reason, (first.node,))
+    if matches(_full_message(first), "storage", "storage_lasting"):
+        return Ending("storage_failure", reason)
+    return Ending("code_error", reason)
+
+
+def device_fault(failure: FailureRecord) -> bool:
+    return matches(_full_message(failure), "device")
+
+
+def _full_message(failure: FailureRecord) -> str:
+    return f"{failure.error} {failure.message}"
+
+
+def is_echo(failure: FailureRecord) -> bool:
+    return meaning_of(_full_message(failure)) == "lost_peer"
+
+
+def _launcher_error(evidence: Evidence) -> Ending | None:
+    errors = [evidence.nodes[n].error_code for n in evidence.expected_nodes if n in evidence.nodes]
+    by_user = len(errors) == len(evidence.expected_nodes) and {*errors} == {ConfigError.exit_code}
+    for name, node in evidence.nodes.items():
+        if node.error is not None:
+            if by_user:  # what no node accepts is no node's fault
+                return Ending("bad_configuration", (f"{name}: {node.error}",))
+            # Not a node's own disk: that is a NodeError.
+            shared = node.error_code == StorageError.exit_code
+            if shared and matches(node.error, "storage", "storage_lasting"):
+                return Ending("storage_failure", (f"{name}: {node.error}",))
+            # If its port was taken, another process took it first, which may be gone next time.
+            blamed = () if meaning_of(node.error) == "port" else (name,)
+            return Ending("node_failure", (f"{name}: {node.error}",), blamed)
+    return None
+
+
+def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending | None:
+    """What a log explains; else the first worker's signal; else a log with a lost peer."""
+    echo = unexplained = None
+    for worker in workers:
+        cause = cause_line(evidence.log_tails.get(worker.rank, ()))
+        if cause is None:
+            by_signal = _unexplained(worker, evidence)
+            # Which of several was killed first, nobody knows.
+            if by_signal is not None and by_signal.ending == "out_of_memory":
+                return by_signal
+            unexplained = unexplained or by_signal
+            continue
+        line, meaning = cause
+        reason = f"rank {worker.rank} on {worker.node} {how_ended(worker.code)}: "
+        ending, blamed = ENDINGS[meaning]
+        blamed_nodes = (worker.node,) if blamed else ()
+        by_log = Ending(ending, (f"{reason}{line.strip()[:400]}",), blamed_nodes)
+        if meaning != "lost_peer":
+            return by_log
+        echo = echo or by_log
+    return unexplained or echo
+
+
+def how_ended(code: int) -> str:
+    """Return `ended with exit code 1`, `ended by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended by signal {-code}"  # a real-time signal
+
+
+def _unexplained(worker: FailedWorker, evidence: Evidence) -> Ending | None:
+    rank, code, name = worker
+    how = how_ended(code).removeprefix("ended by ")
+    if code >= 0:
+        return None
+    if -code in CRASHES:
+        return Ending("code_error", (f"rank {rank} on {name} crashed with {how}",))
+    if evidence.overran_s is not None:
+        return None  # the supervisor may have sent the signal
+    if -code == signal.SIGKILL and (kills := evidence.nodes[name].oom_kills):
+        reason = f"rank {rank} on {name} was ended by SIGKILL: out of host memory"
+        return Ending("out_of_memory", (f"{reason} (the kernel's oom_kill there: {kills})",))
+    reason = f"rank {rank} on {name} was ended by {how} from outside"
+    if -code == signal.SIGBUS:
+        reason = (
+            f"rank {rank} on {name}: SIGBUS: memory, or a file mapped into it, could not be read"
+        )
+    return Ending("node_failure", (reason,), (name,))
+
+
+def _unreported(evidence: Evidence) -> Ending | None:
+    """Nodes whose launchers did not record how their workers ended."""
+    names = evidence.unreported
+    if not names:
+        return None
+    if evidence.stop_signal is not None:
+        reason = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
+        return Ending("advance_signal", (reason,))
+    lines, launch = list[str](), evidence.launch
+    if launch is not None:
+        # The request, the program or a log cannot end a step that has begun.
+        other = launch.fault in ("unknown", "result", "request", "user", "storage")
+        explained = not other and {*launch.nodes} <= {*names}
+        if explained or not evidence.begun:
+            return launch_ending(launch, evidence.expected_nodes, evidence.begun)
+        lines = [launch.text] if launch.message else []
+        if launch.fault == "result":  # a node on which a task ended has responded
+            names = [name for name in names if name not in launch.nodes]
+    if names:
+        lines.insert(0, f"{', '.join(names)} stopped responding")
+    # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
+    # failed.
+    few = len(names) <= max(len(evidence.expected_nodes) // 2, 1)
+    return Ending("node_failure", tuple(lines), tuple(names) if few else ())

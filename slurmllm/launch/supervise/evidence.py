@@ -1,0 +1,143 @@
+"""The evidence of an attempt after its launchers have ended: records, logs, Slurm's state."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.errors import SlurmError, StorageError
+from slurmllm.core.log import message_of
+from slurmllm.core.metrics.row_reader import last_row_of
+from slurmllm.core.run.artifact_records import GraphManifest
+from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.core.run.rundir import RunDir, read_all
+from slurmllm.core.run.safe_files import open_regular, write_error
+from slurmllm.core.slurm.error_texts import launch_failure
+from slurmllm.launch.graphs.archive import faults
+from slurmllm.launch.supervise import attempts, stacks
+from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.launch.supervise.attempt_monitor import Observations
+from slurmllm.launch.supervise.classify import (
+    Evidence,
+    reported_all,
+    workers_without_failure_record,
+)
+from slurmllm.launch.supervise.exclusion import has_failed
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+
+_TAIL_BYTES = 32 * 1024
+
+
+def gather_evidence(
+    run: RunDir,
+    record: AttemptRecord,
+    allocation: Allocation,
+    observed: Observations,
+    stop_signal: str | None,
+    launchers: Sequence[subprocess.Popen[bytes]] = (),
+    command: CommandConfig | None = None,
+) -> Evidence:
+    """Collect what an ending is classified by; StorageError if a record cannot be read."""
+    nodes = attempts.node_records(run, record)
+    failures = attempts.failure_records(run, record)
+    # The state first: accounting, from which the next lines read, lags behind SIGTERM by seconds.
+    deadline = time.monotonic() + (3.0 if stop_signal == "SIGTERM" else 0.0)
+    while (slurm_state := allocation.state()) in ("RUNNING", "COMPLETING"):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
+    out_of_memory, down_nodes = False, list[str]()
+    if isinstance(allocation, SlurmAllocation):
+        rows = allocation.client.accounting(allocation.job_id)
+        out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
+        with suppress(SlurmError):
+            states = allocation.client.node_states()
+            down_nodes = [n for n in record.nodes if n in states and has_failed(states[n])]
+    hang, lines = observed.hang, tuple[str, ...]()
+    if hang is not None:
+        hang, lines = _with_stacks(run, record, hang, nodes)
+    folder = run.attempt(record.stage, record.attempt).path
+    ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
+    tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
+    of_trainer = {} if command is None else _of_trainer(run, record, command)
+    return Evidence(
+        **of_trainer,
+        expected_nodes=record.nodes,
+        nodes=nodes,
+        failures=failures,
+        slurm_state=slurm_state,
+        step_out_of_memory=out_of_memory,
+        down_nodes=down_nodes,
+        stop_signal=stop_signal,
+        overran_s=observed.overran_s,
+        uncompiled=_uncompiled(run) if record.stage == "precompile" else (),
+        hang=hang,
+        stacks=lines,
+        log_tails=dict(zip(ranks, tails, strict=True)),
+        superseded_by=observed.superseded_by,
+        unwritable=observed.unwritable or write_error(folder),
+        # srun's own lines are in the stage's log, which rank 0 shares.
+        launch=launch_failure(
+            launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
+        ),
+    )
+
+
+def _uncompiled(run: RunDir) -> Sequence[str]:
+    with suppress(StorageError):  # no manifest, or a damaged one
+        return faults(GraphManifest.load(run.graphs_manifest), run)
+    return ("no archive of compiled graphs was written",)
+
+
+def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> dict[str, str]:
+    """Return how a trainer of another project left, and whether it may have ended early."""
+    last = None
+    with suppress(OSError):
+        last = last_row_of(run.metrics(record.attempt))
+    closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
+    newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
+    where = (
+        "no complete checkpoint is known"
+        if newest is None
+        else f"newest checkpoint: step {newest.step}"
+    )
+    ended = "asked to save, and left"
+    if command.stop_signal is None:
+        ended = "ended without saving, as command.save_signal is none"
+    fields = {"leaving": f"{ended}; {where}"}
+    if last is not None and command.steps is not None and int(last["step"]) < command.steps:
+        reason = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
+        fields["unfinished"] = reason
+    return fields
+
+
+def _with_stacks(
+    run: RunDir, record: AttemptRecord, hang: HangRecord, nodes: Mapping[str, NodeRecord]
+) -> tuple[HangRecord, tuple[str, ...]]:
+    """Add what the stacks show: without suspects by phase, those of the outliers are suspect."""
+    locations = stacks.read_locations(run.attempt(record.stage, record.attempt))
+    # A launcher that could not even end its workers was frozen itself.
+    frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
+    if not hang.unresponsive_nodes and 0 < len(frozen) < len(record.nodes):
+        hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
+    if not hang.suspects:
+        node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
+        suspects = (node_of[r] for r in stacks.outliers(locations) if r in node_of)
+        hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(suspects))})
+    return hang, stacks.stack_lines(locations)
+
+
+def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
+    """Return the end of a worker's log; rank 0 shares the stage's log with earlier attempts."""
+    try:
+        with open_regular(run.worker_log(record.stage, record.attempt, rank)) as stream:
+            stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
+            lines = stream.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    begin = f"{record.stage} attempt {record.attempt}"
+    starts = [index for index, line in enumerate(lines) if message_of(line).startswith(begin)]
+    return lines[starts[0] :] if rank == 0 and starts else lines

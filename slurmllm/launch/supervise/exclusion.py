@@ -1,0 +1,261 @@
+"""Excluded nodes: recorded with evidence and an end, kept out of requeued and new jobs.
+
+A node is excluded only with evidence that is about it (`records.NodeEvidence`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from slurmllm.core.config.load import load
+from slurmllm.core.errors import SlurmError, UserError
+from slurmllm.core.run.error_patterns import matches
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    ExcludedNode,
+    ExcludedNodes,
+    JobsRecord,
+    NodeEvidence,
+    NodeHealth,
+)
+from slurmllm.core.run.rundir import STAGES, RunDir
+from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
+from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.launch.supervise.attempts import failure_records, load_attempts, node_records
+from slurmllm.launch.supervise.classify import Ending, device_fault, reported_all
+from slurmllm.launch.supervise.policy import (
+    HOUR_S,
+    NodeFault,
+    exclusion_hours,
+    failing_nodes,
+    lines_about,
+)
+
+POLL_S = 2.0
+SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
+_UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
+
+log = logging.getLogger(__name__)
+
+
+def excluded(run: RunDir) -> list[ExcludedNode]:
+    now, record = time.time(), ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    return [node for node in record.nodes if node.until > now]
+
+
+def failing(
+    run: RunDir, record: AttemptRecord, ending: Ending, allocation: Allocation
+) -> dict[str, NodeFault]:
+    """Return the faults of the nodes to exclude after an attempt; empty if local."""
+    if not ending.blamed_nodes or not isinstance(allocation, SlurmAllocation):
+        return {}
+    closed = record.model_copy(update=vars(ending))  # with its evidence and the nodes it blames
+    attempts = (attempt for stage in STAGES for attempt in load_attempts(run, stage))
+    earlier = [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)]
+    return failing_nodes(closed, earlier, _proven(run, closed, allocation))
+
+
+def _proven(
+    run: RunDir, closed: AttemptRecord, allocation: SlurmAllocation
+) -> dict[str, NodeEvidence]:
+    """Return the evidence against the blamed nodes of an attempt that is about the node itself."""
+    client, paths = allocation.client, run.attempt(closed.stage, closed.attempt)
+    broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
+    reported = node_records(run, closed, closed.blamed_nodes)
+    states = _node_states(client)
+    proven: dict[str, NodeEvidence] = {}
+    silent = []
+    for name in closed.blamed_nodes:
+        health = NodeHealth.find(paths.health(name)) or NodeHealth(node=name)
+        lines = lines_about(closed.evidence, name)
+        if name in broken or any(matches(line, "device") for line in lines):
+            proven[name] = "hardware"
+        elif name in states and has_failed(states[name]):
+            proven[name] = "slurm"
+        elif any(finding.check != "answer" for finding in health.of("fail")):
+            proven[name] = "check"
+        elif name in allocation.all_nodes[1:] and not reported_all(reported.get(name)):
+            silent.append(name)
+    if silent:
+        # srun may fail everywhere: no answer is evidence only if this node gets one.
+        asked = [allocation.all_nodes[0], *silent]
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda name: client.responds(allocation.job_id, name), asked))
+        for name, answer in zip(silent, answers[1:], strict=True):
+            if answer:
+                log.info("%s is healthy for Slurm and responds: not excluded", name)
+            elif answers[0]:
+                proven[name] = "no_answer"
+    return proven
+
+
+def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[ExcludedNode]:
+    """Record the nodes that an attempt lost; returns them."""
+    if not failing:
+        return []
+    longest, now = load(run.config).recipe.slurm.exclude_hours, time.time()
+    record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    before = {node.node: node for node in record.nodes}
+    new = []
+    for name, (evidence, reason) in failing.items():
+        count = 1 + (before[name].exclusions if name in before else 0)
+        until = now + exclusion_hours(count, longest) * HOUR_S
+        fields = {"node": name, "reason": reason, "evidence": evidence, "exclusions": count}
+        new.append(ExcludedNode.model_validate({**fields, "since": now, "until": until}))
+    other_nodes = (node for name, node in before.items() if name not in failing)
+    ExcludedNodes(nodes=(*other_nodes, *new)).save(run.excluded)
+    return new
+
+
+def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
+    for node in (node for node in nodes if node.evidence == "hardware"):
+        try:
+            client.drain(node.node, f"slurmllm: {node.reason}"[:200])
+            log.info("%s is drained: %s", node.node, node.reason)
+        except SlurmError as error:
+            log.warning("%s is not drained (slurm.drain): %s", node.node, error)
+
+
+def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]:
+    """End the exclusion of nodes, in the run's pending jobs too; returns those jobs.
+
+    Raises a UserError if the run does not exclude a node.
+    """
+    record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    recipe = load(run.config).recipe.slurm.exclude
+    recipe_nodes = client.hostnames(recipe) if recipe else []
+    last = JobsRecord.of(run).last
+    lists = excluded_by_jobs(client, last.own_jobs if last is not None else ())
+    excluded_names = {node.node for node in excluded(run)}.union(*lists.values())
+    for name in names:
+        if name in recipe_nodes:
+            raise UserError(f"{name} is excluded by slurm.exclude {recipe}, which `resume` changes")
+        if name not in excluded_names:
+            listed = ", ".join(sorted(excluded_names)) or "none"
+            raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
+    other_nodes = tuple(node for node in record.nodes if node.node not in names)
+    ExcludedNodes(nodes=other_nodes).save(run.excluded)
+    changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
+    for job, nodes in changed.items():
+        try:
+            client.exclude(job, [name for name in nodes if name not in names])
+        except SlurmError as error:
+            if "no longer pending" not in str(error):  # it has started meanwhile
+                raise
+    return list(changed)
+
+
+def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list[str]]:
+    """Return the nodes that each pending job excludes, those of the recipe included."""
+    queue = client.queue(jobs).values()
+    lists = {job.job_id: job.excluded for job in queue if job.state == "PENDING" and job.excluded}
+    return {job: client.hostnames(nodes) for job, nodes in lists.items()}
+
+
+def to_avoid(client: SlurmClient, run: RunDir, script: str, exclude: str | None) -> list[str]:
+    """Return the excluded nodes without which a new job can start, the latest ones first.
+
+    `exclude` is the recipe's exclusion, which Slurm applies too.
+    """
+    names = [node.node for node in reversed(excluded(run))]
+    return nodes_to_avoid(client, script, (), names, exclude)
+
+
+def usable(state: str) -> bool:
+    """Whether Slurm would start a job on a node in this state (sinfo's long form)."""
+    return not any(fault in state for fault in _UNUSABLE)
+
+
+def has_failed(state: str) -> bool:
+    """Whether a node's state, in sinfo's long form, is evidence against it."""
+    # A node that is drained, rebooted or powered down (`powering_down`) has not failed.
+    return re.match(r"down|fail|error|unknown|.*\*$", state) is not None
+
+
+def failed_nodes(allocation: Allocation) -> list[str] | None:
+    """Return the nodes that Slurm counts as failed: none if it is silent; None without Slurm."""
+    if not isinstance(allocation, SlurmAllocation):
+        return None
+    return [name for name, state in _node_states(allocation.client).items() if has_failed(state)]
+
+
+def _node_states(client: SlurmClient) -> Mapping[str, str]:
+    """Return the state of every node; none, with a warning, if Slurm does not answer soon."""
+    try:
+        return retry_unreachable(client.node_states, POLL_S)  # the ending is not recorded yet
+    except SlurmError as error:
+        log.warning("the states of the nodes are unknown: %s", error)
+        return {}
+
+
+def nodes_to_avoid(
+    client: SlurmClient,
+    script: str,
+    lost: Sequence[str],
+    excluded_before: Sequence[str],
+    exclude: str | None = None,
+    job_id: str | None = None,
+) -> list[str]:
+    """Return the nodes to exclude: as many of those lost, and excluded before, as possible.
+
+    If the job could not start without those lost, none is excluded, after a wait until Slurm has
+    noticed the loss or they respond. `job_id` is this process's job, which holds the nodes; without
+    it they are not asked.
+    """
+    candidates = list(dict.fromkeys([*lost, *excluded_before]))
+    for count in range(len(candidates), max(len(lost), 1) - 1, -1):
+        avoid = [*([exclude] if exclude else []), *candidates[:count]]
+        if retry_unreachable(partial(client.can_start, script, avoid)):
+            return sorted(candidates[:count])
+    if not lost:
+        return []
+    names = " ".join(lost)
+    log.info("no spare node for %s: waiting until Slurm notices the loss", names)
+    deadline = time.monotonic() + SLURM_NOTICE_S
+    while time.monotonic() < deadline:
+        states = (retry_unreachable(client.node_states).get(name, "unknown") for name in lost)
+        if not all(map(usable, states)):
+            break
+        if job_id is not None and all(client.responds(job_id, name) for name in lost):
+            log.info("no spare node for %s, which responds: not excluded", names)
+            break
+        time.sleep(POLL_S)
+    return []
+
+
+def requeue(
+    client: SlurmClient,
+    job_id: str,
+    avoid: Sequence[str],
+    excluded: str | None,
+    avoided_before: bool = False,
+    backoff_s: float = 0.0,
+) -> None:
+    """Requeue this process's job, away from some nodes, in `backoff_s` seconds or later.
+
+    Slurm refuses a new ExcNodeList or start time while the job runs and accepts them once the
+    requeue has begun; the caller must ignore the SIGTERM that comes with it. `excluded` is the
+    recipe's exclusion, which the new list replaces; `avoided_before`: the job may have a list
+    already. Raises a SlurmError if Slurm refuses, or does not respond for some minutes.
+    """
+    try:
+        retry_unreachable(lambda: client.requeue(job_id))
+    except SlurmError as error:
+        # The job is pending if Slurm noticed the dead node first and requeued it.
+        if "pending" not in str(error):
+            raise
+        log.info("job %s: Slurm has already requeued it", job_id)
+    if avoid or avoided_before:
+        names = [*([excluded] if excluded else []), *avoid]
+        retry_unreachable(lambda: client.exclude(job_id, names))
+    if avoid:
+        log.info("job %s excludes %s from now on", job_id, " ".join(avoid))
+    if backoff_s:
+        retry_unreachable(lambda: client.delay(job_id, backoff_s))
+        log.info("job %s waits at least %.0f s", job_id, backoff_s)

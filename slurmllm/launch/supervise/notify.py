@@ -1,0 +1,172 @@
+"""What a supervisor sends to other services: notifications, and metrics to trackers.
+
+A command is called by a thread when an attempt starts and when it ends. Nothing waits for it while
+the run has work to do; the supervisor's last act is to wait a few seconds for what is under way,
+unless a notification took too long.
+
+Metrics are sent by a child process of the lowest priority, which reads the run directory
+(`track.sync`): nothing waits for a tracker, and nothing is lost with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from slurmllm.core.config.operation import NotifyEvent
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.run.records import CONTINUES, AttemptRecord
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.train.control.rendezvous import die_with_parent
+
+TIMEOUT_S = 10.0  # for a command to end
+LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
+_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
+_LONGEST = 1000  # characters of the text
+NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
+_FIELDS = {
+    *("stage", "attempt", "job_id", "nodes", "started_at", "ended_at", "ending", "action"),
+    *("evidence", "blamed_nodes", "first_step", "last_step", "checkpoint_after"),
+}
+
+log = logging.getLogger(__name__)
+
+
+class Notifier:
+    """Sends the notifications of one run that `slurm.notify` asks for."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._config = run, config
+        self._notify = config.recipe.slurm.notify
+        self._sending: list[threading.Thread] = []
+        self._slow = False  # whether a notification has taken too long
+
+    def started(self, record: AttemptRecord) -> None:
+        if record.stage == "train":
+            self._send("start", record, f"started on {len(record.nodes)} node(s)")
+
+    def closed(self, record: AttemptRecord) -> None:
+        event = event_of(record)
+        if event is not None:
+            step = "" if record.last_step is None else f", after step {record.last_step}"
+            ending = f"{record.ending} → {record.action}{step}: {'; '.join(record.evidence)}"
+            self._send(event, record, ending)
+
+    def wait(self) -> None:
+        """Wait for what is under way; not at all after a notification that took too long."""
+        deadline = time.monotonic() + LAST_WAIT_S
+        for thread in self._sending:
+            while thread.is_alive() and not self._slow and time.monotonic() < deadline:
+                thread.join(0.05)
+        if any(thread.is_alive() for thread in self._sending):
+            log.warning("notification: not delivered before the end of the supervisor")
+
+    def _send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
+        notify = self._notify
+        if not notify.command or event not in notify.on:
+            return
+        job = f" of job {record.job_id}" if record.job_id else ""
+        line = f"{self._run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
+        message = {
+            "text": line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…",
+            "event": event,
+            "run": self._run.name,
+            "run_dir": str(self._run.path),
+            "steps": self._config.recipe.steps,
+            "time": time.time(),
+            **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
+        }
+        # A daemon: the interpreter does not wait for it at its exit.
+        thread = threading.Thread(target=self._deliver, args=(message,), daemon=True)
+        with diagnostic("notifications"):  # no more threads, for one
+            thread.start()
+            self._sending.append(thread)
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        begin = time.monotonic()
+        fault = self._call(message)
+        self._slow |= time.monotonic() - begin >= TIMEOUT_S
+        if fault is not None:
+            log.warning("notification of %s not delivered: %s", message["event"], fault)
+
+    def _call(self, message: dict[str, Any]) -> str | None:
+        """Return why the command did not take the message; None if it did."""
+        command = self._notify.command
+        try:
+            done = subprocess.run(
+                command,
+                input=json.dumps(message).encode(),
+                env={**os.environ, NOTIFICATION: message["text"]},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{command[0]} has not ended after {TIMEOUT_S:g} s"
+        except (OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
+            return f"{command[0]} cannot be started: {cause}"
+        return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else None
+
+
+def event_of(record: AttemptRecord) -> NotifyEvent | None:
+    """Return the event that a closed attempt is; None if there is nothing to announce."""
+    if record.ending == "superseded" or (record.stage, record.action) == ("precompile", "finish"):
+        return None
+    if record.ending == "divergence":
+        return "divergence"
+    if record.action in CONTINUES:
+        return "requeue"
+    return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"
+
+
+class Tracking:
+    """The child process of one attempt; nothing without `trackers`, or without a network."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._names = run, config.recipe.trackers
+        self._enabled = bool(self._names) and config.cluster.trackers.network
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self, stage: Stage) -> None:
+        if not self._enabled or stage != "train":
+            return
+        if self._child is not None and self._child.poll() is None:
+            return  # of an earlier attempt in this job; it sends those of this one too
+        command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"]
+        command += ["track", "sync", str(self._run.path), "--supervised"]
+        with diagnostic("trackers"):
+            output = open_append(self._run.track_log)
+            with os.fdopen(output, "wb", buffering=0) as stream:
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    preexec_fn=die_with_parent,
+                )
+
+    def stop(self, *, requeued: bool) -> None:
+        """Have it send the last steps and wait for that; if requeued, the next attempt does."""
+        if self._child is None:
+            return
+        if not requeued:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.terminate()
+                if self._child.wait(_LAST_STEPS_S) == 0:
+                    return
+            log.warning(
+                f"trackers: {' and '.join(self._names)} may lack the last steps; see "
+                f"{self._run.track_log}, then `slurmllm track sync {self._run.name}`"
+            )
+        self._child.kill()
+        self._child.wait()

@@ -1,0 +1,186 @@
+"""The action after an ending: restart, requeue, chain, stop or finish; its wait; excluded nodes.
+
+Pure functions of records, so that a simulation of months runs the supervisor's own policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from slurmllm.core.config.recipe import Recipe
+from slurmllm.core.run.error_patterns import matches
+from slurmllm.core.run.records import Action, AttemptRecord, EndingClass, NodeEvidence, Restart
+
+# requeue and chain exclude each other: `slurm.restart`.
+_QUEUE: tuple[Action, ...] = ("requeue", "chain")
+_RESTART: tuple[Action, ...] = ("restart", *_QUEUE)
+# By class, in order of preference: the first that is possible is taken.
+ACTIONS: Mapping[EndingClass, tuple[Action, ...]] = {
+    "done": ("finish",),
+    "advance_signal": _QUEUE,
+    "node_failure": _RESTART,
+    "hang": _RESTART,
+    "out_of_memory": ("stop",),
+    "compile_failure": ("stop",),
+    "bad_configuration": ("stop",),
+    "storage_failure": _QUEUE,  # if the failure is transient
+    "code_error": ("stop",),
+    "divergence": ("stop",),  # _RESTART after a roll-back
+    "stale_graphs": _RESTART,  # with graphs of its own
+    "no_progress": ("stop",),
+    "cancelled": ("stop",),
+    "superseded": ("stop",),
+}
+# The classes with a budget: its field in the recipe, and the name of the class in messages.
+BUDGETS: Mapping[EndingClass, tuple[str, str]] = {
+    "node_failure": ("failure_budget", "node failures"),
+    "hang": ("hang_budget", "hangs"),
+    "storage_failure": ("storage_budget", "failures of the shared file system"),
+}
+
+
+class NodeFault(NamedTuple):
+    """Why a node is excluded."""
+
+    evidence: NodeEvidence
+    reason: str
+
+
+MAX_BACKOFF_S = 3600.0
+HOUR_S = 3600.0
+
+
+def decide(
+    closed: AttemptRecord,
+    earlier: Sequence[AttemptRecord],
+    recipe: Recipe,
+    *,
+    rolled_back: bool = False,
+    started: bool = True,
+    restart_mode: Restart = "requeue",
+    in_allocation: bool = False,
+) -> AttemptRecord:
+    """Decide the action after an attempt; the only place that does, for both stages.
+
+    `earlier` are the attempts of the stage since the last submission, oldest first; `rolled_back`,
+    after a divergence: the workers chose a checkpoint to go back to; `restart_mode`: how the run
+    continues after the end of its job; `in_allocation`: the job holds enough healthy nodes for new
+    workers. Returns the record with action and backoff. If a limit is reached, the evidence names
+    it; the class becomes `no_progress` after too many attempts without a new checkpoint.
+    """
+    assert closed.ending is not None
+    actions = ACTIONS[closed.ending]
+    if closed.stage == "precompile" and closed.ending == "compile_failure":
+        if recipe.train.incomplete_graphs == "compile":
+            message = "train.incomplete_graphs: compile: the train stage starts all the same"
+            return _with_action(closed, "finish", (*closed.evidence, message))
+    elif closed.stage == "precompile" and started and "requeue" in actions:
+        actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
+    elif closed.ending == "divergence" and rolled_back:
+        actions = _RESTART
+    elif closed.ending == "storage_failure" and not is_transient(closed.evidence):
+        actions = ("stop",)
+    if "requeue" not in actions:
+        return _with_action(closed, actions[0])
+    if restart_mode == "none":
+        message = "slurm.restart is none: `slurmllm resume` continues the run"
+        return _with_action(closed, "stop", (*closed.evidence, message))
+    limits = recipe.slurm
+    idle = 0  # attempts in a row, this one included, without a new checkpoint
+    for attempt in takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier))):
+        idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
+    if idle >= limits.no_progress_limit and closed.ending != "divergence":
+        message = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
+        evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
+        return _with_action(closed, "stop", evidence).model_copy(update={"ending": "no_progress"})
+    backoff = 0.0
+    if closed.ending in BUDGETS:
+        field, name = BUDGETS[closed.ending]
+        budget, hours = int(getattr(limits, field)), limits.budget_hours
+        begin = _end(closed) - hours * HOUR_S
+        within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
+        used = 1 + sum(attempt.ending == closed.ending for attempt in within)
+        if used > budget:
+            message = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
+            return _with_action(closed, "stop", (*closed.evidence, message))
+        backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
+    # Not twice in a row without a new checkpoint: other nodes may be better. The first time there
+    # is no backoff, as the nodes wait too.
+    if in_allocation and "restart" in actions and idle <= 1:
+        return _with_action(closed, "restart")
+    return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
+
+
+def _with_action(
+    closed: AttemptRecord, action: Action, evidence: tuple[str, ...] | None = None
+) -> AttemptRecord:
+    evidence = closed.evidence if evidence is None else evidence
+    return closed.model_copy(update={"action": action, "backoff_s": 0.0, "evidence": evidence})
+
+
+def backoff_s(first_s: float, failures: int) -> float:
+    """Return the wait before the next start after some failures in a row, doubled with each."""
+    # Not 2.0 ** failures: with a high limit of attempts a float overflows.
+    return min(first_s * 2.0 ** min(failures - 1, 20), MAX_BACKOFF_S)
+
+
+def is_transient(evidence: Sequence[str]) -> bool:
+    """Whether a storage failure may be over when the job starts again.
+
+    A file system that is read-only, stale or full is fixed by its administrators, or by the run's
+    own retention. A damaged file, a checkpoint that does not verify, an exceeded quota and a limit
+    on file sizes persist until the user acts.
+    """
+    lasting = any(matches(line, "storage_lasting") for line in evidence)
+    return not lasting and any(matches(line, "storage") for line in evidence)
+
+
+def failing_nodes(
+    closed: AttemptRecord, earlier: Sequence[AttemptRecord], proven: Mapping[str, NodeEvidence]
+) -> dict[str, NodeFault]:
+    """Return the fault of each node to exclude after an attempt.
+
+    `earlier` are of both stages, oldest first. One ending is enough with evidence that is about the
+    node (`proven`); without it, a node is excluded if the last two attempts there are blamed on it
+    and another node of the run was never blamed.
+    """
+    failing: dict[str, NodeFault] = {}
+    attempts = [a for a in (*earlier, closed) if a.ending not in ("superseded", "cancelled")]
+    other_nodes = {name for a in attempts for name in a.nodes} - {
+        name for a in attempts for name in a.blamed_nodes
+    }
+    for name in closed.blamed_nodes:
+        last = [a for a in attempts if name in (*a.nodes, *a.blamed_nodes)][-2:]
+        if name in proven:
+            naming = lines_about(closed.evidence, name)
+            reason = [*naming, *closed.evidence, str(closed.ending)][0]
+            failing[name] = NodeFault(proven[name], reason)
+        elif other_nodes and len(last) == 2 and all(name in a.blamed_nodes for a in last):
+            which = ", ".join(f"{a.stage} {a.attempt}" for a in last)
+            failing[name] = NodeFault("repeated", f"blamed for 2 attempts in a row: {which}")
+    return failing
+
+
+def lines_about(lines: Sequence[str], node: str) -> list[str]:
+    """Return the lines that name a node; `n1` is not in `n10` or `n1-b`."""
+    name = re.compile(rf"(?<![\w.-]){re.escape(node)}(?![\w-])")
+    return [line for line in lines if name.search(line)]
+
+
+def exclusion_hours(exclusions: int, longest: float) -> float:
+    """Return how long a node is excluded, the `exclusions`-th time: 1 h, 4 h, 16 h, …"""
+    return min(4.0 ** min(exclusions - 1, 20), longest)
+
+
+def gained(attempt: AttemptRecord) -> bool:
+    if attempt.steps_gained is not None:
+        return attempt.steps_gained > 0
+    before, after = attempt.checkpoint_before, attempt.checkpoint_after
+    return after is not None and (before is None or after > before)
+
+
+def _end(attempt: AttemptRecord) -> float:
+    return attempt.ended_at if attempt.ended_at is not None else attempt.started_at

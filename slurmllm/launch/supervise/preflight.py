@@ -1,0 +1,173 @@
+"""Before an attempt's launchers: every node checks itself, and gets the graphs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import StorageError
+from slurmllm.core.run.records import AttemptRecord, NodeHealth
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.launch.diagnose.bandwidth import with_bandwidth
+from slurmllm.launch.diagnose.probe import LaunchError, check_nodes
+from slurmllm.launch.graphs.archive import load_manifest, require_complete
+from slurmllm.launch.supervise.allocation import SLURMLLM, Allocation
+from slurmllm.launch.supervise.classify import Ending, launch_ending
+from slurmllm.train.backends.environment import (
+    BROADCAST,
+    broadcast_path,
+    make_cache_folder,
+    node_local_cache,
+    requires_graphs,
+)
+from slurmllm.train.control.rendezvous import free_port
+
+SHARED = "shared file system"
+_WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
+
+log = logging.getLogger(__name__)
+
+
+class Preparation:
+    """Checks of an allocation's nodes, and what is copied to them once for all attempts there."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        stage: Stage,
+        config: RunConfig,
+        allocation: Allocation,
+        stop: Callable[[], bool],
+    ) -> None:
+        self.run, self.stage, self.config = run, stage, config
+        self.allocation, self.stop = allocation, stop
+        self.failed_nodes: set[str] = set()  # of this job
+        self._sent_graphs = ""  # checksum of the graphs' archive that all nodes have
+
+    def prepare(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+        """Check the nodes and send the graphs to them, at the same time.
+
+        Returns the ending if a node fails its checks, which also ends the copying. The phase
+        `cache` is what the copying takes longer than the checks.
+        """
+        ended = threading.Event()
+
+        def stop() -> bool:
+            return ended.is_set() or self.stop()
+
+        # What the all-reduce reaches must not depend on a broadcast.
+        checks_first = self.config.cluster.health.bandwidth == "always"
+        ending = self._check(record, phases) if checks_first else None
+        if ending is not None:
+            return ending
+        with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as pool:
+            try:
+                graphs = pool.submit(self._broadcast_graphs, stop)
+                if not checks_first:
+                    ending = self._check(record, phases)
+                started = time.monotonic()
+                if ending is None:
+                    os.environ.update(graphs.result())
+                    phases["cache"] = time.monotonic() - started
+            finally:
+                ended.set()
+        return ending
+
+    def _check(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+        if not self.config.cluster.health.enabled:
+            return None
+        started = time.monotonic()
+        ending = preflight(self.run, record, self.config, self.allocation, self.stop)
+        phases["preflight"] = time.monotonic() - started
+        return ending
+
+    def _broadcast_graphs(self, stop: Callable[[], bool]) -> dict[str, str]:
+        """Copy the archive to every node's own disk; returns the launchers' variables."""
+        # The launchers of --local share the folder, and start at once.
+        make_cache_folder(self.config, self.run)
+        if self.stage == "precompile":
+            return {}
+        started = time.monotonic()
+        if not self.run.graphs_manifest.is_file():
+            if not requires_graphs(self.config):
+                return {}
+            raise StorageError(
+                f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
+                f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
+            )
+        manifest = load_manifest(self.run, self.config.cluster.trusted_group)
+        require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
+        if manifest.rejected or manifest.archive_sha256 == self._sent_graphs:
+            return {}  # in this job, to the spare nodes too
+        if self.failed_nodes:
+            return {BROADCAST: ""}  # sbcast would wait for them; the nodes read the shared archive
+        target = broadcast_path(Path(node_local_cache(self.config, self.run)))
+        archive = self.run.graphs_archive(manifest.archive)
+        fault = self.allocation.broadcast(archive, target, stop)
+        seconds = time.monotonic() - started
+        if fault is None:
+            self._sent_graphs = manifest.archive_sha256
+            log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
+        elif not stop():
+            log.warning("sbcast: %s; the nodes read %s", fault, archive)
+        return {BROADCAST: str(target)}
+
+
+def preflight(
+    run: RunDir,
+    record: AttemptRecord,
+    config: RunConfig,
+    allocation: Allocation,
+    stop: Callable[[], bool],
+) -> Ending | None:
+    """Check the nodes of an attempt and record the findings; returns the ending if one fails.
+
+    Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
+    """
+    try:
+        nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
+    except LaunchError as error:
+        return launch_ending(error.failure, record.nodes)
+    if nodes is not None and config.cluster.health.bandwidth == "always":
+        nodes = with_bandwidth(
+            nodes, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop
+        )
+    if nodes is None or stop():  # interrupted checks are incomplete: ignore them
+        return None
+    paths = run.attempt(record.stage, record.attempt)
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(lambda health: health.save(paths.health(health.node)), nodes.values()))
+    for name, health in nodes.items():
+        for finding in health.of("warn"):
+            log.warning("preflight: warning: %s: %s", name, finding.message)
+    return preflight_ending(nodes)
+
+
+def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:
+    """Return the ending if a node failed its checks.
+
+    A check that fails on all of several nodes is a fault of the profile, and blames none of them.
+    The shared file system is never a node's fault if all nodes fail with it.
+    """
+    failed = {name: health.of("fail") for name, health in nodes.items() if health.of("fail")}
+    if not failed:
+        return None
+    common = set.intersection(*({f.check for f in health.of("fail")} for health in nodes.values()))
+    of_first = next(iter(failed.values()))
+    if SHARED in common:
+        message = next(f.message for f in of_first if f.check == SHARED)
+        names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
+        return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
+    evidence = []
+    if common and len(nodes) > 1:
+        evidence += [f"preflight: all nodes: {f.message}" for f in of_first if f.check in common]
+        remaining = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
+        failed = {name: tuple(findings) for name, findings in remaining.items() if findings}
+    evidence += [f"preflight: {name}: {f.message}" for name, fs in failed.items() for f in fs]
+    return Ending("node_failure", tuple(evidence), tuple(failed), started=False)

@@ -1,0 +1,178 @@
+"""The logs of a node's workers: on the node's disk, collected into the run directory.
+
+Rank 0 writes to the log of the stage. The others write to files on the disk of their node, so that
+thousands of workers do not keep files open on the shared file system. The launcher copies them when
+its workers have ended, before it writes the node's final record. If the node's disk cannot be
+written, the workers write into the run directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import NodeError, StorageError
+from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage
+from slurmllm.core.run.safe_files import (
+    check_private_folder,
+    open_append,
+    open_lock,
+    open_regular,
+    os_error_text,
+    write_whole,
+)
+from slurmllm.train.backends.environment import make_cache_folder, node_disk
+
+MAX_LOG_BYTES = 64 << 20  # of a log in the run directory: the first BEGIN_BYTES and the end
+BEGIN_BYTES = 1 << 20
+# <stage>_<attempt>-<start of the attempt, Unix time in ms>-<node>: if a run is removed, another one
+# may have its name and its attempt's number.
+_FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
+_LOG = re.compile(r"^rank_(\d{5,})\.log$")
+
+log = logging.getLogger(__name__)
+
+
+class RankLogs:
+    """The logs of the workers that this launcher starts."""
+
+    def __init__(self, config: RunConfig, run: RunDir, record: AttemptRecord, node: str) -> None:
+        self._config, self._run, self._record, self._node = config, run, record, node
+        self._files: _LocalFiles | None = None
+        self._refused = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on the node's disk; None if the logs are in the run directory."""
+        return None if self._files is None else self._files.folder
+
+    def open(self, rank: int) -> int:
+        """Return a descriptor of a worker's new log; StorageError if no folder takes it."""
+        stage, number = self._record.stage, self._record.attempt
+        if not self._refused:
+            try:
+                if self._files is None:
+                    base = _logs_folder(self._config, self._run)
+                    start = f"{round(self._record.started_at * 1000)}-{self._node}"
+                    folder = base / f"{stage}_{number:03d}-{start}"
+                    with node_disk(f"make a folder in {base}"):
+                        base.mkdir(mode=0o700, exist_ok=True)
+                        check_private_folder(base)
+                        folder.mkdir(mode=0o700, exist_ok=True)
+                        self._files = _LocalFiles(folder, self._run, stage, number)
+                return open_append(self._files.path(rank))
+            except (NodeError, OSError) as error:
+                self._refused = True
+                cause = os_error_text(error) if isinstance(error, OSError) else str(error)
+                target = "are written to the run directory, not to its own disk"
+                log.warning("the logs of %s %s: %s", self._node, target, cause)
+        path = self._run.worker_log(stage, number, rank)
+        try:
+            return open_append(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {os_error_text(error)}") from error
+
+    def collect(self) -> None:
+        """After the workers have ended: copy all logs, then remove them unless a copy failed."""
+        if self._files is not None:
+            self._files.collect()
+            self._files = None
+
+
+class _LocalFiles:
+    """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
+
+    def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
+        self.folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
+        # Held as long as this process lives and by no other: workers do not inherit it.
+        self.lock = open_lock(folder / "lock")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.lock.close()
+            raise
+
+    def path(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank:05d}.log"
+
+    def collect(self) -> bool:
+        """Copy all logs, then remove them unless a copy failed; returns whether all were copied."""
+        complete = True
+        with self.lock:
+            for rank in self.ranks():
+                target = self._run.worker_log(self._stage, self._attempt, rank)
+                try:
+                    _copy(self.path(rank), target)
+                except OSError as error:
+                    complete = False
+                    fate = f"{os_error_text(error)}; it stays there until the next attempt"
+                    log.warning("cannot copy %s to %s: %s", self.path(rank), target.parent, fate)
+            if complete:
+                self.remove()
+        return complete
+
+    def ranks(self) -> list[int]:
+        matches = (_LOG.match(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a log that is not empty; of one over MAX_LOG_BYTES the middle is left out."""
+    with open_regular(path, follow=False) as source:
+        size = os.fstat(source.fileno()).st_size
+        if size == 0:
+            return
+        content = source.read(min(size, BEGIN_BYTES))
+        left_out = size - MAX_LOG_BYTES
+        if left_out > 0:
+            content += f"\n[{left_out} bytes left out]\n".encode()
+            source.seek(left_out, os.SEEK_CUR)
+        content += source.read(MAX_LOG_BYTES)
+    write_whole(target, content, durable=False)
+
+
+def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int) -> None:
+    """Collect the logs that killed launchers of earlier attempts left on this node."""
+    try:
+        base = _logs_folder(config, run)
+        check_private_folder(base)
+        folders = sorted(base.iterdir())
+    except (NodeError, OSError):  # there are none, or not of this user
+        return
+    for folder in folders:
+        match = _FOLDER.match(folder.name)
+        # An attempt of this number or a later one may have just begun.
+        if match is None or (match[1] == stage and int(match[2]) >= attempt):
+            continue
+        log_stage, number = cast("Stage", match[1]), int(match[2])
+        try:
+            record = AttemptRecord.find(run.attempt(log_stage, number).record)
+        except StorageError as error:  # it is not known whose logs they are
+            log.warning("%s; the logs in %s wait for the next attempt", error, folder)
+            continue
+        with suppress(OSError):  # its launcher may live: with --local several use one disk
+            files = _LocalFiles(folder, run, log_stage, number)
+            if record is None or round(record.started_at * 1000) != int(match[3]):
+                with files.lock:
+                    files.remove()  # of a removed run
+                continue
+            ranks = files.ranks()
+            if files.collect() and ranks:
+                workers = f"{len(ranks)} workers of {log_stage} attempt {number}"
+                log.info("collected the logs of %s, whose launcher was killed", workers)
+
+
+def _logs_folder(config: RunConfig, run: RunDir) -> Path:
+    cache = make_cache_folder(config, run)
+    return cache.with_name(f"{cache.name}.logs")

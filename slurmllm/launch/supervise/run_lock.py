@@ -1,0 +1,187 @@
+"""The lock of a run: one command at a time changes it.
+
+Commands hold `lock.json` while they submit or cancel jobs and record that, never while a run
+trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed by its time of
+change. The next command removes a lock that was left behind: of this machine if its process has
+ended, of another one if it has not been renewed for two minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.run.records import LockRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.safe_files import open_regular, user_name
+from slurmllm.launch.supervise.attempts import process_identity
+
+WAIT_S = 10.0  # for another command to end, before this one is refused
+RENEW_S = 3.0
+EXPIRES_S = 120.0  # a lock of another machine that was not renewed for so long
+_POLL_S = 0.1
+_MAX_BYTES = 4096
+
+
+@contextlib.contextmanager
+def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None]:
+    """Hold the lock of a run; SIGTERM and SIGHUP without a handler then act as Ctrl-C does.
+
+    `wait_s` (None: WAIT_S) is for another command to end. Raises a RunError if that holds the lock
+    for longer, a StorageError if it cannot be made.
+    """
+    descriptor = _acquire(run, verb, WAIT_S if wait_s is None else wait_s)
+    released = threading.Event()
+
+    def renew() -> None:
+        while not released.wait(RENEW_S):
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                previous[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        released.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            # Not the lock of another command that has found this one expired.
+            unchanged = os.path.samestat(os.fstat(descriptor), run.lock.lstat())
+            os.close(descriptor)
+            if unchanged:
+                run.lock.unlink()
+
+
+class _Holder(NamedTuple):
+    """A lock file and who made it."""
+
+    identity: tuple[int, int, int]  # device, inode, time of change, ns
+    changed_at: float  # Unix time, s
+    user: str
+    record: LockRecord | None  # None if it cannot be read, or is being written
+
+
+def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
+    now = time.time()
+    pid, host = os.getpid(), socket.gethostname()
+    record = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    began = seen_at = time.monotonic()
+    seen: _Holder | None = None
+    while True:
+        try:
+            descriptor = os.open(run.lock, flags, 0o644)
+            try:
+                os.write(descriptor, record.model_dump_json().encode())
+                os.fsync(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                run.lock.unlink()
+                raise
+            return descriptor
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {run.lock}: {error.strerror or error}; `slurmllm {verb}` must be "
+                "able to write to the run's directory"
+            ) from error
+        holder, now = _read(run.lock), time.monotonic()
+        if holder is None:
+            continue  # released meanwhile
+        if seen is None or holder.identity != seen.identity:
+            seen, seen_at = holder, now
+        if _is_left_behind(holder, unchanged_s=now - seen_at):
+            _remove(run.lock, holder)
+        elif now - began > wait_s:
+            raise RunError(_refusal(run, verb, holder))
+        time.sleep(_POLL_S)
+
+
+def _read(path: Path) -> _Holder | None:
+    """Return the lock file's holder; None if there is none."""
+    record = None
+    try:
+        # Opened, because NFS asks the server for the times of a file only then.
+        with open_regular(path, follow=False) as stream:
+            info = os.fstat(stream.fileno())
+            with contextlib.suppress(ValueError):
+                record = LockRecord.model_validate_json(stream.read(_MAX_BYTES))
+    except OSError:
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
+            return None
+    identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
+    return _Holder(identity, info.st_mtime, user_name(info.st_uid), record)
+
+
+def _is_left_behind(holder: _Holder, unchanged_s: float) -> bool:
+    record = holder.record
+    if record is not None and record.host == socket.gethostname():
+        if process_identity(record.pid) == record.process:
+            return False
+        with contextlib.suppress(PermissionError):  # a process that /proc hides from other users
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, 0)
+            return True
+    # The clocks of two machines differ: it must also stay unchanged while this process looks.
+    expired = abs(time.time() - holder.changed_at) > EXPIRES_S
+    return expired and unchanged_s > 2 * RENEW_S
+
+
+def _remove(path: Path, holder: _Holder) -> None:
+    """Remove a lock that was left behind, unless another command has done so and made its own."""
+    guard = path.with_name(f"{path.name}.removing")
+    try:
+        try:
+            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
+        except FileExistsError:  # of a command that removes it now, or was killed meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                if abs(time.time() - guard.lstat().st_mtime) > EXPIRES_S:
+                    guard.unlink()
+            return
+        try:
+            newest = _read(path)
+            if newest is not None and newest.identity == holder.identity:
+                path.unlink()
+        finally:
+            guard.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot remove {path}, a lock of {holder.user} that was left behind: "
+            f"{error.strerror or error}; ask {holder.user} to remove it"
+        ) from error
+
+
+def _refusal(run: RunDir, verb: str, holder: _Holder) -> str:
+    record, fix = holder.record, f"repeat `slurmllm {verb} {run.name}` when that has ended"
+    if record is None:
+        return (
+            f"{run.name} is locked: {run.lock} of {holder.user} holds no record of a command; it "
+            f"expires {EXPIRES_S:.0f} s after its last change, or remove it: `rm {run.lock}`"
+        )
+    if record.host != socket.gethostname():
+        fix += (
+            f"; if that process is gone, its lock expires {EXPIRES_S:.0f} s after its last renewal"
+        )
+    return (
+        f"{run.name} is being changed: `slurmllm {record.verb}` of {holder.user}, process "
+        f"{record.pid} on {record.host}, since {max(time.time() - record.since, 0):.0f} s; {fix}"
+    )

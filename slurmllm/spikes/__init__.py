@@ -1,6 +1,0 @@
-"""Spikes of the loss and of the gradient norm, with the trends of the norms and running means."""
-
-from slurmllm.spikes.analysis import Spike, SpikeAnalysis
-from slurmllm.spikes.detection import analyze
-
-__all__ = ["Spike", "SpikeAnalysis", "analyze"]

@@ -1,0 +1,273 @@
+"""The decoder in neuronx-distributed's layers, by the family's sharding plan.
+
+NxD's tracer for pipeline stages needs a straight-line forward, and no tensor that several stages
+use.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from neuronx_distributed.parallel_layers import mappings
+from neuronx_distributed.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
+from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
+from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
+from torch import Tensor, nn
+
+from slurmllm.core.config.families import sharding_plan
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.plan.parameters import kv_copies
+from slurmllm.train.backends.nxd.arguments import SEQUENCE_DIMENSION
+from slurmllm.train.model import IGNORED
+from slurmllm.train.model.attention import document_starts, rotary_table, rotate
+from slurmllm.train.model.decoder import Block, CausalCore, Decoder
+
+
+class Layers:
+    """NxD's layers of one worker, with weights and activations of type `dtype`.
+
+    `tensor` is the degree; with `sequence`, activations between matrices are sharded by sequence.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensor: int, dtype: torch.dtype, *, sequence: bool
+    ) -> None:
+        self.config, self.tensor, self.dtype, self.sequence = config, tensor, dtype, sequence
+        self._options: dict[str, Any] = {
+            "dtype": dtype,
+            # NxD's default of fp32 drops the reduced gradient of a bf16 layer (issue in the source
+            # since 0.11: `LinearWithAsyncCommunication.backward` reduces a copy).
+            "reduce_dtype": dtype,
+            "sequence_parallel_enabled": sequence and tensor > 1,
+            "sequence_dimension": SEQUENCE_DIMENSION if sequence and tensor > 1 else None,
+        }
+
+    def column(self, linear: nn.Linear, rows: int | None = None) -> Any:
+        """Make a layer sharded by output features; `rows` of all workers with replicated heads."""
+        sizes, bias = (linear.in_features, rows or linear.out_features), linear.bias is not None
+        return ColumnParallelLinear(*sizes, bias=bias, gather_output=False, **self._options)
+
+    def row(self, linear: nn.Linear) -> Any:
+        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+        return RowParallelLinear(*sizes, bias=bias, input_is_parallel=True, **self._options)
+
+    def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
+        return kind(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            dtype=self.dtype,
+            sequence_parallel_enabled=self.sequence and self.tensor > 1,
+            sequence_dimension=SEQUENCE_DIMENSION,
+        )
+
+
+class VocabularyEmbedding(ParallelEmbedding):  # type: ignore[misc]
+    """An embedding of which each worker has a shard of the entries."""
+
+    def forward(self, entries: Tensor) -> Tensor:
+        """[batch, seq] → [batch, seq or a shard of it, hidden]."""
+        rows: Tensor = super().forward(entries)
+        if self.sequence_parallel_enabled:
+            # NxD reduces only if the sequence is the first dimension.
+            rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, SEQUENCE_DIMENSION)
+        return rows
+
+
+class Positions(VocabularyEmbedding):
+    """The table of learned positions."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens [batch, seq] → [batch, or 1 without positions, seq or a shard of it, hidden]."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return super().forward(positions)
+
+
+class Rotary:
+    """One table of rotary positions for all layers of a worker.
+
+    Not a buffer: NxD's tracer cannot partition a tensor that several pipeline stages use.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._table: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """[2, seq, head_dim / 2], fp32."""
+        if self._table is None or self._table.device != device:
+            c = self._config
+            table = rotary_table(
+                c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling
+            )
+            self._table = table.to(device)
+        return self._table
+
+
+class CoreAttention(CausalCore):
+    """Attention without weights, in the operations that neuronx-cc fuses (NEURON_FUSE_SOFTMAX).
+
+    Selective checkpointing recomputes modules of this class.
+    """
+
+    def __init__(self, *, use_rotary: bool, group: int) -> None:
+        super().__init__(use_rotary=use_rotary, grouped=group > 1)
+        self.group = group
+
+    def forward(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim], k and v with fewer heads.
+
+        The softmax is computed in fp32. Without gathered rows, `rotary` rotates by positions in the
+        sequence: attention depends only on their differences. `positions` are the decoder's.
+        """
+        if self.use_rotary:
+            rotary = rotary[:, : q.shape[1]]
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.group > 1:
+            k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        length = q.shape[-2]
+        unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        if positions is not None:
+            begin = document_starts(positions)
+            unseen = unseen | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
+        # Not -inf: a compiler may multiply by a mask, and 0 · inf is NaN.
+        scores = scores.float().masked_fill(unseen, torch.finfo(torch.float32).min / 2)
+        attended = torch.matmul(scores.softmax(-1).to(v.dtype), v)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class ParallelBlock(Block):
+    """A decoder layer in NxD's layers; takes over the modules of the given block."""
+
+    def __init__(self, block: Block, layers: Layers, rotary: Rotary) -> None:
+        nn.Module.__init__(self)
+        config = layers.config
+        self.parallel_residual = block.parallel_residual
+        self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
+        self.attention, self.mlp = block.attention, block.mlp
+        self._rotary = rotary
+        plan = sharding_plan(config.family, config.tied_embeddings, config.qk_norm).block
+        for name, how in plan.items():
+            module = block.get_submodule(name)
+            if how in ("column", "row"):
+                assert isinstance(module, nn.Linear)
+                copies = kv_copies(config, layers.tensor) if name == "attention.qkv" else 1
+                rows = None
+                if copies > 1:
+                    # Each worker has one key and value head and its part of that head's queries.
+                    self.attention.group //= copies
+                    rows = layers.tensor * (self.attention.group + 2) * self.attention.head_dim
+                new = layers.row(module) if how == "row" else layers.column(module, rows)
+                parent, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(parent), leaf, new)
+        self.attention.core = CoreAttention(
+            use_rotary=config.rotary_pct > 0, group=self.attention.group
+        )
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """[batch, seq or a shard of it, hidden] → the same; positions as for the decoder."""
+        # Positions in place of the mask, which each layer's core computes from them: an input of
+        # the model may go to all stages of a pipeline, a tensor computed by one of them may not.
+        return super().forward(x, self._rotary.on(x.device), positions)
+
+
+class ParallelLoss(nn.Module):
+    """The mean cross entropy over logits of which each worker has a shard of the entries."""
+
+    def __init__(self, vocab_size: int, padded: int) -> None:
+        super().__init__()
+        self.vocab_size, self.padded = vocab_size, padded  # `padded` rows of the head
+        # Factor of the loss, [1], on the device; data, so that all steps have one graph.
+        self.weight: Tensor | None = None
+        # Coefficient of the z-loss (PaLM, arXiv 2204.02311, section 5), z_loss · log²Z. It adds its
+        # gradient, not its value: the result is the cross entropy.
+        self.z_loss = 0.0
+        self._entries: Tensor | None = None
+        self._padding: Tensor | None = None
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [batch, seq, this worker's entries] and labels [batch, seq] → nats, fp32.
+
+        The mean over all labels, IGNORED ones counting as 0, times the weight.
+        """
+        # A copy: NxD's function overwrites its input.
+        logits = logits.to(torch.float32, copy=True)
+        if self.padded > self.vocab_size:  # exclude padding from the softmax
+            if self._padding is None or self._padding.device != logits.device:
+                self._padding = (_own_entries(logits) >= self.vocab_size).to(logits.device)
+            logits = logits.masked_fill(self._padding, torch.finfo(torch.float32).min / 2)
+        targets = (labels != IGNORED).to(torch.float32)
+        if self.z_loss:
+            if self._entries is None or self._entries.device != logits.device:
+                self._entries = _own_entries(logits).to(logits.device)
+            is_label = labels.unsqueeze(-1) == self._entries
+            hits = mappings.reduce_from_tensor_model_parallel_region(
+                torch.where(is_label, logits, 0).sum(-1)
+            )
+        losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
+        if self.z_loss:
+            log_z = losses + hits  # the loss is log Z - the label's logit
+            added = self.z_loss * log_z * log_z
+            losses = losses + (added - added.detach())
+        loss: Tensor = (losses * targets).mean()
+        return loss if self.weight is None else loss * self.weight.squeeze()
+
+
+def _own_entries(logits: Tensor) -> Tensor:
+    """Return the entries of the vocabulary of this worker's logits.
+
+    Data, not a branch of the graph, so that all workers have one graph.
+    """
+    first = get_tensor_model_parallel_rank() * logits.shape[-1]
+    return torch.arange(first, first + logits.shape[-1])
+
+
+class ParallelDecoder(nn.Module):
+    """A decoder in NxD's layers, from tokens and labels to the loss; it takes its modules."""
+
+    def __init__(self, decoder: Decoder, layers: Layers) -> None:
+        super().__init__()
+        self.config = config = decoder.config
+        assert decoder.embed is not None
+        rotary = Rotary(config)
+        self.embed = layers.vocabulary(decoder.embed, VocabularyEmbedding)
+        self.positions: nn.Module | None = None
+        if decoder.positions is not None:
+            self.positions = layers.vocabulary(decoder.positions, Positions)
+        pairs = zip(decoder.layers, decoder.blocks(), strict=True)
+        self.layers = nn.ModuleDict({n: ParallelBlock(b, layers, rotary) for n, b in pairs})
+        self.final_norm = decoder.final_norm
+        width, entries = decoder.embed.embedding_dim, decoder.embed.num_embeddings
+        # A tied head's weight is replaced.
+        head = decoder.head or nn.Linear(width, entries, bias=False, device="meta")
+        self.head = layers.column(head)
+        self.tie()
+        self.loss = ParallelLoss(config.vocab_size, config.padded_vocab_size)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.to(layers.dtype)
+
+    def tie(self) -> None:
+        if self.config.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens and labels, [batch, seq], to the mean loss in nats; positions as `Decoder`'s."""
+        assert self.final_norm is not None
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(tokens, positions)
+        for block in self.layers.values():
+            x = block(x, positions)
+        loss: Tensor = self.loss(self.head(self.final_norm(x)), labels)
+        return loss

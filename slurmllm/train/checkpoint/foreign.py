@@ -1,0 +1,193 @@
+"""The checkpoints of a trainer of another project, as `command.checkpoints` describes them.
+
+They are looked at from outside: nothing of them is read, changed or moved. With `completion_file`
+a checkpoint is complete once it holds that file; a file of `torch.save` with its table of contents,
+which comes last; another one if it had not changed for QUIET_S when its attempt ended, or its
+trainer finished, or left after the signal to save: else it may have been killed while it saved.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import time
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.config.load import load
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import ConfigError, RunError, StorageError
+from slurmllm.core.metrics.row_reader import last_rows, read_rows
+from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.safe_files import open_regular
+
+QUIET_S = 10.0
+_FEW_ROWS = 1000
+_MOST_FILES = 10_000  # of a checkpoint that are looked at
+_STEP = "{step}"
+
+
+class TrainerCheckpoint(NamedTuple):
+    """A checkpoint of a trainer."""
+
+    step: int
+    path: Path
+    complete: bool
+    changed_at: float  # Unix time of the last change of one of its files, s
+
+
+def list_trainer_checkpoints(
+    run: RunDir,
+    command: CommandConfig,
+    *,
+    newest_only: bool = False,
+    closing: AttemptRecord | None = None,
+) -> list[TrainerCheckpoint]:
+    """Return the checkpoints of a run in the order of their steps, all or those of the last step.
+
+    `closing` is an attempt's record with its end, in place of the one that is written. A pattern
+    without {step} is a file that is written again and again; its step is the last one that
+    was read before it changed.
+    """
+    if command.checkpoints is None:
+        return []
+    attempts: list[AttemptRecord] = []
+    for attempt in () if command.completion_file else run.attempts("train"):
+        with suppress(StorageError):
+            if (record := AttemptRecord.find(attempt.record)) is not None:
+                same = closing is not None and closing.attempt == record.attempt
+                attempts.append(closing if closing is not None and same else record)
+    checkpoints = []
+    matching = sorted(_matching(run, command), key=lambda entry: entry[1] or 0)
+    if newest_only:
+        matching = [entry for entry in matching if entry[1] == matching[-1][1]]
+    for path, step in matching:
+        completed_at: float | None = None
+        if command.completion_file is not None:  # it saves a look at all other files
+            with suppress(OSError):
+                marks = (file.stat().st_mtime for file in path.glob(command.completion_file))
+                completed_at = max(marks, default=None)
+        changed_at = completed_at if step is not None else None
+        if changed_at is None and (changed_at := _changed_at(path)) is None:  # removed meanwhile
+            continue
+        if step is None and (step := _step_at(run, changed_at)) is None:
+            continue
+        complete = completed_at is not None or _is_complete(path, changed_at, command, attempts)
+        checkpoints.append(TrainerCheckpoint(step, path, complete, changed_at))
+    return sorted(checkpoints, key=lambda entry: (entry.step, entry.changed_at))
+
+
+def newest_complete(checkpoints: Sequence[TrainerCheckpoint]) -> TrainerCheckpoint | None:
+    return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.complete), None)
+
+
+def saved_steps(run: RunDir, config: RunConfig, closing: AttemptRecord | None = None) -> list[int]:
+    """Return the steps of a run's checkpoints, of its own trainer or of another project's."""
+    if config.recipe.command is None:
+        return run.checkpoint_steps()
+    checkpoints = list_trainer_checkpoints(run, config.recipe.command, closing=closing)
+    return [checkpoint.step for checkpoint in checkpoints if checkpoint.complete]
+
+
+def command_of(run: RunDir) -> CommandConfig | None:
+    """Return a run's command; None if it has none, or its configuration cannot be read."""
+    with suppress(ConfigError):
+        return load(run.config).recipe.command
+    return None
+
+
+def require_own_trainer(run: RunDir) -> None:
+    """Raise RunError if the checkpoints of a run are those of a trainer of another project."""
+    if command_of(run) is not None:
+        raise RunError(
+            f"{run.name}: its checkpoints are its trainer's, and slurmllm only lists them "
+            f"(`slurmllm checkpoint list {run.name}`); use the trainer's own tools"
+        )
+
+
+def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
+    """Remove all complete checkpoints but the `keep` newest; return those removed.
+
+    A file without a step in its name is never removed. Without a completion file the newest one may
+    still be written, slowly, and one more stays.
+    """
+    if command.checkpoints is None or _STEP not in command.checkpoints:
+        return []
+    complete = [entry for entry in list_trainer_checkpoints(run, command) if entry.complete]
+    removed = []
+    for entry in complete[: -keep - (command.completion_file is None)]:
+        with suppress(OSError):
+            if entry.path.is_dir() and not entry.path.is_symlink():
+                shutil.rmtree(entry.path)
+            else:
+                entry.path.unlink()
+            removed.append(entry.path)
+    return removed
+
+
+def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int | None]]:
+    """Yield the paths that match, each with the step in its name, if it has one."""
+    assert command.checkpoints is not None
+    path = str(run.path)
+    special = {"{run}": (glob.escape(path), re.escape(path)), "*": ("*", "[^/]*")}
+    special[_STEP] = "*", r"(?P<step>\d+)"
+    pieces = re.split(r"(\{run\}|\{step\}|\*)", command.checkpoints)
+    pairs = [special.get(piece) or (glob.escape(piece), re.escape(piece)) for piece in pieces]
+    pattern, expression = ("".join(column) for column in zip(*pairs, strict=True))
+    base = Path(command.folder or "/")
+    for name in glob.glob(pattern, root_dir=base):  # noqa: PTH207 - the pattern may be absolute
+        if match := re.fullmatch(expression, name):
+            yield base / name, int(match["step"]) if _STEP in command.checkpoints else None
+
+
+def _changed_at(path: Path) -> float | None:
+    try:
+        times = [path.stat().st_mtime]
+    except OSError:
+        return None
+    files = (Path(folder, name) for folder, dirs, names in os.walk(path) for name in dirs + names)
+    for file in islice(files, _MOST_FILES):
+        with suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times)
+
+
+def _is_complete(
+    path: Path, changed_at: float, command: CommandConfig, attempts: Iterable[AttemptRecord]
+) -> bool:
+    if command.completion_file is not None:
+        return False
+    with suppress(OSError), open_regular(path) as stream:
+        if stream.read(4) == b"PK\x03\x04":  # a zip archive, as of torch.save
+            return zipfile.is_zipfile(path)
+    writer = next((a for a in reversed([*attempts]) if a.started_at <= changed_at), None)
+    if writer is None or writer.ended_at is None:
+        return time.time() - changed_at >= QUIET_S
+    left = writer.ending == "advance_signal" and command.stop_signal is not None
+    return writer.ending == "done" or left or writer.ended_at - changed_at >= QUIET_S
+
+
+def _step_at(run: RunDir, time_s: float) -> int | None:
+    """Return the last step that was read before a time."""
+    for path in reversed(run.metrics_files()):
+        step: int | None = None
+        with suppress(RunError, OSError):
+            # From the end, where it mostly is: this is asked every few seconds.
+            for count in (_FEW_ROWS, 64 * _FEW_ROWS):
+                for row in reversed(last_rows(path, count)):
+                    if row.get("time", time_s + 1) <= time_s:
+                        return int(row["step"])
+            for _, row in read_rows(path):
+                if row.get("time", time_s + 1) <= time_s:
+                    step = int(row["step"])
+        if step is not None:
+            return step
+    return None

@@ -1,0 +1,251 @@
+"""Writing the native format, torch.distributed.checkpoint's (DCP), by the workers of a run.
+
+DCP's `.metadata` says where which chunk of a checkpoint is, of all workers. Each worker sends the
+names and places of its chunks to rank 0, as plain numbers, in the first save of an attempt. Names,
+shapes and file layout stay the same from save to save; then one small reduction is all that is
+exchanged, and rank 0 writes the same bytes again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import make_dataclass
+from io import BufferedWriter, FileIO
+from itertools import starmap
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from slurmllm.core.errors import CodeError, SlurmllmError
+from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
+from slurmllm.train.checkpoint.shards import Region
+from slurmllm.train.control.plane import ControlPlane
+from slurmllm.train.model.init import local_part, local_region
+from slurmllm.train.model.private_names import CHECKPOINT_INDEX
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+
+_CHUNK_BYTES = 8 * 2**20  # hashed right after the write, while it is in the CPU's cache
+_FLUSH_BYTES = 32 * 2**20
+
+Keys = tuple[str, ...]  # that lead to a tensor in the nested state
+Numbers = tuple[int, ...]
+
+
+class Chunk(NamedTuple):
+    """A chunk that a worker writes: what DCP's `.metadata` has of it, apart from its place."""
+
+    path: Keys
+    dtype: torch.dtype
+    shape: Numbers  # of the whole tensor
+    offsets: Numbers
+    sizes: Numbers
+    requires_grad: bool = False
+    pinned: bool = False
+
+    @classmethod
+    def from_tensor(cls, path: Keys, tensor: Tensor) -> Chunk:
+        """Describe this worker's part of a tensor."""
+        region, local = local_region(tensor), local_part(tensor)
+        return cls(
+            path,
+            local.dtype,
+            tuple(tensor.shape),
+            tuple(packed.start for packed in region),
+            tuple(packed.stop - packed.start for packed in region),
+            local.requires_grad,
+            local.is_pinned(),
+        )
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def region(self) -> Region:
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where a chunk is stored."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class SaveIndex:
+    """`.metadata` of the saves of an attempt; `chunks` are those that this worker always writes."""
+
+    def __init__(self, control: ControlPlane, chunks: Sequence[Chunk]) -> None:
+        self._control, self._chunks = control, chunks
+        self._places: Sequence[Place] | None = None
+        self._parts: Sequence[bytes] | None = None  # of all workers, on rank 0
+        self._content: bytes | None = None
+
+    def collect(self, places: Sequence[Place], fault: SlurmllmError | None = None) -> None:
+        """Pass on to rank 0 what has changed since the last save (collective).
+
+        `places` are of this worker's chunks, in their order. A worker's `fault` is raised on all.
+        """
+        states = int(fault is not None), int(places != self._places)
+        failed, changed = self._control.all_reduce(states, "max")
+        if failed:
+            first = self._control.first(fault)
+            assert first is not None
+            raise first
+        if changed:
+            self._places, self._content = places, None
+            self._parts = self._control.gather(pack_part(self._chunks, places))
+
+    def content(self) -> bytes:
+        """Return the content of `.metadata` on rank 0; CodeError if chunks are missing."""
+        if self._content is None:
+            assert self._parts is not None, "the places are collected"
+            self._content = pickle.dumps(build_metadata(self._parts))
+            self._parts = None
+        return self._content
+
+
+def pack_part(chunks: Sequence[Chunk], places: Sequence[Place]) -> bytes:
+    # Plain tuples, whose classes are not named once per chunk. Names of parameters repeat:
+    # compressed, they take a tenth.
+    return zlib.compress(pickle.dumps(([*map(tuple, chunks)], [*map(tuple, places)])), 1)
+
+
+def build_metadata(parts: Sequence[bytes]) -> Metadata:
+    """Make DCP's metadata of all workers' parts; CodeError if chunks are not the whole tensors."""
+    if CHECKPOINT_INDEX.missing() is not None:
+        # A torch without its class of a chunk's place: one that pickles under its name. `pickles`
+        # reads both, because it makes none of the objects that a pickle names.
+        stand_in = make_dataclass("_StorageInfo", ["relative_path", "offset", "length"])
+        stand_in.__module__ = filesystem.__name__
+        setattr(filesystem, stand_in.__name__, stand_in)
+    (storage_info,) = CHECKPOINT_INDEX.get()
+    tensors: dict[str, TensorStorageMetadata] = {}
+    paths: dict[str, Keys] = {}
+    places: dict[MetadataIndex, Any] = {}
+    sizes: dict[Numbers, torch.Size] = {}  # one object per shape: pickles refer to it
+
+    def size(numbers: Numbers) -> torch.Size:
+        return sizes.setdefault(numbers, torch.Size(numbers))
+
+    for packed in parts:
+        chunks, chunk_places = pickle.loads(zlib.decompress(packed))  # noqa: S301 (of this attempt's workers)
+        for chunk, location in zip(
+            starmap(Chunk, chunks), starmap(Place, chunk_places), strict=True
+        ):
+            key = chunk.key
+            tensor = tensors.get(key)
+            if tensor is None:
+                properties = TensorProperties(
+                    chunk.dtype, requires_grad=chunk.requires_grad, pin_memory=chunk.pinned
+                )
+                tensor = TensorStorageMetadata(properties, size(chunk.shape), [])
+                tensors[key], paths[key] = tensor, chunk.path
+            index = MetadataIndex(key, chunk.offsets, len(tensor.chunks))
+            if index in places:
+                raise CodeError(
+                    f"{key} at {chunk.offsets} is written twice: into "
+                    f"{places[index].relative_path} and {location.file}"
+                )
+            places[index] = storage_info(*location)
+            tensor.chunks.append(ChunkStorageMetadata(size(chunk.offsets), size(chunk.sizes)))
+    for key, tensor in tensors.items():
+        written = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if written != tensor.size.numel():
+            raise CodeError(f"{written} of {tensor.size.numel()} values of {key} are written")
+    # Without the identity of the folder, whose name is a temporary one until all is written.
+    return Metadata(
+        dict(tensors), dict(paths), places, StorageMeta(), filesystem.CURRENT_DCP_VERSION
+    )
+
+
+class ChecksumFiles:
+    """Files for torch.save that hash what they write and raise the file system's own errors.
+
+    torch.save hides them behind "unexpected pos 704 vs 598". `written` is file name → sha256.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, str] = {}
+
+    @contextmanager
+    def create(self, path: Path) -> Iterator[IO[bytes]]:
+        """Open a new file; it is durable (fsync) when the block completes."""
+        # CRC32 would take a fifth of the CPU time; the manifest has sha256, torch.load needs none.
+        torch.serialization.set_crc32_options(False)
+        file = _ChecksumFile(path)
+        try:
+            with BufferedWriter(file) as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+        except Exception as error:
+            if file.error is not None:
+                raise file.error from error
+            raise
+        self.written[path.name] = file.checksum.hexdigest()
+
+
+class _ChecksumFile(FileIO):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.error: OSError | None = None
+        self.checksum = hashlib.sha256()
+        self._unflushed = 0
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        # write(2) may write less than asked: near a quota, or above 2 GiB.
+        try:
+            while done < len(view):
+                chunk = view[done : done + _CHUNK_BYTES]
+                written = super().write(chunk)
+                self.checksum.update(chunk[:written])
+                done += written
+                self._unflushed += written
+                if self._unflushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+                    # Starts the write-back: otherwise the kernel waits until the fsync at the end.
+                    start = self.tell() - self._unflushed
+                    os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
+                    self._unflushed = 0
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return done
+
+
+def file_name(rank: int, number: int) -> str:
+    return f"__{rank}_{number}.distcp"
+
+
+def write_chunk(stream: IO[bytes], name: str, values: Tensor) -> Place:
+    """Write one chunk to the file `name` in DCP's form."""
+    offset = stream.tell()
+    torch.save(own_storage(values.detach().cpu()), stream)
+    return Place(name, offset, stream.tell() - offset)

@@ -1,0 +1,228 @@
+"""Import of a Hugging Face model folder as a checkpoint folder.
+
+    weights-00001-of-0000N.safetensors   our names, our layout; and an index
+    model.json                           the model (`records.ImportedModel`)
+    tokenizer/, generation_config.json   unchanged
+
+All inputs are checked before anything is written, and all faults are reported at once. Memory holds
+one output file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slurmllm.core.config.families import FAMILIES
+from slurmllm.core.config.huggingface import SourceConfig, read_config
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.errors import ConfigError, DataError, StorageError
+from slurmllm.core.format import format_plural
+from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
+from slurmllm.core.run.safe_files import read_limited
+from slurmllm.train.checkpoint.folder import atomic_folder, describe, write_manifest
+from slurmllm.train.checkpoint.formats.huggingface import (
+    SHARDS,
+    WHOLE,
+    TensorMapping,
+    TensorPlan,
+    tensor_mappings,
+)
+from slurmllm.train.checkpoint.formats.safetensors_files import (
+    SafetensorsFiles,
+    open_safetensors,
+    plan_shards,
+    write_index,
+    write_shards,
+)
+from slurmllm.train.checkpoint.formats.tokenizer_files import (
+    GENERATION,
+    TOKENIZER,
+    copy_files,
+    copy_tokenizer,
+    tokenizer_in,
+)
+from slurmllm.train.checkpoint.state import INDEX, MODEL, fingerprint_digest
+
+if TYPE_CHECKING:
+    from slurmllm.core.display.progress import OnProgress
+
+_TRAINABLE = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class ImportPlan(TensorPlan):
+    """An import whose inputs have been checked."""
+
+    source: Path  # the Hugging Face folder
+    config: SourceConfig  # its config.json
+    files: SafetensorsFiles  # its tensors
+    names: Mapping[str, str]  # name in `mappings` → name in the files
+
+    def convert(self, number: int) -> dict[str, Tensor]:
+        mapping = self.mappings[number]
+        theirs = [self.files.read(self.names[name]) for name in mapping.theirs]
+        ours = mapping.layout.join(self.config.model, theirs)
+        return {mapping.ours: ours.to(self.dtype_of(mapping))}
+
+    def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
+        # Tensors that become one may differ in type: the smallest that holds all their values.
+        stored = (self.files.tensors[self.names[name]].dtype for name in mapping.theirs)
+        types = [dtype for dtype in stored if dtype is not None]
+        return self.dtype or reduce(torch.promote_types, types)
+
+
+def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
+    """Check a Hugging Face model folder.
+
+    Raises a ConfigError if model or tensors are not supported, a DataError for its tokenizer, a
+    StorageError if there are only faults of files.
+    """
+    config, config_faults = read_config(source)
+    files, file_faults = _open_weights(source)
+    names: dict[str, str] = {}
+    mappings: list[TensorMapping] = []
+    if config is not None and not file_faults:
+        mappings = tensor_mappings(config.model)
+        names, config_faults = _match_names(config.model, files, mappings)
+    title, faults = f"{source} cannot be imported", [*config_faults, *file_faults]
+    if config_faults:
+        raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
+    if file_faults:
+        raise StorageError("\n".join([f"{title}:", *(f"  {fault}" for fault in faults)]))
+    assert config is not None
+    tokenizer = tokenizer_in(source)
+    if tokenizer.num_ids > config.model.vocab_size:
+        raise DataError(
+            f"{source / TOKENIZER} has {tokenizer.num_ids} entries and the model "
+            f"{config.model.vocab_size}; it is another model's: fetch the model's own, or remove it"
+        )
+    return ImportPlan(mappings, dtype, tokenizer, source, config, files, names)
+
+
+def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
+    nothing = SafetensorsFiles(source, {})
+    if (source / WHOLE).is_file():  # transformers prefers this one, too
+        return open_safetensors(source, [WHOLE])
+    if not (source / SHARDS).is_file():
+        fault = f"neither {WHOLE} nor {SHARDS} is there; fetch the model's weights"
+        if pickled := sorted(path.name for path in source.glob("pytorch_model*.bin")):
+            fault = (
+                f"{pickled[0]}: pickled weights are not read; load the model in transformers and "
+                "save it again with save_pretrained, which writes safetensors"
+            )
+        return nothing, [fault]
+    try:
+        weight_map = json.loads(read_limited(source / SHARDS))["weight_map"]
+        file_of = {str(key): str(file) for key, file in weight_map.items()}
+    except OSError as error:
+        return nothing, [f"{SHARDS} cannot be read: {error.strerror or error}"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return nothing, [f"{SHARDS} is no index of safetensors files; fetch it again"]
+    names = sorted(set(file_of.values()))
+    if outside := [name for name in names if Path(name).name != name]:  # untrusted input
+        return nothing, [f"{SHARDS} names {name!r}, outside the folder" for name in outside]
+    # Not Path.exists, which raises for names that are too long.
+    absent = [name for name in names if not os.path.exists(source / name)]  # noqa: PTH110
+    files, faults = open_safetensors(source, sorted({*names} - {*absent}), file_of)
+    missing = [f"{SHARDS} names {name}, which is not there; fetch it" for name in absent]
+    return files, missing + faults
+
+
+def _match_names(
+    model: ModelConfig, files: SafetensorsFiles, mappings: list[TensorMapping]
+) -> tuple[dict[str, str], list[str]]:
+    """Return name in the mappings → name in the files, and one line per fault of a tensor."""
+    family = FAMILIES[model.family].hugging_face
+    expected = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
+    theirs = {module.ours: f"{module.theirs[0]}.weight" for module in family.modules}
+    head, embedding = theirs["head"], theirs["embed"]
+    names: dict[str, str] = {}
+    faults: list[str] = []
+    for key, stored in files.tensors.items():
+        name = family.current_name(key)
+        if name is None:
+            continue
+        if name not in expected and family.prefix + name in expected:
+            name = family.prefix + name
+        if name in expected or (name == head and model.tied_embeddings):
+            if name in names:  # under its old and its current name
+                faults.append(f"{key}: is also stored as {names[name]}; keep one of them")
+            names[name] = key
+        else:
+            faults.append(f"{key}: is no tensor of this model; {list(stored.shape)} was found")
+    types = ", ".join(_TRAINABLE)
+    for name, shape in expected.items():
+        if name not in names:
+            faults.append(f"{name}: is missing; {list(shape)} was expected")
+            continue
+        key, stored = names[name], files.tensors[names[name]]
+        if stored.shape != shape:
+            faults.append(f"{key}: is {list(stored.shape)}; {list(shape)} was expected")
+        elif stored.code not in _TRAINABLE:
+            faults.append(f"{key}: is of type {stored.code}; weights must be one of {types}")
+    if not faults and model.tied_embeddings and head in names:
+        # A tied head may be stored all the same; it is ignored if it equals the embedding.
+        stored_head = names.pop(head)
+        a, b = files.read(stored_head), files.read(names[embedding])
+        if a.shape != b.shape or not torch.equal(a, b):
+            faults.append(
+                f"{stored_head}: is not equal to {names[embedding]}, and config.json ties them; "
+                'set "tie_word_embeddings": false there, or remove the tensor'
+            )
+    return names, faults
+
+
+def run_import(
+    plan: ImportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
+) -> CheckpointManifest:
+    """Write the checkpoint folder, complete or not at all.
+
+    `shard_bytes` is the largest output file, and about the memory needed.
+    """
+    started_at = time.time()
+    with atomic_folder(out) as folder:
+        sizes = plan.sizes_bytes
+        shards = plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors")
+        described: list[CheckpointFile] = []
+
+        def on_file(name: str) -> None:
+            """Hash a file of many GB while it is in the page cache."""
+            described.append(describe(folder, name))
+
+        weight_map = write_shards(folder, shards, sizes, plan.convert, on_progress, on_file)
+        write_index(folder / INDEX, weight_map, sum(sizes))
+        types = {str(plan.dtype_of(mapping)).removeprefix("torch.") for mapping in plan.mappings}
+        eos = plan.config.eos_token_id
+        ImportedModel(
+            source=str(plan.source),
+            architecture=plan.config.architecture,
+            model=plan.config.model.model_dump(mode="json"),
+            parameters=plan.num_parameters,
+            dtypes=tuple(sorted(types)),
+            bos_token_id=plan.config.bos_token_id,
+            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+        ).save(folder / MODEL)
+        copy_tokenizer(plan.tokenizer, folder)
+        if plan.tokenizer.generation is not None:
+            copy_files({GENERATION: plan.tokenizer.generation}, folder)
+        return write_manifest(
+            folder,
+            started_at,
+            described,
+            step=0,
+            tokens=0,
+            world_size=1,
+            attempt=0,
+            recipe=plan.config.architecture,
+            fingerprint=fingerprint_digest(plan.config.model.model_dump(mode="json")),
+        )

@@ -1,0 +1,141 @@
+"""A tokenizer's files, copied into a checkpoint and out of it; no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slurmllm.core.config.yaml_source import read_yaml
+from slurmllm.core.errors import DataError, StorageError
+from slurmllm.core.run.rundir import RunDir, is_run
+from slurmllm.core.run.safe_files import open_regular, read_limited
+from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_tokenizer
+
+TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+# All files that transformers reads a tokenizer from.
+FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class TokenizerFiles(NamedTuple):
+    """Files of a tokenizer."""
+
+    files: Mapping[str, Path]  # file name → path
+    end_of_document: int | None = None  # id of what ends one; None: see config.json
+    end_token: str | None = None  # that token
+    num_ids: int = 0  # largest id + 1, 0 if the tokenizer was not loaded
+    generation: Path | None = None  # the model's generation_config.json
+
+
+def tokenizer_in(folder: Path) -> TokenizerFiles:
+    """Return the checked tokenizer files of a model folder, which may be somebody else's.
+
+    Links must stay in it or in its Hugging Face cache: else a file of the user's would be copied
+    into what he publishes. Raises a DataError for others, and for files that are no tokenizer's.
+    """
+    files = {name: folder / name for name in (*FILES, GENERATION) if (folder / name).is_file()}
+    allowed = [Path(os.path.realpath(folder))]
+    if allowed[0].parent.name == "snapshots":
+        allowed.append(allowed[0].parent.parent / "blobs")
+    for name, path in files.items():
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(root) for root in allowed):
+            raise DataError(
+                f"{path} is a link to {real}, outside the model's folder; replace it by a copy if "
+                "it belongs to the tokenizer"
+            )
+        if not name.endswith(".json") or name == TOKENIZER:
+            continue
+        try:
+            reason = (
+                "" if isinstance(json.loads(read_limited(path)), dict) else "it holds no mapping"
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        if reason:
+            raise DataError(
+                f"{path} is no file of transformers: {reason}; remove it or fetch it again"
+            )
+    generation = files.pop(GENERATION, None)
+    num_ids = count_ids(read_tokenizer(files[TOKENIZER])[0]) if TOKENIZER in files else 0
+    return TokenizerFiles(files, num_ids=num_ids, generation=generation)
+
+
+def tokenizer_from_file(path: Path) -> TokenizerFiles:
+    """Load a tokenizer.json, with the tokenizer files next to it."""
+    encoder = TokenEncoder(path)
+    end = encoder.end_of_document
+    files: Mapping[str, Path] = {TOKENIZER: path}
+    if path.name == TOKENIZER and (path.parent / TOKENIZER_CONFIG).is_file():
+        files = tokenizer_in(path.parent).files
+    return TokenizerFiles(files, end, encoder.decode(np.array([end])), encoder.num_ids)
+
+
+def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
+    """Find a checkpoint's tokenizer: `named`, else the imported one, else its run's, if any."""
+    if named is not None:
+        return tokenizer_from_file(named)
+    if (directory / TOKENIZER_FOLDER).is_dir():
+        return tokenizer_in(directory / TOKENIZER_FOLDER)
+    run = RunDir(directory.absolute().parent.parent)
+    # Not validated: the run may be of another version.
+    values = read_yaml(run.config)[0] if is_run(run.path) else {}
+    path = (values.get("data") or {}).get("tokenizer")
+    if not path:
+        return TokenizerFiles({})
+    try:
+        return tokenizer_from_file(Path(path))
+    except DataError as error:
+        raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error
+
+
+def copy_tokenizer(tokenizer: TokenizerFiles, checkpoint: Path) -> None:
+    if tokenizer.files:
+        (checkpoint / TOKENIZER_FOLDER).mkdir()
+        copy_files(tokenizer.files, checkpoint / TOKENIZER_FOLDER)
+
+
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy files into a folder durably (fsync); StorageError if one cannot be read."""
+    for name, path in files.items():
+        try:
+            source = open_regular(path)
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        # Errors of the copy are of the target: `atomic_folder` reports them.
+        with source, (folder / name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+
+
+def write_tokenizer_config(folder: Path, *, seq_len: int, end_token: str | None) -> None:
+    """Write the tokenizer_config.json that AutoTokenizer needs to load a bare tokenizer.json."""
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    if end_token is not None:
+        values.update(bos_token=end_token, eos_token=end_token)
+    path = folder / TOKENIZER_CONFIG
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

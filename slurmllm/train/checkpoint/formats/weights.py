@@ -1,0 +1,166 @@
+"""Weights and optimizer state of a checkpoint folder, whatever its format, mesh and padding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.errors import StorageError
+from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
+from slurmllm.train.checkpoint.formats.nxd_files import LAYOUT, NxdFiles, read_layout
+from slurmllm.train.checkpoint.formats.pickles import METADATA
+from slurmllm.train.checkpoint.formats.safetensors_files import (
+    StoredTensor,
+    TensorFiles,
+    open_safetensors,
+)
+from slurmllm.train.checkpoint.shards import Region, WeightReader
+from slurmllm.train.checkpoint.state import INDEX, MODEL, TRAIN_STATE, Origin, require_model
+
+# Parameters with one row per vocabulary entry, and possibly padding rows after them.
+VOCABULARY = ("embed.weight", "head.weight")
+
+
+class TrainingFiles(TensorFiles, Protocol):
+    """Weights (`tensors` and `read`) and AdamW's state."""
+
+    @property
+    def moments(self) -> Mapping[tuple[str, str], StoredTensor]:
+        """By kind (`exp_avg` or `exp_avg_sq`) and parameter; empty without optimizer state."""
+        ...
+
+    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
+        """Return a moment of a parameter or a region of it; the caller must not modify it."""
+        ...
+
+    def step(self, name: str) -> float:
+        """Return the number of updates of a parameter."""
+        ...
+
+
+def open_weights(origin: Origin) -> TensorFiles:
+    """Open a checkpoint's weights, under our names and in our layout; StorageError if damaged."""
+    directory = origin.directory
+    if origin.imported is None or is_backend_format(directory):
+        return backend_files(origin)
+    path = directory / INDEX
+    try:
+        weight_map: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+        names = sorted({Path(name).name for name in weight_map.values()})  # none outside
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError(f"cannot read {path}: {error}; import the model again") from error
+    files, faults = open_safetensors(directory, names, weight_map)
+    # Imported once without faults: the files were changed or damaged since.
+    if faults:
+        raise StorageError("\n".join([f"{directory} is damaged:", *(f"  {f}" for f in faults)]))
+    return files
+
+
+def is_backend_format(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in (LAYOUT, METADATA))
+
+
+def backend_files(origin: Origin) -> TrainingFiles:
+    layout = read_layout(origin.directory)
+    if layout is not None:
+        return NxdFiles(origin.directory, origin.model, layout)
+    return DcpFiles(origin.directory)
+
+
+def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
+    """Return a reader of regions of a checkpoint's parameters, with zeros as padding rows."""
+    weights = open_weights(require_model(directory, config))
+
+    def read(name: str, region: Region) -> Tensor:
+        if name not in weights.tensors:
+            raise StorageError(f"{directory} holds no {name}; restore it, or import it again")
+        return read_padded(name, region, weights.tensors[name], weights.read, config.vocab_size)
+
+    return read
+
+
+def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
+    """Open weights and optimizer state for a run to resume from, padded as the run needs.
+
+    Raises a RunError if the folder is of another model, a StorageError if it has no state.
+    """
+    # A folder with nothing but shards is assumed to be of the run's model.
+    named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
+    files = backend_files(
+        require_model(directory, config) if named else Origin(directory, config, None)
+    )
+    if not files.moments:
+        raise StorageError(
+            f"{directory} holds weights and no optimizer state; a run starts from it by "
+            "train.init_from"
+        )
+    return _PaddedFiles(files)
+
+
+class _PaddedFiles:
+    """Files of a checkpoint, with as many padding rows as the reader asks for."""
+
+    def __init__(self, files: TrainingFiles) -> None:
+        self._files = files
+        self.tensors, self.moments = files.tensors, files.moments
+        self.step = files.step
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        return self._read(name, region, self.tensors.get(name), self._files.read)
+
+    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
+        read = partial(self._files.read_moment, kind)
+        return self._read(name, region, self.moments.get((kind, name)), read, f"{kind} of ")
+
+    def _read(
+        self,
+        name: str,
+        region: Region | None,
+        stored: StoredTensor | None,
+        read: Callable[[str, Region | None], Tensor],
+        kind: str = "",
+    ) -> Tensor:
+        if stored is None:
+            raise StorageError(f"the checkpoint holds no {kind}{name}; restore it")
+        region = region or tuple(slice(0, size) for size in stored.shape)
+        return read_padded(name, region, stored, read, stored.shape[0])
+
+
+def read_padded(
+    name: str,
+    region: Region,
+    stored: StoredTensor,
+    read: Callable[[str, Region | None], Tensor],
+    vocabulary_rows: int,
+) -> Tensor:
+    """Read a region of a parameter or one of its moments, with the reader's padding, which is 0.
+
+    Of one in VOCABULARY, `vocabulary_rows` are in the file. Raises a StorageError if the region
+    exceeds what is stored.
+    """
+    size = [bounds.stop - bounds.start for bounds in region]
+    rows = size[0]
+    if name in VOCABULARY:
+        rows = min(max(vocabulary_rows - region[0].start, 0), rows)
+        region = (slice(region[0].start, region[0].start + rows), *region[1:])
+    # The number of padding rows depends on the mesh that wrote the file, so that they differ.
+    if rows == 0 or 0 in size:  # nothing but padding, or more workers than rows
+        return torch.zeros(size, dtype=stored.dtype)
+    shape = stored.shape
+    if len(shape) != len(region) or any(r.stop > s for r, s in zip(region, shape, strict=True)):
+        raise StorageError(
+            f"{name} is {list(shape)} in the checkpoint, too small for "
+            f"{[r.stop for r in region]}; restore the checkpoint, or import the model again"
+        )
+    whole = tuple(slice(0, length) for length in shape)
+    values = read(name, None if region == whole else region)
+    if rows == size[0]:
+        return values
+    return torch.cat([values, values.new_zeros(size[0] - rows, *size[1:])])

@@ -1,0 +1,175 @@
+"""The training state and the model of a checkpoint, and whether a run can use them; no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from slurmllm.core.config.families import FAMILIES
+from slurmllm.core.config.recipe import ADAMW, ModelConfig, Recipe
+from slurmllm.core.config.yaml_source import flatten
+from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.run.artifact_records import DataRecord, ImportedModel
+from slurmllm.core.run.records import Record, first_problem
+from slurmllm.core.run.rundir import RunDir
+
+TRAIN_STATE = "train_state.json"
+# AdamW's state per parameter next to `step`, by torch's names.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MODEL = "model.json"
+INDEX = "weights.safetensors.index.json"
+_MODEL_PREFIX, _OPTIMIZER = "model.", "optim.name"
+# Fields that change neither the parameters nor what they compute, or that are compared separately.
+_IGNORED_FIELDS = {
+    "init_std",
+    "scaled_init",
+    "output_init_std",
+    "vocab_pad_multiple",
+    "num_kv_heads",
+    "head_dim",
+    "seq_len",
+}
+
+
+class TrainState(Record):
+    """`checkpoints/step_XXXXXXXX/train_state.json`."""
+
+    step: int
+    tokens: int  # trained on so far
+    data: dict[str, Any]  # position in the corpus, of all workers together
+    fingerprint: dict[str, Any]  # see `fingerprint`
+    # The divergence guard's statistics of the gradient norm.
+    guard: dict[str, Any] = Field(default_factory=dict)
+
+
+def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
+    """Return what must be equal for training to continue: model, optimizer and data order."""
+    optimizer = {} if recipe.optim.name == ADAMW else {_OPTIMIZER: recipe.optim.name}
+    return {
+        **flatten(recipe.model.model_dump(mode="json"), _MODEL_PREFIX),
+        **optimizer,
+        "data.corpus": corpus,
+        "data.tokenizer": tokenizer,
+        "data.mask": recipe.data.mask,
+        "train.seed": recipe.train.seed,
+        "train.global_batch": recipe.train.global_batch,
+    }
+
+
+def fingerprint_digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model section of a fingerprint, nested as in a recipe."""
+    model: dict[str, Any] = {}
+    for path, value in fields.items():
+        if path.startswith(_MODEL_PREFIX):
+            section, _, name = path.removeprefix(_MODEL_PREFIX).partition(".")
+            if name:  # a field of rope_scaling
+                model.setdefault(section, {})[name] = value
+            else:
+                model[section] = value
+    return model
+
+
+def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    with suppress(ValidationError):  # of another version, whose fields then show as differences
+        model = ModelConfig.model_validate(model_fields(saved)).model_dump(mode="json")
+        # Fields that are newer than the checkpoint take their defaults.
+        saved = {**saved, **flatten(model, _MODEL_PREFIX)}
+    saved, current = {_OPTIMIZER: ADAMW, **saved}, {_OPTIMIZER: ADAMW, **current}
+    return [
+        f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
+        for path in [*saved, *(path for path in current if path not in saved)]
+        if saved.get(path) != current.get(path)
+    ]
+
+
+def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -> None:
+    """Raise a RunError if a recipe cannot continue a run from `directory`, if that is known."""
+    lines: list[str] = []
+    with suppress(StorageError):  # the workers report damaged files
+        if directory is not None:
+            saved = TrainState.load(directory / TRAIN_STATE).fingerprint
+            corpus, tokenizer = saved.get("data.corpus", ""), saved.get("data.tokenizer", "")
+            lines += fingerprint_differences(saved, fingerprint(recipe, corpus, tokenizer))
+    with suppress(StorageError):
+        began_with, now = DataRecord.find(run.data), recipe.data.validation
+        if began_with is not None and began_with.validation != now:
+            lines.append(f"data.validation: the run began with {began_with.validation}, now {now}")
+    if lines:
+        raise RunError(
+            f"run {run.name!r} cannot be resumed: settings differ from those it has trained with:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nrestore the original values with --set, or start a new run with another --name"
+        )
+
+
+class Origin(NamedTuple):
+    """A checkpoint folder and its model."""
+
+    directory: Path
+    model: ModelConfig
+    imported: ImportedModel | None  # record of `checkpoint import`; None for a run's checkpoint
+
+
+def read_origin(directory: Path) -> Origin:
+    """Read a folder's model; RunError if it holds no known one, StorageError if it is damaged."""
+    imported: ImportedModel | None = None
+    try:
+        if (directory / MODEL).is_file():
+            imported = ImportedModel.load(directory / MODEL)
+            values: dict[str, Any] = imported.model
+        elif (directory / TRAIN_STATE).is_file():
+            values = model_fields(TrainState.load(directory / TRAIN_STATE).fingerprint)
+        else:
+            raise RunError(
+                f"{directory} is not a checkpoint: it holds neither {TRAIN_STATE} (a run's) nor "
+                f"{MODEL} (an imported one); name runs/<run>/checkpoints/step_XXXXXXXX or a folder "
+                "that `slurmllm checkpoint import` created"
+            )
+        return Origin(directory, ModelConfig.model_validate(values), imported)
+    except OSError as error:
+        raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise RunError(
+            f"{directory} is of a model that this version does not know: "
+            f"model.{first_problem(error, 'model')}; use the version that wrote it"
+        ) from error
+
+
+def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
+    """Compare a checkpoint's model with a recipe's; return one line per incompatible field."""
+    fields = [
+        (name, getattr(stored, name), getattr(required, name))
+        for name in ModelConfig.model_fields
+        if name not in _IGNORED_FIELDS
+    ]
+    fields.append(("num_kv_heads", stored.kv_heads, required.kv_heads))
+    fields.append(("head_dim", stored.head_width, required.head_width))
+    differing = [field for field in fields if field[1] != field[2]]
+    # Learned positions are parameters: a shorter table has no rows for the last positions.
+    if FAMILIES[stored.family].positions == "learned" and stored.seq_len < required.seq_len:
+        differing.append(("seq_len", stored.seq_len, required.seq_len))
+    return [f"model.{name}: the checkpoint has {a!r}, the recipe {b!r}" for name, a, b in differing]
+
+
+def require_model(directory: Path, required: ModelConfig) -> Origin:
+    """Raise a RunError if the folder is not of this model, a StorageError if it is damaged."""
+    origin = read_origin(directory)
+    lines = model_differences(origin.model, required)
+    if lines:
+        raise RunError(
+            f"the weights in {directory} are of another model than the recipe's:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nset the recipe's values to the checkpoint's (--set), or name another checkpoint "
+            "in train.init_from"
+        )
+    return origin

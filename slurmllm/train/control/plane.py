@@ -1,0 +1,185 @@
+"""A worker's end of the control plane.
+
+All operations are collective: every worker calls the same ones in the same order. `reduce` begins
+one and returns at once, so that a step does not wait for it; the others wait for their result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from slurmllm.core.errors import CodeError, ConfigError, NodeError
+from slurmllm.train.control.authentication import Peer, Role, authenticate
+from slurmllm.train.control.relay import OPERATION_S
+from slurmllm.train.control.rendezvous import own_secret
+from slurmllm.train.control.wire import (
+    FAULTS,
+    Connection,
+    Frame,
+    Kind,
+    combine,
+    decode_parts,
+    encode_numbers,
+    encode_part,
+)
+
+SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
+Reduction = Literal["sum", "max", "min"]
+Pending = Callable[
+    [], list[Any]
+]  # called once, waits for the numbers; NodeError if a worker failed
+_KINDS = {"sum": Kind.SUM, "max": Kind.MAX, "min": Kind.MIN}
+_MARGIN_S = 60.0  # the relay, which knows whom it waits for, reports a time-out first
+T = TypeVar("T")
+
+
+class ControlPlane:
+    """One worker's connection to the relay of its node; a single worker needs none.
+
+    Args:
+        path: Of the relay's Unix socket; None for a single worker.
+
+    Raises:
+        NodeError: The relay does not respond or refuses this worker.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, path: str | None = None, secret: bytes = b""
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._connection: Connection | None = None
+        self._started = 0  # operations
+        self._results: dict[int, Frame] = {}
+        self._fault: NodeError | CodeError | None = None
+        if path is not None:
+            self._connection = Connection(_connect(path, rank, world_size, secret))
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        if self._connection is None:
+            return 0, 0
+        return self._connection.messages, self._connection.num_bytes
+
+    def reduce(self, values: Sequence[float], by: Reduction) -> Pending:
+        """Begin to reduce the workers' lists of numbers, element by element."""
+        number = self._start(_KINDS[by], encode_numbers(values))
+        return lambda: list(json.loads(self._receive(number)))
+
+    def all_reduce(self, values: Sequence[float], by: Reduction) -> list[Any]:
+        """Reduce the workers' lists of numbers, element by element; integers stay integers."""
+        return self.reduce(values, by)()
+
+    def barrier(self) -> None:
+        self.all_reduce((), "max")
+
+    def first(self, value: T | None) -> T | None:
+        """Return the value of the lowest rank that has one, on every worker; None if none has.
+
+        Values are picklable; if no worker has one, no value is sent.
+        """
+        sender = self.world_size if value is None else self.rank
+        (first,) = self.all_reduce([sender], "min")
+        if first == self.world_size:
+            return None
+        return self._broadcast_from(first, value)
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
+        parts = decode_parts(self._wait(Kind.GATHER, encode_part(self.rank, pickle.dumps(value))))
+        if self.rank:
+            return None
+        return [pickle.loads(parts[rank]) for rank in range(self.world_size)]  # noqa: S301
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the picklable value of rank 0 on every worker."""
+        return self._broadcast_from(0, value)
+
+    def _broadcast_from(self, rank: int, value: T | None) -> T:
+        payload = pickle.dumps(value) if self.rank == rank else b""
+        received: T = pickle.loads(self._wait(Kind.BROADCAST, payload))  # noqa: S301 (this attempt)
+        return received
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this worker's of the picklable values that rank 0 has for all, by rank."""
+        payload = b""
+        if self.rank == 0 and values is not None:
+            payload = b"".join(encode_part(i, pickle.dumps(v)) for i, v in enumerate(values))
+        received = decode_parts(self._wait(Kind.SCATTER, payload))[self.rank]
+        value: T = pickle.loads(received)  # noqa: S301 (of this attempt)
+        return value
+
+    def close(self) -> None:
+        """Leave as planned; operations in which others still wait for this worker fail."""
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.queue(Frame(Kind.LEAVE, 0, b"").encode())
+            self._connection.socket.close()
+            self._connection = None
+
+    def _start(self, kind: Kind, payload: bytes) -> int:
+        number = self._started
+        self._started += 1
+        frame = Frame(kind, number, payload)
+        if self._connection is None:
+            self._results[number] = frame._replace(payload=combine(kind, [payload]))
+            return number
+        try:
+            self._connection.queue(frame.encode())
+        except OSError:
+            # The relay may have sent the reason before it closed.
+            self._receive(number)
+        return number
+
+    def _wait(self, kind: Kind, payload: bytes) -> bytes:
+        return self._receive(self._start(kind, payload))
+
+    def _receive(self, number: int) -> bytes:
+        while number not in self._results:
+            if self._fault is not None:
+                raise type(self._fault)(*self._fault.args)
+            assert self._connection is not None
+            try:
+                frames = self._connection.receive()
+            except TimeoutError as error:
+                raise NodeError(
+                    f"Timed out waiting for the launcher after {OPERATION_S + _MARGIN_S:.0f} s"
+                ) from error
+            except OSError as error:
+                raise NodeError("Connection closed by peer: this node's launcher") from error
+            for frame in frames:
+                if frame.kind in FAULTS:
+                    fault = CodeError if frame.kind is Kind.MISUSE else NodeError
+                    self._fault = self._fault or fault(frame.payload.decode())
+                else:
+                    self._results[frame.number] = frame
+        return self._results.pop(number).payload
+
+
+def open_control(rank: int, world_size: int) -> ControlPlane:
+    """Connect this worker by the launcher's variables, once its relay has reached the root."""
+    if world_size == 1:
+        return ControlPlane()
+    path = os.environ.get(SOCKET)
+    if path is None:
+        raise ConfigError(f"{SOCKET} is not set: several workers are started by the launcher")
+    return ControlPlane(rank, world_size, path, own_secret())
+
+
+def _connect(path: str, rank: int, world_size: int, secret: bytes) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(OPERATION_S + _MARGIN_S)
+    try:
+        peer.connect(path)
+        authenticate(peer, Peer(Role.WORKER, rank), world_size, secret)
+    except OSError as error:
+        peer.close()
+        raise NodeError(
+            f"Connection refused by this node's launcher at {path}: {error.strerror or error}"
+        ) from error
+    return peer

@@ -1,0 +1,177 @@
+"""Connections of the control plane, the frames that they carry, and how relays combine these.
+
+Contributions to an operation are bytes, and relays unpickle none of them:
+
+    SUM, MAX, MIN   a JSON list of numbers, element by element
+    GATHER          values by rank; only rank 0 gets them
+    BROADCAST       the value of one worker; nothing from the others
+    SCATTER         values by rank, from rank 0; every worker gets its own
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
+
+from slurmllm.core.errors import NodeError
+
+K = TypeVar("K")
+MAX_PAYLOAD_BYTES = 1 << 30
+_PART = struct.Struct("!IQ")  # rank, bytes
+_HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
+# Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
+_RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
+# A machine that loses power closes no connection, and a firewall may drop packets: keep-alive
+# detects both after half a minute, TCP_USER_TIMEOUT if data are in flight.
+_TCP_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 35_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class Kind(IntEnum):
+    """The kinds of frames: operations that all workers call in the same order, and messages."""
+
+    SUM = 1
+    MAX = 2
+    MIN = 3
+    GATHER = 5
+    BROADCAST = 6
+    SCATTER = 7
+    FAULT = 16  # the payload is why no operation can complete any more
+    LEAVE = 17  # the sender ends as planned
+    MISUSE = 18  # as FAULT; the cause is the code of the workers
+
+
+FAULTS = (Kind.FAULT, Kind.MISUSE)
+_REDUCTIONS: dict[Kind, Callable[[Iterable[Any]], Any]]
+_REDUCTIONS = {Kind.SUM: sum, Kind.MAX: max, Kind.MIN: min}
+
+
+class Frame(NamedTuple):
+    """A message, or a contribution to an operation, or its result."""
+
+    kind: Kind
+    number: int  # of the operation, from 0; 0 for other messages
+    payload: bytes
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(self.kind, self.number, len(self.payload)) + self.payload
+
+
+class Connection:
+    """A socket that sends and receives frames, blocking or not."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.socket = peer
+        self.messages = self.num_bytes = 0  # sent and received, headers included
+        self._in = bytearray()
+        self._missing = 0  # bytes of a frame that has arrived in part
+        self.unsent: deque[memoryview] = deque()
+        if peer.family == socket.AF_INET:
+            for option in _TCP_OPTIONS:
+                peer.setsockopt(*option)
+
+    def queue(self, frame: bytes) -> None:
+        """Send a frame as far as the socket takes it without waiting; OSError if it is closed."""
+        self.messages += 1
+        self.num_bytes += len(frame)
+        self.unsent.append(memoryview(frame))
+        self.flush()
+
+    def flush(self) -> None:
+        with suppress(BlockingIOError):
+            while self.unsent:
+                chunk = self.unsent[0]
+                num_sent = self.socket.send(chunk)
+                if num_sent == len(chunk):
+                    self.unsent.popleft()
+                else:
+                    self.unsent[0] = chunk[num_sent:]
+
+    def receive(self) -> list[Frame]:
+        """Return the frames that have arrived; waits for the first bytes if the socket blocks.
+
+        Raises a ConnectionResetError if the other end is closed, a NodeError if it sends what no
+        worker does.
+        """
+        chunk = self.socket.recv(min(max(_RECEIVE_BYTES, self._missing), _LONG_RECEIVE_BYTES))
+        if not chunk:
+            raise ConnectionResetError("closed")
+        self._in += chunk
+        self.num_bytes += len(chunk)
+        frames = []
+        while len(self._in) >= _HEADER.size:
+            kind, number, length = _HEADER.unpack_from(self._in)
+            if length > MAX_PAYLOAD_BYTES:
+                raise NodeError(f"a message of {length} bytes, which no worker sends")
+            end = _HEADER.size + length
+            self._missing = max(0, end - len(self._in))
+            if self._missing:
+                break
+            with memoryview(self._in) as view:
+                payload = bytes(view[_HEADER.size : end])
+            del self._in[:end]
+            self.messages += 1
+            frames.append(Frame(Kind(kind), number, payload))
+        return frames
+
+
+def combine(kind: Kind, contributions: Iterable[bytes]) -> bytes:
+    """Combine the contributions of all workers of a relay into one, in their order.
+
+    Raises a ValueError if lists of numbers are not equally long.
+    """
+    if kind in _REDUCTIONS:
+        reduction = _REDUCTIONS[kind]
+        # Mostly all are equal, and their maximum needs no decoding.
+        lists = [*(contributions if kind is Kind.SUM else dict.fromkeys(contributions))]
+        if len(lists) == 1:
+            return lists[0]
+        columns = zip(*map(json.loads, lists), strict=True)
+        return encode_numbers(reduction(column) for column in columns)
+    return b"".join(contributions)  # values by rank, or one worker's value
+
+
+def encode_numbers(numbers: Iterable[float]) -> bytes:
+    return json.dumps([*numbers]).encode()
+
+
+def encode_part(rank: int, value: bytes) -> bytes:
+    return _PART.pack(rank, len(value)) + value
+
+
+def decode_parts(payload: bytes) -> dict[int, bytes]:
+    """Rank → value."""
+    parts, offset = {}, 0
+    while offset < len(payload):
+        rank, length = _PART.unpack_from(payload, offset)
+        offset += _PART.size
+        parts[rank] = payload[offset : offset + length]
+        offset += length
+    return parts
+
+
+def shares(kind: Kind, result: bytes, owners: Mapping[int, K]) -> Mapping[K, bytes] | None:
+    """Return who gets which part of a result; None if everyone gets all of it.
+
+    `owners` maps a rank to who gets this worker's part.
+    """
+    if kind is Kind.GATHER:
+        return {owners[0]: result} if 0 in owners else {}
+    if kind is not Kind.SCATTER:
+        return None
+    by_owner: dict[K, list[bytes]] = {}
+    for rank, value in decode_parts(result).items():
+        by_owner.setdefault(owners[rank], []).append(encode_part(rank, value))
+    return {owner: b"".join(parts) for owner, parts in by_owner.items()}

@@ -1,0 +1,163 @@
+"""Figures from measurements: what made the measurements up comes out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slurmllm.analysis.calibrate.fits import hardware_of
+from slurmllm.analysis.calibrate.node import STEP_LAYERS, Sample, Task, step_config
+from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.errors import NodeError
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.parameters import Product
+from slurmllm.plan.step import gather_s, group, product_s, step_time
+
+TRUTH = Hardware(
+    source="made up",
+    bf16_tflops=400.0,
+    fp32_tflops=80.0,
+    memory_gib=80.0,
+    reserved_gib=2.0,
+    memory_gb_s=2000.0,
+    node_link_gb_s=300.0,
+    network_gb_s=50.0,
+    matrix_efficiency=0.8,
+    matrix_half=150.0,
+    attention_efficiency=0.4,
+    memory_efficiency=0.7,
+    node_link_efficiency=0.6,
+    network_efficiency=0.5,
+    node_link_latency_us=10.0,
+    network_latency_us=30.0,
+    overlap=0.8,
+    operator_us=40.0,
+    step_overhead_s=0.02,
+)
+TASK = Task(
+    nodes=2,
+    workers=8,
+    sharing=8,
+    cpus=None,
+    device="cuda",
+    address="n1",
+    port=1,
+    precision="bf16",
+    compiled=True,
+    variables={},
+)
+GROUPS = {"node": group(1, 8, 8), "network": group(8, 2, 8)}
+
+
+def made_up(hardware: Hardware) -> Iterator[Sample]:
+    """What devices of these figures would measure."""
+    for precision, width in (("bf16", 2), ("fp32", 4)):
+        peak = getattr(hardware, f"{precision}_tflops") * 1e12
+        for k in (256, 512, 1024, 2048, 4096, 8192):
+            product = Product(8192, 4 * k, k)
+            seconds = 3 * product_s(product, peak, width, hardware)
+            yield Sample(kind="product", of=precision, sizes=(8192, 4 * k, k), value=seconds)
+    peak = hardware.bf16_tflops * 1e12
+    yield Sample(
+        kind="attention",
+        of="bf16",
+        sizes=(10**12,),
+        value=10**12 / peak / hardware.attention_efficiency,
+    )
+    bandwidth = hardware.memory_gb_s * 1e9
+    yield Sample(kind="copy", sizes=(10**9,), value=1e9 / bandwidth)
+    for of in ("block", "logits", "optimizer"):
+        seconds = 1e9 / bandwidth / hardware.memory_efficiency
+        yield Sample(kind="elementwise", of=of, sizes=(10**9,), value=seconds)
+    yield from links(hardware)
+    for layers in (2, 8):
+        seconds = hardware.step_overhead_s + layers * 4 * 3 * hardware.operator_us * 1e-6
+        yield Sample(kind="step", sizes=(layers, 4), value=seconds)
+    yield Sample(kind="reserved", value=hardware.reserved_gib * 2**30)
+    yield Sample(kind="memory", value=hardware.memory_gib * 2**30)
+
+
+def gpu_steps(hardware: Hardware) -> Iterator[Sample]:
+    for layers in STEP_LAYERS["cuda"]:
+        config = step_config(TASK, layers)
+        cluster = config.cluster.model_copy(update={"hardware": hardware})
+        step = step_time(replace(config, cluster=cluster), make_mesh(config, 1))
+        yield Sample(kind="gpu_step", sizes=(layers, 1), value=step.total + 0.003)
+
+
+def links(hardware: Hardware) -> Iterator[Sample]:
+    for where, members in GROUPS.items():
+        for size in (8192, 16 << 20, 256 << 20):
+            seconds, sizes = gather_s(size, members, hardware), (members.size, size)
+            yield Sample(kind="all_reduce", of=where, sizes=sizes, value=2 * seconds)
+        yield Sample(kind="all_gather", of=where, sizes=sizes, value=seconds)
+        yield Sample(kind="reduce_scatter", of=where, sizes=sizes, value=seconds)
+
+
+def figures(hardware: Hardware) -> dict[str, Any]:
+    """The numbers."""
+    result = hardware.model_dump(exclude={"source", "rough", "assumed"})
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def test_known_peaks_are_kept_and_shares_of_them_found() -> None:
+    result = hardware_of(list(made_up(TRUTH)), TASK, TRUTH, "here")
+    assert result.notes == ()
+    assert result.hardware.source == "here"
+    assert figures(result.hardware) == pytest.approx(figures(TRUTH), rel=0.001)
+
+
+def test_steps_of_a_gpu_show_what_its_memory_reaches() -> None:
+    """Whatever the head and the optimizer take besides, in steps that the device limits."""
+    fast = TRUTH.model_copy(update={"operator_us": 2.0, "step_overhead_s": 0.001})
+    samples = [s for s in made_up(fast) if s.kind != "elementwise"]
+    for efficiency in (0.4, 0.7):
+        truth = fast.model_copy(update={"memory_efficiency": efficiency})
+        measured = [*samples, *gpu_steps(truth)]
+        hardware = hardware_of(measured, TASK, TRUTH, "here").hardware
+        assert hardware.memory_efficiency == pytest.approx(efficiency, rel=0.03)
+        assert hardware.operator_us == pytest.approx(2.0, rel=0.01)
+
+
+def test_without_known_peaks_what_is_reached_is_the_same() -> None:
+    rough = TRUTH.model_copy(update={"rough": True, "bf16_tflops": 9999.0})
+    hardware = hardware_of(list(made_up(TRUTH)), TASK, rough, "here").hardware
+    assert hardware.matrix_efficiency == hardware.network_efficiency == 1.0
+    for name in ("node_link", "network", "memory"):
+        reached = [
+            getattr(item, f"{name}_gb_s") * getattr(item, f"{name}_efficiency")
+            for item in (hardware, TRUTH)
+        ]
+        assert reached[0] == pytest.approx(reached[1], rel=0.02)
+    for name in ("bf16_tflops", "fp32_tflops"):
+        assert getattr(hardware, name) == pytest.approx(0.8 * getattr(TRUTH, name), rel=0.02)
+
+
+def test_one_lone_worker() -> None:
+    alone = [s for s in made_up(TRUTH) if s.of not in GROUPS]
+    result = hardware_of(alone, TASK, None, "here")
+    assert [note.split(":")[0] for note in result.notes] == ["node_link_…", "network_…"]
+    assert result.hardware.network_gb_s == result.hardware.memory_gb_s
+    remaining = hardware_of(alone, TASK, TRUTH, "here")
+    assert (remaining.hardware.network_gb_s, remaining.hardware.network_latency_us) == (50.0, 30.0)
+    assert len(remaining.notes) == 2
+
+
+def test_what_was_measured_is_no_longer_assumed() -> None:
+    names = ("matrix_efficiency", "overlap", "network_efficiency", "node_link_efficiency")
+    profile = TRUTH.model_copy(update={"assumed": names})
+    everything = list(made_up(TRUTH))
+    assert hardware_of(everything, TASK, profile, "here").hardware.assumed == ("overlap",)
+    node = [sample for sample in everything if sample.of != "network"]
+    assumed = hardware_of(node, TASK, profile, "here").hardware.assumed
+    assert assumed == ("overlap", "network_efficiency")
+
+
+def test_a_missing_measurement_is_named() -> None:
+    for kind in ("attention", "copy", "product", "step", "reserved"):
+        lacking = [sample for sample in made_up(TRUTH) if sample.kind != kind]
+        with pytest.raises(NodeError, match="did not measure"):
+            hardware_of(lacking, TASK, None, "here")

@@ -1,0 +1,205 @@
+"""Where runs stand and what they have cost, from their records and one question to Slurm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+from made_records import save_attempt, save_manifest, save_submission
+from training_rows import make_row, write_rows
+
+from slurmllm.analysis.status.runs import node_hours, run_state, run_states
+from slurmllm.core.config.load import read_summary
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.metrics.step_time import read_pace
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    Event,
+    Heartbeat,
+    SkippedBatches,
+    SkipsRecord,
+)
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import AccountingRow, QueuedJob
+
+PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
+
+
+class CountingSlurm(FakeSlurm):
+    """Counts the queries; has job 7 as running, and no other."""
+
+    def __init__(self, silent: bool = False) -> None:
+        super().__init__()
+        self.silent, self.queues, self.accounts = silent, 0, 0
+
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        self.queues += 1
+        if self.silent:
+            raise SlurmError("squeue did not answer")
+        return {job: QueuedJob(job, "RUNNING", "None", "n[1-2]") for job in job_ids if job == "7"}
+
+    def accounting(self, *job_ids: str) -> list[AccountingRow]:
+        self.accounts += 1
+        return []
+
+
+def make(folder: Path, name: str = "r", job: str = "7", *overrides: str) -> RunDir:
+    run = RunDir(folder / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100", *overrides]).to_yaml())
+    save_submission(run, nodes=2, precompile_job="6", train_job=job)
+    return run
+
+
+def attempt(run: RunDir, number: int, began: float, ended: float | None, **more: Any) -> None:
+    values = {"job_id": "7", "nodes": ("n1", "n2"), "started_at": began, "ended_at": ended}
+    save_attempt(run, number, **(values | more))
+
+
+def steps(run: RunDir, number: int, first: int, last: int, step_s: float = 2.0) -> None:
+    rates = {"loss": 5.0, "seq_per_s": 8 / step_s, "tokens_per_s": 80 / step_s}
+    rows = []
+    for step in range(first, last + 1):
+        times = {"time": 1000.0 + step, "step_time_s": 60.0 if step == first else step_s}
+        rows.append(make_row(step, number, tokens=10 * step, **rates, **times))
+    with write_rows(run.metrics(number), rows).open("a") as stream:
+        stream.write('{"step": 9')
+
+
+def test_a_run_that_trains(tmp_path: Path) -> None:
+    run, now = make(tmp_path, "r", "7", PRICE), time.time()
+    attempt(run, 0, now - 7200, now - 3600, ending="node_failure", action="requeue")
+    attempt(run, 0, now - 9000, now - 7200, stage="precompile", nodes=("n1",))
+    attempt(run, 1, now - 1800, None, checkpoint_before=20)
+    steps(run, 0, 1, 25, step_s=9.0)
+    steps(run, 1, 21, 40)
+    save = Event(kind="save", step=30, attempt=1, time=now, waited_s=10.0)
+    run.events(1).parent.mkdir()
+    run.events(1).write_text(save.model_dump_json() + "\n")
+    save_manifest(run, 30, attempt=1, saved_at=now - 60)
+    (run.checkpoints / "step_00000040").mkdir()  # a save that goes on
+    state = run_state(run, CountingSlurm())
+    assert (state.state, state.step, state.loss, state.tokens) == ("training", 40, 5.0, 400)
+    assert state.seq_per_s == 4.0
+    # 60 steps of 2 s, and of 10 s of waiting for a save in 20 steps.
+    assert state.eta_s == pytest.approx(60 * 2.5)
+    assert state.finish_at == pytest.approx(now + 150, abs=5)
+    assert state.last_checkpoint is not None
+    assert (state.last_checkpoint.step, state.restarts) == (30, 1)
+    assert state.last_checkpoint.age_s == pytest.approx(60, abs=5)
+    assert state.node_hours == pytest.approx(0.5 + 2.0 + 1.0, abs=0.01)
+    assert state.usd == pytest.approx(20 * state.node_hours)
+
+
+def test_an_attempt_without_a_step_recomputes_the_lost_ones(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
+    attempt(run, 1, 3.0, None, checkpoint_before=20)
+    steps(run, 0, 1, 25)
+    state = run_state(run, CountingSlurm())
+    assert state.step == 25
+    assert state.eta_s == pytest.approx(80 * 2.0)
+    attempt(run, 1, 3.0, None, checkpoint_before=20, world_size=1)
+    assert run_state(run, CountingSlurm()).eta_s is None  # nothing is known of so few workers
+
+
+def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    steps(run, 0, 1, 500)
+    lines = run.metrics(0).read_text().splitlines()
+    lines[-2] = lines[-2].replace('"step_time_s": 2.0', '"step_time_s": 300.0')
+    run.metrics(0).write_text("\n".join(lines))
+    pace = read_pace(run, [])
+    assert pace is not None
+    assert (pace.step_s, pace.seq_per_s, pace.seconds(10)) == (2.0, 4.0, 20.0)
+
+
+def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    for step in (10, 20):
+        save_manifest(run, step)
+    skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
+    SkipsRecord(skips=(skip,)).save(run.skips)
+    saved = run_state(run, CountingSlurm()).last_checkpoint
+    assert saved is not None
+    assert saved.step == 10
+
+
+def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attempt(run, 0, 1000.0, None)
+    Heartbeat(node="n2", written_at=2800.0, ranks={}).save(run.attempt("train", 0).heartbeat("n2"))
+    records = [AttemptRecord.load(run.attempt("train", 0).record)]
+    assert node_hours(run, records, running=False, now=9e9) == pytest.approx(2 * 0.5)
+    assert node_hours(run, records, running=True, now=4600.0) == pytest.approx(2 * 1.0)
+
+
+def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: Path) -> None:
+    for action, ending in (("finish", "done"), ("stop", "code_error")):
+        run = make(tmp_path, action, "5")
+        attempt(run, 0, 1.0, 2.0, action=action, ending=ending, evidence=("why",))
+    attempt(make(tmp_path, "runs"), 0, 1.0, None)
+    make(tmp_path, "damaged").jobs.write_text("{")
+    make(tmp_path, "gone").config.unlink()
+    names = ("finish", "stop", "runs", "damaged", "gone")
+    runs, slurm = [RunDir(tmp_path / name) for name in names], CountingSlurm()
+    states = {state.name: state for state in run_states(runs, slurm)}
+    shown = [state.state for state in states.values()]
+    assert shown == ["done", "stopped", "training", "damaged", "damaged"]
+    assert (slurm.queues, slurm.accounts) == (1, 0)
+    assert states["stop"].reason == "code_error: why"
+    assert "jobs.json is damaged" in states["damaged"].reason
+    silent = {state.name: state for state in run_states(runs, CountingSlurm(silent=True))}
+    assert (silent["finish"].state, silent["stop"].state) == ("done", "stopped")
+    assert silent["runs"].slurm_unreachable
+
+
+@pytest.mark.parametrize(
+    ("local", "cancelled_at", "silent", "state"),
+    [
+        (True, 5.0, False, "cancelled"),
+        (True, None, False, "interrupted"),
+        (False, 5.0, False, "cancelled"),  # Slurm has forgotten the job
+        (False, 5.0, True, "unknown"),
+    ],
+)
+def test_a_run_that_was_cancelled_between_attempts(
+    local: bool, cancelled_at: float | None, silent: bool, state: str, tmp_path: Path
+) -> None:
+    run = make(tmp_path, "r", "5")
+    save_submission(run, train_job="5", local=local, cancelled_at=cancelled_at)
+    attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
+    assert run_state(run, CountingSlurm(silent)).state == state
+
+
+@pytest.mark.parametrize("overrides", [(), (PRICE,)])
+def test_the_summary_equals_the_whole_configuration(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    summary = read_summary(make(tmp_path, "r", "7", *overrides).config)
+    usd = 20.0 if overrides else None
+    assert (summary.recipe, summary.steps, summary.usd_per_node_hour) == ("tiny_neox", 100, usd)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_damaged_manifest_of_graphs_is_one_line_of_the_status(
+    tmp_path: Path, folder: bool
+) -> None:
+    run = make(tmp_path)
+    run.graphs.mkdir()
+    run.micro_batch.write_text("{")
+    if folder:
+        run.graphs_manifest.mkdir()
+    else:
+        run.graphs_manifest.write_text('{"complete": true,')
+    details = run_state(run, CountingSlurm()).details
+    assert details is not None
+    assert (details.graphs, details.micro_batch) == (None, None)
+    (line,) = details.uncompiled
+    assert "manifest.json" in line
+    assert line.endswith("`slurmllm resume r` compiles the graphs again")

@@ -1,0 +1,194 @@
+"""Devices, drivers, error counters and EFA interfaces, by stand-ins for the vendors' programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launch.diagnose.conftest import Profile, Program
+
+from slurmllm.core.errors import NodeError
+from slurmllm.core.run.records import Finding
+from slurmllm.launch.diagnose import node, storage
+from slurmllm.launch.diagnose.node import (
+    device_findings,
+    efa_findings,
+    memory_findings,
+    node_findings,
+)
+from slurmllm.launch.diagnose.storage import node_local_findings, shared_findings
+
+
+def chips(count: int) -> str:
+    """What neuron-ls --json-output prints on a trn1 node."""
+    listed = [{"neuron_device": n, "nc_count": 2, "connected_to": None} for n in range(count)]
+    return f"cat <<'end'\n{json.dumps(listed)}\nend"
+
+
+def driver(root: Path, **errors: str) -> Path:
+    (root / "sys/module/neuron").mkdir(parents=True)
+    (root / "sys/module/neuron/version").write_text("2.24.7.0\n")
+    for number in range(16):
+        folder = root / f"sys/devices/virtual/neuron_device/neuron{number}/stats/hardware"
+        folder.mkdir(parents=True)
+        for name in ("mem_ecc_uncorrected", "sram_ecc_uncorrected"):
+            (folder / name).write_text(f"{errors.get(name, 0) if number == 3 else 0}\n")
+    return root
+
+
+def by_check(findings: object) -> dict[str, Finding]:
+    return {f.check: f for f in findings}  # type: ignore[attr-defined]
+
+
+def test_a_whole_trn1_node(program: Program, profile: Profile, tmp_path: Path) -> None:
+    program("neuron-ls", chips(16))
+    checks_made = by_check(device_findings(profile("trn1"), driver(tmp_path)))
+    assert (checks_made["devices"].status, checks_made["devices"].value) == ("ok", 32)
+    assert (checks_made["driver"].status, checks_made["driver"].value) == ("ok", "2.24.7.0")
+    assert checks_made["device errors"].status == "ok"
+
+
+def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_path: Path) -> None:
+    program("neuron-ls", chips(15))
+    config = profile("trn1", "cluster.health.driver_version=2.25.1.0")
+    checks_made = by_check(device_findings(config, driver(tmp_path, mem_ecc_uncorrected="2")))
+    assert checks_made["devices"].message == "30 NeuronCores; profile trn1 requires 32"
+    assert checks_made["driver"].message == "driver 2.24.7.0; profile trn1 requires 2.25.1.0"
+    assert "neuron3: mem_ecc_uncorrected 2" in checks_made["device errors"].message
+    fails = [name for name, f in checks_made.items() if f.status == "fail"]
+    assert fails == ["devices", "driver", "device errors"]
+    assert (checks_made["CPUs"].status, checks_made["CPUs"].expected) == ("warn", 128)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (None, "neuron-ls is neither on"),
+        ("echo 'no driver' >&2; exit 1", "exit code 1: no driver"),
+        ("echo '{}x'", "no list of devices"),
+        ("echo '[3]'", "no list of devices"),
+    ],
+)
+def test_a_tool_that_does_not_serve(
+    program: Program, profile: Profile, script: str | None, expected: str
+) -> None:
+    if script is not None:
+        program("neuron-ls", script)
+    with pytest.raises(NodeError, match=expected):
+        list(device_findings(profile("trn1")))
+
+
+def test_gpus(program: Program, profile: Profile) -> None:
+    rows = [f"{n}, 570.86.15, {'[N/A]' if n == 1 else 2 * (n == 5)}" for n in range(8)]
+    program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows)}\nend")
+    checks_made = by_check(device_findings(profile("p4d")))
+    assert (checks_made["devices"].value, checks_made["driver"].value) == (8, "570.86.15")
+    assert checks_made["device errors"].message == "uncorrected memory errors: GPU 5: 2"
+    program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows[:7])}\nend")
+    checks_made = by_check(device_findings(profile("p4d")))
+    assert checks_made["devices"].message == "7 GPUs; profile p4d requires 8"
+
+
+def fabric(count: int) -> str:
+    # After AWS's EFA guide: an entry a domain, some domains with several.
+    entries = "".join(
+        f"provider: efa\n    fabric: efa\n    domain: rdmap{n}s27-rdm\n    version: 201.0\n"
+        f"    type: FI_EP_RDM\n    protocol: FI_PROTO_EFA\n"
+        for n in [0, *range(count)]
+    )
+    return f"cat <<'end'\n{entries}end"
+
+
+def test_interfaces_by_libfabric(program: Program, profile: Profile) -> None:
+    program("fi_info", fabric(8))
+    (checks_made,) = efa_findings(profile("trn1"))
+    assert (checks_made.status, checks_made.value, checks_made.expected) == ("ok", 8, 8)
+    (checks_made,) = efa_findings(profile("trn1n"))
+    assert checks_made.message == "8 EFA interfaces; profile trn1n requires 16"
+    program("fi_info", "echo 'fi_getinfo: -61 (No data available)' >&2; exit 61")
+    with pytest.raises(NodeError, match="No data available"):
+        list(efa_findings(profile("trn1")))
+    assert list(efa_findings(profile("local"))) == []
+
+
+def test_kernel_interfaces(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "find", lambda name: None)
+    for number, driver in enumerate(("efa", "efa", "mlx5_core")):
+        device = tmp_path / f"sys/class/infiniband/rdmap{number}/device"
+        device.mkdir(parents=True)
+        (tmp_path / "sys/bus/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(tmp_path / "sys/bus/drivers" / driver)
+    (checks_made,) = efa_findings(profile("p4d"), tmp_path)
+    assert (checks_made.status, checks_made.value) == ("fail", 2)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / ".health-marker-1"
+    path.touch()
+    return path
+
+
+def test_memory(profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:  1953125 kB\n")
+    (finding,) = memory_findings(profile("local"), tmp_path)
+    assert (finding.status, finding.value) == ("ok", 2.0)
+    (finding,) = memory_findings(profile("local", "cluster.health.min_memory_gb=3"), tmp_path)
+    assert finding.message == "2.0 GB available; profile local requires 3"
+
+
+def test_the_local_disk(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=0"))
+    assert finding.status == "ok"
+    assert float(finding.value) > 0
+    (finding,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=1000000"))
+    assert "GB free in" in finding.message
+    assert finding.message.endswith("requires 1e+06")
+    monkeypatch.setattr(storage, "file_system", lambda path: ("lustre", "/fsx"))
+    (finding,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=0"))
+    assert (finding.status, "all nodes share" in finding.message) == ("warn", True)
+    missing = profile("local").model_copy(update={"node_local": str(tmp_path / "no")})
+    (finding,) = node_local_findings(missing)
+    assert "is the disk mounted?" in finding.message
+
+
+def test_the_shared_folder(profile: Profile, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = shared_findings(profile("local"), marker, "n1")
+    assert finding.status in ("ok", "warn")  # this machine may be slow
+    assert 0 < float(finding.value) < 60
+    assert [path.name for path in marker.parent.iterdir()] == [marker.name]
+    (finding,) = shared_findings(profile("local", "cluster.health.max_write_s=1e-9"), marker, "n1")
+    assert (finding.status, "a fsynced write to" in finding.message) == ("fail", True)
+    monkeypatch.setattr(storage, "VISIBLE_S", 0.0)
+    (finding,) = shared_findings(profile("local"), marker.with_name("elsewhere"), "n1")
+    assert "is not the shared file system here" in finding.message
+
+
+def test_folders_in_which_others_may_exchange_files(
+    profile: Profile, marker: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    (disk / "cache").mkdir(parents=True)
+    disk.chmod(0o777)
+    minimum = "cluster.health.min_node_local_gb=0"
+    cluster = profile("local", minimum).model_copy(update={"node_local": str(disk / "cache")})
+    (finding,) = node_local_findings(cluster)
+    assert (finding.status, "no sticky bit" in finding.message) == ("fail", True)
+    marker.parent.chmod(0o777)
+    (finding,) = shared_findings(cluster, marker, "n1")
+    assert finding.status == "warn"
+    assert "no sticky bit" in finding.message or "fsynced write" in finding.message
+
+
+def test_a_check_that_raises_an_error_fails(profile: Profile, marker: Path) -> None:
+    disk = Path("/proc/self/attr")  # a folder in which nobody makes files
+    broken = profile("local").model_copy(update={"node_local": str(disk)})
+    finding = {f.check: f for f in node_findings("n1", broken, marker)}
+    assert finding["node-local disk"].status == "fail"
+    assert str(disk) in finding["node-local disk"].message
+    assert finding["shared file system"].status in ("ok", "warn")

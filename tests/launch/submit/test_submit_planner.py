@@ -1,0 +1,149 @@
+"""`submit` and `resume` with the planner: what it chooses, warns of and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import Result
+from fake_slurm import FakeSlurm
+from launch.submit.commands import call, call_json
+
+from slurmllm.core.config.load import load
+from slurmllm.core.run.rundir import RunDir
+
+# A small cluster of CPUs, so that a tiny recipe has layouts to choose from.
+PROFILE = """
+name: shelf
+device: cpu
+devices_per_node: 2
+node_local: /var/tmp
+hardware: {source: this test, bf16_tflops: 1, fp32_tflops: 1, memory_gib: 1, memory_gb_s: 10,
+  node_link_gb_s: 1, network_gb_s: 0.1, matrix_efficiency: 0.5, attention_efficiency: 0.5,
+  memory_efficiency: 0.5, node_link_efficiency: 0.5, network_efficiency: 0.5}
+"""
+NOT_ENOUGH = "cluster.hardware.memory_gib=0.01"
+
+
+@pytest.fixture
+def fake(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    monkeypatch.setenv("SLURMLLM_CLUSTER", "shelf.yaml")
+    Path("shelf.yaml").write_text(PROFILE)
+    np.save("tokens.npy", np.arange(5000, dtype=np.uint16) % 4096)
+    return fake
+
+
+def submit(*arguments: str) -> Result:
+    data = ("--set=data.corpus=tokens.npy", "--set=data.tokenizer=null")
+    return call("submit", "tiny_neox", "--nodes=2", "--name=r", *data, *arguments)
+
+
+def degrees() -> dict[str, object]:
+    return load(RunDir(Path("runs/r")).config).recipe.parallel.model_dump()
+
+
+def test_auto_is_settled_before_anything_is_written(fake: FakeSlurm) -> None:
+    sent = json.loads(submit("--set=parallel=auto", "--set=parallel.tensor=2", "--json").stdout)
+    held = yaml.safe_load(Path("runs/r/config.yaml").read_text())
+    planned = sent["planner"]
+    assert planned["chosen"]
+    assert held["parallel"]["auto"] is False
+    assert held["parallel"]["tensor"] == planned["tensor"] == sent["mesh"]["tensor"] == 2
+    for degree in ("pipeline", "virtual_pipeline", "sequence", "zero"):
+        assert held["parallel"][degree] == planned[degree]
+        assert held["origin"][f"parallel.{degree}"].startswith("planner: best of ")
+    assert json.loads(Path("runs/r/plan.json").read_text())["pipeline"] == planned["pipeline"]
+    assert len(fake.jobs) == 2
+    call("cancel", "r")
+    none = call("resume", "r", "--set=parallel=auto", "--set=cluster.hardware=null")
+    assert (none.exit_code, "slurmllm calibrate" in none.stderr) == (2, True)
+    line = r"tensor \d, pipeline \d, data \d, micro batch 2: [\d.]+ seq/s predicted, MFU \d+ %, "
+    shown = call("resume", "r", "--set=parallel=auto").stdout
+    assert re.search(f"^planner    {line}", shown, re.MULTILINE)
+
+
+def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
+    refused = submit("--set", NOT_ENOUGH)
+    assert refused.exit_code == 2
+    assert "does not fit into the memory of 2 node(s) of shelf" in refused.stderr
+    assert re.search(r"optimizer [\d.]+[,;]", refused.stderr)
+    assert "--force" in refused.stderr
+    assert not fake.jobs
+    assert not Path("runs").exists()
+    dry = submit("--set", NOT_ENOUGH, "--dry-run", "--json")
+    assert dry.exit_code == 0
+    assert "submit would refuse this" in dry.stderr
+    shown = json.loads(dry.stdout)
+    assert shown["refusals"] == shown["planner"]["refusals"]
+    assert not shown["planner"]["fits"]
+    rough = submit("--set=cluster.hardware.rough=true", "--set", NOT_ENOUGH, "--dry-run")
+    assert (rough.exit_code, "refuse" in rough.stderr) == (0, False)
+    tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
+    assert tight.exit_code == 2
+    assert re.search(r"closest to fitting: .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
+    forced = submit("--set", NOT_ENOUGH, "--force")
+    assert forced.exit_code == 0
+    assert "warning: " in forced.stderr
+    assert len(fake.jobs) == 2
+    call("cancel", "r")
+    assert call("resume", "r", "--set=parallel=auto", "--set", NOT_ENOUGH, "--force").exit_code == 0
+    config = load(RunDir(Path("runs/r")).config)
+    assert config.origins["parallel.tensor"].startswith("planner: the smallest layout; none is")
+
+
+def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: FakeSlurm) -> None:
+    submit("--set=parallel=auto")
+    before = degrees()
+    call("cancel", "r")
+    more = call_json("resume", "r", "--nodes=4")
+    assert degrees() == before
+    assert (more["mesh"]["nodes"], more["planner"]["chosen"]) == (4, False)
+    call("cancel", "r")
+    tight = call("resume", "r", "--set", NOT_ENOUGH)
+    assert tight.exit_code == 2
+    assert degrees() == before
+    assert call("resume", "r", "--set", NOT_ENOUGH, "--force").exit_code == 0
+    call("cancel", "r")
+    anew = ("cluster.hardware.memory_gib=1", "parallel=auto", "parallel.pipeline=2")
+    assert call_json("resume", "r", *anew)["planner"]["chosen"]
+    assert degrees()["pipeline"] == 2
+
+
+def test_the_planner_s_micro_batch_follows_the_nodes(fake: FakeSlurm) -> None:
+    first = json.loads(submit("--set=train.micro_batch=null", "--json").stdout)
+    assert first["mesh"]["accumulation"] == 1
+    config = load(RunDir(Path("runs/r")).config)
+    assert config.recipe.train.micro_batch == first["mesh"]["micro_batch"]
+    assert config.origins["train.micro_batch"].startswith("planner: best of ")
+    call("cancel", "r")
+    assert call_json("resume", "r", "--nodes=4")["mesh"]["micro_batch"] == 1
+    call("cancel", "r")
+    assert call_json("resume", "r", "--nodes=2")["mesh"]["accumulation"] > 1
+
+
+def test_a_recipe_s_auto_without_hardware_figures(
+    fake: FakeSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("shelf.yaml").write_text(PROFILE.partition("hardware:")[0].replace("cpu", "cuda"))
+    sent = json.loads(submit("--json").stdout)
+    assert (sent["mesh"]["data"], sent["mesh"]["tensor"], sent["planner"]) == (4, 1, None)
+    assert sent["mesh"]["micro_batch"] is None  # precompile measures it
+    assert "no hardware figures to choose a layout by" in caplog.text
+
+
+def test_planning_loads_no_torch_and_no_numpy(fake: FakeSlurm) -> None:
+    script = (
+        "import sys\n"
+        "from slurmllm.cli.main import cli\n"
+        "cli(['submit', 'neox_20b', '--nodes=4', '--cluster=trn1', '--set=parallel=auto',"
+        " '--data=builtin', '--dry-run'], standalone_mode=False)\n"
+        "assert not {'torch', 'numpy', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+        "assert 'slurmllm.plan.search' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

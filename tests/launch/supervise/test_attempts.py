@@ -1,0 +1,313 @@
+"""Attempts opened, closed and counted; the supervisor's own table for lost attempts."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+from fake_slurm import FakeSlurm
+from launch.supervise.starts import attempt_record, start_of
+from made_records import save_manifest, save_submission
+from training_rows import write_rows
+
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.run.records import AttemptRecord, NodeRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import EventLog
+from slurmllm.core.slurm.client import AccountingRow, to_unix
+from slurmllm.launch.supervise.allocation import LocalAllocation
+from slurmllm.launch.supervise.attempts import (
+    close_attempt,
+    ending_of_orphaned,
+    incarnation,
+    load_attempts,
+    open_attempt,
+    process_identity,
+    queue_s,
+    timeline,
+    unequal_versions,
+)
+from slurmllm.launch.supervise.classify import Ending
+from slurmllm.launch.supervise.exclusion import (
+    failed_nodes,
+    has_failed,
+    nodes_to_avoid,
+    requeue,
+    usable,
+)
+from slurmllm.launch.supervise.next_job import wait_writable
+from slurmllm.launch.supervise.starts import lost_start, still_runs, was_restarted
+
+LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    outcome = RunDir(tmp_path / "r")
+    outcome.path.mkdir()
+    limits = ["slurm.no_progress_limit=3", "slurm.failure_budget=4"]
+    outcome.config.write_text(resolve("tiny_neox", overrides=limits).to_yaml())
+    return outcome
+
+
+def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> AttemptRecord:
+    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
+    if checkpoint is not None:
+        save_manifest(run, checkpoint, attempt=record.attempt)
+    return close_attempt(run, record, ending)
+
+
+def test_attempts_are_numbered_and_kept(run: RunDir) -> None:
+    first = attempt(run, LOST, checkpoint=20)
+    second = attempt(run, Ending("done", ("2 workers finished",)), checkpoint=40)
+    assert [a.attempt for a in load_attempts(run, "train")] == [0, 1]
+    assert (first.action, second.action) == ("requeue", "finish")
+    assert (second.checkpoint_before, second.checkpoint_after) == (20, 40)
+    assert first.steps_gained == second.steps_gained == 20
+    assert AttemptRecord.load(run.attempt("train", 0).record) == first
+    assert (first.pid, first.process) == (os.getpid(), process_identity(os.getpid()))
+    assert '"class": "node_failure"' in run.attempt("train", 0).record.read_text()
+
+
+def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
+    endings = [attempt(run, LOST) for _ in range(3)]
+    assert [a.action for a in endings] == ["requeue", "requeue", "stop"]
+    assert endings[-1].ending == "no_progress"
+    assert "3 attempts in a row" in endings[-1].evidence[0]
+    assert "local0 stopped responding" in endings[-1].evidence
+    # A resume counts from its own first attempt.
+    save_submission(run, local=True, first_attempt=3)
+    assert attempt(run, LOST).action == "requeue"
+
+
+def test_new_graphs_of_the_nodes_are_in_the_record(run: RunDir) -> None:
+    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
+    for name, graphs in (("local0", ("b", "a")), ("local1", ("a",))):
+        NodeRecord(node=name, new_graphs=graphs).save(run.attempt("train", 0).node(name))
+    record = record.model_copy(update={"nodes": ("local0", "local1")})
+    assert close_attempt(run, record, LOST).new_graphs == ("a", "b")
+
+
+def test_unequal_versions_are_named_with_their_nodes() -> None:
+    same = {"torch": "2.9", "neuron-driver": "2.24"}
+    assert unequal_versions({"n1": same, "n2": same, "n3": {}}) == ""
+    text = unequal_versions({"n1": same, "n2": {**same, "neuron-driver": "2.21"}, "n3": same})
+    assert "neuron-driver 2.24 on n1 n3, 2.21 on n2" in text
+    assert "torch" not in text
+
+
+def rows(*states: str) -> list[AccountingRow]:
+    batch = AccountingRow("7.batch", "CANCELLED", "0:15", "n1", "", "")
+    of_job = [AccountingRow("7", state, "0:0", "n[1-2]", "", "") for state in states]
+    return [row for start in of_job for row in (start, batch)]
+
+
+@pytest.mark.parametrize(
+    ("states", "restart_count", "ending"),
+    [
+        (("NODE_FAIL", "RUNNING"), 0, "node_failure"),
+        (("TIMEOUT", "RUNNING"), 0, "advance_signal"),
+        (("PREEMPTED", "RUNNING"), 0, "advance_signal"),
+        (("CANCELLED",), 0, "cancelled"),
+        (("OUT_OF_MEMORY",), 0, "out_of_memory"),
+        (("NODE_FAIL", "PREEMPTED", "RUNNING"), 1, "advance_signal"),
+        ((), 0, "node_failure"),
+    ],
+)
+def test_an_orphaned_attempt_ends_by_accounting(
+    states: tuple[str, ...], restart_count: int, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = attempt_record(restart_count=restart_count)
+    cluster = FakeSlurm()
+    monkeypatch.setattr(cluster, "accounting", lambda _: rows(*states))
+    row = incarnation(record, start_of(cluster, "8", ("n1",)))
+    assert ending_of_orphaned(record, {}, row).ending == ending
+
+
+def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
+    reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
+    row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
+    assert ending_of_orphaned(attempt_record(), reported, row).blamed_nodes == ("n2",)
+    assert ending_of_orphaned(attempt_record(), {}, row).blamed_nodes == ()
+    for spare_nodes, nodes in ((0, ("n1", "n2")), (1, ("n2",))):
+        record = attempt_record(nodes=nodes, spare_nodes=spare_nodes)
+        for failed, blamed in ((["n2"], ("n2",)), (["n1"], ()), ([], ())):
+            assert ending_of_orphaned(record, reported, row, failed).blamed_nodes == blamed
+    alone = attempt_record(nodes=("n2",))  # whatever Slurm counts as failed now, it was this one
+    assert ending_of_orphaned(alone, {}, row, []).blamed_nodes == ("n2",)
+    assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
+
+
+def test_nodes_that_slurm_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> dict[str, str]:
+        raise SlurmError("sinfo failed")
+
+    cluster = FakeSlurm()
+    cluster.states |= {"n2": "down*", "n3": "drained"}
+    assert failed_nodes(LocalAllocation()) is None
+    assert failed_nodes(start_of(cluster, "1", ("n1",))) == ["n2"]
+    monkeypatch.setattr(cluster, "node_states", silent)
+    assert failed_nodes(start_of(cluster, "1", ("n1",))) == []
+
+
+def test_usable_nodes() -> None:
+    assert all(map(usable, ("idle", "mixed", "allocated", "completing")))
+    unusable = ["down", "drained", "draining", "fail", "failing", "maint", "unknown", "idle*"]
+    unusable += ["powering_up", "power_saving", "reboot_requested"]
+    assert not any(map(usable, unusable))
+    assert all(map(has_failed, ("down", "down*", "idle*", "failing", "unknown")))
+    assert not any(map(has_failed, ("draining", "powering_down", "powered_down", "maint", "idle")))
+
+
+Job = tuple[FakeSlurm, str]
+TWO = "#SBATCH --nodes=2\n"
+
+
+@pytest.fixture
+def job() -> Job:
+    """A job that runs on n1 and n2 of four nodes."""
+    cluster = FakeSlurm(("n1", "n2", "n3", "n4"))
+    job_id = cluster.submit(TWO)
+    cluster.start(job_id)
+    return cluster, job_id
+
+
+def test_lost_nodes_are_avoided_where_others_can_take_their_place(job: Job) -> None:
+    cluster, job_id = job
+    assert nodes_to_avoid(cluster, TWO, [], ["n4"]) == ["n4"]
+    assert nodes_to_avoid(cluster, "#SBATCH --nodes=4\n", [], ["n4"]) == []
+    assert nodes_to_avoid(cluster, TWO, ["n2"], ["n4"]) == ["n2", "n4"]
+    # As many as possible: n4 is used again, which was excluded before n3.
+    assert nodes_to_avoid(cluster, TWO, ["n2"], ["n3", "n4"], exclude="n9") == ["n2", "n3"]
+    cluster.features = dict.fromkeys(("n1", "n2"), "a100")
+    a100 = f"{TWO}#SBATCH --constraint=a100\n"
+    assert nodes_to_avoid(cluster, a100, ["n2"], [], job_id=job_id) == []  # of four idle nodes
+    requeue(cluster, job_id, ["n2", "n4"], excluded="n9")
+    assert cluster.jobs[job_id].excluded == ("n9", "n2", "n4")
+    cluster.start(job_id)
+    assert cluster.jobs[job_id].nodes == ("n1", "n3")
+
+
+def test_without_a_spare_node_slurm_is_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, job_id = job
+    cluster.states.update(n3="drained", n4="down")
+    with monkeypatch.context() as patched:  # time.sleep refuses it: the node answers at once
+        patched.setattr("slurmllm.launch.supervise.exclusion.POLL_S", -1.0)
+        assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id) == []
+    cluster.states["n2"] = "down*"
+    assert nodes_to_avoid(cluster, TWO, ["n2"], []) == []
+
+
+def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    wait_writable(run, 0.1)  # no longer than that
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(wait_writable, run, 20.0)
+        time.sleep(0.2)
+        assert not waiting.done()
+        run.logs.mkdir()
+    assert waiting.exception() is None
+    assert list(run.logs.iterdir()) == []
+
+
+def test_a_job_that_slurm_requeued_itself_is_no_error(job: Job) -> None:
+    cluster, job_id = job
+    cluster.fail_node("n2")
+    requeue(cluster, job_id, ["n2"], excluded=None)
+    assert cluster.jobs[job_id].excluded == ("n2",)
+    assert cluster.jobs[job_id].delay_s == 0.0
+    requeue(cluster, job_id, [], excluded=None, backoff_s=60.0)
+    assert cluster.jobs[job_id].delay_s == 60.0
+    assert cluster.jobs[job_id].excluded == ("n2",)  # or the script's own list would go
+
+
+def test_two_supervisors_never_share_a_number(run: RunDir) -> None:
+    config, allocation = resolve("tiny_neox"), LocalAllocation()
+    with ThreadPoolExecutor(8) as pool:
+        opened = pool.map(lambda _: open_attempt(run, "train", config, allocation), range(16))
+        assert sorted(record.attempt for record in opened) == list(range(16))
+
+
+def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
+    """By hand: launched at 110, first step 120 to 130, steps to 160, a save of 5 s, killed."""
+    phases = {"preflight": 8.0, "cache": 2.0}
+    record = attempt_record(started_at=100.0, ended_at=171.0, phases_s=phases)
+    times = {7: 130.0, 8: 140.0, 9: 155.0, 10: 165.0}
+    rows = [{"step": step, "time": at, "step_time_s": 10.0} for step, at in times.items()]
+    write_rows(run.metrics(0), rows)
+    EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
+    save = json.loads(run.events(0).read_text()) | {"time": 145.0}
+    run.events(0).write_text(json.dumps(save) + '\n{"kind": "sa')
+    outcome = timeline(run, record, first_symptom_at=168.0)
+    phases |= {"start_up": 10.0, "first_step": 10.0, "training": 33.0}
+    assert outcome.phases_s == phases | {"saving": 5.0, "stopping": 3.0}
+    assert (outcome.first_step, outcome.last_step) == (7, 10)
+    assert (outcome.steps_gained, outcome.steps_lost) == (0, 4)
+    assert timeline(run, record, None).phases_s["stopping"] == 6.0
+    evaluation = save | {"kind": "evaluation", "step": 9, "time": 160.0, "waited_s": 4.0}
+    write_rows(run.events(0), [save, evaluation])
+    phases = timeline(run, record, first_symptom_at=168.0).phases_s
+    assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
+
+
+def test_what_an_attempt_waited_for_slurm() -> None:
+    first = attempt_record(started_at=1000.0, ended_at=2000.0)
+    restarted = attempt_record(restart_count=1, attempt=1, started_at=2120.0)
+    times = ("05:14:09", "05:00:00", "05:10:09")
+    start, submit, eligible = (f"2026-11-21T{time}" for time in times)
+    row = AccountingRow("7", "RUNNING", "0:0", "n[1-2]", start, "Unknown", submit, eligible)
+    assert queue_s(restarted, [first], row) == 120.0
+    assert queue_s(first, [], row) == 240.0
+    assert queue_s(first, [], None) is None
+
+
+def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir, job: Job) -> None:
+    cluster, job_id = job
+    allocation = start_of(cluster, "8", ("n1", "n2"))
+    assert still_runs(run, attempt_record(), allocation) is None  # job 7 is unknown to Slurm
+    of_it = attempt_record(job_id=job_id)
+    assert still_runs(run, of_it, allocation) == f"job {job_id} is RUNNING"
+    cluster.finish(job_id, "FAILED")
+    assert still_runs(run, of_it, allocation) is None
+    allocation.job_id = "7"
+    assert still_runs(run, attempt_record(), allocation) is None  # an earlier start of this job
+    local = attempt_record(job_id=None, host=gethostname(), pid=2**22)
+    assert still_runs(run, local, LocalAllocation()) is None
+
+
+def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: Job) -> None:
+    cluster, job_id = job
+    allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
+    assert not was_restarted(allocation)
+    cluster.fail_node("n2")
+    assert not was_restarted(allocation)  # it waits: its excluded nodes are not set yet
+    cluster.start(job_id)
+    assert was_restarted(allocation)
+    allocation.restart_count, allocation.nodes = 1, cluster.jobs[job_id].nodes
+    assert not was_restarted(allocation)
+
+
+def test_a_start_that_slurmctld_has_lost_in_a_crash(job: Job) -> None:
+    cluster, job_id = job
+    allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
+    assert lost_start(allocation) is None
+    assert lost_start(LocalAllocation()) is None
+    # slurmctld has a state of before the start: pending, and no restart is counted.
+    cluster.jobs[job_id].state, cluster.jobs[job_id].nodes = "PENDING", ()
+    assert lost_start(allocation).startswith(f"slurmctld shows job {job_id} as pending")
+    assert not was_restarted(allocation)
+    cluster.states[allocation.nodes[0]] = "drained"
+    cluster.start(job_id)
+    assert lost_start(allocation).endswith(f"started it on {cluster.jobs[job_id].nodes[0]}")
+    assert was_restarted(allocation)  # with the same count of restarts: it must not be requeued
+    cluster.requeue(job_id)
+    assert lost_start(allocation) is None  # a requeue is counted, and known

@@ -1,0 +1,289 @@
+"""Preflight: the ending if a node fails its checks, and the nodes that a run excludes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+from launch.supervise.starts import attempt_record, start_of
+from made_records import save_submission
+
+from slurmllm.core.config.load import load
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import StorageError, UserError
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    ExcludedNode,
+    ExcludedNodes,
+    NodeHealth,
+    NodeRecord,
+)
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.launch.submit.prepare import render_run, write_run
+from slurmllm.launch.supervise import exclusion
+from slurmllm.launch.supervise.allocation import LocalAllocation, SlurmAllocation
+from slurmllm.launch.supervise.attempts import close_attempt, open_attempt
+from slurmllm.launch.supervise.classify import Ending
+from slurmllm.launch.supervise.exclusion import (
+    drain,
+    exclude_failed,
+    excluded,
+    failing,
+    include,
+    to_avoid,
+)
+from slurmllm.launch.supervise.preflight import preflight, preflight_ending
+from slurmllm.launch.supervise.supervisor import Supervisor
+
+OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
+DISK = fail("node-local disk", 0.1, 20, "0.1 GB free in /scratch; profile trn1 requires 20")
+CHIP = fail("devices", 30, 32, "30 NeuronCores; profile trn1 requires 32")
+
+
+def health(node: str, *findings: object) -> NodeHealth:
+    return NodeHealth.model_validate({"node": node, "findings": findings, "checks_s": 0.1})
+
+
+SLOW = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40 s")
+
+
+@pytest.mark.parametrize(
+    ("findings", "evidence", "blamed"),
+    [
+        ([(ok("devices", 32),), (SLOW,)], None, ()),
+        ([(), (), (CHIP, DISK)], [f"n3: {CHIP.message}", f"n3: {DISK.message}"], ("n3",)),
+        # What all nodes fail is no node's fault.
+        ([(DISK,), (DISK, CHIP)], [f"all nodes: {DISK.message}", f"n2: {CHIP.message}"], ("n2",)),
+        ([(DISK,)], [f"n1: {DISK.message}"], ("n1",)),
+    ],
+)
+def test_a_node_that_fails_is_named_and_blamed(
+    findings: list[tuple[object, ...]], evidence: list[str] | None, blamed: tuple[str, ...]
+) -> None:
+    names = (f"n{number + 1}" for number in range(len(findings)))
+    nodes = {name: health(name, *of_node) for name, of_node in zip(names, findings, strict=True)}
+    lines = tuple(f"preflight: {line}" for line in evidence or ())
+    expected = None if evidence is None else Ending("node_failure", lines, blamed, started=False)
+    assert preflight_ending(nodes) == expected
+
+
+def test_a_warning_is_logged_with_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes, run = {"n1": health("n1"), "n2": health("n2", SLOW)}, RunDir(tmp_path)
+    monkeypatch.setattr("slurmllm.launch.supervise.preflight.check_nodes", lambda *_: nodes)
+    config, record = resolve("tiny_neox", "local"), attempt_record()
+    assert preflight(run, record, config, LocalAllocation(), lambda: False) is None
+    assert caplog.messages == [f"preflight: warning: n2: {SLOW.message}"]
+
+
+@pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2")])
+def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
+    nodes: tuple[str, ...],
+) -> None:
+    shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
+    healths = {name: health(name, shared) for name in nodes}
+    ending = preflight_ending(healths)
+    assert ending is not None
+    assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
+    assert "Read-only file system" in ending.evidence[0]
+    ending = preflight_ending({**healths, "n9": health("n9")})
+    assert ending is not None
+    assert (ending.ending, ending.blamed_nodes) == ("node_failure", nodes)
+
+
+class Allocation(SlurmAllocation):
+    """Slurm's nodes, whose checks run here; n2 has no disk."""
+
+    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        at = list(command).index("--profile") + 1
+        profile = json.loads(command[at])
+        started = []
+        for name in self.nodes:
+            arguments = list(command)
+            if name == "n2":
+                arguments[at] = json.dumps({**profile, "node_local": "/nowhere"})
+            local = LocalAllocation()
+            local.nodes = (name,)
+            started += local.ask(arguments)
+        return started
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_before() -> Iterator[None]:
+    """A supervisor takes signals for itself."""
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs" / "r")
+    for path in (made.path, tmp_path / "disk"):
+        path.mkdir(parents=True)
+    config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.node_local={tmp_path}/disk"])
+    write_run(render_run(config, 2, made))
+    return made
+
+
+def allocation(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, stage: Stage = "train"
+) -> Allocation:
+    job = slurm.submit(run.script(stage).read_text())
+    slurm.start(job)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(slurm.jobs[job].nodes))
+    return Allocation(slurm)
+
+
+def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Records that are unreadable for a while cost no exclusion.
+    refusals = [StorageError("cannot read attempt.json: Stale file handle")]
+
+    def failing(*arguments: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return exclusion.failing(*arguments)
+
+    monkeypatch.setattr("slurmllm.launch.supervise.supervisor.failing", failing)
+    slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
+    asked = allocation(run, slurm, monkeypatch)
+    assert asked.nodes == ("n1", "n2")
+    assert Supervisor(run, "train", asked).main() == 75
+    record = AttemptRecord.load(run.attempt("train", 0).record)
+    assert (record.ending, record.action) == ("node_failure", "requeue")
+    assert record.blamed_nodes == ("n2",)
+    assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
+    assert list(record.phases_s) == ["preflight"]
+    assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
+    assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")
+    (node,) = excluded(run)
+    assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
+    assert slurm.jobs[asked.job_id].excluded == ("n2",)
+    assert "drained" not in caplog.text  # a full disk is no broken hardware
+    assert "Stale file handle" in caplog.text
+
+
+def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm(("n2", "n1", "n3", "n4"))
+    slurm.may_drain = True
+    asked = allocation(run, slurm, monkeypatch, "precompile")
+    train = slurm.submit(run.script("train").read_text(), after_ok=asked.job_id)
+    save_submission(run, nodes=2, train_job=train, precompile_job=asked.job_id)
+    assert Supervisor(run, "precompile", asked).main() == 75
+    assert slurm.jobs[asked.job_id].state == slurm.jobs[train].state == "PENDING"
+    assert slurm.jobs[asked.job_id].excluded == slurm.jobs[train].excluded == ("n2",)
+
+
+NODES = ("n1", "n2", "n3")
+KILLED = "rank 3 on n3 was ended by SIGKILL from outside"
+
+
+def exclude(
+    run: RunDir, slurm: FakeSlurm, text: str = KILLED, reports: bool = False
+) -> list[ExcludedNode]:
+    """Close an attempt that is blamed on n3; returns what the supervisor excludes for it."""
+    if not slurm.jobs:
+        slurm.start(slurm.submit("#!/bin/bash\n#SBATCH --nodes=3\n"))
+    of_job = start_of(slurm, "1", NODES)
+    record = open_attempt(run, "train", load(run.config), LocalAllocation())
+    record = record.model_copy(update={"job_id": "1", "nodes": NODES})
+    if reports:
+        path = run.attempt("train", record.attempt).node("n3")
+        NodeRecord(node="n3", pids={0: 5}, exit_codes={0: 70}).save(path)
+    ending = Ending("node_failure", (text,), ("n3",))
+    faults = failing(run, record, ending, of_job)
+    close_attempt(run, record, ending)
+    assert failing(run, record, ending, LocalAllocation()) == {}
+    return exclude_failed(run, faults)
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "answers", "evidence"),
+    [
+        ("n3 stopped responding", "idle", "n1 n2 n3", None),  # srun was refused: a launch failure
+        ("n3 stopped responding", "idle", "n1 n2", "no_answer"),
+        ("n3 stopped responding", "idle", "", None),  # srun itself does not work
+        ("n3 stopped responding", "allocated*", "n1 n2 n3", "slurm"),
+        ("n3 stopped responding", "draining", "n1 n2 n3", None),  # an administrator's
+        ("n3 stopped responding", "powering_down", "n1 n2 n3", None),  # Slurm's power saving
+        ("rank 3 on n3: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", "hardware"),
+        ("rank 3 on n30: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", None),
+    ],
+)
+def test_only_evidence_about_the_node_excludes_it(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    state: str,
+    answers: str,
+    evidence: str | None,
+) -> None:
+    slurm = FakeSlurm(NODES)
+    slurm.may_drain = True
+    slurm.start(slurm.submit("#!/bin/bash\n#SBATCH --nodes=3\n"))
+    slurm.states["n3"] = state
+    monkeypatch.setattr(slurm, "responds", lambda _, node: node in answers.split())
+    new = exclude(run, slurm, text)
+    assert [(n.node, n.evidence, n.until - n.since) for n in new] == (
+        [("n3", evidence, 3600.0)] if evidence else []
+    )
+    drain(slurm, new)
+    assert (slurm.states["n3"] == "drained") is (evidence == "hardware")
+
+
+def test_again_and_for_longer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(NODES)
+    assert exclude(run, slurm, reports=True) == []
+    (node,) = exclude(run, slurm, reports=True)
+    assert node.reason == "blamed for 2 attempts in a row: train 0, train 1"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 3600)
+    assert excluded(run) == []
+    (node,) = exclude(run, slurm, reports=True)
+    assert (node.exclusions, node.until - node.since) == (2, 4 * 3600)
+
+
+def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
+    slurm, script = FakeSlurm(NODES), "#!/bin/bash\n#SBATCH --nodes=2\n"
+    assert to_avoid(slurm, run, script, None) == []
+    times = {"since": time.time(), "until": time.time() + 60}
+    nodes = [ExcludedNode(node=name, reason="x", **times) for name in ("n2", "n3")]
+    ExcludedNodes(nodes=tuple(nodes)).save(run.excluded)
+    assert to_avoid(slurm, run, script, None) == ["n3"]  # the job needs two of three
+    assert to_avoid(slurm, run, script, "n1") == []
+    job = slurm.submit(script, exclude="n2,n3")
+    save_submission(run, nodes=2, train_job=job)
+    with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):
+        include(run, slurm, ["n1"])
+    assert include(run, slurm, ["n2"]) == [job]
+    assert [node.node for node in excluded(run)] == ["n3"]
+    assert slurm.jobs[job].excluded == ("n3",)
+
+
+def test_an_expired_list_is_taken_off_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(("n1", "n3", "n2"))
+    ExcludedNodes(nodes=(ExcludedNode(node="n2", reason="x", since=0, until=1),)).save(run.excluded)
+    asked = allocation(run, slurm, monkeypatch)
+    job = slurm.jobs[asked.job_id]
+    job.excluded = ("n2",)
+    supervisor = Supervisor(run, "train", asked)
+    record = open_attempt(run, "train", load(run.config), asked)
+    left = close_attempt(run, record, Ending("advance_signal", ("SIGUSR1: saved and left",)))
+    supervisor.next_job.return_to_queue(asked, left)
+    assert (job.state, job.excluded) == ("PENDING", ())

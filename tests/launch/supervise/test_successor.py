@@ -1,0 +1,258 @@
+"""The chain of jobs: one successor at a time, cancelled at the end, which no race can double."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm
+from launch.supervise.starts import attempt_record, start_of
+from made_records import save_submission
+
+from slurmllm.core.config.load import read_summary
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import SlurmError
+from slurmllm.core.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.environment import PREDECESSOR
+from slurmllm.launch.supervise import starts
+from slurmllm.launch.supervise.allocation import SlurmAllocation
+from slurmllm.launch.supervise.run_state import JobState, derive_state, is_active, read_records
+from slurmllm.launch.supervise.successor import (
+    cancel_successor,
+    choose_restart,
+    ensure_successor,
+    register_train_job,
+)
+from slurmllm.launch.supervise.supervisor import Supervisor
+
+Chained = tuple[RunDir, FakeSlurm]
+NODES = ("n1", "n2")
+SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\n"
+
+
+def sent(run: RunDir) -> Submission:
+    last = JobsRecord.load(run.jobs).last
+    assert last is not None
+    return last
+
+
+def attempt(run: RunDir, number: int, job: str, **more: object) -> AttemptRecord:
+    fields = {"attempt": number, "job_id": job, "started_at": time.time()}
+    record = attempt_record(**fields, **more)
+    record.save(run.attempt("train", number).record)
+    return record
+
+
+@pytest.fixture
+def chained(tmp_path: Path) -> Chained:
+    """A run whose train job 1 runs, on a site without requeues."""
+    run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
+    cluster.config, cluster.may_requeue = {"JobRequeue": "0"}, False
+    run.script("train").parent.mkdir(parents=True)
+    run.logs.mkdir()
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run.script("train").write_text(SCRIPT)
+    job = cluster.submit(SCRIPT, requeue=False)
+    cluster.start(job)
+    save_submission(run, submitted_at=1.0, nodes=2, train_job=job, restart="chain")
+    return run, cluster
+
+
+def next_job(run: RunDir, cluster: FakeSlurm, job: str = "1") -> str:
+    """The successor that a start of a job makes sure of."""
+    successor = ensure_successor(run, start_of(cluster, job, NODES), SCRIPT, [])
+    assert successor is not None
+    return successor
+
+
+def pending(cluster: FakeSlurm) -> list[str]:
+    return [job.job_id for job in cluster.jobs.values() if job.state == "PENDING"]
+
+
+def begin(cluster: FakeSlurm, job: str, monkeypatch: pytest.MonkeyPatch) -> SlurmAllocation:
+    """A successor starts: the job before it has ended."""
+    predecessor = cluster.jobs[job].after
+    assert predecessor is not None
+    cluster.start(job)
+    assert cluster.jobs[job].state == "RUNNING"
+    monkeypatch.setenv(PREDECESSOR, predecessor)
+    return start_of(cluster, job, NODES)
+
+
+def test_auto_finds_out(chained: Chained) -> None:
+    run, cluster = chained
+    assert choose_restart("auto", None, cluster) == "chain"
+    assert choose_restart("requeue", None, cluster) == "requeue"
+    cluster.config = {"JobRequeue": "1"}
+    assert choose_restart("auto", None, cluster) == "requeue"
+    # What an earlier submission has found out; but a user's choice comes first.
+    assert choose_restart("auto", sent(run), cluster) == "chain"
+    assert choose_restart("none", sent(run), cluster) == "none"
+    cluster.config = None  # slurmctld is unreachable
+    assert choose_restart("auto", None, cluster) == "requeue"
+
+
+def test_a_job_has_one_successor_whatever_was_recorded(
+    chained: Chained,
+) -> None:
+    run, cluster = chained
+    this_allocation = start_of(cluster, "1", NODES)
+    job = ensure_successor(run, this_allocation, SCRIPT, ["n3"])
+    assert job == "2"
+    assert (cluster.jobs["2"].after, cluster.jobs["2"].excluded) == ("1", ("n3",))
+    assert not cluster.jobs["2"].may_requeue
+    assert ensure_successor(run, this_allocation, SCRIPT, []) == "2"  # a restart in the allocation
+    # A supervisor was killed between sbatch and the record, twice.
+    JobsRecord(submissions=(sent(run).model_copy(update={"successor_job": None}),)).save(run.jobs)
+    name = cluster.jobs["2"].name
+    cluster.submit(SCRIPT, name=name, after="1", requeue=False)
+    assert ensure_successor(run, this_allocation, SCRIPT, []) == "2"
+    assert (pending(cluster), sent(run).successor_job) == (["2"], "2")
+    cluster.start("2")
+    assert pending(cluster) == ["2"]  # job 1 runs
+    # A refusal leaves everything as it was.
+    cluster.cancel(["2"])
+    cluster.refuse = "AssocMaxSubmitJobLimit"
+    with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
+        ensure_successor(run, this_allocation, SCRIPT, [])
+
+
+def test_the_successor_takes_over_and_has_one_itself(
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    for number in range(3):
+        before = str(sent(run).train_job)
+        job = next_job(run, cluster, before)
+        attempt(run, number, before, ended_at=2.0, action="chain", ending="hang")
+        # A supervisor was killed before it could record the first successor.
+        name = cluster.jobs[job].name
+        duplicate = cluster.submit(SCRIPT, name=name, after=before, requeue=False)
+        cluster.finish(before, "FAILED")
+        following = begin(cluster, job, monkeypatch)
+        assert register_train_job(run, following) is None
+        assert cluster.jobs[duplicate].state == "CANCELLED"
+        assert (sent(run).train_job, sent(run).successor_job) == (job, None)
+        assert register_train_job(run, following) is None  # again, as after a requeue
+        assert pending(cluster) == []
+    assert sent(run).earlier_jobs == ("1", "2", "4")  # 3 and 5 were duplicates
+    assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
+
+
+def test_a_cancelled_run_has_no_successor(
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = next_job(run, cluster)
+    cancelled = sent(run).model_copy(update={"cancelled_at": 2.0})
+    JobsRecord(submissions=(cancelled,)).save(run.jobs)
+    assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
+    cluster.finish("1", "FAILED")  # it had ended before `cancel` could end it
+    following = begin(cluster, job, monkeypatch)
+    assert register_train_job(run, following) == "the run was cancelled"
+    assert sent(run).train_job == "1"
+
+
+def test_the_successor_of_a_run_that_has_ended_leaves(
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = next_job(run, cluster)
+    attempt(run, 0, "1", ended_at=2.0, action="finish", ending="done")
+    cluster.finish("1")  # killed before it could cancel
+    following = begin(cluster, job, monkeypatch)
+    assert register_train_job(run, following) == "the run has ended: done → finish"
+    assert Supervisor(run, "train", following).main() == 1
+    assert len(run.attempts("train")) == 1
+
+
+def test_the_successor_of_a_cancelled_job_records_that(
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = next_job(run, cluster)
+    # A plain scancel of the running job only; the supervisor had taken it for a preemption.
+    attempt(run, 0, "1", ended_at=2.0, action="chain", ending="advance_signal")
+    cluster.finish("1", "CANCELLED")
+    following = begin(cluster, job, monkeypatch)
+    assert register_train_job(run, following) == "Slurm: job 1 CANCELLED"
+    assert sent(run).cancelled_at is not None
+    assert AttemptRecord.load(run.attempt("train", 0).record).ending == "cancelled"
+
+
+def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
+    chained: Chained,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, cluster = chained
+    monkeypatch.setattr(starts, "RECORDED_S", 0.0)
+    late = cluster.submit(SCRIPT, after="1", requeue=False)
+    cluster.finish("1", "FAILED")
+    changed = sent(run).model_copy(update={"train_job": "77"})
+    JobsRecord(submissions=(sent(run), changed)).save(run.jobs)
+    following = begin(cluster, late, monkeypatch)
+    assert Supervisor(run, "train", following).main() == 1
+    assert f"job {late} is not of the last submission" in caplog.text
+    assert sent(run).train_job == "77"
+    assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
+
+
+def closed(run: RunDir, **more: object) -> AttemptRecord:
+    fields = {"ended_at": time.time(), "class": "node_failure", "action": "requeue"}
+    return attempt(run, 0, "1", **fields, **more)
+
+
+def test_a_refused_requeue_becomes_a_chain(
+    chained: Chained, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, cluster = chained
+    JobsRecord(submissions=(sent(run).model_copy(update={"restart": "requeue"}),)).save(run.jobs)
+    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    assert this_allocation._act(closed(run, backoff_s=60.0)) == 75
+    assert AttemptRecord.load(run.attempt("train", 0).record).action == "chain"
+    assert "disabled: another job continues the run" in caplog.text
+    assert (sent(run).restart, sent(run).successor_job) == ("chain", "2")
+    assert cluster.jobs["2"].delay_s == 60.0
+
+
+def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
+    chained: Chained,
+) -> None:
+    run, cluster = chained
+    cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
+    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    record = closed(run).model_copy(update={"action": "chain"})
+    assert this_allocation._act(record) == 70
+    written = AttemptRecord.load(run.attempt("train", 0).record)
+    assert written.action == "stop"
+    assert "QOSMaxSubmitJobPerUserLimit" in written.evidence[-1]
+    assert "`slurmllm resume r` continues" in written.evidence[-1]
+
+
+def test_a_requeue_that_was_asked_for_is_not_replaced(
+    chained: Chained, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, cluster = chained
+    run.config.write_text(resolve("tiny_neox", overrides=["slurm.restart=requeue"]).to_yaml())
+    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    assert this_allocation._act(closed(run)) == 75
+    assert "disabled; if the job ends here, `slurmllm resume r`" in caplog.text
+    assert list(cluster.jobs) == ["1"]
+
+
+def test_status_and_cancel_know_the_successor(chained: Chained) -> None:
+    run, cluster = chained
+    this_allocation = start_of(cluster, "1", NODES)
+    ensure_successor(run, this_allocation, SCRIPT, [])
+    assert sent(run).own_jobs == ["2", "1"]
+    attempt(run, 0, "1", ended_at=2.0, action="chain", ending="hang")
+    cluster.finish("1", "FAILED")
+    assert is_active(run, cluster)
+    records = read_records(run, read_summary(run.config))
+    jobs = {"train": JobState("1", "FAILED"), "successor": JobState("2", "PENDING", "Resources")}
+    assert derive_state(records, jobs) == ("requeued", "waiting for Resources")
+    cancel_successor(run, this_allocation)  # at the end of the run
+    assert (pending(cluster), sent(run).successor_job) == ([], None)

@@ -1,0 +1,278 @@
+"""Command lines, variables and endings of trainers of other projects."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from launch.supervise.starts import attempt_record
+
+from slurmllm.cli.commands import with_command
+from slurmllm.core.config.command import CommandConfig, fill, join_arguments, name_of_command
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.launch.supervise.trainer_command import (
+    OutputLine,
+    command_line,
+    command_values,
+    exit_code_of,
+    failure_of,
+    peer_variables,
+    slurm_variables,
+)
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete, remove_old
+
+PLAIN, NEMO = ("trainers/plain", "local"), "trainers/nemo"
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "name"),
+    [
+        (["python", "a b.py", "--out={run}/o"], "python 'a b.py' --out={run}/o", "a-b"),
+        (["torchrun $N && date"], "torchrun $N && date", "torchrun-N-date"),
+        (["echo", "$X", "{other}", ""], "echo '$X' '{other}' ''", "echo"),
+        (["python", "-m", "titan.train", "--x"], "python -m titan.train --x", "titan.train"),
+        (["torchrun", "--nnodes", "8", "/a/g.py"], "torchrun --nnodes 8 /a/g.py", "g"),
+        (["$X"], "$X", "X"),
+    ],
+)
+def test_words_are_kept_and_a_run_is_named_after_its_program(
+    words: list[str], text: str, name: str
+) -> None:
+    assert (join_arguments(words), name_of_command(words)) == (text, name)
+
+
+def test_only_known_placeholders_are_filled() -> None:
+    values = {"run": Path("/a b"), "step": 7}
+    text = "x --out {run}/o --at {step} --json '{\"a\": 1}' {unknown}"
+    expected = "x --out '/a b'/o --at 7 --json '{\"a\": 1}' {unknown}"
+    assert fill(text, values, quote=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipes", "after", "expected"),
+    [
+        ([], ["python", "x"], ["trainers/plain", '--set=name="python"', "--command=python x"]),
+        (["tiny_neox"], ["--partition", "gpu"], ["tiny_neox", "--", "--partition", "gpu"]),
+        ([NEMO], ["-p=1", "x", "--y"], [NEMO, "--command=x --y", "--", "-p=1"]),
+        ([], ["--mem=1G"], ["--", "--mem=1G"]),
+    ],
+)
+def test_options_of_sbatch_and_commands_are_told_apart(
+    recipes: list[str], after: list[str], expected: list[str]
+) -> None:
+    assert with_command(recipes, recipes, after) == expected
+
+
+def test_the_arguments_for_resuming() -> None:
+    command = CommandConfig(run="t --a", resume="--from {checkpoint}")
+    values: dict[str, object] = {"attempt": 0, "checkpoint": "", "step": 0, "run": "/r"}
+    assert command_line(command, values) == "t --a"
+    assert command_line(command, {**values, "attempt": 1}) == "t --a"  # there is none
+    assert command_line(command, {**values, "attempt": 1, "checkpoint": "/c"}) == "t --a --from /c"
+    always = command.model_copy(update={"resume": "--resume"})
+    assert command_line(always, {**values, "attempt": 1}) == "t --a --resume"
+
+
+def test_one_process_on_a_node_for_programs_that_start_the_others() -> None:
+    for text in (
+        *("torchrun x.py", "A=1 accelerate launch x", "python -u -m torch.distributed.run x"),
+        "uv run torchrun x.py",
+    ):
+        assert CommandConfig(run=text).one_per_node
+    for text in ("python x.py", "python torchrun.py", "bash -c 'torchrun x'"):
+        assert not CommandConfig(run=text).one_per_node
+    assert CommandConfig(run="./mine", start="node").one_per_node
+
+
+def test_variables_of_torchrun_and_of_slurm() -> None:
+    record = attempt_record(world_size=8, master_port=1234)
+    config = resolve(*PLAIN, ["command.run=torchrun x", "cluster.devices_per_node=4"])
+    variables = peer_variables(config, record, 1)
+    names = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT", "NNODES")
+    assert [variables[name] for name in names] == ["2", "1", "4", "1234", "2"]
+    assert config.workers_per_node == 1
+    task = slurm_variables(record, 6, 2)
+    names = ("PROCID", "NODEID", "LOCALID", "TASKS_PER_NODE", "NTASKS", "NNODES", "JOB_NODELIST")
+    values = [task[f"SLURM_{name}"] for name in names]
+    assert values == ["6", "1", "2", "4(x2)", "8", "2", "n1,n2"]
+    assert slurm_variables(record.model_copy(update={"job_id": None}), 6, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (3, 3), (137, -9), (143, -15), (255, 255), (4, 260), (75, 331)]
+)
+def test_a_shell_s_code_of_a_signal(code: int, expected: int) -> None:
+    assert exit_code_of(code) == expected
+
+
+_TRACE = ["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "    f()"]
+_LOST = "Connection closed by peer [::1]:9"
+_DURING = [*_TRACE, "KeyError: 1", "", "During handling of the above exception, another", ""]
+_BY_SIGNAL = "a process of the trainer was killed by signal"
+_TORCHRUN = [
+    *_TRACE,
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "  exitcode  : -9 (pid: 71)",
+    "  traceback : Signal 9 (SIGKILL) received by PID 71",
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "error", "message", "blame"),
+    [
+        (1, [*_TRACE, "ValueError: no"], "ValueError", "no", "code"),
+        (1, [*_TRACE, "a.b.MyError: x", *_TORCHRUN], "MyError", "x", "code"),
+        (1, [f"[rank3]: {line}" for line in [*_TRACE, "KeyError: 'a'"]], "KeyError", "'a'", "code"),
+        (1, [*_TRACE, f"RuntimeError: {_LOST}", *_TRACE, "OSError: y"], "OSError", "y", "code"),
+        (1, [*_DURING, *_TRACE, "ValueError: 2"], "ValueError", "2", "code"),
+        (1, _TORCHRUN, "killed", f"{_BY_SIGNAL} 9", "infrastructure"),
+        (127, ["bash: line 1: nope: command not found"], "command not found", "nope", "user"),
+        (1, [line.replace("9", "11") for line in _TORCHRUN], "killed", f"{_BY_SIGNAL} 11", "code"),
+        (260, ["hello", ""], "exit code 4", "its last line: hello", "code"),
+        (5, ["hello", "====", ""], "exit code 5", "its last line: hello", "code"),
+        (1, ["python: No module named x", "see y", "=="], "exit code 1", "python: No mod", "code"),
+        (5, [], "exit code 5", "its last line: it printed nothing", "code"),
+    ],
+)
+def test_why_a_trainer_failed(
+    code: int, lines: list[str], error: str, message: str, blame: str
+) -> None:
+    output = [OutputLine(100.0 + number, line) for number, line in enumerate(lines)]
+    failure = failure_of(0, "n1", code, output, 4, 110.0)
+    assert failure is not None
+    assert (failure.error, failure.blame) == (error, blame)
+    assert failure.message.startswith(message)
+    assert failure.time <= 120.0
+
+
+def test_a_signal_alone_says_nothing_and_old_tracebacks_neither() -> None:
+    assert failure_of(0, "n1", -9, [OutputLine(100.0, "step 1")], 1, 101.0) is None
+    lines = [OutputLine(1.0, line) for line in [*_TRACE, "ValueError: caught"]]
+    failure = failure_of(0, "n1", 3, [*lines, OutputLine(999.0, "bye")], 1, 1000.0)
+    assert failure is not None
+    assert failure.message == "its last line: bye"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    path = tmp_path / "a [1]"
+    path.mkdir()
+    return RunDir(path)
+
+
+def write(path: Path, age_s: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    for changed in (path, path.parent):
+        os.utime(changed, (time.time() - age_s,) * 2)
+
+
+def attempt(run: RunDir, **fields: object) -> None:
+    run.attempt("train", 0).path.mkdir(parents=True)
+    attempt_record(**fields).save(run.attempt("train", 0).record)
+
+
+def saving(checkpoints: str = "{run}/step-{step}", **fields: str) -> CommandConfig:
+    return CommandConfig.model_validate({"run": "x", "checkpoints": checkpoints, **fields})
+
+
+def test_checkpoints_with_a_completion_file(run: RunDir) -> None:
+    command = saving("{run}/out*/step-{step}", completion_file=".metadata")
+    write(run.path / "out1/step-5/.metadata", 0)
+    write(run.path / "out1/step-12/data", 0)
+    write(run.path / "out1/step-last/.metadata", 0)
+    checkpoints = list_trainer_checkpoints(run, command)
+    assert [(entry.step, entry.complete) for entry in checkpoints] == [(5, True), (12, False)]
+    newest = newest_complete(checkpoints)
+    assert newest is not None
+    assert newest.path == run.path / "out1/step-5"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "ended_s", "ending", "complete"),
+    [
+        (2, None, None, False),  # it may still be written
+        (60, None, None, True),
+        (60, 58, "node_failure", False),  # killed meanwhile
+        (60, 20, "node_failure", True),
+        (60, 58, "done", True),
+        (60, 58, "advance_signal", False),  # killed too
+        (60, 58, "code_error", False),
+    ],
+)
+def test_checkpoints_by_their_age(
+    run: RunDir, age_s: float, ended_s: float | None, ending: str | None, complete: bool
+) -> None:
+    ended_at = None if ended_s is None else time.time() - ended_s
+    attempt(run, ended_at=ended_at, ending=ending)
+    write(run.path / "step-5/data", age_s)
+    command = saving()
+    assert [entry.complete for entry in list_trainer_checkpoints(run, command)] == [complete]
+
+
+def test_a_checkpoint_at_the_end_counts_when_its_attempt_is_closed(run: RunDir) -> None:
+    attempt(run)
+    write(run.path / "step-5/data", 1)
+    command = saving(save_signal="USR1")
+    ending = {"ended_at": time.time(), "ending": "advance_signal"}
+    closing = AttemptRecord.load(run.attempt("train", 0).record).model_copy(update=ending)
+    assert not list_trainer_checkpoints(run, command)[0].complete
+    assert list_trainer_checkpoints(run, command, closing=closing)[0].complete
+
+
+def test_a_checkpoint_without_a_step_has_the_last_one_before_it(run: RunDir) -> None:
+    attempt(run)
+    begun = time.time() - 5000
+    rows = "".join(f'{{"step":{n},"time":{begun + n}}}\n' for n in range(1, 5000))
+    run.metrics(0).parent.mkdir()
+    run.metrics(0).write_text(rows)
+    command = saving("{run}/*.pt")
+    for age_s, step in ((4800.5, 199), (10.5, 4989)):
+        write(run.path / "c.pt", age_s)
+        assert [entry.step for entry in list_trainer_checkpoints(run, command)] == [step]
+
+
+def test_all_nodes_resume_from_the_checkpoint_of_the_record(run: RunDir) -> None:
+    write(run.path / "step-9/done", 0)  # that this node alone shows
+    command = saving(completion_file="done")
+    config = resolve(*PLAIN, ["command.run=x"]).with_settings("command", **dict(command))
+    record = attempt_record(checkpoint_before=5, checkpoint_path="/a/step-5")
+    values = command_values(run, config, 1, 2, record)
+    assert (values["step"], values["checkpoint"]) == (5, "/a/step-5")
+    assert command_values(run, config, 1, 2)["step"] == 9
+
+
+def test_old_checkpoints_go_and_incomplete_ones_stay(run: RunDir) -> None:
+    command = saving(completion_file="done")
+    for step in (1, 2, 3, 5):
+        write(run.path / f"step-{step}/done", 0)
+    write(run.path / "step-4/data", 0)
+    assert [path.name for path in remove_old(run, command, 2)] == ["step-1", "step-2"]
+    assert sorted(path.name for path in run.path.glob("step-*")) == ["step-3", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ("command.save_signal=nope", "must be none, or a signal"),
+        ("command.checkpoints={run}/{step}/{step}", "must have {step} once"),
+        ("command.start=both", "'auto', 'device' or 'node'"),
+        ("command.run=' '", "must not be empty"),
+        ("train.steps=5", "has no train .--set train.steps=5"),
+    ],
+)
+def test_faults_of_the_section(setting: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule.replace("{", r"\{")):
+        resolve(*PLAIN, ["command.run=x", setting])
+
+
+def test_a_section_that_is_not_there_says_so() -> None:
+    config = resolve(*PLAIN, ["command.run=x"])
+    with pytest.raises(ConfigError, match=r"model\.num_layers is needed here"):
+        _ = config.recipe.model.num_layers
+    assert "train" not in config.values()

@@ -1,0 +1,165 @@
+"""The operations that a step launches outside its compiled graphs, on an accelerator.
+
+It runs on CPUs: by a description of a device that has an accelerator's properties, and on meta.
+Compiled functions are traced as ever; the count does not see what their graphs compute.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from amounts import sample
+from functorch.compile import make_boxed_func
+from mesh_pool import Case, MeshPool, small_run
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from slurmllm.core.config.profiles import available, shipped_dir
+from slurmllm.core.config.resolve import resolve
+from slurmllm.train.backends.native.device import KINDS, Accelerator
+from slurmllm.train.backends.native.runtime import NativeBackend
+from slurmllm.train.model.decoder import build_model
+from train.backends.conftest import LABELS, AcceleratorOfCpus, NewBackend, batch, micro_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+COMPILED = ("train.micro_batch=4", "train.compile=true")
+DEEP = ("model.family=gpt3", *COMPILED)
+_ALLOCATIONS = ("empty", "new_empty", "_record_function", "_local_scalar_dense", "lift_fresh")
+
+
+class Count(TorchDispatchMode):
+    """Operations outside graphs; views and allocations launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # or Dynamo would not use its graphs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.name().split("::")[1]
+        if not func.is_view and name != "detach" and not name.startswith(_ALLOCATIONS):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def hidden(graph: fx.GraphModule, _: Any) -> Any:
+    """Run a graph where no mode sees its operations."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return graph(*args)
+
+    return make_boxed_func(run)
+
+
+class TracedAccelerator(AcceleratorOfCpus):
+    """Its compiler takes the graphs as they are."""
+
+    @classmethod
+    def compile(cls, function: Any, *, dynamic: bool = False, **_: Any) -> Any:
+        compiler = aot_autograd(
+            fw_compiler=hidden, bw_compiler=hidden, keep_inference_input_mutations=True
+        )
+        return torch.compile(function, backend=compiler, fullgraph=True, dynamic=dynamic)
+
+
+def operations(backend: NativeBackend) -> Counter[str]:
+    """Those of a step after the first two, which compile."""
+    parts = micro_batches(batch(8 // backend.mesh.data), 8)
+    for _ in range(3):
+        with Count() as count:
+            backend.forward_backward(parts, LABELS)
+            backend.optimizer_step(1e-3)
+            backend.param_norm()
+    return count.names
+
+
+def trace_graphs() -> None:
+    KINDS["cpu"] = TracedAccelerator
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+
+
+@pytest.mark.parametrize("precision", sample(2, ["bf16_mixed", "bf16_sr", "fp32"]))
+def test_operations_do_not_grow_with_the_parameters(
+    new_backend: NewBackend, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setitem(KINDS, "cpu", TracedAccelerator)
+    settings = (f"train.precision={precision}", *DEEP, "train.micro_batch=8")
+    counts = {}
+    for layers in (2, 5):
+        backend = new_backend(*settings, f"model.num_layers={layers}")
+        assert isinstance(backend, NativeBackend)
+        counts[layers] = operations(backend)
+    assert counts[2] == counts[5]
+    assert counts[5].total() <= 100, counts[5]
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16_mixed", marks=pytest.mark.long), "bf16_sr"]
+)
+def test_operations_with_fsdp(pool: MeshPool, precision: str) -> None:
+    """FSDP has some for each block, and casts each weight if it stores another format."""
+    run = partial(small_run, "gpt3", 1, 1, 2, f"train.precision={precision}", *COMPILED)
+    counts = {}
+    for layers in (2, 4):
+        config = run(f"model.num_layers={layers}")
+        case = Case(config, last=0, prepare=trace_graphs, after=operations)
+        counts[layers] = pool.run(case)[0].after
+    of_blocks = counts[4] - counts[2]
+    assert of_blocks.total() / 2 <= {"bf16_mixed": 30, "bf16_sr": 18}[precision], of_blocks
+
+
+# Shapes
+
+
+class Products(TorchDispatchMode):
+    """The operands of matrix products whose rows don't begin at multiples of 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.odd = 0, set[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.name() in ("aten::mm", "aten::addmm", "aten::mm.out", "aten::addmm_"):
+            self.number += 1
+            for tensor in (*args, *(kwargs or {}).values()):
+                steps = [n for n in tensor.stride() if n != 1] if tensor.ndim == 2 else []
+                if any(n * tensor.element_size() % 16 for n in steps):
+                    self.odd.add(f"{func.name()} {tuple(tensor.shape)} {tensor.stride()}")
+        return func(*args, **(kwargs or {}))
+
+
+def products(recipe: str, row_multiple: int) -> Products:
+    """Those of a step of one layer in bf16, on meta."""
+    model = resolve(recipe, "p5", ["backend=native"]).recipe.model
+    with torch.device("meta"):
+        decoder = build_model(model.model_copy(update={"num_layers": 1})).to(torch.bfloat16)
+        tokens = torch.zeros(2, model.seq_len, dtype=torch.int64)
+    decoder.output.row_multiple = row_multiple
+    with Products() as seen:
+        decoder(tokens, tokens).backward()
+    return seen
+
+
+@pytest.mark.parametrize("recipe", available(shipped_dir() / "configs" / "recipes"))
+def test_rows_of_all_products_are_aligned(recipe: str) -> None:
+    seen = products(recipe, Accelerator.row_multiple)
+    assert seen.number >= 10
+    assert not seen.odd
+
+
+def test_the_check_of_products_finds_an_odd_vocabulary() -> None:
+    assert products("gpt3_125m", 1).odd

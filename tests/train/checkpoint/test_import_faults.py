@@ -1,0 +1,390 @@
+"""What cannot be imported: each fault by its name, all at once, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slurmllm.core.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
+from slurmllm.core.run.safe_files import LARGEST_RECORD
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.train.checkpoint.formats import safetensors_files
+from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
+from train.checkpoint import hub
+
+SAVED = ("neox", "llama", "gpt3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hub")
+    folders = {family: hub.save(hub.small(family), folder / family) for family in SAVED}
+    folders["sharded"] = hub.save(hub.small("llama"), folder / "sharded", shard="20KB")
+    return folders
+
+
+@pytest.fixture
+def copy(saved: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(saved[name], tmp_path / "source" / name))
+
+    return copied
+
+
+def refused(source: Path, kind: type[SlurmllmError] = ConfigError) -> str:
+    with pytest.raises(SlurmllmError) as caught:
+        plan_import(source)
+    assert type(caught.value) is kind, caught.value
+    assert caught.value.exit_code == (2 if kind is ConfigError else 4)
+    return str(caught.value)
+
+
+def settings(source: Path, **changes: Any) -> None:
+    """Change config.json; None removes a key."""
+    path = source / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    held = load_file(source / "model.safetensors")
+    change(held)
+    save_file(held, source / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        (
+            "llama",
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+            "architectures: MistralForCausalLM is not known; known are GPTNeoXForCausalLM, "
+            "LlamaForCausalLM, GPT2LMHeadModel, Qwen3ForCausalLM",
+        ),
+        ("llama", {"model_type": "mistral"}, "model_type: 'mistral' is not known; known are"),
+        ("llama", {"model_type": "gpt2"}, "model_type: 'gpt2' is not that of LlamaForCausalLM"),
+        ("llama", {"architectures": None, "model_type": None}, "must name the model's class"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling: positions scaled by 'linear' are not supported",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+            "rope_scaling: factor is missing",
+        ),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "model.rotary_pct: 0.5"),
+        ("neox", {"head_dim": 16}, "model.head_dim: 16 times 4 heads is not model.hidden_size 32"),
+        ("llama", {"head_dim": {}}, "head_dim: {}: Input should be a valid integer"),
+        ("llama", {"bos_token_id": "<s>"}, "bos_token_id: must be the number of a token"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act: 'relu' is not known; known are gelu"),
+        ("llama", {"hidden_size": None}, "hidden_size: is missing"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config: quantized weights (gptq)",
+        ),
+        ("gpt3", {"scale_attn_weights": False}, "scale_attn_weights: False is not supported"),
+        ("neox", {"rope_parameters": 3}, "rope_parameters: must be a mapping, not 3"),
+    ],
+)
+def test_configs(
+    copy: Callable[[str], Path], family: str, changes: dict[str, Any], expected: str
+) -> None:
+    source = copy(family)
+    settings(source, **changes)
+    assert expected in refused(source)
+
+
+def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
+    source = copy("sharded")
+    settings(source, hidden_act="relu", rope_scaling={"type": "yarn"}, bos_token_id="<s>")
+    shard = source / "model-00001-of-00005.safetensors"
+    shard = shard if shard.exists() else sorted(source.glob("*.safetensors"))[0]
+    shard.unlink()
+    message = refused(source)
+    for part in ("'relu'", "'yarn'", "'<s>'", f"names {shard.name}, which is not there"):
+        assert part in message
+    assert "4 errors" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "config.json: is missing"),
+        ("{", "config.json: is not JSON"),
+        ("[1]", "config.json: holds no mapping"),
+        ("\udcff", "config.json: is not JSON"),
+    ],
+)
+def test_config_json_itself(copy: Callable[[str], Path], text: str | None, expected: str) -> None:
+    path = copy("neox") / "config.json"
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert expected in refused(path.parent)
+
+
+def test_missing_extra_and_misshaped_tensors(copy: Callable[[str], Path]) -> None:
+    source = copy("llama")
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        del held["model.norm.weight"]
+        held["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+        held["model.layers.1.mlp.up_proj.weight"] = torch.ones(32, 40)
+        held["model.layers.1.mlp.down_proj.weight"] = torch.ones(32, 40, dtype=torch.int8)
+
+    tensors(source, change)
+    assert refused(source).splitlines()[1:] == [
+        "  model.layers.0.self_attn.q_norm.weight: is no tensor of this model; [8] was found",
+        "  model.layers.1.mlp.up_proj.weight: is [32, 40]; [40, 32] was expected",
+        "  model.layers.1.mlp.down_proj.weight: is of type I8; weights must be one of F64, F32, "
+        "F16, BF16",
+        "  model.norm.weight: is missing; [32] was expected",
+    ]
+
+
+NEOX_BUFFERS = ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")
+OLDER = [
+    ("neox", "gpt_neox.", [f"layers.0.{name}" for name in NEOX_BUFFERS]),
+    ("llama", "model.", ["layers.0.self_attn.rotary_emb.inv_freq"]),
+    ("gpt3", "transformer.", ["h.0.attn.bias", "h.1.attn.masked_bias"]),
+]
+
+
+@pytest.mark.parametrize(("family", "prefix", "buffers"), OLDER)
+def test_what_older_files_hold_is_passed_over(
+    copy: Callable[[str], Path], tmp_path: Path, family: str, prefix: str, buffers: list[str]
+) -> None:
+    source = copy(family)
+    run_import(plan_import(source), tmp_path / "plain", 10**9)
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for name in buffers:
+            held[prefix + name] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+        if family == "gpt3":
+            held["lm_head.weight"] = held["transformer.wte.weight"].clone()
+        if family == "neox" and "embed_out.weight" in held:
+            held["lm_head.weight"] = held.pop("embed_out.weight")
+        for name in list(held):  # saved without the head around it
+            if name.startswith(prefix):
+                held[name.removeprefix(prefix)] = held.pop(name)
+
+    tensors(source, change)
+    run_import(plan_import(source), tmp_path / "older", 10**9)
+    plain, older = (
+        next((tmp_path / name).glob("*.safetensors")).read_bytes() for name in ("plain", "older")
+    )
+    assert plain == older
+
+
+def test_a_tied_head_that_is_another(copy: Callable[[str], Path]) -> None:
+    source = copy("gpt3")
+    tensors(source, lambda held: held.update({"lm_head.weight": torch.ones(67, 32)}))
+    message = refused(source)
+    assert "lm_head.weight: is not equal to transformer.wte.weight" in message
+    settings(source, tie_word_embeddings=False)
+    assert plan_import(source).config.model.tied_embeddings is False
+
+
+def test_a_tensor_under_two_names(copy: Callable[[str], Path]) -> None:
+    source = copy("gpt3")
+    tensors(source, lambda held: held.update({"wpe.weight": torch.ones(24, 32)}))
+    assert "is also stored as" in refused(source)
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda path: cut(path, path.stat().st_size - 1), "is cut short: "),
+        (lambda path: cut(path, 100), "is cut short: 100 bytes, but its header alone takes"),
+        (lambda path: cut(path, 3), "is cut short: 3 bytes"),
+        (lambda path: cut(path, 0), "is cut short: 0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is too long: "),
+        (lambda path: path.write_bytes(b"\xff" * 5000), "is not a safetensors file"),
+        (lambda path: path.write_bytes(b"\x04" + bytes(7) + b"[13]"), "is not a safetensors file"),
+        (
+            lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 1\n"),
+            "is a Git LFS pointer",
+        ),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F99")), "is damaged"),
+    ],
+)
+def test_damaged_files(
+    copy: Callable[[str], Path], damage: Callable[[Path], None], expected: str
+) -> None:
+    source = copy("sharded")
+    file = sorted(source.glob("*.safetensors"))[-1]
+    damage(file)
+    assert f"{file.name} {expected}" in refused(source, StorageError)
+
+
+def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:
+    source = copy("sharded")
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    moved = dict(index["weight_map"])
+    name = next(key for key, file in moved.items() if file == files[0])
+    moved[name] = files[1]
+    path.write_text(json.dumps({"weight_map": moved}))
+    assert f"the index places {name} in {files[1]}, which does not" in refused(source, StorageError)
+    path.write_text(json.dumps({"weight_map": {**moved, "x": "../elsewhere.safetensors"}}))
+    assert "names '../elsewhere.safetensors', outside the folder" in refused(source, StorageError)
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        path.write_text(text)
+        assert "is no index of safetensors files" in refused(source, StorageError)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("config.json", ConfigError), ("model.safetensors.index.json", StorageError)],
+)
+def test_files_without_end(
+    copy: Callable[[str], Path], name: str, kind: type[SlurmllmError]
+) -> None:
+    source = copy("sharded")
+    os.truncate(source / name, LARGEST_RECORD + 1)
+    assert f"cannot be read: larger than {LARGEST_RECORD:,} bytes" in refused(source, kind)
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    refused(source, kind)
+
+
+def test_an_index_with_a_name_that_is_too_long(copy: Callable[[str], Path]) -> None:
+    source = copy("sharded")
+    index = {"weight_map": {"x": "x" * 300}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "xx, which is not there; fetch it" in refused(source, StorageError)
+
+
+def test_no_weights_and_pickled_ones(copy: Callable[[str], Path]) -> None:
+    source = copy("neox")
+    (source / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in refused(source, StorageError)
+    (source / "pytorch_model.bin").write_bytes(b"x")
+    assert "pytorch_model.bin: pickled weights are not read" in refused(source, StorageError)
+    assert "config.json: is missing" in refused(source / "nowhere")
+
+
+def test_nothing_is_left_of_an_import_that_fails(
+    copy: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_import(copy("neox"))
+    out = tmp_path / "new" / "deeper" / "ours"
+
+    errors = [OSError(28, "No space left on device"), KeyboardInterrupt()]
+
+    def fails(held: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise errors.pop(0)
+
+    monkeypatch.setattr(safetensors_files, "save_file", fails)
+    with pytest.raises(StorageError, match=r"cannot write .*ours: No space left on device"):
+        run_import(plan, out, 10**9)
+    assert not (tmp_path / "new").exists()
+    out.parent.mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_import(plan, out, 10**9)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    plan = plan_import(copy("neox"))
+    out = tmp_path / "ours"
+    out.mkdir()
+    run_import(plan, out, 10**9)  # an empty folder is no loss
+    before = sorted(out.iterdir())
+    with pytest.raises(
+        RunError, match=r"\(generation_config.json, manifest.json, model.json and 2 more\)"
+    ):
+        run_import(plan, out, 10**9)
+    assert sorted(out.iterdir()) == before
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        run_import(plan, file, 10**9)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
+    part = {"a": torch.ones(3)}
+    with pytest.raises(OSError, match="No such file or directory"):
+        safetensors_files.write_shards(
+            tmp_path / "absent", {"x": [0]}, [12], lambda _: part, lambda _: None
+        )
+
+
+@pytest.mark.parametrize("value", [10**18, 100_001])
+def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: int) -> None:
+    source = copy("llama")
+    settings(source, num_hidden_layers=value)
+    began = time.process_time()
+    message = refused(source)
+    assert time.process_time() - began < 5
+    assert f"num_hidden_layers: {value!r}: Input should be less than or equal to 100000" in message
+
+
+def refused_tokenizer(source: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        plan_import(source)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"version": "1.0"}', b"[" * 100_000])
+def test_a_tokenizer_that_is_none(copy: Callable[[str], Path], content: bytes) -> None:
+    source = copy("llama")
+    (source / "tokenizer.json").write_bytes(content)
+    assert "tokenizer.json is not a tokenizer.json" in refused_tokenizer(source)
+
+
+def test_a_tokenizer_of_another_model(copy: Callable[[str], Path]) -> None:
+    source = copy("llama")
+    (source / "tokenizer.json").write_text(train_tokenizer(["a b c"], 300))
+    assert "entries and the model 67" in refused_tokenizer(source)
+
+
+def small_tokenizer() -> str:
+    vocab = {"a": 0, "b": 1}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "model": model, "added_tokens": []})
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt"])
+def test_a_link_to_a_file_of_the_user_s(
+    copy: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """It was copied into what he publishes."""
+    secret = tmp_path / "secret"
+    secret.write_text(small_tokenizer())
+    source = copy("llama")
+    (source / name).symlink_to(secret)
+    assert f"is a link to {secret}, outside the model's folder" in refused_tokenizer(source)
+
+
+def test_links_of_the_hub_s_cache(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """models--x--y/snapshots/REVISION/tokenizer.json → ../../blobs/HASH"""
+    cache = tmp_path / "models--x--y"
+    source = cache / "snapshots" / "abc"
+    source.parent.mkdir(parents=True)
+    shutil.move(copy("llama"), source)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "hash").write_text(small_tokenizer())
+    (source / "tokenizer.json").symlink_to("../../blobs/hash")
+    run_import(plan_import(source), tmp_path / "out", 10**9)
+    assert (tmp_path / "out/tokenizer/tokenizer.json").read_text() == small_tokenizer()

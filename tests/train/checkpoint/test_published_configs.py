@@ -1,0 +1,99 @@
+"""The config.json files of published checkpoints: read, counted, planned and written back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slurmllm.core.config.huggingface import read_config, write_config
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.resolve import recipes_dir, resolve
+from slurmllm.plan.estimate import predict
+from slurmllm.plan.fit_check import choose_parallel
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.parameters import parameters
+from slurmllm.train.backends.environment import load_environment
+
+transformers = pytest.importorskip("transformers")
+
+FOLDER = Path(__file__).parent / "published"
+# Parameters that the model cards' safetensors hold, a tied head once.
+COUNTS = {
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.2_1b": 1_235_814_400,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+}
+
+
+def published(name: str) -> ModelConfig:
+    config, faults = read_config(FOLDER / name)
+    assert faults == []
+    assert config is not None
+    return config.model
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_recipe_is_of_the_published_model(name: str) -> None:
+    model = published(name)
+    assert parameters(model) == COUNTS[name]
+    recipe = resolve(name).recipe.model
+    assert model.head_width == (64 if name == "llama3.2_1b" else 128)
+    assert recipe == model.model_copy(update={"seq_len": recipe.seq_len})
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        ("llama3_8b", 1),
+        ("llama3.1_8b", 32),
+        ("llama3_70b", 16),
+        ("llama3.2_1b", 1),
+        ("qwen3_0.6b", 1),
+        ("qwen3_8b", 1),
+    ],
+)
+def test_the_recipe_s_layout_fits(name: str, nodes: int) -> None:
+    config = resolve(name)
+    unsupported = load_environment(config.backend).unsupported
+    assert unsupported(config) == []
+    if config.open_settings():
+        config = choose_parallel(config, nodes, unsupported)
+    assert predict(config, make_mesh(config, nodes)).fits
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_written_back(name: str, tmp_path: Path) -> None:
+    model = published(name)
+    write_config(model, tmp_path / "config.json", dtype="bfloat16", bos_token_id=1, eos_token_id=2)
+    config, faults = read_config(tmp_path)
+    assert faults == []
+    assert config is not None
+    assert config.model == model
+    before = transformers.AutoConfig.from_pretrained(FOLDER / name)
+    after = transformers.AutoConfig.from_pretrained(tmp_path)
+    written_only = {"bos_token_id", "eos_token_id", "transformers_version", "_name_or_path"}
+    values, changed = before.to_dict(), after.to_dict()
+    changed["rope_parameters"].pop("partial_rotary_factor", None)
+    for key in values.keys() - written_only - {"pretraining_tp", "max_window_layers"}:
+        assert changed[key] == values[key], key
+
+
+@pytest.mark.parametrize("file", ["", "config.json"], ids=["folder", "file"])
+def test_a_recipe_s_model_is_a_config_json(file: str, tmp_path: Path) -> None:
+    path = FOLDER / "qwen3_0.6b" / file
+    by_option = resolve("tiny_llama", "p5", [f"model={path}", "model.seq_len=4096"])
+    expected = published("qwen3_0.6b").model_copy(update={"seq_len": 4096})
+    assert by_option.recipe.model == expected
+    assert by_option.origins["model.qk_norm"] == f"--set model={path}"
+    recipe = (recipes_dir() / "qwen3_8b.yaml").read_text()
+    section = re.compile(r"^model:\n(?:  .*\n)+", re.M)
+    (tmp_path / "own.yaml").write_text(section.sub("model: theirs\n", recipe))
+    (tmp_path / "theirs").mkdir()
+    shutil.copy(FOLDER / "qwen3_0.6b" / "config.json", tmp_path / "theirs")
+    by_recipe = resolve(str(tmp_path / "own.yaml"), None, ["model.seq_len=4096"])
+    assert by_recipe.recipe.model == expected
+    assert by_recipe.origins["model.family"] == str(tmp_path / "theirs")

@@ -1,0 +1,71 @@
+"""The torch-free statements on families against the decoder that is built of them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from slurmllm.core.config.families import FAMILIES, sharding_plan
+from slurmllm.core.config.families.family import Activation
+from slurmllm.core.config.huggingface import ACTIVATION_NAMES, config_faults
+from slurmllm.core.config.profiles import available
+from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.resolve import recipes_dir, resolve
+from slurmllm.plan.parameters import parameter_shapes
+from slurmllm.train.model.decoder import ACTIVATIONS, Decoder, build_model
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return build_model(config)
+
+
+@pytest.mark.parametrize("recipe", available(recipes_dir()))
+def test_parameters_are_counted_exactly(recipe: str) -> None:
+    config = resolve(recipe).recipe.model
+    built = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}
+    assert parameter_shapes(config) == built
+
+
+def test_each_activation_can_be_computed_and_exported() -> None:
+    assert set(get_args(Activation)) == set(ACTIVATIONS) == set(ACTIVATION_NAMES)
+
+
+def test_an_activation_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = resolve("tiny_llama").recipe.model
+    assert config_faults(model) == []
+    monkeypatch.delitem(ACTIVATION_NAMES, "silu")
+    assert ["'silu' has no name in transformers" in fault for fault in config_faults(model)] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_sharding_plan_names_every_module_with_parameters(
+    family: str, bias: bool, tied: bool
+) -> None:
+    config = ModelConfig.model_validate(
+        {
+            "family": family,
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "ffn_hidden_size": 64,
+            "vocab_size": 61,
+            "seq_len": 16,
+            "attention_bias": bias,
+            "mlp_bias": bias,
+            "tied_embeddings": tied,
+        }
+    )
+    assert {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()} == (
+        parameter_shapes(config)
+    )
+    plan = sharding_plan(family, tied, config.qk_norm)
+    modules = {name.rpartition(".")[0] for name in parameter_shapes(config)}
+    layers = {f"layers.{layer}.{name}" for layer in range(2) for name in plan.block}
+    assert modules == layers | set(plan.rest)
