@@ -62,15 +62,15 @@ def calibrate(
 
     job_names = [f"--{name}" for name, value in job.items() if value]
     if matrix_figure is not None:
-        others = {"--nodes": nodes, "--local": local, "--out": out, "--plot": plot}
-        if unused := [name for name, value in others.items() if value] + job_names:
+        measuring = {"--nodes": nodes, "--local": local, "--out": out, "--plot": plot}
+        if unused := [name for name, value in measuring.items() if value] + job_names:
             raise UserError(f"--matrix-figure does not take {', '.join(unused)}; leave out")
         # A profile is only resolved together with a recipe: precision and environment.
         _draw_matrix_figure(matrix_figure, resolve("tiny_neox", cluster, overrides), as_json)
         return
     if local and job_names:
-        text = ", ".join(job_names)
-        raise UserError(f"--local measures this machine, without a job; leave out {text}")
+        names = ", ".join(job_names)
+        raise UserError(f"--local measures this machine, without a job; leave out {names}")
     _check_picture("--plot", plot)
     cluster = local_cluster(cluster, local)
     config = resolve("tiny_neox", cluster, overrides)
@@ -79,11 +79,13 @@ def calibrate(
         check_target(Path(out))
     # The same command inside an allocation
     command = ["calibrate", *([f"--cluster={cluster}"] if cluster else [])]
-    command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
+    command += [f"--set={override}" for override in overrides]
+    if as_json:
+        command.append("--json")
     for option, path in (("--out", out), ("--plot", plot)):
         command += [f"{option}={Path(path).resolve()}"] if path else []
-    where: dict[str, Any] = {"nodes": nodes, "local": local, "options": job}
-    allocation = allocate_nodes(config, command, "slurmllm-calibrate", **where)
+    target: dict[str, Any] = {"nodes": nodes, "local": local, "options": job}
+    allocation = allocate_nodes(config, command, "slurmllm-calibrate", **target)
     from slurmllm.analysis.calibrate.run import calibrate as measure
 
     calibration = measure(config, allocation, lambda line: click.echo(line, err=True))
@@ -148,8 +150,8 @@ def _draw_matrix_figure(path: str, config: RunConfig, as_json: bool) -> None:
     _write_figure(rows, config, path)
     name, device = config.cluster.name, config.cluster.device
     if as_json:
-        text = {"cluster": name, "measured": measured, "products": rows, "picture": path}
-        options.echo_json(text)
+        document = {"cluster": name, "measured": measured, "products": rows, "picture": path}
+        options.echo_json(document)
         return
     planner = ("planner TFLOP/s", "of the peak")
     headings = ("precision", "m × k × n", "TFLOP/s", "of the peak", *planner)

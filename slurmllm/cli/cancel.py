@@ -112,7 +112,8 @@ def _cancel_run(run: RunDir, client: SlurmClient) -> None:
         _signal(submission.pid, signal.SIGTERM)
         command = command_of(run)
         saves = command is None or command.stop_signal is not None
-        click.echo(f"asked process {submission.pid} to {'save and ' * saves}exit")
+        action = "save and exit" if saves else "exit"
+        click.echo(f"asked process {submission.pid} to {action}")
     else:
         client.cancel(submission.own_jobs)
         _record(run)

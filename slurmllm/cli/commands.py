@@ -76,15 +76,15 @@ class Verbs(click.Group):
         message = removed.verb_message(path)
         if message is not None and not ctx.resilient_parsing:
             ctx.fail(message)
-        name, verb, rest = super().resolve_command(ctx, args)
+        name, verb, arguments = super().resolve_command(ctx, args)
         if verb is not None and any(param.name == "overrides" for param in verb.params):
-            before, positional = _with_set_options(verb, rest, ctx.resilient_parsing)
-            after = rest[rest.index("--") + 1 :] if "--" in rest else []
+            before, positional = _with_set_options(verb, arguments, ctx.resilient_parsing)
+            after = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
             if after and any(param.name == "command" for param in verb.params):
-                rest = with_command(before, positional, after)
+                arguments = with_command(before, positional, after)
             else:
-                rest = [*before, "--", *after] if after else before
-        return name, verb, rest
+                arguments = [*before, "--", *after] if after else before
+        return name, verb, arguments
 
 
 def _with_set_options(
@@ -97,20 +97,20 @@ def _with_set_options(
     """
     options = [param for param in verb.params if isinstance(param, click.Option)]
     values = {name: 0 if option.is_flag else 1 for option in options for name in option.opts}
-    result, positional, rest = list[str](), list[str](), list(arguments)
-    while rest and rest[0] != "--":
-        argument = rest.pop(0)
+    result, positional, remaining = list[str](), list[str](), list(arguments)
+    while remaining and remaining[0] != "--":
+        argument = remaining.pop(0)
         option, equals, value = argument.partition("=")
         if not lenient and option.startswith("--") and "." in option:
             if not equals:
-                value = rest[0] if rest and not rest[0].startswith("-") else "VALUE"
+                value = remaining[0] if remaining and not remaining[0].startswith("-") else "VALUE"
             setting = f"{option[2:].replace('-', '_')}={value}"
             raise UserError(f"{option}: no option, but a field; write {shlex.quote(setting)}")
         is_setting = _SETTING.fullmatch(argument)
         result += ["--set", argument] if is_setting else [argument]
         positional += [] if is_setting or argument.startswith("-") else [argument]
         count = values.get(argument, 0)  # of the option's values, which may look like settings
-        result, rest = result + rest[:count], rest[count:]
+        result, remaining = result + remaining[:count], remaining[count:]
     return result, positional
 
 
@@ -126,7 +126,7 @@ def with_command(
     from slurmllm.core.config.command import join_arguments, name_of_command
     from slurmllm.core.config.profiles import TRAINERS
 
-    options = list(takewhile(lambda text: text.startswith("-"), after))
+    options = list(takewhile(lambda argument: argument.startswith("-"), after))
     is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
     if (options and positional and not is_adapter) or len(options) == len(after):
         return [*before, "--", *after]
@@ -155,12 +155,12 @@ class StandardStream(io.TextIOWrapper):
     tolerant = False
     ascii = False
 
-    def write(self, text: str) -> int:
-        text = printable(text, styles=self.isatty() and "NO_COLOR" not in os.environ)
+    def write(self, output: str) -> int:
+        output = printable(output, styles=self.isatty() and "NO_COLOR" not in os.environ)
         if self.ascii:
-            text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+            output = output.translate(_ASCII).encode("ascii", "backslashreplace").decode()
         with contextlib.suppress(*([OSError] if self.tolerant else [])):
-            return super().write(text)
+            return super().write(output)
         return 0
 
     def flush(self) -> None:

@@ -142,7 +142,7 @@ def compare(
     comparisons = _write_files(curves, comparisons, seeds, choices)
     from slurmllm.analysis.compare.comparison import curve_letter
 
-    by_letter = {curve_letter(place): row for place, row in enumerate(comparisons, start=1)}
+    by_letter = {curve_letter(number): row for number, row in enumerate(comparisons, start=1)}
     if as_json:
         documents = [comparison.to_dict() for comparison in comparisons]
         match = all(comparison.match for comparison in comparisons)
@@ -295,9 +295,9 @@ def _write_files(
         except StorageError as error:
             if choices.plot:
                 raise
-            text = str(error)
+            fault = str(error)
             comparisons = [
-                c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons
+                c.model_copy(update={"warnings": (*c.warnings, fault)}) for c in comparisons
             ]
     if choices.html is not None:
         from slurmllm.analysis.report.comparison_page import write_comparison
@@ -351,19 +351,19 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
 
 
 def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
-    text = f"{label}  {side.name}: steps {side.first_step}–{side.last_step}"
+    line = f"{label}  {side.name}: steps {side.first_step}–{side.last_step}"
     if side.restarts:
         more = " …" if len(side.restarts) > 5 else ""
-        text += f", restarted at {', '.join(str(step) for step in side.restarts[:5])}{more}"
+        line += f", restarted at {', '.join(str(step) for step in side.restarts[:5])}{more}"
     if overlap.rows:
         steps = "1 step" if overlap.rows == 1 else f"{overlap.rows} steps"
-        text += f", {steps} recomputed after a restart"
-        text += ", bit-identical" if overlap.identical else ""
+        line += f", {steps} recomputed after a restart"
+        line += ", bit-identical" if overlap.identical else ""
     if side.shift:
-        text += f"; {side.shift:+} to its steps: {side.shift_reason}"
+        line += f"; {side.shift:+} to its steps: {side.shift_reason}"
     if side.averaged:
-        text += f"; loss averaged over {side.averaged} steps, as the other log does"
-    return text
+        line += f"; loss averaged over {side.averaged} steps, as the other log does"
+    return line
 
 
 def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:

@@ -79,7 +79,9 @@ def health(
         bandwidth = config.cluster.health.bandwidth != "never"
     command = ["health", "--bandwidth" if bandwidth else "--no-bandwidth", f"--runs-dir={runs_dir}"]
     command += [f"--cluster={cluster}"] if cluster else []
-    command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
+    command += [f"--set={override}" for override in overrides]
+    if as_json:
+        command.append("--json")
     # salloc replaces this process and runs `command` inside the new allocation.
     allocation = allocate_nodes(
         config,

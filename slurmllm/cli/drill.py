@@ -117,8 +117,8 @@ def drill(
     if not as_json:
         _print_plan(plan, reason)
     echo_row = partial(_echo_row, of_trainer=plan.trainer is not None)
-    shown = (lambda result: None) if as_json else echo_row
-    report = _run(Drill(plan, runner, client, tolerances, reason is None, _progress(), shown), keep)
+    echo = (lambda result: None) if as_json else echo_row
+    report = _run(Drill(plan, runner, client, tolerances, reason is None, _progress(), echo), keep)
     if as_json:
         summary = {"passed": report.passed, **report.model_dump(mode="json")}
         options.echo_json({**summary, "results": str(plan.results)})
@@ -130,10 +130,10 @@ def drill(
 
 def _print_plan(plan: DrillPlan, reason: str | None) -> None:
     source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
-    text = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
+    extent = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
     if plan.trainer is not None:
-        text, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
-    click.echo(f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)")
+        extent, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
+    click.echo(f"drill      {', '.join(plan.kinds)}: {extent}, {plan.nodes} node(s)")
     click.echo(f"reference  {source}")
     _echo_row(None, plan.trainer is not None)
 
@@ -190,12 +190,12 @@ def _progress() -> Callable[[str], None]:
     """Return a function that prints the status of a copy when it changes."""
     last = ""
 
-    def echo(text: str) -> None:
+    def echo(status: str) -> None:
         nonlocal last
-        text = text.partition(", step")[0]  # not a line for every step
-        if text != last:
-            last = text
-            click.echo(text, err=True)
+        status = status.partition(", step")[0]  # not a line for every step
+        if status != last:
+            last = status
+            click.echo(status, err=True)
 
     return echo
 
@@ -232,8 +232,8 @@ def _echo_row(result: DrillResult | None, of_trainer: bool = False) -> None:
     if result is None:
         click.echo(click.style(heading, bold=True))
         return
-    for text in (*lines, *(f"{result.kind}: {fault}" for fault in result.faults)):
-        click.echo(text)
+    for line in (*lines, *(f"{result.kind}: {fault}" for fault in result.faults)):
+        click.echo(line)
 
 
 def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
@@ -246,7 +246,9 @@ def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
         seconds = [seconds[0], ""]
     if (resume := result.resume) is not None:
         seconds[1] = "" if resume.from_step is None else str(resume.from_step)
-        verdict = f"{resume.text} ({resume.confidence}){', resumed by hand' * resume.by_hand}"
+        verdict = f"{resume.text} ({resume.confidence})"
+        if resume.by_hand:
+            verdict += ", resumed by hand"
     return (
         result.kind,
         "" if result.at_step is None else str(result.at_step),

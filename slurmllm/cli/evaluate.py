@@ -31,8 +31,10 @@ _File = click.Path(path_type=Path)
 _Count = click.IntRange(min=1)
 
 
-def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    return click.option(option, name, multiple=True, metavar=metavar, help=f"{text}; repeatable.")
+def _repeatable(option: str, name: str, metavar: str, description: str) -> Callable[[Any], Any]:
+    return click.option(
+        option, name, multiple=True, metavar=metavar, help=f"{description}; repeatable."
+    )
 
 
 def _settings(tokenizer: Path | None, **values: Any) -> EvaluationSettings:
@@ -209,8 +211,8 @@ def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -
     """Check before any job that its device exists and that the harness can run its tasks."""
     from slurmllm.analysis.evaluate.harness import require_harness, resolve_device, task_fault
 
-    text, settings = plan.validation and plan.validation.name, plan.settings
-    tasks = {task.key: task for job in jobs for task in job.tasks if task.task.task != text}
+    validation, settings = plan.validation and plan.validation.name, plan.settings
+    tasks = {task.key: task for job in jobs for task in job.tasks if task.task.task != validation}
     if tasks:
         require_harness()
         # The tests check the tasks of shipped suites, and the index takes seconds.

@@ -58,13 +58,13 @@ def report(
         else:
             plots[table.suite] = str(path)
     steps = [model.step for model in selection.models]
-    shown = [select_steps(table, steps) for table in tables]
+    selected = [select_steps(table, steps) for table in tables]
     if as_json:
-        values = _values(target, selection, plan, shown, plots, result)
+        values = _values(target, selection, plan, selected, plots, result)
         values |= {"limit": plan.settings.limit, "warnings": [*selection.warnings, *warnings]}
         options.echo_json({**values, "seconds": round(seconds, 3)})
         return
-    for table in shown:
+    for table in selected:
         _print(table)
         if table.suite in plots:
             click.echo(f"picture: {plots[table.suite]}")

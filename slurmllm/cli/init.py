@@ -110,8 +110,8 @@ def _ask(prompt: Callable[[], Any]) -> Any:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        text = "no terminal to ask on; add --yes, and --partition NAME for another partition"
-        raise UserError(text) from None
+        message = "no terminal to ask on; add --yes, and --partition NAME for another partition"
+        raise UserError(message) from None
 
 
 def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
@@ -126,7 +126,7 @@ def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
     return site.partitions[name or default]
 
 
-def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
+def _write(path: Path, profile: str, confirm: Confirm, asks: bool) -> bool:
     """Write the profile if the user agrees; return whether it was written."""
     exists = path.exists()
     if not confirm(f"{'replace' if exists else 'write'} {path}?", not exists):
@@ -134,7 +134,7 @@ def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
             return False
         raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
+    write_atomic(path, profile)
     return True
 
 
@@ -151,19 +151,19 @@ def _make_default(path: Path, confirm: Confirm) -> bool:
 
 
 def _partition_text(partition: Partition) -> str:
-    text = partition.name
+    label = partition.name
     if partition.is_default:
-        text += ", the default"
+        label += ", the default"
     if not partition.is_up:
-        text += ", down"
-    return text
+        label += ", down"
+    return label
 
 
 def _print_survey(site: Survey) -> None:
     machine, settings = site.machine, site.site.settings
     requeue = settings.get("JobRequeue", "unknown")
     accounts = [
-        f"{row.account}{' (default)' * row.default}, QOS {' '.join(row.qos)}"
+        f"{row.account}{' (default)' if row.default else ''}, QOS {' '.join(row.qos)}"
         for row in site.site.associations
     ]
     facts = {
@@ -175,8 +175,8 @@ def _print_survey(site: Survey) -> None:
         "python": f"{machine.python} ({machine.python_file_system})",
         "containers": ", ".join(machine.containers),
     }
-    for name, text in facts.items():
-        click.echo(f"{name:<11} {text or 'none'}")
+    for name, fact in facts.items():
+        click.echo(f"{name:<11} {fact or 'none'}")
     click.echo()
     rows = [
         (

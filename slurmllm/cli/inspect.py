@@ -75,27 +75,27 @@ def inspect(
         reports.append(report)
         if name is not None:
             epochs.append(count_epochs(report, spec, name, steps, weight / total_weight))
-    shown = first_sequences(spec, encoder, sequences) if sequences and encoder else []
+    packed = first_sequences(spec, encoder, sequences) if sequences and encoder else []
     if as_json:
-        options.echo_json(_to_json(reports, epochs, shown))
+        options.echo_json(_to_json(reports, epochs, packed))
         return
     for index, report in enumerate(reports):
         _print_report(report)
         if epochs:
-            entry, part = epochs[index], " of this corpus" if len(reports) > 1 else ""
+            entry, suffix = epochs[index], " of this corpus" if len(reports) > 1 else ""
             click.echo(
                 f"recipe   {entry.recipe}: {entry.steps:,} steps x {entry.tokens_per_step:,} "
-                f"tokens{part} are {entry.epochs:,.3g} epochs; an epoch is "
+                f"tokens{suffix} are {entry.epochs:,.3g} epochs; an epoch is "
                 f"{entry.steps_per_epoch:,.1f} steps"
             )
-    for sequence in shown:
+    for sequence in packed:
         _print_sequence(sequence)
     if sequences and encoder is None:
         click.echo("sequences are token ids: --tokenizer FILE decodes them")
 
 
 def _to_json(
-    reports: list[CorpusReport], epochs: list[RecipeEpochs], shown: list[PackedSequence]
+    reports: list[CorpusReport], epochs: list[RecipeEpochs], sequences: list[PackedSequence]
 ) -> dict[str, object]:
     exact_counts = all(report.tokens_are == "exact" for report in reports)
     return {
@@ -105,7 +105,7 @@ def _to_json(
         "tokens_are": "exact" if exact_counts else "estimated",
         "corpora": [report.model_dump() for report in reports],
         "recipe": [entry.model_dump() for entry in epochs] or None,
-        "sequences": [sequence.model_dump() for sequence in shown],
+        "sequences": [sequence.model_dump() for sequence in sequences],
     }
 
 
@@ -149,10 +149,10 @@ def _recipe_stream(
 
 
 def _print_report(report: CorpusReport) -> None:
-    text = report.unit == "bytes"
-    size = f"{report.size / 1e6:,.1f} MB of text" if text else f"{report.size:,} token ids"
-    what = f"{report.documents:,} {report.documents_are}"
-    print_line(f"{report.corpus}: {what}, {size}, {report.fingerprint}")
+    is_text = report.unit == "bytes"
+    size = f"{report.size / 1e6:,.1f} MB of text" if is_text else f"{report.size:,} token ids"
+    documents = f"{report.documents:,} {report.documents_are}"
+    print_line(f"{report.corpus}: {documents}, {size}, {report.fingerprint}")
     if report.tokens_are == "exact":
         ends = ", end-of-document tokens included" if report.documents_are == "documents" else ""
         print_line(f"tokens   {report.tokens:,} (exact){ends}")
@@ -161,19 +161,19 @@ def _print_report(report: CorpusReport) -> None:
             f"tokens   {report.tokens:,} ± {report.tokens_error:,} (95 %), estimated from "
             f"{report.documents_counted:,} documents; --exact counts them"
         )
-    at = report.lengths
+    lengths = report.lengths
     print_line(
-        f"length   mean {at.mean:,.1f} tokens, median {at.median:,}, 90 % to {at.p90:,}, "
-        f"99 % to {at.p99:,}, longest {at.longest:,}"
+        f"length   mean {lengths.mean:,.1f} tokens, median {lengths.median:,}, "
+        f"90 % to {lengths.p90:,}, 99 % to {lengths.p99:,}, longest {lengths.longest:,}"
     )
     if report.trained is not None:
         print_line(
             f"trained  {report.trained:.1%} of the tokens; {report.answers:,.1f} answers a document"
         )
-    most = max(bucket.share for bucket in at.histogram)
+    largest = max(bucket.share for bucket in lengths.histogram)
     rows = []
-    for bucket in at.histogram:
-        bar = "█" * round(_BAR * bucket.share / most)
+    for bucket in lengths.histogram:
+        bar = "█" * round(_BAR * bucket.share / largest)
         rows.append((f"{bucket.least:,}-{bucket.below - 1:,}", f"{bucket.share:.1%}", bar))
     print_table(("tokens per document", "share", ""), rows)
 
@@ -181,13 +181,13 @@ def _print_report(report: CorpusReport) -> None:
 def _print_sequence(sequence: PackedSequence) -> None:
     from rich.text import Text
 
-    text = Text()
+    line = Text()
     left = _SHOWN_CHARS
-    for part in sequence.parts:
-        text.append(part.text[:left], style="" if part.trained else "dim")
-        left -= len(part.text)
+    for segment in sequence.parts:
+        line.append(segment.text[:left], style="" if segment.trained else "dim")
+        left -= len(segment.text)
         if left <= 0:
-            text.append(" …")
+            line.append(" …")
             break
     print_line(f"\nsequence {sequence.number}, {sequence.tokens:,} tokens:")
-    print_line(text)
+    print_line(line)

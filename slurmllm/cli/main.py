@@ -93,7 +93,8 @@ class _Verbs(Verbs):
 
             verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]
             names = " or ".join(map(repr, verbs or get_close_matches(name, _VERBS, n=1)))
-            ctx.fail(f"No such command {name!r}." + f" Did you mean {names}?" * bool(names))
+            suggestion = f" Did you mean {names}?" if names else ""
+            ctx.fail(f"No such command {name!r}.{suggestion}")
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -147,8 +148,8 @@ def main() -> None:
         click.echo(f"error: {error.object!r:.200} is not UTF-8 text; rename it", err=True)
         code = UserError.exit_code
     except OSError as error:
-        what = "write the output" if error.filename is None else f"read {error.filename}"
-        click.echo(f"error: cannot {what}: {os_error_text(error)}", err=True)
+        action = "write the output" if error.filename is None else f"read {error.filename}"
+        click.echo(f"error: cannot {action}: {os_error_text(error)}", err=True)
         code = StorageError.exit_code
     except Exception:
         import traceback

@@ -73,9 +73,11 @@ def grouped(
     return add
 
 
-def choice(option: str, choices: str, text: str, **more: Any) -> Callable[[F], F]:
+def choice(option: str, choices: str, description: str, **more: Any) -> Callable[[F], F]:
     """Add an option whose value is one of `choices`."""
-    return click.option(*option.split(), type=click.Choice(choices.split()), help=text, **more)
+    return click.option(
+        *option.split(), type=click.Choice(choices.split()), help=description, **more
+    )
 
 
 set_option = functools.partial(
@@ -122,7 +124,7 @@ class LogOptions(NamedTuple):
         from slurmllm.analysis.compare.comparison import curve_letter
         from slurmllm.core.metrics.tags import check_pattern, parse_tags
 
-        letters = [curve_letter(place) for place in range(count)]
+        letters = [curve_letter(number) for number in range(count)]
         for value in chain(*self):
             side = _SIDE.match(value)
             if side and side[1] not in letters:
@@ -134,8 +136,8 @@ class LogOptions(NamedTuple):
             tags, patterns, wheres = (_values_of(letter, values) for values in self)
             for regex in patterns:
                 check_pattern(regex)
-            where = [value.partition("=") for value in wheres]
-            for column, equals, _ in where:
+            conditions = [value.partition("=") for value in wheres]
+            for column, equals, _ in conditions:
                 if not (column and equals):
                     raise UserError(f"--where {column!r}: give COLUMN=VALUE, such as split=train")
             if len(set(patterns)) > 1:
@@ -147,7 +149,7 @@ class LogOptions(NamedTuple):
                 {
                     "tags": parse_tags(tags),
                     "pattern": next(iter(patterns), None),
-                    "where": {column.strip(): text.strip() for column, _, text in where},
+                    "where": {column.strip(): entry.strip() for column, _, entry in conditions},
                 }
             )
         return arguments
@@ -156,7 +158,7 @@ class LogOptions(NamedTuple):
         """Raise UserError if a value is for our own runs only, which need none."""
         from slurmllm.analysis.compare.comparison import curve_letter
 
-        of_letter = {curve_letter(place): curve for place, curve in enumerate(curves)}
+        of_letter = {curve_letter(number): curve for number, curve in enumerate(curves)}
         for value in chain(*self):
             side = _SIDE.match(value)
             meant = [of_letter[side[1]]] if side else curves
@@ -173,8 +175,8 @@ def _values_of(letter: str, values: Sequence[str]) -> list[str]:
     return [v.removeprefix(prefix) for v in values if v.startswith(prefix) or not _SIDE.match(v)]
 
 
-def _of_logs(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    return click.option(option, name, multiple=True, metavar=metavar, help=text)
+def _of_logs(option: str, name: str, metavar: str, description: str) -> Callable[[Any], Any]:
+    return click.option(option, name, multiple=True, metavar=metavar, help=description)
 
 
 log_options = grouped(
@@ -247,11 +249,13 @@ def _node_counts(
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", (value or "").strip())
     if value is None:
         return None
-    fewest, most = (int(count) if count else None for count in match.groups()) if match else (0, 0)
-    if most is None or not 1 <= (most if fewest is None else fewest) <= most:
-        text = f"{value!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
-        raise click.BadParameter(text, ctx, param)
-    return fewest, most
+    fewest, largest = (
+        (int(count) if count else None for count in match.groups()) if match else (0, 0)
+    )
+    if largest is None or not 1 <= (largest if fewest is None else fewest) <= largest:
+        fault = f"{value!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
+        raise click.BadParameter(fault, ctx, param)
+    return fewest, largest
 
 
 node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
@@ -264,8 +268,8 @@ def job_options(names: str, **texts: str) -> Callable[[F], F]:
     def add(verb: F) -> F:
         for name in reversed(names.split()):
             forms = [_SHORT[name]] if name in _SHORT else []
-            text = texts.get(name, JOB_OPTIONS[name])
-            verb = click.option(*forms, f"--{name}", help=text)(verb)
+            description = texts.get(name, JOB_OPTIONS[name])
+            verb = click.option(*forms, f"--{name}", help=description)(verb)
         return verb
 
     return add
@@ -295,7 +299,7 @@ class RunOptions(NamedTuple):
 
 def run_options(time: str) -> Callable[[F], F]:
     """Add the options of submit and resume, which the verb gets as `shared`."""
-    text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
+    description = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     job = (*_FIELDS, *_DIRECTIVES)
     return grouped(
         "shared",
@@ -307,7 +311,7 @@ def run_options(time: str) -> Callable[[F], F]:
             type=click.UNPROCESSED,
             metavar="[PATH=VALUE...] [-- SBATCH-OPTION...]",
         ),
-        job_options(" ".join(job), time=text),
+        job_options(" ".join(job), time=description),
         choice(
             "--precompile",
             "auto always never",
@@ -328,8 +332,8 @@ def run_options(time: str) -> Callable[[F], F]:
     )
 
 
-def _flag(name: str, text: str) -> Callable[[F], F]:
-    return click.option(name, is_flag=True, help=text)
+def _flag(name: str, description: str) -> Callable[[F], F]:
+    return click.option(name, is_flag=True, help=description)
 
 
 def _run_options(sbatch: Sequence[str], **values: Any) -> RunOptions:
@@ -357,15 +361,15 @@ def echo_json(value: Any, indent: int | None = 2) -> None:
     click.echo(json.dumps(value, indent=indent))
 
 
-def plot(text: str) -> Callable[[Any], Any]:
-    return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{text}")
+def plot(ending: str) -> Callable[[Any], Any]:
+    return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{ending}")
 
 
 def plot_or_none(default: str) -> Callable[[F], F]:
     """Add --plot and --no-plot: `plot` is a file, empty for that of `default`, None for none."""
     no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
-    text = f".  [default: {default}]"
-    return grouped("plot", _plot_or_none, ("plot", "no_plot"), plot(text), no_plot)
+    ending = f".  [default: {default}]"
+    return grouped("plot", _plot_or_none, ("plot", "no_plot"), plot(ending), no_plot)
 
 
 def _plot_or_none(plot: str | None, no_plot: bool) -> str | None:
@@ -393,8 +397,8 @@ def check_folder(option: str, path: str | None) -> None:
     if path is None:
         return
     if not path or Path(path).is_dir():
-        what = "a folder" if path else "no name"
-        raise UserError(f"{option} {path or repr(path)}: {what}; give the name of a file")
+        fault = "a folder" if path else "no name"
+        raise UserError(f"{option} {path or repr(path)}: {fault}; give the name of a file")
     folder = Path(path).parent
     if not folder.is_dir():
         raise UserError(

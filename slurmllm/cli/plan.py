@@ -212,16 +212,16 @@ def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
         if option == "--csv":
             rows = output.csv_rows(plans, top)
             cells = [{key: _csv_cell(cell) for key, cell in flatten(row).items()} for row in rows]
-            text = csv_text(cells)
+            content = csv_text(cells)
         else:
             tables = output.tables(plans, top)
-            text = "\n".join(markdown_table(*table) for table in tables)
-            text += "".join(f"\n{note}\n" for note in output.price_lines(plans))
+            content = "\n".join(markdown_table(*table) for table in tables)
+            content += "".join(f"\n{note}\n" for note in output.price_lines(plans))
         if path == "-":
-            click.echo(text, nl=False)
+            click.echo(content, nl=False)
         else:
             fix = f"name another file with {option}"
-            write_bytes(Path(path), text.encode(), f"cannot write {path}", fix)
+            write_bytes(Path(path), content.encode(), f"cannot write {path}", fix)
 
 
 def _csv_cell(value: Any) -> Any:
@@ -271,10 +271,10 @@ def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
 
     command = ["slurmllm", verb, plan.recipe, "--nodes", str(nodes)]
     command += [] if plan.cluster is None else ["--cluster", plan.cluster]
-    for text in click.get_current_context().params["overrides"]:
-        path, _, value = text.partition("=")
+    for override in click.get_current_context().params["overrides"]:
+        path, _, value = override.partition("=")
         # `--set env.NAME` takes a secret from the shell, where the user has to export it.
-        command += ["--set", path if is_secret_at(path.strip(), value) else text]
+        command += ["--set", path if is_secret_at(path.strip(), value) else override]
     return command
 
 

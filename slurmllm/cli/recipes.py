@@ -52,8 +52,8 @@ def recipes(
         options.echo_json(file_schema("cluster" if clusters else "recipe"))
     elif clusters or trainers:
         if name is not None or explain or overrides or (clusters and trainers):
-            option, what = ("--clusters", "profiles") if clusters else ("--trainers", "adapters")
-            raise UserError(f"{option} lists {what}; leave out NAME, --explain, --set, --trainers")
+            option, kind = ("--clusters", "profiles") if clusters else ("--trainers", "adapters")
+            raise UserError(f"{option} lists {kind}; leave out NAME, --explain, --set, --trainers")
         if cluster and trainers:
             raise UserError("--trainers lists adapters; leave out --cluster")
         _list_clusters(cluster, as_json) if clusters else _list_trainers(as_json)
@@ -99,9 +99,9 @@ def _list_trainers(as_json: bool) -> None:
         options.echo_json({"trainers": rows})
         return
 
-    shown = ("name", "resume", "checkpoints", "progress", "description")
-    table = [tuple(row[key] or "-" for key in shown) for row in rows]
-    print_table(("adapter", *shown[1:]), table, fold="description")
+    columns = ("name", "resume", "checkpoints", "progress", "description")
+    table = [tuple(row[key] or "-" for key in columns) for row in rows]
+    print_table(("adapter", *columns[1:]), table, fold="description")
 
 
 def _list_clusters(more: str | None, as_json: bool) -> None:
@@ -115,7 +115,7 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
         options.echo_json({"clusters": rows})
         return
 
-    shown = {
+    columns = {
         "a node": "devices_per_node",
         "GiB": "memory_gib",
         "TFLOP/s": "bf16_tflops",
@@ -125,12 +125,17 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     }
     table = []
     for row in rows:
-        values = [row[key] for key in shown.values()]
+        values = [row[key] for key in columns.values()]
         figures = ["-" if value is None else f"{round(value, 2):g}" for value in values]
-        notes = ["planning only"] * (row["planning_only"] is not None) + ["rough"] * row["rough"]
-        notes += [f"{len(row['assumed'])} assumed"] * bool(row["assumed"])
+        notes = []
+        if row["planning_only"] is not None:
+            notes.append("planning only")
+        if row["rough"]:
+            notes.append("rough")
+        if row["assumed"]:
+            notes.append(f"{len(row['assumed'])} assumed")
         table.append((row["name"], row["device"], *figures, row["backend"], ", ".join(notes)))
-    print_table(("profile", "device", *shown, "backend", "notes"), table)
+    print_table(("profile", "device", *columns, "backend", "notes"), table)
 
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:
@@ -176,11 +181,11 @@ def _show(
     if not explain:
         from slurmllm.core.config.yaml_source import write_yaml
 
-        if cluster is None and not any(text.startswith("parallel") for text in overrides):
+        if cluster is None and not any(override.startswith("parallel") for override in overrides):
             _restore_layouts(tree, config, name)
         profile = write_yaml({"cluster": tree.pop("cluster")})
         click.echo(write_yaml(tree), nl=False)
-        if cluster is not None or any(text.startswith("cluster.") for text in overrides):
+        if cluster is not None or any(override.startswith("cluster.") for override in overrides):
             click.echo(textwrap.indent(profile, "# "), nl=False)
         return
     from slurmllm.core.config.yaml_source import flatten

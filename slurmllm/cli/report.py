@@ -175,8 +175,8 @@ def _print(runs: Sequence[RunFacts]) -> None:
 
     for facts in runs:
         click.echo(f"{facts.name}: {tables.verdict(facts)}")
-    for text, title in comparison_texts(runs):
-        click.echo(f"{title}: {text}")
+    for comparison, title in comparison_texts(runs):
+        click.echo(f"{title}: {comparison}")
     # Logs of other frameworks have no node hours.
     used = {facts.name: facts.used for facts in runs if facts.used is not None}
     if used:
@@ -209,8 +209,9 @@ def _print_prediction(
     if as_json:
         click.echo(check.model_dump_json(indent=2))
         return
-    steps = f"{format_plural(check.steps, 'step')} of attempt{'s' * (len(check.attempts) > 1)} "
-    steps += ", ".join(map(str, check.attempts))
+    attempts = "attempt" if len(check.attempts) <= 1 else "attempts"
+    numbers = ", ".join(map(str, check.attempts))
+    steps = f"{format_plural(check.steps, 'step')} of {attempts} {numbers}"
     nodes = format_plural(check.nodes, "node")
     click.echo(f"{check.run}: {steps} on {nodes}; profile {check.cluster}")
     rows = []

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from slurmllm.core.metrics.curves import Curve
 
 
-def _number(name: str, default: float, text: str) -> Callable[[Any], Any]:
-    return click.option(name, type=type(default), default=default, help=text)
+def _number(name: str, default: float, description: str) -> Callable[[Any], Any]:
+    return click.option(name, type=type(default), default=default, help=description)
 
 
 @click.command()
@@ -68,7 +68,9 @@ def spikes(
     curves = [select_steps(curve, *steps.values()) for curve in logs]
     chosen = None if metric == "all" else cast("Metric", metric)
     runs = [analyze(curve, metric=chosen, **definition) for curve in curves]
-    if not any(part.judged or part.not_finite_steps for run in runs for part in run.by_metric):
+    if not any(
+        analysis.judged or analysis.not_finite_steps for run in runs for analysis in run.by_metric
+    ):
         raise RunError(
             "; ".join(f"{run.name}: {run.verdict}" for run in runs) + "; wait for more steps, or "
             "give a smaller --window"
@@ -78,7 +80,7 @@ def spikes(
     if as_json:
         # null if not finite; pydantic's JSON refuses names that are no UTF-8
         texts = (json.dumps(run.model_dump()) for run in runs)
-        documents = [json.loads(text, parse_constant=lambda _: None) for text in texts]
+        documents = [json.loads(document, parse_constant=lambda _: None) for document in texts]
         click.echo(json.dumps({"runs": documents}, indent=2))
     else:
         for run in runs:
@@ -115,21 +117,23 @@ def _print(run: SpikeAnalysis) -> None:
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"
     print_line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
     print_line()
-    for part in run.by_metric:
-        print_line(Text.assemble((f"{NAMES[part.metric]} spike", "bold"), f": {part.definition}"))
+    for analysis in run.by_metric:
+        print_line(
+            Text.assemble((f"{NAMES[analysis.metric]} spike", "bold"), f": {analysis.definition}")
+        )
         print_line()
-        print_table(("figure", "value"), _figures(part, first=part is run))
-        if part.count:
+        print_table(("figure", "value"), _figures(analysis, first=analysis is run))
+        if analysis.count:
             print_line()
-            print_table(*part.highest_spikes())
-            if part.count > SHOWN:
-                print_line(f"… the {SHOWN} highest of {part.count:,}")
+            print_table(*analysis.highest_spikes())
+            if analysis.count > SHOWN:
+                print_line(f"… the {SHOWN} highest of {analysis.count:,}")
         print_line()
-    for part in run.by_metric:
+    for analysis in run.by_metric:
         color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
-        state = (part.state, f"bold {color.get(part.state, 'red')}")
-        print_line(Text.assemble(f"{NAMES[part.metric]}: ", state, ": ", part.verdict))
-        for warning in part.warnings:
+        state = (analysis.state, f"bold {color.get(analysis.state, 'red')}")
+        print_line(Text.assemble(f"{NAMES[analysis.metric]}: ", state, ": ", analysis.verdict))
+        for warning in analysis.warnings:
             print_line(f"warning: {warning}")
     if run.plot is not None:
         print_line(f"picture: {run.plot}")
@@ -155,20 +159,20 @@ def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:
         end = f"; at the end {grown.at_end:.3g}"
         rows.append(("rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"))
     if run.metric == "grad_norm" and run.grad_norm is not None and run.grad_norm.growth:
-        text = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
-        rows.append(("times the lowest", text))
+        figure = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
+        rows.append(("times the lowest", figure))
     if run.grad_norm is not None and run.grad_norm.ratio_median is not None:
-        usual, most = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
-        text = f"{usual:.3g} times the median before them, at most {most:.3g}"
-        rows.append(("gradient norm at spikes", text))
+        usual, largest = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
+        figure = f"{usual:.3g} times the median before them, at most {largest:.3g}"
+        rows.append(("gradient norm at spikes", figure))
     if run.param_norm is not None and first:
         norm = run.param_norm
-        text = f"{norm.first:.5g} at the start → {norm.last:.5g}"
+        figure = f"{norm.first:.5g} at the start → {norm.last:.5g}"
         if norm.slope is not None:
             trend = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
-            text += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
-        rows.append(("parameter norm", text))
+            figure += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
+        rows.append(("parameter norm", figure))
     if run.restarts and first:
-        shown = ", ".join(str(step) for step in run.restarts[:5])
-        rows.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
+        steps = ", ".join(str(step) for step in run.restarts[:5])
+        rows.append(("restarts at", steps + (" …" if len(run.restarts) > 5 else "")))
     return rows

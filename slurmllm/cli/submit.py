@@ -121,8 +121,8 @@ def _check_options(
         raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
 
 
-def _check_range(least: int | None, local: bool) -> None:
-    if local and least is not None:
+def _check_range(fewest: int | None, local: bool) -> None:
+    if local and fewest is not None:
         raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
 
 
@@ -214,13 +214,15 @@ def _print_submission(submitted: SubmittedRun, as_json: bool) -> None:
     if as_json:
         options.echo_json(submitted.to_dict(), indent=None)
         return
-    prepared, sent = submitted.prepared, submitted.sent
+    prepared, submission = submitted.prepared, submitted.sent
     run, mesh = prepared.run, prepared.mesh
-    assert sent is not None, "a dry run prints its scripts"
-    first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
+    assert submission is not None, "a dry run prints its scripts"
+    first = (
+        f"precompile job {submission.precompile_job}, then " if submission.precompile_job else ""
+    )
     click.echo(f"run        {run.name}")
     click.echo(f"directory  {run.path}")
-    click.echo(f"jobs       {first}train job {sent.train_job}")
+    click.echo(f"jobs       {first}train job {submission.train_job}")
     _print_graphs(prepared)
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
@@ -251,8 +253,8 @@ def _print_graphs(prepared: PreparedRun) -> None:
     elif "precompile" not in prepared.stages:
         from slurmllm.train.backends.environment import needs_precompile
 
-        what = "compiled in training" if needs_precompile(prepared.config) else "none to compile"
-        click.echo(f"graphs     {what}; no precompile stage")
+        state = "compiled in training" if needs_precompile(prepared.config) else "none to compile"
+        click.echo(f"graphs     {state}; no precompile stage")
 
 
 def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
@@ -326,9 +328,9 @@ def resume(
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
     if included:
-        others: dict[str, object] = {"--nodes": nodes, "--cluster": cluster, "--set": overrides}
-        others |= {"--from-scratch": from_scratch, **dict(settings.values())}
-        if _include(run_dir, client, included, [name for name in others if others[name]]):
+        unused: dict[str, object] = {"--nodes": nodes, "--cluster": cluster, "--set": overrides}
+        unused |= {"--from-scratch": from_scratch, **dict(settings.values())}
+        if _include(run_dir, client, included, [name for name in unused if unused[name]]):
             if shared.as_json:
                 fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
                 options.echo_json(fields, indent=None)
@@ -357,15 +359,15 @@ def resume(
     _finish(ctx, submitted, shared.as_json)
 
 
-def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], others: Sequence[str]) -> bool:
+def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], unused: Sequence[str]) -> bool:
     """Include nodes in a run; return whether it is active, in which case its jobs will use them.
 
-    Raises UserError if it is and other options are given, named by `others`: they have no effect.
+    Raises UserError if it is and other options are given, which have no effect.
     """
     from slurmllm.launch.supervise.run_state import is_active
 
-    if (active := is_active(run, client)) and others:
-        text = f"run {run.name} is queued or running, so only --include can change it"
-        raise UserError(f"{text}: leave out {others[0]}, or cancel the run first")
+    if (active := is_active(run, client)) and unused:
+        reason = f"run {run.name} is queued or running, so only --include can change it"
+        raise UserError(f"{reason}: leave out {unused[0]}, or cancel the run first")
     include_nodes(run, client, nodes)
     return active

@@ -145,11 +145,11 @@ def _print_prepared(
                 "run_dir": str(run.run.path),
                 "values": case.values,
                 "graphs": run.graphs_from,
-                "lane": prepared.lane(place),
+                "lane": prepared.lane(number),
                 "train_job": job,
                 "refusals": run.all_refusals,
             }
-            for place, (run, case, job) in enumerate(rows)
+            for number, (run, case, job) in enumerate(rows)
         ]
         summary: dict[str, Any] = {"sweep": name, "sweep_dir": str(prepared.sweep.path)}
         summary |= {"max_running": record.max_running, "graphs": graphs_of_runs, "runs": runs}
@@ -190,7 +190,7 @@ def print_table_of(sweep: SweepDir, as_json: bool) -> None:
 
 
 def ranking_json(state: SweepState, ranked: Sequence[RankedRun]) -> dict[str, Any]:
-    runs = [{"rank": place, **run.to_json()} for place, run in enumerate(ranked, 1)]
+    runs = [{"rank": number, **run.to_json()} for number, run in enumerate(ranked, 1)]
     return {**state.to_json(), "runs": runs}
 
 
@@ -201,18 +201,18 @@ def ranking_rows(
     labels = state.record.labels
     has_price = any(run.state.usd is not None for run in ranked)
 
-    def shown(value: float | None, form: str) -> str:
+    def figure(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
     rows = [
         (
-            *(str(place), run.state.name, *(run.values.get(path, "") for path in labels)),
-            *(run.state.state, run.state.step_text, shown(run.loss, ".4f")),
-            *(shown(run.state.loss, ".4f"), shown(run.state.seq_per_s, ".1f")),
+            *(str(number), run.state.name, *(run.values.get(path, "") for path in labels)),
+            *(run.state.state, run.state.step_text, figure(run.loss, ".4f")),
+            *(figure(run.state.loss, ".4f"), figure(run.state.seq_per_s, ".1f")),
             *(format_hours(run.state.node_hours), str(run.state.restarts)),
-            *([shown(run.state.usd, ",.2f")] if has_price else []),
+            *([figure(run.state.usd, ",.2f")] if has_price else []),
         )
-        for place, run in enumerate(ranked, 1)
+        for number, run in enumerate(ranked, 1)
     ]
     headings = ("rank", "run", *labels.values(), "state", "step", "loss", "last loss", "seq/s")
     return (*headings, "node h", "restarts", *(["usd"] if has_price else [])), rows

@@ -99,7 +99,7 @@ class Differences(Record):
     first_non_finite_step_b: int | None
 
 
-class Divergence(Record):
+class Departure(Record):
     """Whether, by which rule and from which step one metric makes the runs differ."""
 
     departs: bool  # whether this metric makes the runs differ
@@ -112,7 +112,7 @@ class Divergence(Record):
     lasting_departure_rel_diff: float | None = None  # median over these points
 
 
-class MetricComparison(Differences, Divergence):
+class MetricComparison(Differences, Departure):
     """One metric of both curves at their common steps."""
 
     noise: float | None  # robust standard deviation of the relative difference from point to point

@@ -106,7 +106,7 @@ class CommandConfig(Section):
         return None if self.save_signal == "none" else signal.Signals[f"SIG{self.save_signal}"]
 
 
-class Worker(NamedTuple):
+class WorkerTraits(NamedTuple):
     """What a recipe's workers run, and what slurmllm lacks of it."""
 
     has_model: bool  # slurmllm trains it: model, batches, mesh, checkpoints and metrics are its own

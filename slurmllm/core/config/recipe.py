@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from slurmllm.core.config.command import CommandConfig, Worker, absent_section
+from slurmllm.core.config.command import CommandConfig, WorkerTraits, absent_section
 from slurmllm.core.config.data_sources import SourceName
 from slurmllm.core.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.core.config.operation import (
@@ -501,13 +501,13 @@ class Recipe(Section):
             )
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> WorkerTraits:
         """What the run's workers are: slurmllm's own, or those of the command."""
         command = self.command
         if command is None:
-            return Worker(has_model=True, steps=self.train.steps)
+            return WorkerTraits(has_model=True, steps=self.train.steps)
         saves = command.stop_signal is not None
-        return Worker(False, command.steps, command.one_per_node, saves)
+        return WorkerTraits(False, command.steps, command.one_per_node, saves)
 
     @property
     def steps(self) -> int | None:

@@ -83,10 +83,10 @@ def measure_with_torch(
     overall: float | None = None
     by_node: dict[str, float] = {}
     started, last_line = time.monotonic(), "no output"
-    for _, text in read_lines(processes, LIMIT_S, stop):
-        line = ProbeLine.parse(text)
+    for _, output in read_lines(processes, LIMIT_S, stop):
+        line = ProbeLine.parse(output)
         if line is None or line.gb_s is None:
-            last_line = text.strip() or last_line
+            last_line = output.strip() or last_line
         elif line.node:
             by_node[nodes.nodes[int(line.node)]] = line.gb_s
         else:

@@ -114,7 +114,7 @@ def installed_version(distribution: str) -> str | None:
 def numbers(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` → (2, 13, 0)."""
     match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
+    return tuple(int(number) for number in match.group().split(".")) if match else ()
 
 
 def at_least(version: str, minimum: str) -> bool:
@@ -165,10 +165,10 @@ def torch_finding(cluster: Cluster) -> Finding:
     if imported is None:
         state = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
         return warn("torch", state, fix="move the environment to a faster file system")
-    status, _, rest = imported.partition(" ")
+    status, _, versions = imported.partition(" ")
     if status != "imported":
         return failed(f"{present} does not import: {imported}", "install it again")
-    version, _, cuda = rest.partition(" ")
+    version, _, cuda = versions.partition(" ")
     if cluster.device == "neuron":
         if not in_series(version, NEURON_TORCH):
             return failed(f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_FIX)
@@ -311,16 +311,16 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
         return
     name = members[0].partition
     if members[0].up:
-        yield ok("partition", name + ", the default" * (not partition))
+        yield ok("partition", name if partition else f"{name}, the default")
     else:
         yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
     unusable = [node for node in members if not node.in_service]
     state = f"{len(members) - len(unusable)} of {len(members)} usable"
     if unusable:
         names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
-        state += f"; {names}" + ", …" * (len(unusable) > 5)
+        state += f"; {names}, …" if len(unusable) > 5 else f"; {names}"
         status = fail if len(unusable) == len(members) else warn
-        explained = [text for node in unusable if (text := explain_drain(node))]
+        explained = [fault for node in unusable if (fault := explain_drain(node))]
         yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
     else:
         yield ok("nodes", state)
@@ -328,7 +328,7 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
     options = {"partition": name, "time": SlurmConfig().time}
     options |= {n: str(value) for n, value in parse_options(cluster.directives).items()}
     if faults := check_limits(options, site).faults:
-        status = warn if all(text.startswith("--time") for text in faults) else fail
+        status = warn if all(fault.startswith("--time") for fault in faults) else fail
         yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")
     else:
         yield ok("limits", "a node and the default time limit are within the partition's")

@@ -70,15 +70,15 @@ class JsonLine(BaseModel):
     PREFIX: ClassVar[str]
 
     def write(self) -> None:
-        text = f"{self.PREFIX}{self.model_dump_json(exclude_none=True)}\n"
+        line = f"{self.PREFIX}{self.model_dump_json(exclude_none=True)}\n"
         sys.stdout.flush()
         # A single write(2): print() may split a line, and srun then mixes the lines of tasks.
-        os.write(sys.stdout.fileno(), text.encode())
+        os.write(sys.stdout.fileno(), line.encode())
 
     @classmethod
-    def parse(cls, text: str) -> Self | None:
+    def parse(cls, output: str) -> Self | None:
         """The message in a line of output; None if the line is something else."""
-        _, prefix, body = text.partition(cls.PREFIX)
+        _, prefix, body = output.partition(cls.PREFIX)
         try:
             return cls.model_validate_json(body) if prefix else None
         except ValidationError:
@@ -90,9 +90,9 @@ def _shorten(finding: Finding | None) -> Finding | None:
     limits = {"value": 100, "expected": 100, "message": 500}  # bytes; nodes send no fixes
     update = {}
     for name, limit in limits.items():
-        text = getattr(finding, name, None)
-        if isinstance(text, str) and len(text.encode()) > limit:
-            update[name] = text.encode()[: limit - 3].decode(errors="ignore") + "…"
+        value = getattr(finding, name, None)
+        if isinstance(value, str) and len(value.encode()) > limit:
+            update[name] = value.encode()[: limit - 3].decode(errors="ignore") + "…"
     return finding.model_copy(update=update) if finding is not None and update else finding
 
 
@@ -180,15 +180,15 @@ def collect(
     """
     reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
     started, lines = time.monotonic(), list[str]()
-    for arrived, text in read_lines(processes, limit_s, stop):
-        line = ProbeLine.parse(text)
+    for arrived, output in read_lines(processes, limit_s, stop):
+        line = ProbeLine.parse(output)
         if line is not None and line.node in reports:
             reports[line.node].add(line, arrived)
-        elif text.strip():
-            print(text.rstrip(), file=sys.stderr, flush=True)
-            lines.append(text)
-            for name in set(text.replace(":", " ").split()) & reports.keys():
-                reports[name].silence = f": {text.strip()}"
+        elif output.strip():
+            print(output.rstrip(), file=sys.stderr, flush=True)
+            lines.append(output)
+            for name in set(output.replace(":", " ").split()) & reports.keys():
+                reports[name].silence = f": {output.strip()}"
     if stop():
         return None
     seconds = time.monotonic() - started

@@ -35,9 +35,9 @@ VISIBLE_S = 3.0  # until a file that another node has just created must be visib
 
 def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
     """Return type and mount point of the file system of an absolute path; `mounts` is for tests."""
-    text = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
+    table = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
     best = ("unknown", "/")
-    for line in text.splitlines():
+    for line in table.splitlines():
         _, point, kind, *_ = line.split(" ")
         point = point.replace("\\040", " ")
         # >=: of two mounts at the same point, the later one is visible.
@@ -51,15 +51,15 @@ def write_seconds(path: Path) -> float:
 
     Raises a StorageError if it cannot be written or read, a NodeError if it is read differently.
     """
-    text = f"{time.time_ns()} " * 100
+    record = f"{time.time_ns()} " * 100
     start = time.monotonic()
-    write_atomic(path, text)
+    write_atomic(path, record)
     seconds = time.monotonic() - start
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
-    if content != text:
+    if content != record:
         raise NodeError(f"{path}: the content read back differs from what was written")
     return seconds
 
@@ -144,13 +144,15 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
             fix = "use a folder that only you can write to, or others can replace your runs"
             yield warn("runs folder", reason, fix=fix)
         elif writable:
-            names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
+            names = ", ".join(path.name for path in writable[:3])
+            if len(writable) > 3:
+                names += " …"
             mode = stat.S_IMODE(writable[0].stat().st_mode)
             state = f"others may write to {len(writable)} of your runs: {names}"
             fix = f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}"
             yield warn("runs folder", state, fix=fix)
         else:
-            yield ok("runs folder", f"{runs}" + ", created by submit" * (existing != runs))
+            yield ok("runs folder", f"{runs}" if existing == runs else f"{runs}, created by submit")
         yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
     local = Path(cluster.node_local)
     if not local.is_dir():

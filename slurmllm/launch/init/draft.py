@@ -89,14 +89,14 @@ def shipped_values(name: str) -> dict[str, Any]:
     return values
 
 
-def _by_gpu(text: str) -> tuple[str, str | None]:
+def _by_gpu(device: str) -> tuple[str, str | None]:
     """Return a shipped profile and the GPU by which it was chosen; None: of another GPU."""
-    text = re.sub(r"[^a-z0-9.]+", " ", text.lower())
-    gpu = next((gpu for gpu in _GPUS if re.search(rf"\b{gpu}\b", text)), None)
+    device = re.sub(r"[^a-z0-9.]+", " ", device.lower())
+    gpu = next((gpu for gpu in _GPUS if re.search(rf"\b{gpu}\b", device)), None)
     if gpu is None:
         return _OTHER_GPU, None
-    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40(gb)?\b", text) else _GPUS[gpu]
-    return name, None if _UNLIKE.search(text) else gpu
+    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40(gb)?\b", device) else _GPUS[gpu]
+    return name, None if _UNLIKE.search(device) else gpu
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,13 @@ def _lines(
     machine, base = survey.machine, shipped_values(figures.profile)
     yield f"extends: {figures.profile}", f"hardware figures, {figures.confidence}: {figures.reason}"
     gpus = f"{kind.gpus} {kind.gpu_type or 'GPUs'}, " if kind.gpus else ""
-    text = f"{gpus}{kind.cpus} CPUs, {kind.memory_mb / 1024:.0f} GiB"
-    text = f"{format_plural(len(kind.nodes), 'node')} of {text}"
-    yield _yaml({"description": f"{survey.name}, partition {partition.name}: {text}"}), ""
-    others = ", ".join(name for name in survey.partitions if name != partition.name)
-    limit = f"time limit {partition.time_limit}" + f"; others: {others}" * bool(others)
+    hardware = f"{gpus}{kind.cpus} CPUs, {kind.memory_mb / 1024:.0f} GiB"
+    hardware = f"{format_plural(len(kind.nodes), 'node')} of {hardware}"
+    yield _yaml({"description": f"{survey.name}, partition {partition.name}: {hardware}"}), ""
+    partitions = ", ".join(name for name in survey.partitions if name != partition.name)
+    limit = f"time limit {partition.time_limit}"
+    if partitions:
+        limit += f"; others: {partitions}"
     yield _yaml({"partition": partition.name}), limit
     devices = kind.gpus or base["devices_per_node"]
     yield f"devices_per_node: {devices}", "GPUs by Slurm" if kind.gpus else "workers"
@@ -151,7 +153,7 @@ def _lines(
         loaded = f"; loaded now: {' '.join(machine.loaded)}" if machine.loaded else ""
         yield "# setup:", f"lines of shell for each job; {machine.modules}{loaded}"
         yield "#   - module load cuda", ""
-    unsure = ", which the nodes must see too" * (not machine.python_is_shared)
+    unsure = "" if machine.python_is_shared else ", which the nodes must see too"
     comment = f"of the jobs, else that of submit; on {machine.python_file_system}{unsure}"
     yield f"# python: {machine.python}", comment
     if machine.containers:
@@ -179,10 +181,10 @@ def _directive_lines(
 ) -> Iterator[tuple[str, str]]:
     options = dict.fromkeys(inherited, "")
     if kind.gpus:
-        others = sum(len(other.nodes) for other in partition.kinds[1:])
-        count = f"{kind.gpu_type}:{kind.gpus}" if others and kind.gpu_type else str(kind.gpus)
-        text = f"leaves out {format_plural(others, 'node')} of the partition"
-        options[f"--gpus-per-node={count}"] = text * bool(others)
+        excluded = sum(len(other.nodes) for other in partition.kinds[1:])
+        count = f"{kind.gpu_type}:{kind.gpus}" if excluded and kind.gpu_type else str(kind.gpus)
+        reason = f"leaves out {format_plural(excluded, 'node')} of the partition"
+        options[f"--gpus-per-node={count}"] = reason if excluded else ""
     for settings in (survey.site.settings, partition.fields):
         for name in ("DefMemPerNode", "DefMemPerCPU"):
             if (default := settings.get(name, "UNLIMITED")) != "UNLIMITED":
@@ -190,11 +192,11 @@ def _directive_lines(
     comments = dict[str, str]()
     for option, names, default, allowed in _charges(survey, partition):
         usable = [name for name in names if allowed is None or name.lower() in allowed]
-        text = ", ".join(f"{name} (default)" if name == default else name for name in names)
+        choices = ", ".join(f"{name} (default)" if name == default else name for name in names)
         if usable and default not in usable:
-            options[f"--{option}={usable[0]}"] = f"{partition.name} takes it; yours: {text}"
+            options[f"--{option}={usable[0]}"] = f"{partition.name} takes it; yours: {choices}"
         elif names:
-            comments[f"--{option}={default or names[0]}"] = f"yours: {text}"
+            comments[f"--{option}={default or names[0]}"] = f"yours: {choices}"
     if kind.features:
         comments[f"--constraint={kind.features[0]}"] = f"features: {', '.join(kind.features)}"
     yield "directives:" if options else "# directives:", "further options of sbatch"
@@ -233,8 +235,8 @@ def profile_finding(
     if faults := setup_faults(cluster.setup):
         return fail("profile", "; ".join(faults), fix="correct the profile", blame="user")
     if cluster.planning_only:
-        text = f"{state}: for planning only: {cluster.planning_only}"
-        return fail("profile", text, fix="another --cluster", blame="user")
+        reason = f"{state}: for planning only: {cluster.planning_only}"
+        return fail("profile", reason, fix="another --cluster", blame="user")
     try:
         site = survey(client)
     except SlurmError:  # other checks report it

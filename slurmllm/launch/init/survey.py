@@ -92,9 +92,10 @@ def survey(client: SlurmClient) -> Survey:
 def _this_machine(client: SlurmClient) -> Machine:
     python, lmod = Path(sys.executable), os.environ.get("LMOD_VERSION")
     has_modules = bool({"MODULES_CMD", "MODULESHOME"} & os.environ.keys())
+    modules = "Environment Modules" if has_modules else ""
     return Machine(
         host=os.uname().nodename,
-        modules=f"Lmod {lmod}" if lmod else "Environment Modules" * has_modules,
+        modules=f"Lmod {lmod}" if lmod else modules,
         loaded=tuple(filter(None, os.environ.get("LOADEDMODULES", "").split(":"))),
         disks=tuple(_disks()),
         python=str(python),

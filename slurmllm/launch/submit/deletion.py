@@ -100,7 +100,7 @@ def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
     steps, paths = run.checkpoint_steps(), list[Path]()
     with suppress(ConfigError):  # then it is not known whose files these are
         if (command := load(run.config).recipe.command) is None:
-            return len(steps), [run.checkpoints] * bool(steps)
+            return len(steps), [run.checkpoints] if steps else []
         paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
     inside = [path.relative_to(run.path).parts[0] for path in paths if run.path in path.parents]
     return len(inside) or len(steps), list(
@@ -147,11 +147,12 @@ def delete_planned(deletion: Deletion) -> None:
             path.rename(hidden)
         else:
             hidden.mkdir()
-            for number, part in enumerate(deletion.paths):
-                part.rename(hidden / f"{number}-{part.name}")
+            for number, output in enumerate(deletion.paths):
+                output.rename(hidden / f"{number}-{output.name}")
         shutil.rmtree(hidden)
     except OSError as error:
-        rest = hidden if hidden.exists() else path
+        remainder = hidden if hidden.exists() else path
         raise StorageError(
-            f"cannot delete all of {path}: {os_error_text(error)}; `rm -r {rest}` removes the rest"
+            f"cannot delete all of {path}: {os_error_text(error)}; "
+            f"`rm -r {remainder}` removes the rest"
         ) from error

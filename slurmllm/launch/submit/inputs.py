@@ -146,8 +146,8 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     if not build and (data.corpus is None or has_builtin):
         for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
             # A tokenized corpus may be named by the common prefix of its two files.
-            prefix, rest = plugins.split_prefix(path)
-            exists = prefix is not None or Path(rest).exists() or Path(f"{rest}.idx").exists()
+            prefix, file = plugins.split_prefix(path)
+            exists = prefix is not None or Path(file).exists() or Path(f"{file}.idx").exists()
             if path != STDLIB and not exists:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         if data.corpus is not None and config.recipe.eval.every_steps is not None:
@@ -180,8 +180,8 @@ def _builtin_data(config: RunConfig, root: Path) -> tuple[Path, Path]:
     try:
         return ensure_stdlib(folder, config.recipe.model.vocab_size)
     except OSError as error:
-        text = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
-        raise StorageError(f"{text}; choose another --runs-dir") from error
+        fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
+        raise StorageError(f"{fault}; choose another --runs-dir") from error
 
 
 def with_folder(config: RunConfig) -> RunConfig:
@@ -233,10 +233,15 @@ def plugin_faults(config: RunConfig) -> list[str]:
     environment = {**os.environ, **public, "CUDA_VISIBLE_DEVICES": ""}
     # -P: a file in the current folder must not shadow a module.
     command = [cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
-    text = json.dumps(config.values())
+    document = json.dumps(config.values())
     try:
         done = subprocess.run(
-            command, input=text, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            command,
+            input=document,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
         last = done.stderr.strip().rpartition("\n")[2] or "no output"
         faults = [f"plugins: the process that imports them failed: {last}"]
@@ -273,5 +278,5 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
         before = sorted({node.versions[name] for node in nodes if name in node.versions})
         if before and before != [version]:
             earlier = f"{' and '.join(before)} in attempt {attempts[-1].number}"
-            text = "results may differ from the earlier ones"
-            log.warning("plugin %s: %s now, %s; %s", name, version, earlier, text)
+            effect = "results may differ from the earlier ones"
+            log.warning("plugin %s: %s now, %s; %s", name, version, earlier, effect)

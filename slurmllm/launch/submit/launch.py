@@ -136,8 +136,8 @@ def start_run(
 
 
 def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
-    sent = record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared)
-    return SubmittedRun(prepared, sent)
+    submission = record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared)
+    return SubmittedRun(prepared, submission)
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
@@ -165,28 +165,28 @@ def _git_commit() -> str | None:
     return done.stdout.strip()[:200] or None
 
 
-def check_dependency(text: str, client: SlurmClient) -> list[str]:
+def check_dependency(dependency: str, client: SlurmClient) -> list[str]:
     """Raise SlurmError if a dependency can never be met; returns warnings of unknown jobs."""
-    jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", text))
+    jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", dependency))
     queue = client.queue(jobs)
     states = {row.job_id: row.state for row in client.accounting(*jobs)}
     states |= {job.job_id: job.state for job in queue.values()}
     warnings, never = [], []
-    for kind, ids in re.findall(r"(after[a-z]*)((?::[\d_*+]+)+)", text):
+    for kind, ids in re.findall(r"(after[a-z]*)((?::[\d_*+]+)+)", dependency):
         for job in re.findall(r":(\d+)", ids):
             state = states.get(job)
             if state is None:
-                warnings.append(f"--dependency={text}: Slurm knows no job {job}")
+                warnings.append(f"--dependency={dependency}: Slurm knows no job {job}")
             elif state in ENDED_STATES and (
                 (kind == "afterok" and state != "COMPLETED")
                 or (kind == "afternotok" and state == "COMPLETED")
             ):
                 never.append(f"job {job} has ended as {state}")
     # `?` separates alternatives, of which one is enough.
-    if never and "?" not in text:
+    if never and "?" not in dependency:
         raise SlurmError(
-            f"--dependency={text} can never be met: {'; '.join(never)}; leave it out, or name a "
-            "job that is yet to end"
+            f"--dependency={dependency} can never be met: {'; '.join(never)}; leave it out, or "
+            "name a job that is yet to end"
         )
     return warnings
 
@@ -211,7 +211,7 @@ def submit_jobs(
     run, earlier = prepared.run, JobsRecord.of(prepared.run)
     slurm, container = prepared.config.recipe.slurm, prepared.config.cluster.container
     restart = choose_restart(slurm.restart, earlier.last, client)
-    sent = _submission(prepared, local=False, restart=restart, **fields)
+    submission = _submission(prepared, local=False, restart=restart, **fields)
     try:
         by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
         client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
@@ -226,29 +226,31 @@ def submit_jobs(
                 log.warning(killed, ", ".join(jobs))
                 client.cancel(jobs)
         for stage in stages or prepared.stages:
-            job = _sbatch(prepared, stage, sent, client)
-            sent = sent.model_copy(update={f"{stage}_job": job})
+            job = _sbatch(prepared, stage, submission, client)
+            submission = submission.model_copy(update={f"{stage}_job": job})
             # Saved after each job: if this process is killed here, no job is without a record.
-            JobsRecord(submissions=(*earlier.submissions, sent)).save(run.jobs)
+            JobsRecord(submissions=(*earlier.submissions, submission)).save(run.jobs)
     except SlurmError as error:
-        if sent.precompile_job is not None and sent.graphs_of is None:
-            _cancel_precompile(run, sent.precompile_job, earlier, client, error)
+        if submission.precompile_job is not None and submission.graphs_of is None:
+            _cancel_precompile(run, submission.precompile_job, earlier, client, error)
         if prepared.is_new and not isinstance(error.__cause__, UnansweredError):
             remove_unsubmitted(run)
         raise
-    return sent
+    return submission
 
 
-def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: SlurmClient) -> str:
+def _sbatch(
+    prepared: PreparedRun, stage: Stage, submission: Submission, client: SlurmClient
+) -> str:
     """Submit the script of a stage after the jobs of the stages before; returns the job id."""
     exclude = prepared.config.recipe.slurm.exclude if prepared.excluded else None
     try:
         return client.submit(
             prepared.scripts[stage],
             exclude=",".join([*([exclude] if exclude else []), *prepared.excluded]),
-            after_ok=sent.precompile_job,
-            requeue=sent.restart == "requeue",
-            name=sent.lane if stage == "train" else None,
+            after_ok=submission.precompile_job,
+            requeue=submission.restart == "requeue",
+            name=submission.lane if stage == "train" else None,
         )
     except SlurmError as error:
         raise SlurmError(f"{error}; --dry-run shows the scripts") from error
@@ -275,9 +277,9 @@ def record_local(prepared: PreparedRun, **fields: object) -> Submission:
     """Record this process as the one that runs the stages: from then on the run is active."""
     run, pid, host = prepared.run, os.getpid(), socket.gethostname()
     identity = process_identity(pid)
-    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host, **fields)
-    JobsRecord(submissions=(*JobsRecord.of(run).submissions, sent)).save(run.jobs)
-    return sent
+    submission = _submission(prepared, local=True, pid=pid, process=identity, host=host, **fields)
+    JobsRecord(submissions=(*JobsRecord.of(run).submissions, submission)).save(run.jobs)
+    return submission
 
 
 def run_locally(

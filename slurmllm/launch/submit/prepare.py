@@ -174,7 +174,7 @@ class PreparedRun:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """What was chosen of a run: its nodes, and the settings that were open."""
 
     config: RunConfig
@@ -247,14 +247,14 @@ def prepare(request: RunRequest) -> PreparedRun:
 
 
 def _render(
-    request: RunRequest, layout: Layout, checks: Checks, config: RunConfig, run: RunDir
+    request: RunRequest, layout: RunLayout, checks: Checks, config: RunConfig, run: RunDir
 ) -> PreparedRun:
     prepared = render_run(config, layout.nodes, run)
     compiles = has_precompile(request, config)
     return replace(prepared, fit=checks.fit, warnings=checks.warnings, compiles=compiles)
 
 
-def check(request: RunRequest, layout: Layout) -> Checks:
+def check(request: RunRequest, layout: RunLayout) -> Checks:
     """Check the settings of a run; its data are checked later.
 
     Raises:
@@ -303,7 +303,7 @@ def _require_access(request: RunRequest) -> None:
         forget_site()
 
 
-def choose(request: RunRequest) -> Layout:
+def choose(request: RunRequest) -> RunLayout:
     """Return the run's directory, with `parallel.auto` and the number of nodes resolved."""
     config = request.config
     if request.precompile == "never" and config.recipe.worker.has_model:
@@ -324,7 +324,7 @@ def choose(request: RunRequest) -> Layout:
 
         fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
         raise ConfigError(error.title, [error.rule, *fixes]) from None
-    return Layout(config, nodes, run, mesh)
+    return RunLayout(config, nodes, run, mesh)
 
 
 def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupported) -> RunConfig:
@@ -365,7 +365,7 @@ def _refuse(request: RunRequest, title: str, faults: Sequence[str], hint: str = 
     return list(faults)
 
 
-def _setting_faults(request: RunRequest, layout: Layout) -> list[str]:
+def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
     """Return why the backend cannot train a run with these settings."""
     config, mesh = layout.config, layout.mesh
     recipe = config.recipe
@@ -403,7 +403,7 @@ def _setting_faults(request: RunRequest, layout: Layout) -> list[str]:
     return faults
 
 
-def _check_fit(request: RunRequest, layout: Layout) -> tuple[FitCheck | None, list[str]]:
+def _check_fit(request: RunRequest, layout: RunLayout) -> tuple[FitCheck | None, list[str]]:
     config = layout.config
     if not request.check_layout or config.cluster.hardware is None:
         return None, []
@@ -429,7 +429,7 @@ def _check_fit(request: RunRequest, layout: Layout) -> tuple[FitCheck | None, li
 
 
 def _check_limits(
-    request: RunRequest, layout: Layout, stages: Sequence[Stage]
+    request: RunRequest, layout: RunLayout, stages: Sequence[Stage]
 ) -> tuple[Sequence[str], list[str]]:
     """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
     faults, limits = list[str](), LimitCheck()
@@ -477,18 +477,18 @@ def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Se
 
 def _largest_node_count(config: RunConfig, nodes: int) -> int:
     """Return the largest possible node count up to `nodes`, if slurm.min_nodes permits fewer."""
-    least = config.recipe.slurm.min_nodes
-    if least is None or least >= nodes:
+    fewest = config.recipe.slurm.min_nodes
+    if fewest is None or fewest >= nodes:
         return nodes
-    title, option = "the range of nodes is not possible", f"--nodes {least}-{nodes}"
+    title, option = "the range of nodes is not possible", f"--nodes {fewest}-{nodes}"
     if load_environment(config.backend).precompile_nodes(config, nodes) > replica_nodes(config):
-        text = f"{option}: graphs of backend {config.backend} are for one node count; give one"
-        raise ConfigError(title, [text])
-    possible = possible_nodes(config, least, nodes)
-    if least not in possible:
-        others = ", ".join(map(str, possible)) or "none of them"
-        text = f"{option}: {least} is not possible with this mesh and global batch; {others} is"
-        raise ConfigError(title, [text])
+        fault = f"{option}: graphs of backend {config.backend} are for one node count; give one"
+        raise ConfigError(title, [fault])
+    possible = possible_nodes(config, fewest, nodes)
+    if fewest not in possible:
+        choices = ", ".join(map(str, possible)) or "none of them"
+        fault = f"{option}: {fewest} is not possible with this mesh and global batch; {choices} is"
+        raise ConfigError(title, [fault])
     if possible[-1] < nodes:
         log.warning("%s: %d nodes at most, by mesh and global batch", option, possible[-1])
     return possible[-1]

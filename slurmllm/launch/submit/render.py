@@ -149,12 +149,12 @@ def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     """Return the folders outside the container that a run's tasks read and write."""
     recipe = config.recipe
     texts = (*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values())
-    files = [*(split_prefix(text)[1] for text in texts), recipe.data.tokenizer]
+    files = [*(split_prefix(source)[1] for source in texts), recipe.data.tokenizer]
     folders = [Path(file).parent for file in files if file is not None and file.startswith("/")]
     command = recipe.command
     start = recipe.train.init_from if command is None else command.folder
     places = (start, recipe.checkpoint.replica)
-    folders += [Path(place) for place in places if place is not None and place.startswith("/")]
+    folders += [Path(folder) for folder in places if folder is not None and folder.startswith("/")]
     return [root_of(run), run.path, Path(config.cluster.node_local), *folders]
 
 

@@ -60,8 +60,8 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
         ending = records.ended or records.cancelled
         deadline = time.monotonic() + (_ENDING_S if ending else 0.0)
         if ending:
-            text = "waiting up to %.0f s for the last processes of %s to end"
-            log.warning(text, _ENDING_S, run.name)
+            message = "waiting up to %.0f s for the last processes of %s to end"
+            log.warning(message, _ENDING_S, run.name)
         while active and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             active = is_active(run, client)
@@ -128,7 +128,7 @@ def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
         overrides.insert(0, "slurm.min_nodes=null")
     if not changes.from_scratch and recipe.worker.has_model:
         # The warm-up keeps its steps, if another train.steps would change them.
-        optim, names = recipe.optim, {text.partition("=")[0].strip() for text in overrides}
+        optim, names = recipe.optim, {override.partition("=")[0].strip() for override in overrides}
         sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
         if optim.warmup_ratio is not None and not sets_warmup and "train.steps" in names:
             steps = optim.warmup(recipe.train.steps)

@@ -65,20 +65,20 @@ class PreparedSweep:
     def precompiles(self) -> list[PreparedRun]:
         return [graphs for graphs in self.graphs if graphs.graphs_from is None]
 
-    def lane(self, place: int) -> str | None:
+    def lane(self, number: int) -> str | None:
         if self.record.max_running is None:
             return None
         # Sweeps of one name may be in several folders.
         digest = hashlib.sha256(str(self.sweep.path).encode()).hexdigest()[:6]
-        return f"{self.sweep.name}-{digest}-lane-{place % self.record.max_running + 1}"
+        return f"{self.sweep.name}-{digest}-lane-{number % self.record.max_running + 1}"
 
 
 def grid(options: Sequence[str]) -> list[Case]:
     """Return all combinations of `path=value,value,…`, the last path changing fastest."""
     axes: dict[str, list[str]] = {}
     for option in options:
-        path, equals, text = option.partition("=")
-        path, values = path.strip(), [value.strip() for value in _VALUE.findall(text)]
+        path, equals, listed = option.partition("=")
+        path, values = path.strip(), [value.strip() for value in _VALUE.findall(listed)]
         if not equals or not path or not values or not all(values):
             raise UserError(f"--sweep {option!r}: expected path=value,value, such as optim.lr=1e-4")
         if path in axes:
@@ -116,8 +116,8 @@ def read_cases(path: Path) -> list[Case]:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-    return text.removesuffix("\n...\n").strip()
+    document = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+    return document.removesuffix("\n...\n").strip()
 
 
 def _require_number(count: int) -> None:
@@ -168,8 +168,8 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
     varying = [p for p in labels if len({case.values.get(p) for case in cases}) > 1] or list(labels)
     names: list[str] = []
     for case in cases:
-        shown = [f"{labels[path]}{case.values[path]}" for path in varying if path in case.values]
-        end = case.name or re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(shown))
+        settings = [f"{labels[path]}{case.values[path]}" for path in varying if path in case.values]
+        end = case.name or re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(settings))
         names.append(f"{sweep}-{end}")
     clear = len(set(names)) == len(names) and all(map(RUN_NAME.fullmatch, names))
     if not clear and all(case.name is None for case in cases):
@@ -202,10 +202,10 @@ def prepare_sweep(
         max_running: How many may train at a time; None: any number.
     """
     recipe = configs[0].recipe.name
-    place = request.root, request.name, f"{recipe}-sweep"
+    location = request.root, request.name, f"{recipe}-sweep"
     # Faults of the names are found before the directory is made.
-    name_cases(new_run(*place).name, cases)
-    folder = new_run(*place) if request.dry_run else claim_run(*place, configs[0].cluster)
+    name_cases(new_run(*location).name, cases)
+    folder = new_run(*location) if request.dry_run else claim_run(*location, configs[0].cluster)
     sweep = SweepDir(folder.path)
     try:
         record = SweepRecord(
@@ -283,16 +283,16 @@ def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:
     Raises:
         SlurmError: sbatch refused one; the others are cancelled, and the directory is removed.
     """
-    sent: list[str] = []
+    jobs: list[str] = []
     compiled: dict[str, str | None] = {graphs.run.name: None for graphs in prepared.graphs}
     try:
         for graphs in prepared.precompiles:
             job = submit_jobs(graphs, client, ["precompile"]).precompile_job
             assert job is not None
             compiled[graphs.run.name] = job
-            sent.append(job)
+            jobs.append(job)
             yield job
-        for place, run in enumerate(prepared.runs):
+        for number, run in enumerate(prepared.runs):
             with locked(run.run, "submit"):
                 submission = submit_jobs(
                     run,
@@ -300,17 +300,17 @@ def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:
                     ["train"],
                     graphs_of=run.graphs_from,
                     precompile_job=compiled.get(str(run.graphs_from)),
-                    lane=prepared.lane(place),
+                    lane=prepared.lane(number),
                 )
             assert submission.train_job is not None
-            sent.append(submission.train_job)
+            jobs.append(submission.train_job)
             yield submission.train_job
     except SlurmError as error:
         try:
-            client.cancel(sent[::-1])
+            client.cancel(jobs[::-1])
         except SlurmError as reason:
             raise SlurmError(
-                f"{error}\n  and {len(sent)} jobs of the sweep are still queued: {reason}; "
+                f"{error}\n  and {len(jobs)} jobs of the sweep are still queued: {reason}; "
                 f"`slurmllm cancel {prepared.sweep.name}` ends them"
             ) from error
         shutil.rmtree(prepared.sweep.path, ignore_errors=True)

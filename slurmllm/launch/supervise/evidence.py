@@ -99,7 +99,7 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
         last = last_row_of(run.metrics(record.attempt))
     closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
     newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
-    where = (
+    checkpoint = (
         "no complete checkpoint is known"
         if newest is None
         else f"newest checkpoint: step {newest.step}"
@@ -107,7 +107,7 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
     ended = "asked to save, and left"
     if command.stop_signal is None:
         ended = "ended without saving, as command.save_signal is none"
-    fields = {"leaving": f"{ended}; {where}"}
+    fields = {"leaving": f"{ended}; {checkpoint}"}
     if last is not None and command.steps is not None and int(last["step"]) < command.steps:
         reason = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
         fields["unfinished"] = reason

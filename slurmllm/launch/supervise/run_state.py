@@ -128,7 +128,9 @@ class JobState:
     @property
     def waiting(self) -> str:
         """Why it is pending and what to do, on one line."""
-        why = f"waiting for {self.reason}" + f": {self.meaning}" * bool(self.meaning)
+        why = f"waiting for {self.reason}"
+        if self.meaning:
+            why += f": {self.meaning}"
         texts = [self.state_meaning or why, self.remedy] if self.reason else [self.state_meaning]
         # A user's or an administrator's hold never ends by itself.
         if self.state in _HELD and "scontrol release" not in self.remedy:
