@@ -303,7 +303,7 @@ def _write_files(
         from slurmllm.analysis.report.comparison_page import write_comparison
         from slurmllm.analysis.report.tables import Table
 
-        tables = [Table.of(_metric_rows(comparison)) for comparison in comparisons]
+        tables = [Table.from_rows(_metric_rows(comparison)) for comparison in comparisons]
         write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)
         comparisons = [c.model_copy(update={"html": choices.html}) for c in comparisons]
     return comparisons

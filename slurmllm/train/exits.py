@@ -108,8 +108,8 @@ def classify_error(error: BaseException) -> ErrorClass:
 
 
 def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
-    text = "".join(traceback.format_exception(error))
-    fields = {**classify_error(error)._asdict(), "traceback": text, "time": time.time()}
+    message = "".join(traceback.format_exception(error))
+    fields = {**classify_error(error)._asdict(), "traceback": message, "time": time.time()}
     return FailureRecord(rank=worker.rank, node=worker.node, step=step, **fields)
 
 

@@ -199,7 +199,7 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     # The cost of the mask does not depend on the documents' boundaries.
     documents = recipe.data.mask == "document"
     positions = np.tile(np.arange(model.seq_len), (mesh.micro_batch, 1)) if documents else None
-    batches = [MicroBatch(part, part, positions) for part in tokens]
+    batches = [MicroBatch(batch_tokens, batch_tokens, positions) for batch_tokens in tokens]
     job.control.barrier()  # all workers start together
     began = time.perf_counter()
     labels = mesh.global_batch * model.seq_len

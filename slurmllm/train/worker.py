@@ -63,8 +63,8 @@ def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
 def worker_from_environment() -> Worker:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if missing := [name for name in names if name not in os.environ]:
-        text = "not set: `slurmllm worker` is started by the launcher"
-        raise ConfigError(f"{', '.join(missing)} {text}")
+        reason = "not set: `slurmllm worker` is started by the launcher"
+        raise ConfigError(f"{', '.join(missing)} {reason}")
     rank, world_size, local_rank = (int(os.environ[name]) for name in names)
     node = os.environ.get("SLURMLLM_NODE", socket.gethostname())
     sharing = int(os.environ.get("SLURMLLM_SHARING") or os.environ.get("LOCAL_WORLD_SIZE") or 1)

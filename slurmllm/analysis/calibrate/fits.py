@@ -69,7 +69,7 @@ def hardware_of(
     # What was measured is no longer assumed.
     links = {"node": "node_link_efficiency", "network": "network_efficiency"}
     unmeasured = {"overlap", "part_of_node"}
-    unmeasured |= {name for where, name in links.items() if not measured.all("all_reduce", where)}
+    unmeasured |= {name for link, name in links.items() if not measured.all("all_reduce", link)}
     rounded["assumed"] = [
         name for name in (profile.assumed if profile else ()) if name in unmeasured
     ]
@@ -82,18 +82,20 @@ class _Samples:
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
-    def all(self, kind: Kind, of: str = "") -> list[Sample]:
-        matching = [sample for sample in self._samples if (sample.kind, sample.of) == (kind, of)]
+    def all(self, kind: Kind, variant: str = "") -> list[Sample]:
+        matching = [
+            sample for sample in self._samples if (sample.kind, sample.of) == (kind, variant)
+        ]
         return sorted(matching, key=lambda sample: sample.sizes)
 
-    def sample(self, kind: Kind, of: str = "") -> Sample:
-        return self.samples(kind, of, 1)[0]
+    def sample(self, kind: Kind, variant: str = "") -> Sample:
+        return self.samples(kind, variant, 1)[0]
 
-    def samples(self, kind: Kind, of: str = "", minimum: int = 2) -> list[Sample]:
+    def samples(self, kind: Kind, variant: str = "", minimum: int = 2) -> list[Sample]:
         """Return those of a kind; raise NodeError if there are fewer than `minimum`."""
-        matching = self.all(kind, of)
+        matching = self.all(kind, variant)
         if len(matching) < minimum:
-            raise NodeError(f"the nodes did not measure {' '.join([kind, of]).strip()}")
+            raise NodeError(f"the nodes did not measure {' '.join([kind, variant]).strip()}")
         return matching
 
 
@@ -174,7 +176,7 @@ def _memory(measured: _Samples, profile: Hardware | None) -> dict[str, float]:
     """
     copy, of_gpu = measured.sample("copy"), measured.all("gpu_step")
     kinds = () if of_gpu else ("block", "logits", "optimizer")
-    works = [measured.sample("elementwise", of) for of in kinds] or [copy]
+    works = [measured.sample("elementwise", variant) for variant in kinds] or [copy]
     rates = [sample.sizes[0] / sample.value for sample in (*works, copy)]
     peak = _peak(profile, "memory_gb_s", max(rates) / 1e9)
     # A harmonic mean: of the seconds that equal bytes of each kind take.
@@ -233,18 +235,18 @@ def fit_link(samples: Sequence[Sample]) -> Link:
     workers = samples[0].sizes[0]
     share, hops = (workers - 1) / workers, math.log2(workers)
     large = max(sample.sizes[1] for sample in samples)
-    least = min((s for s in samples if s.kind == "all_reduce"), key=lambda s: s.sizes)
-    small = least.value / 2
+    smallest = min((s for s in samples if s.kind == "all_reduce"), key=lambda s: s.sizes)
+    small = smallest.value / 2
 
     def a_byte(seconds: float) -> float:
         # A small message that takes nearly as long as a large one was disturbed.
-        return max(seconds - small, 0.1 * seconds) / (large - least.sizes[1]) / share
+        return max(seconds - small, 0.1 * seconds) / (large - smallest.sizes[1]) / share
 
     largest = [sample for sample in samples if sample.sizes[1] == large]
     halves = [sample.value for sample in largest if sample.kind != "all_reduce"]
     summed = a_byte(sum(s.value for s in largest if s.kind == "all_reduce") / 2)
     alone = a_byte(sum(halves) / len(halves))
-    hop_s = max(0.0, small - least.sizes[1] * share * summed) / hops
+    hop_s = max(0.0, small - smallest.sizes[1] * share * summed) / hops
     return Link(1 / summed, hop_s, min(1.0, summed / alone))
 
 
@@ -254,20 +256,20 @@ def _links(
     figures: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
     alone = []
     # Over the network each worker of a node has a ring of its own; the link carries all at once.
-    for where, rings in (("node", 1), ("network", task.workers)):
+    for span, rings in (("node", 1), ("network", task.workers)):
         kinds: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-        samples = [sample for kind in kinds for sample in measured.all(kind, where)]
+        samples = [sample for kind in kinds for sample in measured.all(kind, span)]
         if samples:
             link = fit_link(samples)
-            figures[where] = link.rate * rings / 1e9, link.hop_s * 1e6
+            figures[span] = link.rate * rings / 1e9, link.hop_s * 1e6
             alone.append(link.alone)
     values = {"shard_efficiency": sum(alone) / len(alone)} if alone else {}
-    for where, name, lacking in (
+    for span, name, lacking in (
         ("node", "node_link", "a node has one worker"),
         ("network", "network", "there was one node"),
     ):
-        if where in figures:
-            gb_s, hop_us = figures[where]
+        if span in figures:
+            gb_s, hop_us = figures[span]
             peak = _peak(profile, f"{name}_gb_s", gb_s)
             efficiency = gb_s / peak
         elif profile is not None:

@@ -51,10 +51,10 @@ def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:
 
 def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     largest = max(sample.sizes[0] for sample in samples)
-    shown = [s for s in samples if s.sizes[0] == largest]  # without the head
+    largest_products = [s for s in samples if s.sizes[0] == largest]  # without the head
     return [
         _row(hardware, s.of, s.sizes, product_flops(s) / s.value / 1e12)
-        for s in sorted(shown, key=lambda s: (s.of, s.sizes))
+        for s in sorted(largest_products, key=lambda s: (s.of, s.sizes))
     ]
 
 
@@ -91,10 +91,10 @@ def draw_matrix_utilization(rows: Sequence[Mapping[str, Any]], profile: str) -> 
             together.setdefault(name, []).append(row)
         if row["precision"] == rows[0]["precision"]:
             alone.setdefault(f"n = {row['n']:,}", []).append(row)
-    most = max(map(len, alone.values()))
+    length = max(map(len, alone.values()))
     panels = {"4k": together}
-    if most > 1:
-        panels["n"] = {name: line for name, line in alone.items() if len(line) == most}
+    if length > 1:
+        panels["n"] = {name: line for name, line in alone.items() if len(line) == length}
     figure = Figure(figsize=(1 + 6 * len(panels), 4.2), dpi=100, layout="constrained")
     drawn = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (n, lines) in zip(drawn, panels.items(), strict=True):

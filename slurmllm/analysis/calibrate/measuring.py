@@ -136,9 +136,9 @@ def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
 
 
 def _least(value: float, device: torch.device) -> float:
-    least = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return float(least)
+    minimum = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(minimum, dist.ReduceOp.MIN)
+    return float(minimum)
 
 
 def _counted(work: Work, device: torch.device, count: int) -> float:
@@ -302,18 +302,18 @@ def collectives(
     Args:
         sizes: Bytes of the whole, on each worker.
     """
-    for where, ranks in groups(nodes, workers).items():
+    for span, ranks in groups(nodes, workers).items():
         # Collective over all ranks; a rank that skips it blocks the others.
         group, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
         members = len(ranks[0])
         for size in sizes:
-            yield _item("all_reduce", where, members, size, group, device)
-        yield _item("all_gather", where, members, sizes[-1], group, device)
-        yield _item("reduce_scatter", where, members, sizes[-1], group, device)
+            yield _item("all_reduce", span, members, size, group, device)
+        yield _item("all_gather", span, members, sizes[-1], group, device)
+        yield _item("reduce_scatter", span, members, sizes[-1], group, device)
 
 
 def _item(
-    kind: Kind, where: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
+    kind: Kind, span: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> Item:
     # fp32 numbers, in equal shares: the tensor collectives accept no others.
     numbers = max(1, size // 4 // members) * members
@@ -332,4 +332,4 @@ def _item(
         dist.all_reduce(whole, group=group)
 
     works = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
-    return Item(kind, where, (members, 4 * numbers), works[kind], together=True)
+    return Item(kind, span, (members, 4 * numbers), works[kind], together=True)

@@ -108,9 +108,9 @@ class Sample(JsonLine):
     value: float = 0.0
 
 
-def main(text: str) -> int:
+def main(task_json: str) -> int:
     """Run the workers; returns the code of the first that fails."""
-    task = Task.model_validate_json(text).model_copy(update={"begun": time.monotonic()})
+    task = Task.model_validate_json(task_json).model_copy(update={"begun": time.monotonic()})
     node = own_node_rank()
     name = os.environ.get(NODE_NAME) or socket.gethostname()
     # Load of the last minute, read before the workers add theirs.

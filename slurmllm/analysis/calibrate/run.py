@@ -55,8 +55,8 @@ def calibrate(
     require_measurable(config)
     task = task_of(config, allocation, quick)
     samples, seconds = run_task(config.cluster, task, allocation, show)
-    first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
-    more = f" and {len(others)} more" if others else ""
+    first, *other_nodes = allocation.nodes if allocation.job_id else (socket.gethostname(),)
+    more = f" and {len(other_nodes)} more" if other_nodes else ""
     today = datetime.now(UTC).date().isoformat()
     source = f"measured on {first}{more} by slurmllm calibrate, {today}"
     fitted = hardware_of(samples, task, config.cluster.hardware, source)
@@ -81,11 +81,11 @@ def run_task(
     processes = allocation.ask([*command, task.model_dump_json()])
     samples: list[Sample] = []
     output: list[str] = []
-    for _, text in read_lines(processes, LIMIT_S, lambda: False):
-        sample = Sample.parse(text)
+    for _, line in read_lines(processes, LIMIT_S, lambda: False):
+        sample = Sample.parse(line)
         if sample is None:
             # Not a sample: the last such line is the error message if the measurement fails.
-            output += [text.strip()] if text.strip() else []
+            output += [line.strip()] if line.strip() else []
         elif sample.kind == "progress":
             show(f"{time.monotonic() - begun:3.0f} s  {sample.of}")
         else:

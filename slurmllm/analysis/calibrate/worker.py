@@ -54,8 +54,8 @@ PARTS_S = {
 }
 
 
-def main(text: str) -> None:
-    task = Task.model_validate_json(text)
+def main(task_json: str) -> None:
+    task = Task.model_validate_json(task_json)
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     first = rank == 0
     try:
@@ -68,8 +68,8 @@ def main(text: str) -> None:
     measurements = _measurements(task, scale, device)
     count = len(measurements) + (not task.products_only)
     if not task.products_only:
-        what = "a wide model" if kind.asynchronous else "a tiny model"
-        _progress(f"1 of {count}: {what}, for the overhead of steps and libraries", first)
+        model = "a wide model" if kind.asynchronous else "a tiny model"
+        _progress(f"1 of {count}: {model}, for the overhead of steps and libraries", first)
         # First, as each worker's backend starts a process group of its own.
         for layers in STEP_LAYERS[task.device]:
             steps += time_steps(task, layers, local_rank)
@@ -83,7 +83,7 @@ def main(text: str) -> None:
         limit_s = math.inf
         if kind.asynchronous:
             left_s = task.begun + GPU_LIMIT_S - time.monotonic()
-            remaining_s = sum(PARTS_S[part] for part in [*measurements][index:])
+            remaining_s = sum(PARTS_S[measurement] for measurement in [*measurements][index:])
             limit_s = PARTS_S[name] * min(1.0, max(0.0, left_s) / remaining_s)
         measure(list(items()), device, scale.budget_s, scale.rounds, limit_s)
         kind.release()
@@ -141,9 +141,9 @@ def _write_mean(sample: Sample) -> None:
         sample.model_copy(update={"value": statistics.fmean(values)}).write()
 
 
-def _progress(text: str, first: bool) -> None:
+def _progress(message: str, first: bool) -> None:
     if first:
-        Sample(kind="progress", of=text).write()
+        Sample(kind="progress", of=message).write()
 
 
 def time_steps(task: Task, layers: int, local_rank: int) -> list[Sample]:

@@ -107,10 +107,12 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     ]
     unknown = None in firsts
     usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A
-    others = (1, -1) if unknown else (0,) if usual else ()
-    shift, scatter = usual, _scatter(a, b) if others else 0.0
+    candidates = (1, -1) if unknown else (0,) if usual else ()
+    shift, scatter = usual, _scatter(a, b) if candidates else 0.0
     if scatter and not _coincide(a, b, usual, scatter):
-        matching = [other for other in others if _coincide(a, b, other, scatter, far_from=usual)]
+        matching = [
+            other for other in candidates if _coincide(a, b, other, scatter, far_from=usual)
+        ]
         shift = matching[0] if len(matching) == 1 else usual
     lower = b if shift > 0 else a  # the one whose steps are counted from 0
     reason = "so that the values of both coincide"
@@ -131,9 +133,9 @@ def _scatter(a: Curve, b: Curve) -> float:
     values = values[np.isfinite(values)]
     if len(values) < _MIN_POINTS:
         return 0.0
-    rest = values[1:-1] - (values[2:] + values[:-2]) / 2
-    turns = np.mean(np.sign(rest[1:]) != np.sign(rest[:-1]))
-    size = float(np.median(np.abs(rest)))
+    deviations = values[1:-1] - (values[2:] + values[:-2]) / 2
+    turns = np.mean(np.sign(deviations[1:]) != np.sign(deviations[:-1]))
+    size = float(np.median(np.abs(deviations)))
     digit = np.min(np.diff(np.unique(values)), initial=np.inf)  # rounding scatters too
     level = float(np.median(np.abs(values)))
     return size if turns > 0.4 and size > max(2 * digit, 1e-6 * level) else 0.0
@@ -172,13 +174,13 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     fine_steps, losses = fine.series("loss")
     ends = np.searchsorted(fine_steps, steps, side="right")
     begins = np.append(np.searchsorted(fine_steps, steps[:1] - ratio, side="right"), ends[:-1])
-    there = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
+    logged = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
     # The first mean may lack steps before the finer log begins, unless the training began there.
-    first = int(np.argmax(there))
-    there[first] &= bool(ends[first] - begins[first] == ratio or fine_steps[0] <= 1)
-    if np.count_nonzero(there) < 2:
+    first = int(np.argmax(logged))
+    logged[first] &= bool(ends[first] - begins[first] == ratio or fine_steps[0] <= 1)
+    if np.count_nonzero(logged) < 2:
         return None
-    ends, begins, values = ends[there], begins[there], values[there]
+    ends, begins, values = ends[logged], begins[logged], values[logged]
     total = np.append(0.0, np.cumsum(losses))  # NaN from the first NaN on: compared as not finite
     mean = (total[ends] - total[begins]) / (ends - begins)
     apart = np.abs(np.stack((mean, losses[ends - 1])) - values)
@@ -238,7 +240,9 @@ class Alignment:
         steps = a.steps[self._rows[0]], b.steps[self._rows[1]]
         places = a.positions(axis)[self._rows[0]], b.positions(axis)[self._rows[1]]
         self._steps, self._positions = steps, places
-        common, *at = np.intersect1d(places[0], places[1], assume_unique=True, return_indices=True)
+        common, *common_rows = np.intersect1d(
+            places[0], places[1], assume_unique=True, return_indices=True
+        )
         first = max(side[0] if len(side) else np.inf for side in places)
         last = min(side[-1] if len(side) else -np.inf for side in places)
         overlap = [np.flatnonzero((side >= first) & (side <= last)) for side in places]
@@ -247,9 +251,9 @@ class Alignment:
         suffice = len(common) >= _MIN_COMMON * len(sparser) or len(sparser) < 2
         self.method: Method = "exact" if suffice else "interpolated"
         # Of the rows of each curve, those that are compared or interpolated between
-        self._used = at if suffice else overlap
+        self._used = common_rows if suffice else overlap
         if self.method == "exact":
-            self.steps, self.positions = steps[0][at[0]], common
+            self.steps, self.positions = steps[0][common_rows[0]], common
             return
         self.steps, self.positions = steps[self._sparser][sparser], places[self._sparser][sparser]
         if axis != "step" and self._sparser == 1:
@@ -265,37 +269,39 @@ class Alignment:
         )
         return of_a, of_b
 
-    def of(self, metric: str) -> Points:
+    def points_of(self, metric: str) -> Points:
         """Return a metric of both curves; without points if one of them lacks it."""
         if not all(metric in curve.columns for curve in self.curves):
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         if self.method == "interpolated":
             return self._interpolated(metric)
         rows = [rows[used] for rows, used in zip(self._rows, self._used, strict=True)]
-        present = [c.present(metric)[at] for c, at in zip(self.curves, rows, strict=True)]
-        there = np.logical_and(*present)
+        present = [c.present(metric)[indices] for c, indices in zip(self.curves, rows, strict=True)]
+        both = np.logical_and(*present)
         if np.logical_xor(*present).any():
             self.one_sided.add(metric)
-        shared = slice(None) if there.all() else there
-        a, b = (c.columns[metric][at[shared]] for c, at in zip(self.curves, rows, strict=True))
+        shared = slice(None) if both.all() else both
+        a, b = (
+            c.columns[metric][indices[shared]] for c, indices in zip(self.curves, rows, strict=True)
+        )
         return Points(self.steps[shared], self.positions[shared], a, b)
 
     def _interpolated(self, metric: str) -> Points:
         curve, denser = self.curves[self._sparser], self.curves[1 - self._sparser]
         rows = self._rows[self._sparser][self._used[self._sparser]]
-        there, values = curve.present(metric)[rows], curve.columns[metric][rows]
+        usable, values = curve.present(metric)[rows], curve.columns[metric][rows]
         rows = self._rows[1 - self._sparser]
         present = denser.present(metric)[rows]
         places = self._positions[1 - self._sparser][present]
         if len(places) < 2:
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
-        there &= (self.positions >= places[0]) & (self.positions <= places[-1])
+        usable &= (self.positions >= places[0]) & (self.positions <= places[-1])
         right = np.clip(np.searchsorted(places, self.positions), 1, len(places) - 1)
         widths = places[right] - places[right - 1]
-        there &= widths <= _MAX_GAP * np.median(np.diff(places))
+        usable &= widths <= _MAX_GAP * np.median(np.diff(places))
         other = np.interp(self.positions, places, denser.columns[metric][rows[present]])
         a, b = (other, values) if self._sparser else (values, other)
-        return Points(self.steps[there], self.positions[there], a[there], b[there])
+        return Points(self.steps[usable], self.positions[usable], a[usable], b[usable])
 
 
 def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints:

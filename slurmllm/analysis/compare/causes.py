@@ -155,7 +155,7 @@ def format_setting(value: object) -> str:
 
 
 def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
-    lr = alignment.of("lr").as_printed(a, b)
+    lr = alignment.points_of("lr").as_printed(a, b)
     exact = alignment.method == "exact" and alignment.axis == "step"
     tolerance = LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
     different = ~bit_identical(lr.a, lr.b)
@@ -167,17 +167,17 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
         return None
     i = int(np.argmax(different))
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
-    text = f"learning rates differ from step {step} ({values})"
+    sentence = f"learning rates differ from step {step} ({values})"
     if (counts := _step_counts(lr)) is not None:
-        text += (
+        sentence += (
             ": the learning-rate schedules differ only in how they number steps "
             f"(optim.step_count): A uses {counts[0]}, {alignment.letter} uses {counts[1]}"
         )
     for letter, curve in (("A", a), (alignment.letter, b)):
         began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
         if (changed := describe_schedule_change(curve, 0, began)) is not None:
-            text += f": the schedule of {letter} was changed {changed}"
-    return SettingDifference(step, text, "lr")
+            sentence += f": the schedule of {letter} was changed {changed}"
+    return SettingDifference(step, sentence, "lr")
 
 
 def _step_counts(lr: Points) -> list[str] | None:
@@ -206,7 +206,7 @@ def _step_counts(lr: Points) -> list[str] | None:
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     by_step = alignment.axis == "step" and alignment.method == "exact"
-    tokens, step = alignment.of("tokens"), int(alignment.steps[0])
+    tokens, step = alignment.points_of("tokens"), int(alignment.steps[0])
     sides = [curve.series("tokens") for curve in (a, b)]
     if by_step:
         same = bit_identical(tokens.a, tokens.b)
@@ -219,8 +219,8 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifferen
     if of_a is None or of_b is None:
         return None
     if of_a != of_b if by_step else not np.isclose(of_a, of_b, rtol=1e-6):
-        text = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
-        return SettingDifference(step, text, "batches")
+        sentence = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
+        return SettingDifference(step, sentence, "batches")
     if not by_step:
         return None
     values = f"{tokens.a[i]:,.0f} and {tokens.b[i]:,.0f}"
@@ -246,16 +246,16 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
             continue
         name = "" if key in _NAMED_BY_KIND else f"{key.split('.', 1)[-1]} "
         weak = kind in ("mesh", "rounding") or (key == "train.init_from" and None not in values)
-        text = f"{name}{' and '.join(map(format_setting, values))}"
-        groups.setdefault((kind, weak), []).append(text)
+        sentence = f"{name}{' and '.join(map(format_setting, values))}"
+        groups.setdefault((kind, weak), []).append(sentence)
     sizes = [{len(nodes) for nodes in curve.nodes.values()} for curve in (a, b)]
     if all(sizes) and sizes[0] != sizes[1]:
         of_a, of_b = ("/".join(map(str, sorted(size))) for size in sizes)
         groups.setdefault(("mesh", True), []).append(f"{of_a} and {of_b} nodes")
     for (kind, weak), differences in groups.items():
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        text = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"
-        yield SettingDifference(first, text, kind, weak)
+        sentence = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"
+        yield SettingDifference(first, sentence, kind, weak)
 
 
 def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:

@@ -208,7 +208,7 @@ def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
     metrics = {}
     # The losses on further texts are those of one name.
     for name in dict.fromkeys((*METRICS, *OTHERS, *a.validation)):
-        points = alignment.of(name)
+        points = alignment.points_of(name)
         if len(points):
             printed = points.as_printed(a, b)
             signed = signed_difference(points.a, points.b)
@@ -228,7 +228,7 @@ def _limits(
     names = METRICS if basis.precisions is None else (*METRICS, "param_norm")
     deciding = [name for name in names if name in metrics]
     if basis.precisions is None:
-        return {name: PrecisionLimits(tolerances.of(name)) for name in deciding}
+        return {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
     points = {name: metrics[name].points for name in deciding}
     differences = {name: metrics[name].signed for name in deciding}
     return precision_limits(a, basis.precisions, points, differences, tolerances)

@@ -32,7 +32,7 @@ class Tolerances(Record):
     grad_norm: float = Field(default=1e-2, ge=0, allow_inf_nan=False)  # relative
     exact: bool = False  # every value must be bit-identical instead
 
-    def of(self, metric: str) -> float:
+    def limit(self, metric: str) -> float:
         if self.exact:
             return 0.0
         return self.grad_norm if metric == "grad_norm" else self.loss
@@ -211,8 +211,8 @@ class Comparison(Conclusion, ComparedSteps):
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; a number that is not finite is None."""
         # Not pydantic's JSON, which refuses names that are no UTF-8
-        text = json.dumps(self.model_dump())
-        document: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+        content = json.dumps(self.model_dump())
+        document: dict[str, Any] = json.loads(content, parse_constant=lambda _: None)
         return document
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -229,7 +229,7 @@ def curve_letter(position: int) -> str:
 def refuse_incomplete_logs(curves: Sequence[Curve], option: str) -> None:
     """Raise an error if `option` requires equal points and a log lost some or shows no steps."""
     for curve in curves:
-        damages = [text for text in curve.warnings if isinstance(text, DamageWarning)]
+        damages = [warning for warning in curve.warnings if isinstance(warning, DamageWarning)]
         if damages:
             texts = "; ".join(damage.with_lines for damage in damages)
             raise RunError(

@@ -49,101 +49,105 @@ def explain(
         shared: The curves would be the same without a cause; False for other seeds, which differ.
         letter: Name of B in texts.
     """
-    shown = Observation(points, differences, onset)
-    first = _not_finite(shown, letter)
+    observation = Observation(points, differences, onset)
+    first = _not_finite(observation, letter)
     within = bool(first) and onset == first[0].step  # what differed before is no cause of it
-    starts = [start for start in (onset, shown.first) if start is not None]
+    starts = [start for start in (onset, observation.first) if start is not None]
     step = min(starts, default=int(points["loss"].steps[0]))
     if onset is not None and (within or not shared):
         step = onset
     clues: list[str] = []
     if exact and shared:
-        first += _of_columns(shown, onset, step, ((letter, b), ("A", a)))
+        first += _of_columns(observation, onset, step, ((letter, b), ("A", a)))
         if any(c.kind in ("transient", "logging") and c.confidence != "possible" for c in first):
             return tuple(first)
-        clues = shown.clues()
-    of_settings = _of_settings(select_settings(settings, step, onset, shown, a, b), shown, clues)
+        clues = observation.clues()
+    of_settings = _of_settings(
+        select_settings(settings, step, onset, observation, a, b), observation, clues
+    )
     recorded = [cause for cause in of_settings if cause.confidence != "possible"]
     if any(cause.confidence == "certain" for cause in recorded):
         return (*first, *recorded)
-    seen = _of_clues(clues, shown, b, letter)
+    seen = _of_clues(clues, observation, b, letter)
     if within:
-        seen = [_before_not_finite(shown, step)]
+        seen = [_before_not_finite(observation, step)]
         of_settings, recorded = [*recorded, *of_settings], []
     # A loss by itself does not show which part of a step differs.
-    undecided = len(shown.points) == 1 and not any(cause.confidence == "likely" for cause in seen)
+    undecided = len(observation.points) == 1 and not any(
+        cause.confidence == "likely" for cause in seen
+    )
     if onset is None:
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
     seen += [cause for cause in of_settings if cause.confidence == "possible"]
     kinds = {cause.kind for cause in recorded}
     seen = [cause for cause in seen if cause.kind not in kinds]
-    where = shown.at if step == shown.first else f"at step {step}"
-    text = f"the settings and values recorded do not decide what differs {where}"
-    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=text)
+    position = observation.moment if step == observation.first else f"at step {step}"
+    evidence = f"the settings and values recorded do not decide what differs {position}"
+    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=evidence)
     if undecided and not recorded and not first:
         return (unknown, *seen)
     return (*first, *recorded, *seen, unknown)
 
 
 def _of_columns(
-    shown: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
+    observation: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
 ) -> list[Cause]:
     """Return what columns and attempts show by themselves."""
-    transient, causes = shown.transient(), _resume(shown, onset, curves)
+    transient, causes = observation.transient(), _resume(observation, onset, curves)
     if transient is not None and transient.confidence != "possible":
         return [transient]
-    if (name := shown.identity()) is not None:
+    if (name := observation.identity()) is not None:
         confidence: Confidence = "likely" if name == "digits" else "certain"
-        text, step = clue_table()[name].text, shown.first or step
-        causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=text))
+        evidence, step = clue_table()[name].text, observation.first or step
+        causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=evidence))
     return causes if transient is None else [transient, *causes]
 
 
-def _not_finite(shown: Observation, letter: str) -> list[Cause]:
+def _not_finite(observation: Observation, letter: str) -> list[Cause]:
     """Return the cause if values are not finite."""
     causes = []
-    for name, points in shown.points.items():
+    for name, points in observation.points.items():
         sides = {"A": ~np.isfinite(points.a), letter: ~np.isfinite(points.b)}
         bad = points.steps[np.logical_or(*sides.values())]
         if len(bad):
             lasts = len(bad) > 1 and bad[0] == points.steps[-len(bad)]
-            at = f"from step {bad[0]} on" if lasts else describe_steps(bad, points.steps)
+            span = f"from step {bad[0]} on" if lasts else describe_steps(bad, points.steps)
             who = " and ".join(side for side, flags in sides.items() if flags.any())
-            text = f"{name} is not a finite number in {who} {at}"
-            cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=text)
+            evidence = f"{name} is not a finite number in {who} {span}"
+            cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=evidence)
             causes.append(cause)
     return sorted(causes, key=lambda cause: cause.step)[:1]
 
 
-def _before_not_finite(shown: Observation, step: int) -> Cause:
+def _before_not_finite(observation: Observation, step: int) -> Cause:
     """Return what can have made values not finite; finite gradient norms rule out the weights."""
     kind: Kind = "gradient"
-    text = "a gradient that is not finite makes the weights so"
-    norm = shown.points.get("grad_norm")
+    evidence = "a gradient that is not finite makes the weights so"
+    norm = observation.points.get("grad_norm")
     if norm is not None:
         later = norm.steps >= step
         if np.count_nonzero(later) > 1 and np.isfinite([norm.a[later], norm.b[later]]).all():
             kind = "logging"
-            text = "the gradient norms stay finite, and so the weights: what was logged is not"
-    return Cause(kind=kind, confidence="possible", step=step, evidence=text)
+            evidence = "the gradient norms stay finite, and so the weights: what was logged is not"
+    return Cause(kind=kind, confidence="possible", step=step, evidence=evidence)
 
 
 def _resume(
-    shown: Observation, onset: int | None, curves: Sequence[tuple[str, Curve]]
+    observation: Observation, onset: int | None, curves: Sequence[tuple[str, Curve]]
 ) -> list[Cause]:
     """Return the resume of a log without records at which the curves begin to differ."""
-    steps = shown.points["loss"].steps
-    starts = [(shown.first, 0), (onset, SLACK_POINTS)]
+    steps = observation.points["loss"].steps
+    starts = [(observation.first, 0), (onset, SLACK_POINTS)]
     for letter, curve in curves:
         for restart in () if curve.kind == "run" or curve.settings else curve.restarts.tolist():
-            place = int(np.searchsorted(steps, restart))
-            for start, slack in starts if place else ():
-                points = -place if start is None else int(np.searchsorted(steps, start)) - place
+            row = int(np.searchsorted(steps, restart))
+            for start, slack in starts if row else ():
+                points = -row if start is None else int(np.searchsorted(steps, start)) - row
                 if -slack <= points <= SLACK_POINTS:
                     confidence: Confidence = "possible" if slack or points > 1 else "likely"
-                    text = clue_table()["resume"].text.format(letter=letter, step=restart)
+                    evidence = clue_table()["resume"].text.format(letter=letter, step=restart)
                     return [
-                        Cause(kind="resume", confidence=confidence, step=restart, evidence=text)
+                        Cause(kind="resume", confidence=confidence, step=restart, evidence=evidence)
                     ]
     return []
 
@@ -152,7 +156,7 @@ def select_settings(
     settings: Sequence[SettingDifference],
     step: int,
     onset: int | None,
-    shown: Observation,
+    observation: Observation,
     a: Curve,
     b: Curve,
 ) -> list[SettingDifference]:
@@ -161,16 +165,16 @@ def select_settings(
     A difference that existed all along is no cause if the curves were bit-identical at first,
     unless a restart followed, after which a run may have continued with other settings.
     """
-    steps = shown.points["loss"].steps
-    place = int(np.searchsorted(steps, step))
-    noisy = shown.jumped or place == 0
-    limit = max(step, int(steps[min(place + noisy * SLACK_POINTS, len(steps) - 1)]))
-    if onset is not None and shown.below(TINY, slice(EARLY_POINTS)):
+    steps = observation.points["loss"].steps
+    row = int(np.searchsorted(steps, step))
+    noisy = observation.jumped or row == 0
+    limit = max(step, int(steps[min(row + noisy * SLACK_POINTS, len(steps) - 1)]))
+    if onset is not None and observation.below(TINY, slice(EARLY_POINTS)):
         # What made them diverge may have begun after the first difference.
         limit = max(limit, onset)
     restarts = np.concatenate((a.restarts, b.restarts))
     restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
-    all_along = place < SLACK_POINTS or shown.jumped or restarted
+    all_along = row < SLACK_POINTS or observation.jumped or restarted
     differences = [
         setting
         for setting in settings
@@ -182,16 +186,16 @@ def select_settings(
 
 
 def _of_settings(
-    settings: Sequence[SettingDifference], shown: Observation, clues: Sequence[str]
+    settings: Sequence[SettingDifference], observation: Observation, clues: Sequence[str]
 ) -> list[Cause]:
     """Return the settings as causes; those that may not explain the curves are `possible`."""
     causes = []
-    first = 0 if shown.first is None else shown.first
+    first = 0 if observation.first is None else observation.first
     # An update cannot change the loss of its own step.
-    forward = "together" in clues and not shown.jumped
+    forward = "together" in clues and not observation.jumped
     strong = [setting for setting in settings if not setting.weak]
-    small = not clues or (shown.below(SMALL, slice(EARLY_POINTS)) and not shown.sudden)
-    jumps = shown.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
+    small = not clues or (observation.below(SMALL, slice(EARLY_POINTS)) and not observation.sudden)
+    jumps = observation.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
     for setting in settings:
         step = max(setting.step, first) if setting.kind in _ROUNDING_KINDS else setting.step
         explains = small and not jumps and not strong
@@ -207,20 +211,24 @@ def _of_settings(
     return causes
 
 
-def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -> list[Cause]:
+def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: str) -> list[Cause]:
     points: Counter[Kind] = Counter()
     for name in clues:
         points.update(clue_table()[name].points)
-    if shown.sudden or not shown.below(ROUNDED, slice(EARLY_POINTS)):
+    if observation.sudden or not observation.below(ROUNDED, slice(EARLY_POINTS)):
         del points["precision"], points["rounding"]
     causes: list[Cause] = []
     for kind, sum_of_points in points.most_common():
         best = max((clue_table()[name] for name in clues), key=lambda c: c.points.get(kind, 0))
-        text = best.text.format(at=shown.at, gap=shown.gap, step=shown.first)
+        evidence = best.text.format(
+            at=observation.moment, gap=observation.gap, step=observation.first
+        )
         if kind == "gradient" and not causes:
-            text += _describe_nodes(shown.first or 0, b, letter)
+            evidence += _describe_nodes(observation.first or 0, b, letter)
         confidence = "likely" if not causes and sum_of_points >= _LIKELY else "possible"
-        causes.append(Cause(kind=kind, confidence=confidence, step=shown.first or 0, evidence=text))
+        causes.append(
+            Cause(kind=kind, confidence=confidence, step=observation.first or 0, evidence=evidence)
+        )
     return causes
 
 
@@ -228,9 +236,9 @@ def _describe_nodes(step: int, b: Curve, letter: str) -> str:
     row = int(np.searchsorted(b.steps, step))
     attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
     near = [int(restart) for restart in b.restarts if 0 <= step - restart <= 2]
-    nodes, text = b.nodes.get(attempt, ()), ""
+    nodes, description = b.nodes.get(attempt, ()), ""
     if near or nodes:
         on = f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
         made = f" took over at step {near[-1]}" if near else " made it"
-        text = f"; attempt {attempt} of {letter}{on}{made}"
-    return f"{text}; check the nodes with `slurmllm health`"
+        description = f"; attempt {attempt} of {letter}{on}{made}"
+    return f"{description}; check the nodes with `slurmllm health`"

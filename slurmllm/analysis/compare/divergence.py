@@ -172,7 +172,7 @@ def _lasting(r: Floats, tolerance: float, spread: Scatter) -> Iterator[_Hit]:
     hits = []
     for width, (begins, middles) in windows.items():
         # Of white noise, and what windows differ by: slow noise does not show from point to point.
-        white = spread.at(begins + width // 2) * np.sqrt(np.pi / 2 / width)
+        white = spread.sigma_at(begins + width // 2) * np.sqrt(np.pi / 2 / width)
         slow = TO_SIGMA * np.median(np.abs(middles - np.median(middles)))
         beyond = np.abs(middles) > tolerance + quantile * np.maximum(2 * white, slow)
         if beyond.any():
@@ -228,9 +228,9 @@ def _after_identical(r: Floats, tolerance: float, identical: int) -> Iterator[_H
         yield _Hit("lasting", max(identical, hit), hit + width, last - 1)
 
 
-def _end_of_run(flags: Flags, place: int) -> int:
-    """Return the place after the flags that are set from `place` on."""
-    return place + int(np.argmin(np.append(flags[place:], False)))
+def _end_of_run(flags: Flags, begin: int) -> int:
+    """Return the index after the flags that are set from `begin` on."""
+    return begin + int(np.argmin(np.append(flags[begin:], False)))
 
 
 def _outliers(r: Floats, limit: float, spread: Scatter) -> Iterator[_Hit]:

@@ -82,8 +82,8 @@ class Observation:
         self.jumped = self._find_jump(onset)
         self.first = min(self.starts.values(), default=None)
         steps = points["loss"].steps
-        place = len(steps) if self.first is None else int(np.searchsorted(steps, self.first))
-        self.before = int(steps[place - 1]) if place else None
+        row = len(steps) if self.first is None else int(np.searchsorted(steps, self.first))
+        self.before = int(steps[row - 1]) if row else None
         since = 0 if self.before is None else self.before
         self.gap = 1 if self.first is None else max(1, self.first - since)
 
@@ -96,13 +96,13 @@ class Observation:
             steps = self.points[name].steps
             begin = int(np.searchsorted(steps, min(self.starts.values())))
             end = int(np.searchsorted(steps, onset, side="right")) + _JUMP_POINTS
-            place = largest_rise(r[begin:end], min(end, len(r)) - begin)
-            if place is not None and abs(r[begin + place]) > _LAST_DIGITS:
-                rises[name] = (begin + place, int(steps[begin + place]))
+            offset = largest_rise(r[begin:end], min(end, len(r)) - begin)
+            if offset is not None and abs(r[begin + offset]) > _LAST_DIGITS:
+                rises[name] = (begin + offset, int(steps[begin + offset]))
         if not rises or min(step for _, step in rises.values()) > onset:
             return False
-        end = min(place for place, _ in rises.values()) + _JUMP_POINTS
-        self.starts = {name: step for name, (place, step) in rises.items() if place <= end}
+        end = min(offset for offset, _ in rises.values()) + _JUMP_POINTS
+        self.starts = {name: step for name, (offset, step) in rises.items() if offset <= end}
         return True
 
     def values(self, name: str) -> tuple[Floats, Floats]:
@@ -119,7 +119,7 @@ class Observation:
         return r[np.isfinite(r)]
 
     @property
-    def at(self) -> str:
+    def moment(self) -> str:
         if self.gap > 1 and self.before is not None:
             return f"between steps {self.before} and {self.first}"
         return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
@@ -141,7 +141,7 @@ class Observation:
             # digits.
             values = self.values(other)[0][:_CORRELATED]
             shortest = (np.format_float_scientific(abs(value), trim="-") for value in values)
-            digits = max(len(text.partition("e")[0].replace(".", "")) for text in shortest)
+            digits = max(len(figure.partition("e")[0].replace(".", "")) for figure in shortest)
             far = name == "loss" and np.median(np.abs(self.after(name))) > _FAR * 10.0**-digits
             varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
             if varied and not np.any(same) and not self.factor("grad_norm"):
@@ -201,13 +201,16 @@ class Observation:
             confidence: Confidence = "likely"
             if identical and not SLACK_POINTS <= varied < _MIN_POINTS:
                 confidence = "certain" if varied >= _MIN_POINTS else "possible"
-            text = clue_table()["transient"].text.format(
+            verb = "differs" if len(names) == 1 else "differ"
+            evidence = clue_table()["transient"].text.format(
                 before="" if identical else " than before",
-                columns=f"{' and '.join(names)} differ{'s' * (len(names) == 1)}",
+                columns=f"{' and '.join(names)} {verb}",
                 steps=describe_steps(steps, loss.steps),
                 step=loss.steps[np.searchsorted(loss.steps, steps[-1], side="right")],
             )
-            return Cause(kind="transient", confidence=confidence, step=int(steps[0]), evidence=text)
+            return Cause(
+                kind="transient", confidence=confidence, step=int(steps[0]), evidence=evidence
+            )
         return None
 
     def _calm_again(self, first: int, last: int) -> bool:
@@ -295,4 +298,5 @@ class Observation:
 
 
 def describe_steps(steps: Ints, among: Ints) -> str:
-    return f"at step{'s' * (len(steps) > 1)} {describe_ranges(ranges(steps, among))}"
+    noun = "steps" if len(steps) > 1 else "step"
+    return f"at {noun} {describe_ranges(ranges(steps, among))}"

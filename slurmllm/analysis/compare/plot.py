@@ -56,25 +56,25 @@ class Drawn(NamedTuple):
     alignment: Alignment  # with A
 
 
-def default_path(a: Curve, *others: Curve) -> Path:
+def default_path(a: Curve, *other_curves: Curve) -> Path:
     """Return `reports/compare-<A>-<B>….png` of the first curve that is a run, else a path in the
     current folder.
     """
-    curves = (a, *others)
+    curves = (a, *other_curves)
     runs = (curve.path for curve in curves if curve.path.is_dir() and curve.kind == "run")
     return report_path("compare", [curve.name for curve in curves], next(runs, None))
 
 
 def align(
     a: Curve,
-    others: Sequence[Curve],
+    other_curves: Sequence[Curve],
     comparisons: Sequence[Comparison],
     from_step: int | None,
     to_step: int | None,
 ) -> tuple[Curve, list[Drawn]]:
     """Return A and the curves that it was compared with, their steps shifted as there."""
     axis, drawn = comparisons[0].alignment.axis, []
-    for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
+    for i, (curve, comparison) in enumerate(zip(other_curves, comparisons, strict=True)):
         shifts = comparison.a.shift, comparison.b.shift
         matched = match_steps(a, curve, shifts, by_step=axis == "step")
         alignment = Alignment(matched[0].used, matched[1].used, axis, from_step, to_step)
@@ -86,7 +86,7 @@ def align(
 @rc_context(fname=PICTURE_STYLE)
 def draw(
     a: Curve,
-    others: Sequence[Curve],
+    other_curves: Sequence[Curve],
     comparisons: Sequence[Comparison],
     path: Path,
     *,
@@ -95,7 +95,7 @@ def draw(
     seeds: Sequence[Curve] = (),
 ) -> None:
     """Draw A, the curves that it was compared with and the band of seeds into a PNG file."""
-    a, drawn = align(a, others, comparisons, from_step, to_step)
+    a, drawn = align(a, other_curves, comparisons, from_step, to_step)
     axis, shift = comparisons[0].alignment.axis, comparisons[0].a.shift
     band = SeedBand(a, [shift_steps(seed, shift) for seed in seeds], axis) if seeds else None
     metrics = [name for name in LABELS if any(name in each.metrics for each in comparisons)]
@@ -155,16 +155,16 @@ def _draw_curves(
     for label, curve, color, width in lines:
         if metric in curve.columns:
             places, column = curve.positions(axis), curve.columns[metric]
-            there = (places >= span[0]) & (places <= span[1]) & curve.present(metric)
-            values = np.where(np.isfinite(column[there]), column[there], np.nan)  # NaN: a gap
+            visible = (places >= span[0]) & (places <= span[1]) & curve.present(metric)
+            values = np.where(np.isfinite(column[visible]), column[visible], np.nan)  # NaN: a gap
             late.append(values[len(values) // 50 :])
             is_long |= len(values) > _MAX_POINTS
             style = {"color": color, "linewidth": width, "solid_capstyle": "round"}
             style |= {"marker": "o" if len(values) < 3 else "", "markersize": width + 4}
-            _draw_line(axes, places[there], values, **style)
+            _draw_line(axes, places[visible], values, **style)
         for name in curve.validation if metric == "loss" else ():
-            there = ~curve.absent.get(name, np.isnan(curve.columns[name]))
-            points = curve.positions(axis)[there], curve.columns[name][there]
+            visible = ~curve.absent.get(name, np.isnan(curve.columns[name]))
+            points = curve.positions(axis)[visible], curve.columns[name][visible]
             axes.plot(*points, color=color, linewidth=0.8, ls="--", marker="D", markersize=4)
             late.append(points[1])
         handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
@@ -188,7 +188,7 @@ def _draw_curves(
 
 
 def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> list[Line2D]:
-    points = drawn.alignment.of(metric)
+    points = drawn.alignment.points_of(metric)
     if not len(points):
         return []
     within = band.check(metric, points, drawn.label)
@@ -212,11 +212,11 @@ def _mark_restarts(
         return []
     for row in inside[:200]:
         # Between the last row of one attempt and the first of the next.
-        place = (positions[row] + positions[row - 1]) / 2
-        if np.isfinite(place):
-            axes.axvline(place, color=color, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
-    where = ", ".join(str(step) for step in curve.steps[inside[:4]])
-    name = f"{label} restarted at {where}{' …' if inside.size > 4 else ''}"
+        middle = (positions[row] + positions[row - 1]) / 2
+        if np.isfinite(middle):
+            axes.axvline(middle, color=color, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+    numbers = ", ".join(str(step) for step in curve.steps[inside[:4]])
+    name = f"{label} restarted at {numbers}{' …' if inside.size > 4 else ''}"
     return [Line2D([], [], color=color, linewidth=1.2, linestyle=(0, (2, 2)), label=name)]
 
 
@@ -229,32 +229,32 @@ def _mark_departure(
     steps = each.alignment.steps
     step = result.onset_step
     row = min(int(np.searchsorted(steps, step)), len(steps) - 1)
-    place = float(each.alignment.positions[row])
-    axes.axvline(place, color=color, linewidth=1.0, zorder=1)
-    right = place <= (span[0] + span[1]) / 2  # on the side of the line with more room
-    where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    where |= {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
-    where["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
-    axes.annotate(f"diverges at step {step}", (place, 0.03), color=color, fontsize=9, **where)
+    position = float(each.alignment.positions[row])
+    axes.axvline(position, color=color, linewidth=1.0, zorder=1)
+    right = position <= (span[0] + span[1]) / 2  # on the side of the line with more room
+    layout: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    layout |= {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
+    layout["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
+    axes.annotate(f"diverges at step {step}", (position, 0.03), color=color, fontsize=9, **layout)
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
     smallest = []
     for each in drawn:
         for metric in metrics:
-            points = each.alignment.of(metric)
+            points = each.alignment.points_of(metric)
             difference = relative_difference(points.a, points.b)
-            shown = np.where(difference > 0, difference, np.nan)
-            if not np.isfinite(shown).any():
+            curve = np.where(difference > 0, difference, np.nan)
+            if not np.isfinite(curve).any():
                 continue
-            smallest.append(float(np.nanmin(shown)))
+            smallest.append(float(np.nanmin(curve)))
             label = LABELS[metric].split(" (")[0]
             style: dict[str, Any] = {"color": _METRIC_COLORS[metric], "label": label}
             if len(drawn) > 1:
                 style = {"color": each.color, "label": f"{each.label}, {label}"}
                 style["linestyle"] = _METRIC_STYLES[metric]
             style |= {"marker": "." if len(points) <= 500 else "", "markersize": 3}
-            _draw_line(axes, points.positions, shown, linewidth=0.9, **style)
+            _draw_line(axes, points.positions, curve, linewidth=0.9, **style)
     for metric in metrics:
         first = drawn[0].comparison
         tolerance = first.metrics[metric].tolerance if metric in first.metrics else 0.0
@@ -270,12 +270,12 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     axes.set_ylabel("relative\ndifference")
     if all(r.bit_identical for each in drawn for r in each.comparison.metrics.values()):
         axes.set_ylim(1e-8, 1.0)
-        text = "bit-identical: every difference is 0"
-        axes.text(0.5, 0.15, text, transform=axes.transAxes, ha="center", color="#444444")
+        note = "bit-identical: every difference is 0"
+        axes.text(0.5, 0.15, note, transform=axes.transAxes, ha="center", color="#444444")
     elif smallest:
         top = axes.get_ylim()[1]
         axes.set_ylim(min(smallest) / 3, max(top, min(smallest) * 100))
     if axes.get_legend_handles_labels()[0]:
         # Above the panel: inside there is no place that is free of curves.
-        where = {"bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(loc="lower right", fontsize=8, ncols=4, frameon=False, **where)
+        anchor = {"bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(loc="lower right", fontsize=8, ncols=4, frameon=False, **anchor)

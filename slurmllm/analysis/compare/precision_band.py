@@ -92,24 +92,24 @@ def precision_limits(
                 f"--as precision needs {name}, which A ({a.name}) lacks, to compute the noise of "
                 f"roundings; name its column with --tag A:{name}=…"
             )
-    (steps, rates), (at, gradients) = a.series("lr"), a.series("grad_norm")
+    (steps, rates), (gradient_steps, gradients) = a.series("lr"), a.series("grad_norm")
     spacing = max(SPACINGS[precision] for precision in precisions)
     weight = a.positive_setting("model.init_std") or _WEIGHT
     distance = np.nancumsum(np.maximum(rates, 0.0) * np.diff(steps, prepend=0))
-    walk = np.sqrt(spacing * weight * np.interp(at, steps, distance))
-    moves = np.abs(gradients / np.interp(at, *a.series("loss"))) * walk
+    walk = np.sqrt(spacing * weight * np.interp(gradient_steps, steps, distance))
+    moves = np.abs(gradients / np.interp(gradient_steps, *a.series("loss"))) * walk
     # Medians: the estimate is linear, and does not hold in a spike of the gradient norm.
     weights, losses = (float(np.median(x[np.isfinite(x)])) for x in (walk, moves))
     limits = {}
     for name, of_metric in points.items():
-        bias, most, over_scatter, share = _FACTORS[name]
+        bias, maximum, over_scatter, share = _FACTORS[name]
         unit = weights if name == "param_norm" else losses
         if _BIASED in precisions and name != "param_norm":
             unit = share = 0.0
         r, rough = differences[name], roughness(of_metric.a, of_metric.b)
         noise = scatter(r[np.isfinite(r)]) if np.isfinite(r).sum() > 2 else None
-        bias = max(bias * unit, tolerances.of(name))
-        allowed, unstable = max(bias, min(most * unit, rough / 2)), False
+        bias = max(bias * unit, tolerances.limit(name))
+        allowed, unstable = max(bias, min(maximum * unit, rough / 2)), False
         if noise is not None and (largest := float(noise.sigma.max())) < share * rough:
             bias = max(bias, over_scatter * largest)
             unstable = noise.median > allowed

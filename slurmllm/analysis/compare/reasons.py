@@ -76,7 +76,7 @@ def reason(
 
 
 def _describe_match(name: str, metric: MetricComparison) -> str:
-    tolerance, most = format_figure(metric.tolerance), format_figure(metric.max_rel_diff or 0.0)
+    tolerance, maximum = format_figure(metric.tolerance), format_figure(metric.max_rel_diff or 0.0)
     if metric.scattered:
         shared = metric.scatter.correlation
         return (
@@ -86,12 +86,12 @@ def _describe_match(name: str, metric: MetricComparison) -> str:
             + ("" if shared is None else f" (correlation of the curves' noise {shared:.2f})")
         )
     if metric.first_visible_step is None and (metric.max_rel_diff or 0.0) > metric.tolerance:
-        return f"{name} the same as printed ({most} at most)"
+        return f"{name} the same as printed ({maximum} at most)"
     if not metric.departures:
-        return f"{name} within {tolerance} ({most} at most)"
+        return f"{name} within {tolerance} ({maximum} at most)"
     return (
         f"{name} within {tolerance} but for {metric.departures} single points that are noise "
-        f"(up to {most})"
+        f"(up to {maximum})"
     )
 
 
@@ -100,11 +100,11 @@ def _describe_divergence(
 ) -> str:
     if band is not None and metric.rule == "band":
         of_band = band.metrics[name]
-        what = f"means over {of_band.width} points" if of_band.width > 1 else "single points"
+        values = f"means over {of_band.width} points" if of_band.width > 1 else "single points"
         return (
             f"{name} leaves the band of {len(band.seeds)} seeds at step "
-            f"{of_band.first_outside_step}: {what} are up to {of_band.excess:.3g} times as far off "
-            "as the seeds' spread allows"
+            f"{of_band.first_outside_step}: {values} are up to {of_band.excess:.3g} times as far "
+            "off as the seeds' spread allows"
         )
     steps = (metric.first_non_finite_step_a, metric.first_non_finite_step_b)
     sides = [
@@ -124,10 +124,10 @@ def _describe_divergence(
     rule = f"tolerance {format_figure(metric.tolerance)}"
     if basis.kind == "exact":
         rule = "bit-identical values required"
-    text = f"{name} diverges at step {metric.onset_step}: {sizes}, {rule}"
+    sentence = f"{name} diverges at step {metric.onset_step}: {sizes}, {rule}"
     if metric.rule == "noise":
-        text += ", and scatters from point to point"
-    return f"{text}, and {not_finite}" if sides else text
+        sentence += ", and scatters from point to point"
+    return f"{sentence}, and {not_finite}" if sides else sentence
 
 
 def _describe_beginning(metrics: Mapping[str, MetricComparison], steps: Ints) -> list[str]:
@@ -222,11 +222,11 @@ def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:
     warnings = []
     for label, curve in zip(("A", letter), curves, strict=True):
         if curve.kind in ("tensorboard", "text"):
-            what = "TensorBoard, which stores float32 (6e-8 relative)"
+            source = "TensorBoard, which stores float32 (6e-8 relative)"
             if curve.kind == "text":
-                what = "text, whose numbers are rounded"
+                source = "text, whose numbers are rounded"
             warnings.append(
-                f"{label} ({curve.name}) is read from {what}: --exact compares no more digits; "
+                f"{label} ({curve.name}) is read from {source}: --exact compares no more digits; "
                 "for all of them give a run with its metrics/attempt_NNN.jsonl"
             )
     return warnings

@@ -72,9 +72,9 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
         if reach.max() > excess:
             excess, worst = float(reach.max()), width
         if reach.max() > 1:
-            place = int(np.argmax(reach > 1)) * width
-            if place + width < end:
-                first, end = place, place + width
+            begin = int(np.argmax(reach > 1)) * width
+            if begin + width < end:
+                first, end = begin, begin + width
     size = float(np.abs(mean).mean()) or 1.0
     spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
     power = float(limits[widths[-1]] * further * scale.mean()) / size
@@ -148,8 +148,8 @@ def _limit(units: Floats, width: int, chance: float) -> float:
     if width == 1:
         rows = far[: 1 if seeds == 2 else seeds]  # two seeds are as far off from each other
         top = largest(rows.ravel(), 512)
-        place = min(_TELLS, len(top)) - 1
-        beyond = extrapolated(top, rows.size, place, (place + 1) / (len(rows) * _HEAVY))
+        rank = min(_TELLS, len(top)) - 1
+        beyond = extrapolated(top, rows.size, rank, (rank + 1) / (len(rows) * _HEAVY))
     else:  # beyond the furthest of the seeds, by a larger factor the fewer there are
         beyond = (1.35 + 1.65 / seeds) * float(far.max())
     return float(max(t, beyond, 1e-300))
@@ -185,13 +185,13 @@ def _autocorrelation(rows: Floats) -> Floats:
 class SeedBand:
     """A and further runs that differ from it in the seed alone."""
 
-    def __init__(self, a: Curve, others: Sequence[Curve], axis: Axis) -> None:
-        self._aligned = [Alignment(a, other, axis, None, None) for other in others]
-        self.names = (a.name, *(other.name for other in others))
+    def __init__(self, a: Curve, seed_curves: Sequence[Curve], axis: Axis) -> None:
+        self._aligned = [Alignment(a, other, axis, None, None) for other in seed_curves]
+        self.names = (a.name, *(other.name for other in seed_curves))
         self.warnings = [
-            f"seed {curve.name}: {warning}" for curve in others for warning in curve.warnings
+            f"seed {curve.name}: {warning}" for curve in seed_curves for warning in curve.warnings
         ]
-        for curve, alignment in zip(others, self._aligned, strict=True):
+        for curve, alignment in zip(seed_curves, self._aligned, strict=True):
             if alignment.method != "exact" or not len(alignment.steps):
                 raise RunError(
                     f"--seed {curve.name} logged other steps than {a.name}; the runs that make a "
@@ -213,18 +213,18 @@ class SeedBand:
         """
         steps = points.steps
         rows = [points.a]
-        there = np.isfinite(points.a) & np.isfinite(points.b)
+        finite = np.isfinite(points.a) & np.isfinite(points.b)
         for name, alignment in zip(self.names[1:], self._aligned, strict=True):
-            seed_points = alignment.of(metric)
-            at = np.searchsorted(seed_points.steps, steps)
-            at[at == len(seed_points.steps)] = 0
+            seed_points = alignment.points_of(metric)
+            indices = np.searchsorted(seed_points.steps, steps)
+            indices[indices == len(seed_points.steps)] = 0
             logged = np.isin(steps, seed_points.steps)
             if np.count_nonzero(logged) < 2:
                 raise RunError(
                     f"--seed {name} has {metric} at none of the steps compared; name runs that "
                     "logged the same steps"
                 )
-            values = np.where(logged, seed_points.b[at], np.nan)
+            values = np.where(logged, seed_points.b[indices], np.nan)
             if metric == "loss":
                 # A band that contains B is too wide, one that has a seed twice too narrow.
                 for whose, losses in zip((letter, *self.names), (points.b, *rows), strict=False):
@@ -233,11 +233,11 @@ class SeedBand:
                             f"--seed {name} has exactly the losses of {whose}, so that it is not "
                             "another seed; give runs with different train.seed, and each run once"
                         )
-            there &= np.isfinite(values)
+            finite &= np.isfinite(values)
             rows.append(values)
-        if not there.any():
+        if not finite.any():
             raise RunError(
                 f"the seeds {', '.join(self.names)} and {letter} have {metric} at no step in "
                 "common; name runs that logged the same steps"
             )
-        return compare_with_band(steps[there], np.stack(rows)[:, there], points.b[there])
+        return compare_with_band(steps[finite], np.stack(rows)[:, finite], points.b[finite])

@@ -130,7 +130,7 @@ class Scatter:
     size: int  # points of a block; the last one has up to twice as many
     sigma: Floats  # standard deviation [blocks]
 
-    def at(self, places: Ints) -> Floats:
+    def sigma_at(self, places: Ints) -> Floats:
         return self.sigma[self.block(places)]
 
     def block(self, places: Ints) -> Ints:
@@ -221,7 +221,7 @@ def tail_limit(sizes: Floats, chance: float) -> float:
     return extrapolated(top, len(sizes), furthest, (furthest + 1) / chance)
 
 
-def extrapolated(top: Floats, total: int, place: int, odds: float) -> float:
+def extrapolated(top: Floats, total: int, rank: int, odds: float) -> float:
     """Return what noise does not exceed, from the sizes of its points after the furthest ones.
 
     Of noise with a power-law tail of index α, points are x times as far as the k-th furthest in
@@ -233,18 +233,18 @@ def extrapolated(top: Floats, total: int, place: int, odds: float) -> float:
     Args:
         top: The largest sizes, in falling order.
         total: How many there are in all.
-        place: k - 1.
+        rank: k - 1.
         odds: One over the chance that noise goes on beyond, as far as the k-th point.
     """
-    place = min(place, len(top) - 1)
+    rank = min(rank, len(top) - 1)
     log = np.log(odds) / _HEAVIEST
-    tail = min(max(64, 2 * place), total // 8, len(top))
-    degrees = tail - place - 1
+    tail = min(max(64, 2 * rank), total // 8, len(top))
+    degrees = tail - rank - 1
     if degrees > 0 and top[tail - 1] > 0:
-        logs = np.log(top[place:tail] / top[tail - 1])
-        hill = (logs.sum() + place * logs[0]) / degrees
+        logs = np.log(top[rank:tail] / top[tail - 1])
+        hill = (logs.sum() + rank * logs[0]) / degrees
         log = min(log, hill * degrees * (odds ** (1 / degrees) - 1))
-    return float(top[place] * np.exp(log))
+    return float(top[rank] * np.exp(log))
 
 
 _LARGE_RISE = 10.0  # times all differences before
@@ -295,8 +295,8 @@ def largest_rise(r: Floats, end: int) -> int | None:
     # The second smallest of four: one of them may pass through zero.
     four = np.lib.stride_tricks.sliding_window_view(ahead, 4)[_FIRST_POINTS:end]
     rise = np.minimum(np.sort(four, axis=1)[:, 1], four[:, 0]) / np.maximum(before, _FLOOR)
-    place = int(np.argmax(rise))
-    return _FIRST_POINTS + place if rise[place] >= _LARGE_RISE else None
+    index = int(np.argmax(rise))
+    return _FIRST_POINTS + index if rise[index] >= _LARGE_RISE else None
 
 
 def t_quantile(chance: float, degrees: float) -> float:

@@ -271,8 +271,8 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
     elif hit.ending != "done":
         return Resumption(verdict="not_resumed", text="did not resume: no step after the fault")
     elif int(curve.steps[-1]) < unbroken.steps:
-        text = f"did not resume: exited with 0 at step {curve.steps[-1]}, as if it were done"
-        return Resumption(verdict="not_resumed", text=text)
+        sentence = f"did not resume: exited with 0 at step {curve.steps[-1]}, as if it were done"
+        return Resumption(verdict="not_resumed", text=sentence)
     result = _compare(curve, unbroken, first)
     if not len(later):
         return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
@@ -308,7 +308,7 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
     if after.verdict not in ("identical", "match"):
         verdict = "differs"
         onset = min(metric.onset_step or metric.first_departure_step or first for metric in metrics)
-        text = f"differs from step {onset} by up to {format_figure(largest)}"
+        sentence = f"differs from step {onset} by up to {format_figure(largest)}"
         confidence: Confidence = "certain" if largest >= _CLEAR_NOISES * noise else "likely"
         reason += f"; {after.reason}"
     else:
@@ -317,7 +317,7 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
         )
         few = after.steps_compared < _FEW_STEPS or digits < _FEW_DIGITS
         confidence = "weak" if few else "certain" if verdict == "exact" else "likely"
-        text = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
+        sentence = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
         reason += f"; {after.steps_compared} steps, loss of {digits} digits"
         if noise:
             reason += f"; more than {format_figure(max(after.power.values()))} would have shown"
@@ -325,7 +325,7 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
             reason += f"; without steps {describe_ranges(after.only_in_a)}"
     return Resumption(
         verdict=verdict,
-        text=text,
+        text=sentence,
         differs_from_step=onset,
         max_rel_diff=largest,
         noise=noise,

@@ -147,9 +147,9 @@ class LocalRunner:
         if self._process.returncode != 0 and not (run.attempts("train") or run.graphs.is_dir()):
             code = self._process.returncode
             self._stderr.seek(0)
-            text = self._stderr.read().decode(errors="replace").strip().removeprefix("error: ")
-            text = text or f"slurmllm resume ended with exit code {code}"
-            raise _ERRORS.get(code, CodeError)(text)
+            message = self._stderr.read().decode(errors="replace").strip().removeprefix("error: ")
+            message = message or f"slurmllm resume ended with exit code {code}"
+            raise _ERRORS.get(code, CodeError)(message)
         return False
 
     def restart(self, run: RunDir, nodes: int) -> None:
@@ -235,12 +235,12 @@ class Drill:
             noise=noise,
         )
 
-    def _run_unbroken(self, part: str) -> RunDir:
-        run = self._create(part, None)
-        self._run_to_end(run, None, part)
+    def _run_unbroken(self, copy: str) -> RunDir:
+        run = self._create(copy, None)
+        self._run_to_end(run, None, copy)
         if (state := self._state(run)) != "done":
             raise CodeError(
-                f"the {part} run {run.name} did not finish: {state}; see `slurmllm logs "
+                f"the {copy} run {run.name} did not finish: {state}; see `slurmllm logs "
                 f"{run.name}`: {self.plan.run.name} would fail in the same way"
             )
         return run
@@ -273,9 +273,9 @@ class Drill:
             raise StorageError(message) from error
         return result
 
-    def _create(self, part: str, kind: FaultKind | None) -> RunDir:
+    def _create(self, copy: str, kind: FaultKind | None) -> RunDir:
         """Make the directory of a new copy, with only its configuration."""
-        run = RunDir(self.plan.run.path.parent / self.plan.name(part))
+        run = RunDir(self.plan.run.path.parent / self.plan.name(copy))
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir(0o755)
@@ -289,17 +289,17 @@ class Drill:
             write_atomic(run.excluded, read_limited(self.plan.run.excluded).decode())
         return run
 
-    def _run_to_end(self, run: RunDir, kind: FaultKind | None, part: str = "") -> Injection | None:
+    def _run_to_end(self, run: RunDir, kind: FaultKind | None, copy: str = "") -> Injection | None:
         """Start a copy, start the injector once its workers run, wait until the copy has ended.
 
         Returns the injected fault; None for the reference, or if the copy never trained.
         """
-        part = kind or part
+        copy = kind or copy
         is_cut = False
         injector: subprocess.Popen[bytes] | None = None
         polled_at = 0.0
         try:
-            self.progress(f"{part}: starting")
+            self.progress(f"{copy}: starting")
             self.runner.start(run, self.plan.nodes)
             while True:
                 if kind is not None and injector is None:
@@ -307,23 +307,23 @@ class Drill:
                 if kind == "first_node" and injector is not None and injector.poll() is not None:
                     injection = Injection.find(run.drill)
                     if injection is not None and not injection.missed:
-                        self.progress(f"{part}: requeueing, as Slurm does when the first node dies")
+                        self.progress(f"{copy}: requeueing, as Slurm does when the first node dies")
                         self.runner.restart(run, self.plan.nodes)
                     kind = None
-                self.progress(f"{part}: {self._status(run)}")
+                self.progress(f"{copy}: {self._status(run)}")
                 if time.monotonic() - polled_at >= QUEUE_POLL_S or self.plan.local:
                     polled_at = time.monotonic()
                     # Between the kill of the first node and the requeue the run is not active.
                     requeued = kind == "first_node" and injector is not None
                     has_ended = not self.runner.active(run) and not requeued
-                    if has_ended and (is_cut or not self._resumes_by_hand(run, part)):
+                    if has_ended and (is_cut or not self._resumes_by_hand(run, copy)):
                         break
                 if self.plan.is_limited and not is_cut and self._made_all_steps(run):
                     self.runner.cancel(run)
                     is_cut = True
                 time.sleep(POLL_S)
         except BaseException:
-            self.progress(f"{part}: cancelling {run.name}")
+            self.progress(f"{copy}: cancelling {run.name}")
             self.runner.cancel(run)
             raise
         finally:
@@ -334,14 +334,14 @@ class Drill:
                 injector.wait()
         return Injection.find(run.drill)
 
-    def _resumes_by_hand(self, run: RunDir, part: str) -> bool:
+    def _resumes_by_hand(self, run: RunDir, copy: str) -> bool:
         """Resume a trainer's run that its fault has stopped, once, as its user would."""
         attempts, injection = load_attempts(run, "train"), Injection.find(run.drill)
         is_first = len(JobsRecord.of(run).submissions) == 1
         has_fault = is_first and injection is not None and not injection.missed
         if self.plan.trainer is None or not has_fault or attempts[-1].action != "stop":
             return False
-        self.progress(f"{part}: resuming by hand: it stopped, {attempts[-1].ending}")
+        self.progress(f"{copy}: resuming by hand: it stopped, {attempts[-1].ending}")
         self.runner.start(run, self.plan.nodes)
         return True
 

@@ -235,10 +235,12 @@ def inject(run: RunDir, spec: FaultSpec) -> Injection:
         if step is not None and spec.kind == "save" and spec.trainer is not None:
             step, pids = _kill_in_save(run, spec, spec.trainer)
         if step is None:
-            text = f"attempt {spec.attempt} ended before step {spec.at_step}"
+            message = f"attempt {spec.attempt} ended before step {spec.at_step}"
             if spec.trainer is not None and spec.trainer.checkpoints is not None:
-                text += " with a complete checkpoint" + ", and a save" * (spec.kind == "save")
-            update: dict[str, object] = {"missed": text}
+                message += " with a complete checkpoint"
+                if spec.kind == "save":
+                    message += ", and a save"
+            update: dict[str, object] = {"missed": message}
         else:
             injection = injection.model_copy(update={"step": step})
             update = {"pids": tuple(pids or _inject_now(run, spec, injection))}

@@ -58,9 +58,9 @@ class DrillPlan:
             return self.run.reports / f"drill-{self.number}.jsonl"
         return self.run.path.parent / f"{self.run.name}-drill-{self.number}.jsonl"
 
-    def name(self, part: str) -> str:
+    def name(self, copy: str) -> str:
         """The name of a copy: `reference`, or that of a kind of fault."""
-        return f"{self.run.name}-drill-{self.number}-{part}"
+        return f"{self.run.name}-drill-{self.number}-{copy}"
 
     def config_of(self, kind: FaultKind | None) -> RunConfig:
         """The configuration of a copy; None: of the reference."""
@@ -160,23 +160,23 @@ def _plan_trainer(plan: DrillPlan, command: CommandConfig, steps: int | None) ->
     paths = {"run": command.run, "checkpoints": command.checkpoints}
     if command.progress is not None and is_path(command.progress):
         paths["progress"] = command.progress
-    for name, text in paths.items():
-        if text is not None and "{run}" not in text:
+    for name, path in paths.items():
+        if path is not None and "{run}" not in path:
             raise RunError(
-                f"command.{name}: {text!r} has no {{run}}, so that all copies of the drill would "
+                f"command.{name}: {path!r} has no {{run}}, so that all copies of the drill would "
                 "share a folder; write the folder of its output as {run}/out"
             )
-    most = command.steps
-    if steps is not None and not MIN_STEPS <= steps <= (most or steps):
-        limit = f", and no more than command.steps, {most}" if most else ""
+    limit_steps = command.steps
+    if steps is not None and not MIN_STEPS <= steps <= (limit_steps or steps):
+        limit = f", and no more than command.steps, {limit_steps}" if limit_steps else ""
         raise RunError(f"--steps {steps}: must be {MIN_STEPS} at least{limit}")
     kinds = tuple(k for k in plan.kinds if k != "save" or command.checkpoints is not None)
     if not kinds:
         raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
     config = change(plan.config, None, ["slurm.drain=false"])
-    is_limited = steps not in (None, most)
+    is_limited = steps not in (None, limit_steps)
     return replace(
-        plan, config=config, kinds=kinds, steps=steps or most or 0, is_limited=is_limited
+        plan, config=config, kinds=kinds, steps=steps or limit_steps or 0, is_limited=is_limited
     )
 
 
@@ -218,15 +218,16 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
     return None
 
 
-def parse_kinds(text: str, nodes: int, of_command: bool = False) -> tuple[FaultKind, ...]:
+def parse_kinds(choice: str, nodes: int, of_command: bool = False) -> tuple[FaultKind, ...]:
     """Return the kinds of `--kinds`; RunError if one is unknown or needs more nodes."""
     possible = [kind for kind in FAULT_KINDS if of_command or not FAULTS[kind].of_commands]
-    if text == "all":
+    if choice == "all":
         return tuple(kind for kind in possible if FAULTS[kind].min_nodes <= nodes)
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in choice.split(",") if name.strip()]
     if not names or not set(names) <= set(possible):
         raise RunError(
-            f"--kinds {text!r}: must be all, or some of {', '.join(possible)}, with commas between"
+            f"--kinds {choice!r}: must be all, or some of {', '.join(possible)}, with commas "
+            "between"
         )
     kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
     for kind in kinds:

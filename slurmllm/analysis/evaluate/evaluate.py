@@ -112,10 +112,10 @@ def plan_evaluation(
     `named` are the tasks of --task, `corpus` is the file of --validation-corpus.
     """
     skipped: dict[str, str] = {}
-    text: ValidationText | None = None
+    validation: ValidationText | None = None
     if any(row.task == VALIDATION for located in suites for row in located.suite.rows()):
         try:
-            text = validation_text(target.run, corpus)
+            validation = validation_text(target.run, corpus)
         except UserError as error:
             if VALIDATION in named or corpus is not None:
                 raise
@@ -125,8 +125,8 @@ def plan_evaluation(
 
     def resolve(row: SuiteTask) -> SuiteTask | None:
         """Return the row, that of `validation` named by its text; None if it is skipped."""
-        if row.task == VALIDATION and text is not None:
-            return row.model_copy(update={"task": text.name, "name": row.title})
+        if row.task == VALIDATION and validation is not None:
+            return row.model_copy(update={"task": validation.name, "name": row.title})
         return None if row.task in skipped else row
 
     remaining = tuple(replace(s, suite=s.suite.changed(resolve)) for s in suites)
@@ -141,7 +141,7 @@ def plan_evaluation(
         of_harness = [record for record in records if record.version != LOOP]
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
         version = None if newest is None else newest.version
-    return EvaluationPlan(remaining, text, skipped, version, settings)
+    return EvaluationPlan(remaining, validation, skipped, version, settings)
 
 
 def plan_jobs(

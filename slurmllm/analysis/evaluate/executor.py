@@ -63,7 +63,7 @@ def run_calls(
 
 def run_job(request: JobRequest) -> JobOutcome:
     """Evaluate the tasks of a job; a task that fails does not end the others."""
-    model, text = request.model, request.validation
+    model, validation = request.model, request.validation
     if not model.verified and not model.huggingface:
         faults = verify_entry(read_entry(model.directory)).faults
         if faults:
@@ -79,7 +79,7 @@ def run_job(request: JobRequest) -> JobOutcome:
 
     harness_tasks = []
     for task in request.tasks:
-        if text is not None and task.task.task == text.name:
+        if validation is not None and task.task.task == validation.name:
             evaluate(task, lambda _: validation_record(request))
         else:
             harness_tasks.append(task)

@@ -227,8 +227,8 @@ def _factory_without_code() -> Any:
 
     def make_refusal(folder: Path, resolve: bool) -> Any:
         def refuse(loader: Any, node: Any) -> Any:
-            place = f"{node.start_mark.name}, line {node.start_mark.line + 1}"
-            raise UserError(f"{place}: `!function {node.value}` runs Python code; {_TRUST}")
+            position = f"{node.start_mark.name}, line {node.start_mark.line + 1}"
+            raise UserError(f"{position}: `!function {node.value}` runs Python code; {_TRUST}")
 
         trusted = not resolve or _is_shipped(folder)
         return make_constructor(folder, resolve) if trusted else refuse
@@ -259,7 +259,7 @@ def _factory_without_code() -> Any:
 
 
 def _refuse_code(
-    settings: Mapping[str, Any], place: str, allowed: Collection[str] | None = None
+    settings: Mapping[str, Any], source: str, allowed: Collection[str] | None = None
 ) -> None:
     """Raise UserError if settings run code, at any depth, or a shipped task may not have them."""
     from lm_eval.api import metrics, registry
@@ -269,21 +269,21 @@ def _refuse_code(
     seen = set()  # the aliases of YAML share objects
     while remaining:
         name, value = remaining.pop()
-        text = value if isinstance(value, str) else ""
+        word = value if isinstance(value, str) else ""
         if (
             (callable(value) or name in _CODE_SETTINGS)
-            or (name == "dataset_path" and text in _CODE_READERS)
-            or (name == "metric" and text not in registry.metric_registry)
+            or (name == "dataset_path" and word in _CODE_READERS)
+            or (name == "metric" and word not in registry.metric_registry)
         ):
-            raise UserError(f"{place}: `{name}: {value}` runs code; {_TRUST}")
+            raise UserError(f"{source}: `{name}: {value}` runs code; {_TRUST}")
         if name in _PLACES:
-            raise UserError(f"{place}: `{name}` may copy your files to other folders; {_TRUST}")
+            raise UserError(f"{source}: `{name}` may copy your files to other folders; {_TRUST}")
         if isinstance(value, dict | list) and id(value) not in seen:
             seen.add(id(value))
             remaining += value.items() if isinstance(value, dict) else [(name, v) for v in value]
     for name in sorted(settings.keys() - allowed) if allowed is not None else ():
         raise UserError(
-            f"{place}: `{name}` changes the input of the task's functions, which can make them "
+            f"{source}: `{name}` changes the input of the task's functions, which can make them "
             f"run code; {_TRUST}"
         )
 
@@ -322,8 +322,8 @@ def _check_code(request: TaskRequest, allow_code: bool) -> None:
     if entry.yaml_path and not _is_shipped(entry.yaml_path.resolve()):
         manager._factory._load_full_config(entry)
     if not _is_shipped(request.folder.resolve()):
-        place = f"options of {request.task.task} in the suite"
-        _refuse_code(request.task.options, place, _PROMPT_SETTINGS)
+        source = f"options of {request.task.task} in the suite"
+        _refuse_code(request.task.options, source, _PROMPT_SETTINGS)
 
 
 def _unknown_task(name: str, tasks: Sequence[str]) -> str:
@@ -348,17 +348,17 @@ def resolve_device(device: str) -> str:
 
 def _translate_error(task: str, error: Exception) -> SlurmllmError:
     """Return the harness's error as one of ours, with what to do about it."""
-    text = " ".join(str(error).split())[:300]
-    if "marked as unsafe" in text:
+    message = " ".join(str(error).split())[:300]
+    if "marked as unsafe" in message:
         return UserError(
             f"{task} executes model-written code; pass --allow-code-execution to allow it"
         )
-    if "Dataset scripts are no longer supported" in text:
+    if "Dataset scripts are no longer supported" in message:
         return DataError(
             f"the questions of {task} are a program on the hub, which `datasets` rejects since its "
-            f"version 4 ({text}); choose another task, or write one that reads them from files"
+            f"version 4 ({message}); choose another task, or write one that reads them from files"
         )
-    if too_long := _TOO_LONG.search(text):
+    if too_long := _TOO_LONG.search(message):
         longest, context = too_long.groups()
         return DataError(
             f"{task} lets the model write {longest} tokens, but its context holds {context}, "
@@ -370,15 +370,15 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
     while cause is not None and len(chain) < 20:  # a chain of causes may be circular
         chain += [kind.__name__ for kind in type(cause).__mro__]
         cause = cause.__cause__ or cause.__context__
-    if any(map(_HUB.fullmatch, chain)) or "Hugging Face Hub" in text:
+    if any(map(_HUB.fullmatch, chain)) or "Hugging Face Hub" in message:
         return DataError(
-            f"the data of {task} cannot be fetched here ({text}); fetch it on a machine with a "
+            f"the data of {task} cannot be fetched here ({message}); fetch it on a machine with a "
             "network, with the same command and --fetch, and HF_HOME set to a folder that the "
             "nodes share; set the same HF_HOME for the evaluation"
         )
     if isinstance(error, ModuleNotFoundError):
         return UserError(f"the harness needs {error.name}, which is not installed; {REMEDY}")
-    return DataError(f"{type(error).__name__}: {text}")
+    return DataError(f"{type(error).__name__}: {message}")
 
 
 def fetch(request: TaskRequest, allow_code: bool) -> None:

@@ -49,9 +49,9 @@ class ScoreRow:
         if model not in self.references:
             return ABSENT
         error = self.reference_errors.get(model)
-        text = number(self.references[model]) + ("" if error is None else f" ± {error:.2g}")
+        figure = number(self.references[model]) + ("" if error is None else f" ± {error:.2g}")
         difference = self.difference(model, steps[-1]) if steps else None
-        return text if difference is None else f"{text} ({difference:+.1f} SE)"
+        return figure if difference is None else f"{figure} ({difference:+.1f} SE)"
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def suite_table(
                 matching = [record for record in matching if record.limit == limit]
             elif any(record.limit is not None for record in matching):
                 # Scores of different numbers of questions are not comparable: only one is shown.
-                most = max(math.inf if r.limit is None else r.limit for r in matching)
-                matching = [r for r in matching if (r.limit or math.inf) == most]
+                max_limit = max(math.inf if r.limit is None else r.limit for r in matching)
+                matching = [r for r in matching if (r.limit or math.inf) == max_limit]
             # One record of each step: the newest.
             by_time = sorted(matching, key=lambda record: record.evaluated_at)
             newest = {record.step: record for record in by_time}
@@ -138,12 +138,22 @@ def suite_table(
             name = row.name.partition(" (first ")[0]
             group_rows[index] = replace(
                 row,
-                references={model: of[name] for model, of in published.items() if name in of},
-                reference_errors={model: of[name] for model, of in errors.items() if name in of},
+                references={
+                    model: of_model[name]
+                    for model, of_model in published.items()
+                    if name in of_model
+                },
+                reference_errors={
+                    model: of_model[name] for model, of_model in errors.items() if name in of_model
+                },
             )
         rows += group_rows
         if group.average and len(group.tasks) > 1:
-            of_average = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
+            of_average = {
+                model: of_model[AVERAGE]
+                for model, of_model in errors.items()
+                if AVERAGE in of_model
+            }
             average = _average(group.name, group_rows, len(group.tasks), published)
             rows += [replace(row, reference_errors=of_average) for row in average]
     scored = tuple(sorted(steps))

@@ -93,8 +93,8 @@ class Suite(Section):
         unknown = [
             f"{reference.model}: {group} / {row}"
             for reference in self.references
-            for part in (reference.figures, reference.errors)
-            for group, figures in part.items()
+            for table in (reference.figures, reference.errors)
+            for group, figures in table.items()
             for row in figures
             if row not in rows.get(group, set())
         ]
@@ -187,8 +187,8 @@ def read_suite(path: Path) -> Suite:
         rule = _RULES.get(kind, item["msg"].removeprefix("Value error, "))
         if kind.startswith("model_") and field.rpartition(".")[0].endswith("tasks"):
             rule += ", such as {task: piqa}"
-        shown = f" (is {value!r:.60})" if isinstance(value, str | int | float) else ""
-        faults.append(f"{field}: {rule.replace('Input should be', 'must be')}{shown}")
+        value_note = f" (is {value!r:.60})" if isinstance(value, str | int | float) else ""
+        faults.append(f"{field}: {rule.replace('Input should be', 'must be')}{value_note}")
     raise ConfigError(f"{path}: {format_plural(len(faults), 'error')}", faults)
 
 
@@ -246,8 +246,8 @@ def logiqa_questions(**files: Any) -> dict[str, Any]:
     """
     from datasets import Dataset, DownloadConfig, DownloadManager
 
-    def spaced(text: str) -> str:
-        return text.replace(".", ". ").strip()
+    def spaced(sentence: str) -> str:
+        return sentence.replace(".", ". ").strip()
 
     def rows(path: str) -> Iterator[dict[str, Any]]:
         for block in Path(path).read_text("utf-8").strip().split("\n\n"):

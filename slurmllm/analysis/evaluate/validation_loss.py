@@ -75,7 +75,9 @@ def held_out_loss(
     with torch.inference_mode():
         while group := list(itertools.islice(rows, size)):
             labels = _tensor([batch.labels(IGNORED) for batch in group], device)
-            places = [place for batch in group if (place := batch.positions) is not None]
+            places = [
+                row_positions for batch in group if (row_positions := batch.positions) is not None
+            ]
             positions = _tensor(places, device) if places else None
             mean = model(_tensor([batch.inputs for batch in group], device), labels, positions)
             # The decoder's loss is the mean over all labels, where masked ones count as zero.

@@ -51,13 +51,13 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
     return ValidationText(run.path, None, VALIDATION)
 
 
-def cache_key_parts(text: ValidationText, tokenizer: Path | None) -> dict[str, Any]:
+def cache_key_parts(validation: ValidationText, tokenizer: Path | None) -> dict[str, Any]:
     """Return what the loss depends on, except the checkpoint, its data order and tokenizer name."""
     parts: dict[str, Any] = {"loop": LOOP}
-    if text.corpus is not None:
-        parts["corpus"] = "".join(map(_digest, corpus_files(text.corpus)))
-    elif text.run is not None:
-        parts["validation"] = load(RunDir(text.run).config).recipe.data.validation
+    if validation.corpus is not None:
+        parts["corpus"] = "".join(map(_digest, corpus_files(validation.corpus)))
+    elif validation.run is not None:
+        parts["validation"] = load(RunDir(validation.run).config).recipe.data.validation
     if tokenizer is not None:
         parts["tokenizer"] = _digest(tokenizer)
     return parts
@@ -65,7 +65,7 @@ def cache_key_parts(text: ValidationText, tokenizer: Path | None) -> dict[str, A
 
 @contextlib.contextmanager
 def stream_spec(
-    text: ValidationText, directory: Path, tokenizer: Path | None
+    validation: ValidationText, directory: Path, tokenizer: Path | None
 ) -> Iterator[StreamSpec]:
     """Yield the data stream for a checkpoint, with one sequence in a batch.
 
@@ -76,18 +76,18 @@ def stream_spec(
     named = tokenizer or (imported if imported.is_file() else None)
     seed, mask, share, corpora = 0, "none", 0.0, []
     modules: tuple[str, ...] = ()
-    if text.run is not None:
-        recipe = load(RunDir(text.run).config).recipe
+    if validation.run is not None:
+        recipe = load(RunDir(validation.run).config).recipe
         seed, mask = recipe.train.seed, recipe.data.mask
         if named is None and recipe.data.tokenizer is not None:
             named = Path(recipe.data.tokenizer)
         corpora = [(Path(corpus.path), corpus.weight) for corpus in recipe.data.corpora]
         share = recipe.data.validation
         if recipe.plugins:  # imported, so that no other user may have named them
-            modules = load(RunDir(text.run).config, trusted=True).recipe.plugins
+            modules = load(RunDir(validation.run).config, trusted=True).recipe.plugins
     with contextlib.ExitStack() as stack:
-        if text.corpus is not None:
-            corpora = [(stack.enter_context(_as_corpus(text.corpus)), 1.0)]
+        if validation.corpus is not None:
+            corpora = [(stack.enter_context(_as_corpus(validation.corpus)), 1.0)]
             share = 0.0
         yield StreamSpec(
             corpora=corpora,
@@ -98,7 +98,7 @@ def stream_spec(
             vocab_size=model.vocab_size,
             mask="document" if mask == "document" else "none",
             validation=share,
-            split="train" if text.corpus is not None else "validation",
+            split="train" if validation.corpus is not None else "validation",
             plugins=modules,
         )
 

@@ -51,10 +51,10 @@ def write_comparison(
         StorageError: the page cannot be written.
     """
     a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
-    shown = [("A", a), *((each.label, each.curve) for each in drawn)]
+    labelled = [("A", a), *((each.label, each.curve) for each in drawn)]
     runs = [
         RunFacts(f"{label}: {curve.name}", curve.path, curve.kind, curve=curve)
-        for label, curve in shown
+        for label, curve in labelled
     ]
     of_runs = figures(runs)
     names = {name for each in comparisons for name in each.metrics}
@@ -64,7 +64,9 @@ def write_comparison(
         bit_identical = all(metric.bit_identical for metric in of_metric)
         differences.append(_difference(runs, a, drawn, name, bit_identical))
     differences.sort(key=lambda block: isinstance(block, Paragraph))
-    settings = settings_table({f.name: c.settings for f, (_, c) in zip(runs, shown, strict=True)})
+    settings = settings_table(
+        {f.name: c.settings for f, (_, c) in zip(runs, labelled, strict=True)}
+    )
     sections = filled(
         {
             "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
@@ -104,7 +106,7 @@ def _difference(
         limit = 0.0
     figure = CurveFigure("relative difference", log=True, limit=limit)
     for number, each in enumerate(drawn, 1):
-        points = each.alignment.of(metric)
+        points = each.alignment.points_of(metric)
         values = relative_difference(points.a, points.b)
         rows = thin_rows(values, _MAX_ROWS)
         # 0 has no place on a logarithmic axis.

@@ -67,7 +67,7 @@ def sections(
     `sweeps` are the tables of sweeps: their runs by rank.
     """
     verdicts = [Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs]
-    warnings = [f"{facts.name}: {text}" for facts in runs for text in facts.warnings]
+    warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
     contents: dict[str, tuple[str, Iterable[Block]]] = {
         "loss": ("Loss", plots_of("loss", drawn)),
         "sweep": ("Runs by rank", sweeps),
@@ -115,7 +115,7 @@ def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
             share = f"; {metric.one_step_share:.1%} of them last one step" if metric.count else ""
             published = f" ({metric.reference})" if share and metric.reference else ""
             yield Paragraph(f"a spike: {metric.definition}{share}{published}")
-            if doubts := [text for text in metric.warnings if text not in facts.warnings]:
+            if doubts := [warning for warning in metric.warnings if warning not in facts.warnings]:
                 yield Bullets(doubts)
             if metric.spikes:
                 yield Table(*metric.highest_spikes())
@@ -145,8 +145,8 @@ def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
 def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
     """Yield verdict and causes of each run against the first, and the settings that differ."""
     comparisons = [facts.comparison for facts in runs if facts.comparison is not None]
-    for comparison, (text, title) in zip(comparisons, comparison_texts(runs), strict=True):
-        yield Paragraph(text, strong=title)
+    for comparison, (verdict, title) in zip(comparisons, comparison_texts(runs), strict=True):
+        yield Paragraph(verdict, strong=title)
         if not isinstance(comparison, str) and comparison.causes:
             yield causes_table(comparison)
     table = settings_table({f.name: f.curve.settings for f in runs if f.curve})
@@ -208,9 +208,9 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
         if facts.saved:
             num_kept = sum(checkpoint.state == "kept" for checkpoint in facts.saved)
-            text = f"{format_plural(len(facts.saved), 'checkpoint')} saved, {num_kept} kept"
+            summary = f"{format_plural(len(facts.saved), 'checkpoint')} saved, {num_kept} kept"
             table = tables.checkpoints_table(facts)
             if (more := len(facts.saved) - len(table.rows)) > 0:
-                text += f"; {more:,} removed ones are not listed"
-            yield Paragraph(text, strong=facts.name)
+                summary += f"; {more:,} removed ones are not listed"
+            yield Paragraph(summary, strong=facts.name)
             yield table

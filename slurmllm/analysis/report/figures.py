@@ -269,7 +269,7 @@ def _add_lines(
         return
     names = {metric: ""}
     if metric in ("loss", VAL_LOSS):
-        names |= {name: f"validation {text}".strip() for name, text in curve.validation.items()}
+        names |= {name: f"validation {corpus}".strip() for name, corpus in curve.validation.items()}
     for index, (name, label) in enumerate(names.items()):
         values = _series(curve, name)
         if values is None:
@@ -326,7 +326,7 @@ def _add_marks(
             **_MARKS[kind],
             "legendgroup": kind,
             "showlegend": kind not in legend,
-            "text": [escape(text).replace("\n", "<br>") for _, text in latest],
+            "text": [escape(note).replace("\n", "<br>") for _, note in latest],
         }
         look["marker"] = look["marker"] | {"color": color, "line": {"width": 1, "color": color}}
         figure.add(look, positions.select_steps(curve, steps), y)
@@ -429,8 +429,8 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
         color = RUN_COLORS[number % len(RUN_COLORS)]
         first, speed, _ = points[0]
         line = {"x": nodes, "y": [point[1] for point in points]}
-        text = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
-        data.append({"name": escape(label), "text": text, "line": {"color": color}, **line})
+        notes = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
+        data.append({"name": escape(label), "text": notes, "line": {"color": color}, **line})
         ends = {"x": [first, max(nodes)], "y": [speed, speed * max(nodes) / first]}
         look = {"color": color, "dash": "dot", "width": 1}
         data.append({"name": "linear", "mode": "lines", "hoverinfo": "skip", "line": look, **ends})
@@ -446,14 +446,14 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
         return
     data = [
         {
-            "name": part.replace("_", " "),
+            "name": time_part.replace("_", " "),
             "y": [escape(name) for name, _ in runs_used],
-            "x": [100.0 * used.shares[part] for _, used in runs_used],
-            "customdata": [used.parts[part] for _, used in runs_used],
-            "marker": {"color": PART_COLORS[part]},
+            "x": [100.0 * used.shares[time_part] for _, used in runs_used],
+            "customdata": [used.parts[time_part] for _, used in runs_used],
+            "marker": {"color": PART_COLORS[time_part]},
         }
-        for part in TIME_PARTS
-        if any(used.parts[part] for _, used in runs_used)
+        for time_part in TIME_PARTS
+        if any(used.parts[time_part] for _, used in runs_used)
     ]
     figure = _fixed_figure("utilization", data)
     title, height = "Where the node hours went", 210 + 34 * len(runs_used)

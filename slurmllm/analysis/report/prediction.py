@@ -188,7 +188,7 @@ def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[Predi
         ("forward and backward", early, steady.split.forward_backward_s),
         ("optimizer and norms", late, steady.split.optimizer_s),
     ):
-        seconds = sum(predicted[part] for part in parts)
+        seconds = sum(predicted[term] for term in parts)
         yield _row(name, seconds, measured, "s", _listed(predicted, parts))
     yield _row("rest", 0.0, steady.split.rest_s, "s", "workers agree on stops and saves")
 

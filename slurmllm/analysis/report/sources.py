@@ -157,7 +157,7 @@ def _read_run(
         curve=curve,
         mesh=mesh if command is None else None,  # its trainer makes one of its own
         attempts=attempts,
-        cancelled=any(sent.cancelled_at is not None for sent in submissions[-1:]),
+        cancelled=any(submission.cancelled_at is not None for submission in submissions[-1:]),
         used=used,
         lost=tuple(find_recoveries(history)),
         rates=tuple(rates),

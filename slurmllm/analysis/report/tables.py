@@ -67,7 +67,7 @@ class Table:
     caption: str = ""
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, str]], caption: str = "") -> Table:
+    def from_rows(cls, rows: Sequence[Mapping[str, str]], caption: str = "") -> Table:
         """Return a table of rows as heading → cell, all with the same headings."""
         return cls(tuple(rows[0]), [tuple(row.values()) for row in rows], caption)
 
@@ -255,14 +255,14 @@ def attempts_table(facts: RunFacts) -> Table:
                 "evidence": "; ".join(attempt.evidence) or ABSENT,
             }
         )
-    return Table.of(rows)
+    return Table.from_rows(rows)
 
 
 def checkpoints_table(facts: RunFacts) -> Table:
     """Return the checkpoints on disk, and the latest removed ones."""
     removed = [checkpoint for checkpoint in facts.saved if checkpoint.state == "removed"]
     left_out = set(removed[:-_SHOWN_REMOVED])
-    return Table.of(
+    return Table.from_rows(
         [
             {
                 "step": format_integer(checkpoint.step),
@@ -312,13 +312,13 @@ def scores_table(scores: ScoreTable) -> Table:
     )
     compared = any(row.difference(m, steps[-1]) is not None for row in scores.rows for m in models)
     note = "SE: newest score less published one, in standard errors of the two" if compared else ""
-    caption = ". ".join(part for part in (tokens, sources, note) if part)
+    caption = ". ".join(sentence for sentence in (tokens, sources, note) if sentence)
     return Table(("group", "task", "shots", "metric", *columns, *models), rows, caption)
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     """Return AWS's columns that `slurmllm plan` has too, with the same names."""
-    return Table.of(
+    return Table.from_rows(
         [
             {heading: form(values[key]) for heading, (key, form) in _SCALING.items()}
             for values in (row.to_json() for row in rows)
@@ -333,10 +333,10 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
         columns["total"] = sum_utilization(list(used.values()))
     every = columns.values()
     rows: list[tuple[str, ...]] = [("node hours", *(format_hours(u.node_hours) for u in every))]
-    for part in TIME_PARTS:
-        if any(u.parts[part] for u in every):
-            cells = (f"{format_hours(u.parts[part])}  {100 * u.shares[part]:5.2f} %" for u in every)
-            rows.append((f"  {part.replace('_', ' ')}", *cells))
+    for name in TIME_PARTS:
+        if any(u.parts[name] for u in every):
+            cells = (f"{format_hours(u.parts[name])}  {100 * u.shares[name]:5.2f} %" for u in every)
+            rows.append((f"  {name.replace('_', ' ')}", *cells))
     rows += [
         ("effective utilization", *(format_percent(u.effective) for u in every)),
         ("wall time, h", *(format_hours(u.wall_hours) for u in every)),
@@ -368,12 +368,12 @@ def recoveries_table(lost: Sequence[FailureRecovery]) -> Table:
         for recovery in lost[-_SHOWN_RECOVERIES:]
     ]
     more = len(lost) - len(rows)
-    return Table.of(rows, f"… and {more} before these" if more else "")
+    return Table.from_rows(rows, f"… and {more} before these" if more else "")
 
 
 def endings_table(lost: Sequence[FailureRecovery]) -> Table:
     """Return the recoveries summed by class, the costliest first."""
-    return Table.of(
+    return Table.from_rows(
         [
             {
                 "class": loss.ending,

@@ -108,9 +108,9 @@ def write_report(
     write_page(page, heading, sections(runs, figures(runs), sweeps))
 
 
-def utf8(text: str) -> str:
+def utf8(value: str) -> str:
     """Return a text with `?` for bytes of names that are no UTF-8."""
-    return text.encode(errors="replace").decode()
+    return value.encode(errors="replace").decode()
 
 
 # Of an analysis of spikes: the lists of single ones

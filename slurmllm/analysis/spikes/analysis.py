@@ -191,11 +191,11 @@ def growth_of(
     # fmin, not minimum: a window without a finite value has no mean (NaN).
     lowest = np.fmin.accumulate(means)
     rise = means - lowest
-    there = np.flatnonzero(np.isfinite(rise))
-    if not there.size:
+    finite = np.flatnonzero(np.isfinite(rise))
+    if not finite.size:
         return None
-    at = steps[window - 1 :]
-    top = int(there[np.argmax(rise[there])])
+    ends = steps[window - 1 :]
+    top = int(finite[np.argmax(rise[finite])])
     # The standard error of a mean of `window` steps is noise / √window.
     noise = _NOISE_ERRORS * noise_of(values) / math.sqrt(window)
     # A gradient norm grows by itself, as the loss falls: only a multiple is a sign.
@@ -206,13 +206,13 @@ def growth_of(
     longest = int(np.argmax(lengths)) if lengths.size else None
     return Growth(
         largest=float(rise[top]),
-        step=int(at[top]),
+        step=int(ends[top]),
         lowest=float(lowest[top]),
-        lowest_step=int(at[np.nanargmin(means[: top + 1])]),
-        at_end=float(rise[there[-1]]),
+        lowest_step=int(ends[np.nanargmin(means[: top + 1])]),
+        at_end=float(rise[finite[-1]]),
         limit=float(limit[top]),
         longest=0 if longest is None else int(lengths[longest]),
-        longest_from=None if longest is None else int(at[first[longest]]),
+        longest_from=None if longest is None else int(ends[first[longest]]),
     )
 
 
@@ -251,8 +251,8 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
 def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
     if norms is None or not np.isfinite(norms).any():
         return None
-    there = np.isfinite(norms)
-    steps, norms = steps[there], norms[there]
+    finite = np.isfinite(norms)
+    steps, norms = steps[finite], norms[finite]
     first, last = float(norms[0]), float(norms[-1])
     half = len(norms) // 2
     steps, norms = steps[half:], norms[half:]
@@ -260,10 +260,12 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
     direction: Direction | None = None
     if len(norms) > 1:
         # The slope after Theil and Sen, which single outliers do not change
-        at = _block_medians(steps.astype(np.float64), _BLOCKS)
+        block_steps = _block_medians(steps.astype(np.float64), _BLOCKS)
         medians = _block_medians(norms, _BLOCKS)
-        i, j = np.triu_indices(len(at), 1)
-        slope = 1000.0 * float(np.median((medians[j] - medians[i]) / (at[j] - at[i])))
+        i, j = np.triu_indices(len(block_steps), 1)
+        slope = 1000.0 * float(
+            np.median((medians[j] - medians[i]) / (block_steps[j] - block_steps[i]))
+        )
         changes = np.diff(_block_medians(norms, _DIRECTION_BLOCKS))
         falling: Direction = "falling" if (changes < 0).all() else "neither"
         direction = "rising" if (changes > 0).all() else falling
@@ -278,7 +280,7 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
 
 def _block_medians(values: Floats, blocks: int) -> Floats:
     parts = np.array_split(values, min(blocks, len(values)))
-    return np.array([np.median(part) for part in parts])
+    return np.array([np.median(block) for block in parts])
 
 
 def window_means(values: Floats, window: int) -> Floats:

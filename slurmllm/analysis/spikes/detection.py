@@ -75,11 +75,13 @@ def analyze(
     metrics = logged or ["loss"] if metric is None else [metric]
     # Differences of values near the largest float overflow to infinity, which is correct here.
     with np.errstate(over="ignore", invalid="ignore"):
-        first, *others = [_find_spikes(curve, name, definition) for name in metrics]
-    if not others:
+        first, *of_grad_norm = [_find_spikes(curve, name, definition) for name in metrics]
+    if not of_grad_norm:
         return first
-    warnings = tuple(text for text in others[0].warnings if text not in first.warnings)
-    second = others[0].model_copy(update={"warnings": warnings})
+    warnings = tuple(
+        warning for warning in of_grad_norm[0].warnings if warning not in first.warnings
+    )
+    second = of_grad_norm[0].model_copy(update={"warnings": warnings})
     return first.model_copy(update={"grad_norm_spikes": second})
 
 
@@ -361,9 +363,9 @@ def _describe_spikes(analysis: SpikeAnalysis) -> Iterator[str]:
         which = "it came" if count == 1 else "they came"
         after = _steps(round(analysis.returned_after_median)) + (" (median)" if count > 1 else "")
         yield f"{which} back to the mean after {after}"
-    for number, what in (
+    for number, event in (
         (analysis.at_restarts, "a restart"),
         (analysis.at_skips, "skipped batches"),
     ):
         if number:
-            yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"
+            yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {event}"

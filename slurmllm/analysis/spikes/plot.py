@@ -98,8 +98,10 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
         axes.axvline(step - 0.5, color="#777777", linewidth=1, ls=style, zorder=1, label=label)
     if analysis.spikes:
         label = f"more than {analysis.threshold:g} above the mean of {analysis.window} steps"
-        at = [spike.peak_step for spike in analysis.spikes]
-        axes.plot(at, peaks, linestyle="", marker="v", markersize=5, color=_SPIKE, label=label)
+        peak_steps = [spike.peak_step for spike in analysis.spikes]
+        axes.plot(
+            peak_steps, peaks, linestyle="", marker="v", markersize=5, color=_SPIKE, label=label
+        )
     for number, bad in enumerate(analysis.not_finite):
         label = None if number else "not a finite number"
         axes.axvspan(bad.step - 0.5, bad.last_step + 0.5, color="#f2a65a", alpha=0.6, label=label)

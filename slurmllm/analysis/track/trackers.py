@@ -185,9 +185,9 @@ def variables(config: RunConfig) -> dict[str, str]:
     }
 
 
-def without_secrets(text: str, config: RunConfig) -> str:
+def without_secrets(message: str, config: RunConfig) -> str:
     """Return a message of a tracker's package without the values of secret variables."""
     for name, value in {**os.environ, **variables(config)}.items():
         if name.startswith(("WANDB_", "MLFLOW_")) and is_secret(name, value):
-            text = text.replace(value, MASK)
-    return text
+            message = message.replace(value, MASK)
+    return message

@@ -70,11 +70,11 @@ class EvaluationHook(Hook):
         if job.stage == "precompile":
             return
         seconds = time.monotonic() - began
-        shown = "  ".join(
+        listing = "  ".join(
             f"{name} loss {loss:.4f}, perplexity {perplexity(loss):.2f}"
             for name, loss in losses.items()
         )
-        log.info("evaluated step %d in %.2f s: %s", job.step, seconds, shown)
+        log.info("evaluated step %d in %.2f s: %s", job.step, seconds, listing)
         finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
         job.events.add("evaluation", job.step, seconds=seconds, waited_s=seconds, values=finite)
         for reader in self._readers:
@@ -83,11 +83,11 @@ class EvaluationHook(Hook):
     def _loss(self, passes: Sequence[EvaluationStep]) -> float:
         """Return the mean loss over all targets of a text, equal on all workers (collective)."""
         total = 0.0
-        for part in passes:
+        for step in passes:
             self._job.phases.begin("evaluating", self._job.step)
-            mean = self._job.backend.evaluate(part.micro_batches, part.num_targets)
-            total += float(mean) * part.num_targets
-        return total / sum(part.num_targets for part in passes)
+            mean = self._job.backend.evaluate(step.micro_batches, step.num_targets)
+            total += float(mean) * step.num_targets
+        return total / sum(step.num_targets for step in passes)
 
 
 def _read_texts(job: Job) -> dict[str, list[EvaluationStep]]:
@@ -96,7 +96,7 @@ def _read_texts(job: Job) -> dict[str, list[EvaluationStep]]:
     for name, spec in evaluation_texts(StreamSpec.of(recipe), settings.corpora).items():
         passes = make_passes(spec, settings.sequences, job.mesh, rank)
         texts[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)
-        if not any(part.num_targets for part in texts[name]):
+        if not any(step.num_targets for step in texts[name]):
             raise DataError(
                 f"eval: the first {settings.sequences} sequences of {name} have no target tokens; "
                 "raise eval.sequences, or choose another corpus"
@@ -122,7 +122,7 @@ def make_passes(spec: StreamSpec, limit: int, mesh: Mesh, rank: int) -> Iterator
         positions = [batch.positions for batch in group if batch.positions is not None]
         whole = np.concatenate(positions)[rows % len(group)] if positions else None
         micro_batches = [
-            MicroBatch(inputs[part], labels[part], None if whole is None else whole[part])
-            for part in np.split(np.arange(len(rows)), count)
+            MicroBatch(inputs[indices], labels[indices], None if whole is None else whole[indices])
+            for indices in np.split(np.arange(len(rows)), count)
         ]
         yield EvaluationStep(micro_batches, targets)

@@ -156,7 +156,7 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
         value = values[path]
         if value is not None:
             listed = isinstance(value, list | tuple)
-            settings[path] = ", ".join(str(part) for part in value) if listed else value
+            settings[path] = ", ".join(str(element) for element in value) if listed else value
     settings |= {
         "train.micro_batch": mesh.micro_batch,
         "parallel.tensor": mesh.tensor,

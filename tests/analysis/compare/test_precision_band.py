@@ -97,7 +97,7 @@ def limits_of(curve: Curve, *precisions: str) -> dict[str, Any]:
     from slurmllm.analysis.compare.alignment import Alignment
 
     alignment = Alignment(curve, curve, "step", None, None)
-    points = {name: alignment.of(name) for name in COLUMNS}
+    points = {name: alignment.points_of(name) for name in COLUMNS}
     nothing = {name: np.zeros(len(curve.steps)) for name in COLUMNS}
     return precision_limits(curve, precisions, points, nothing, Tolerances(loss=0, grad_norm=0))
 

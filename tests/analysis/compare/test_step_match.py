@@ -257,7 +257,7 @@ def test_gaps_counters_set_back_and_axes_that_are_not_known() -> None:
     steps = np.concatenate((every(7, 301), every(7, 1000, 700)))
     a = curve("a", every(10), loss=smooth(every(10)))
     result = Alignment(a, curve("b", steps, loss=smooth(steps)), "step", None, None)
-    points = result.of("loss")
+    points = result.points_of("loss")
     assert not ((points.steps > 301) & (points.steps < 700)).any()
     np.testing.assert_allclose(points.a, points.b, rtol=1e-3)
     a = curve("a", every(1, 9), loss=smooth(every(1, 9)), tokens=every(1, 9) * 8.0)

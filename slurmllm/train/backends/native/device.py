@@ -187,9 +187,10 @@ class Cuda(Accelerator):
                 f"cluster.device: cuda: PyTorch {torch.__version__} finds no GPU on {host}; run "
                 "on a node that has some (without --local, in a job), and see `nvidia-smi` there"
             )
+        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
         return (
-            f"cluster.devices_per_node: local rank {local_rank} has no GPU: {host} has {count} "
-            f"GPU{'s' * (count > 1)}; --set cluster.devices_per_node={count}"
+            f"cluster.devices_per_node: local rank {local_rank} has no GPU: {host} has {gpus}; "
+            f"--set cluster.devices_per_node={count}"
         )
 
     def pin(self, memory: Tensor) -> str | None:
