@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(
 _STYLE = re.compile(r"\x1b\[(?:(?:[0-2]|22|3[0-79]|9[0-7])(?:;(?=\d)|(?=m)))*m")
 
 
-def printable(text: str, styles: bool = False) -> str:
+def printable(value: str, styles: bool = False) -> str:
     """Remove from a text what would steer a terminal; lines and tabs stay.
 
     Args:
@@ -33,7 +33,9 @@ def printable(text: str, styles: bool = False) -> str:
             return "\ufffd"
         return match[0] if styles and _STYLE.fullmatch(match[0]) else ""
 
-    return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(replacement, text)
+    if value.isascii() and value.isprintable():
+        return value
+    return _UNPRINTABLE.sub(replacement, value)
 
 
 def format_integer(number: int | None) -> str:
@@ -118,9 +120,9 @@ def format_duration(seconds: float | None) -> str:
     """`1:02:03`; empty if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return ""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}"
 
 
 def format_age(seconds: float) -> str:
@@ -148,7 +150,7 @@ def _format_time(unix_s: float, form: str, zone: tzinfo | None = None) -> str:
         return f"{unix_s:g}"
 
 
-def format_names(names: Sequence[str], most: int = 8) -> str:
+def format_names(names: Sequence[str], limit: int = 8) -> str:
     """`n1, n2 and 5 more`."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more:,} more" if more > 0 else "")

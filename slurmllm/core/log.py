@@ -87,9 +87,9 @@ def setup_logging(rank: int | None = None) -> None:
         logger.warning("%s=%s is not a level; choose %s; using info", LEVEL, level, levels)
 
 
-def parse_line(text: str) -> LogLine | None:
+def parse_line(line: str) -> LogLine | None:
     """Parse a line of a log; None if it is not a log record, such as a library's output."""
-    match = _LINE.match(text)
+    match = _LINE.match(line)
     if match is None:
         return None
     try:
@@ -100,7 +100,7 @@ def parse_line(text: str) -> LogLine | None:
     return LogLine(time, match["level"], match["node"], rank, match["component"], match["message"])
 
 
-def message_of(text: str) -> str:
+def message_of(line: str) -> str:
     """Return the message of a log line without its prefix; other lines unchanged."""
-    match = _LINE.match(text)
-    return match["message"] if match is not None else text
+    match = _LINE.match(line)
+    return match["message"] if match is not None else line

@@ -134,8 +134,8 @@ def inspect_corpus(
         documents = picked[begin : begin + _AT_ONCE].tolist()
         end = begin + len(documents)
         sizes[begin:end] = [source.document_size(document) for document in documents]
-        most = None if whole else _SAMPLED_PIECES
-        tokens[begin:end], num_trained, num_answers = _count_tokens(source, documents, most)
+        max_pieces = None if whole else _SAMPLED_PIECES
+        tokens[begin:end], num_trained, num_answers = _count_tokens(source, documents, max_pieces)
         trained, answers = trained + num_trained, answers + num_answers
         seen += int(sizes[begin:end].sum())
         on_progress(seen)
@@ -203,17 +203,17 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
 
 
 def _count_tokens(
-    source: Source, documents: list[int], most: int | None
+    source: Source, documents: list[int], max_pieces: int | None
 ) -> tuple[list[int], int, int]:
     """Count the tokens of each document, those that are trained, and the answers.
 
-    Tokens of a long document are extrapolated from `most` of its pieces.
+    Tokens of a long document are extrapolated from `max_pieces` of its pieces.
     """
     requests: list[Request] = []
     spans: list[tuple[int, int]] = []  # pieces read, pieces of the document
     for document in documents:
         pieces = source.num_pieces(document)
-        read = min(pieces, most or pieces)
+        read = min(pieces, max_pieces or pieces)
         requests += [(document, pieces * index // read) for index in range(read)]
         spans.append((read, pieces))
     pieces_read = source.read(requests)
@@ -234,9 +234,9 @@ def _describe_lengths(tokens: Integers) -> Lengths:
     median, p90, p99 = (int(quantile) for quantile in quantiles)
     places = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^place ≤ tokens < 2^(place + 1)
     buckets = []
-    for place in range(int(places.min()), int(places.max()) + 1):
-        share = float(np.count_nonzero(places == place)) / len(tokens)
-        buckets.append(LengthBucket(least=1 << place, below=2 << place, share=share))
+    for exponent in range(int(places.min()), int(places.max()) + 1):
+        share = float(np.count_nonzero(places == exponent)) / len(tokens)
+        buckets.append(LengthBucket(least=1 << exponent, below=2 << exponent, share=share))
     return Lengths(
         mean=float(tokens.mean()),
         median=median,

@@ -205,7 +205,7 @@ class SlotGroup:
                     expected = stream.missing(self._width) * rate
                     count = min(_MOST_PIECES, math.ceil(expected + math.sqrt(expected)))
                 requests.append(stream.request(count))
-            pieces = source.read([request for part in requests for request in part])
+            pieces = source.read([request for batch in requests for request in batch])
             read[0] += len(pieces.tokens)
             read[1] += len(pieces.ends)
             empty = 0 if len(pieces.tokens) else self._empty_pieces[corpus] + len(pieces.ends)
@@ -220,8 +220,8 @@ class SlotGroup:
                 empty = 0
             self._empty_pieces[corpus] = empty
             first = begin = 0
-            for stream, part in zip(short, requests, strict=True):
-                ends = pieces.ends[first : first + len(part)]
+            for stream, batch in zip(short, requests, strict=True):
+                ends = pieces.ends[first : first + len(batch)]
                 end = int(ends[-1])
                 stream.append(pieces.tokens[begin:end], pieces.marks[begin:end], ends - begin)
-                first, begin = first + len(part), end
+                first, begin = first + len(batch), end

@@ -242,7 +242,7 @@ def single_sequences(spec: StreamSpec, limit: int) -> Iterator[Batch]:
             # Past its last document a slot starts over: such a sequence has documents that were
             # read before.
             if number and any(
-                slot[place * POSITION] >= count for place, count in enumerate(documents)
+                slot[index * POSITION] >= count for index, count in enumerate(documents)
             ):
                 return
             yield batch

@@ -111,9 +111,9 @@ class TokenEncoder:
         """Largest id + 1: the smallest vocabulary of a model; ids may have gaps."""
         return count_ids(self._tokenizer)
 
-    def encode(self, text: str) -> npt.NDArray[np.int32]:
+    def encode(self, document: str) -> npt.NDArray[np.int32]:
         """Return the token ids of a document and its end-of-document token, int32."""
-        (ids,) = self.encode_batch([text])
+        (ids,) = self.encode_batch([document])
         return np.array([*ids, self.end_of_document], dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -191,7 +191,7 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
 
 
 @contextmanager
-def _library_errors(path: Path, what: str) -> Iterator[None]:
+def _library_errors(path: Path, action: str) -> Iterator[None]:
     """Raise errors of the library, which is written in Rust, as DataError."""
     try:
         yield
@@ -201,7 +201,8 @@ def _library_errors(path: Path, what: str) -> Iterator[None]:
         if not panicked and (isinstance(error, MemoryError) or not isinstance(error, Exception)):
             raise
         raise DataError(
-            f"{path} {what}: {error}; name another one, or make one with `slurmllm tokenizer train`"
+            f"{path} {action}: {error}; name another one, or make one with "
+            "`slurmllm tokenizer train`"
         ) from error
 
 

@@ -81,7 +81,7 @@ def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
     return LayoutEstimate(
         config=config,
         mesh=mesh,
-        memory=MemoryUse(max(parts, key=lambda of: sum(of.values())), hardware.usable_bytes),
+        memory=MemoryUse(max(parts, key=lambda use: sum(use.values())), hardware.usable_bytes),
         step=step_time(config, mesh),
         model_flops=model_flops(config.recipe.model, mesh.global_batch),
     )

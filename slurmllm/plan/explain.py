@@ -70,9 +70,9 @@ PARTS = {
 }
 
 
-def explain_parts(text: str) -> list[str]:
-    """Return a line on the parts of memory that `text` names, if some need it."""
-    named = [name for name in PARTS if re.search(rf"(^|[:,] ){name} [0-9]", text)]
+def explain_parts(message: str) -> list[str]:
+    """Return a line on the parts of memory that `message` names, if some need it."""
+    named = [name for name in PARTS if re.search(rf"(^|[:,] ){name} [0-9]", message)]
     return ["; ".join(f"{name}: {PARTS[name]}" for name in named)] if named else []
 
 

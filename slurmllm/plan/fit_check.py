@@ -61,18 +61,18 @@ def choose_parallel(
         if path not in choices or path in varies
     ]
     result = search(config, nodes, unsupported, fixed)
-    where = format_plural(nodes, "node")
+    nodes_text = format_plural(nodes, "node")
     layouts = result.fitting
     if not layouts and (force or known_hardware(config).rough or config.backend == "rehearsal"):
         layouts = result.too_large[:1]
     if not layouts:
-        title = f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}"
+        title = f"no layout of {config.recipe.name} fits {nodes_text} of {config.cluster.name}"
         fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
         raise ConfigError(title, [*_reasons(result), *dense_mask_warning(config), *fixes])
     best = layouts[0].config.recipe
-    source = f"{PLANNER}best of {len(result.fitting)} layouts that fit {where}"
+    source = f"{PLANNER}best of {len(result.fitting)} layouts that fit {nodes_text}"
     if not result.fitting:
-        source = f"{PLANNER}the smallest layout; none is predicted to fit {where}"
+        source = f"{PLANNER}the smallest layout; none is predicted to fit {nodes_text}"
     origins = dict.fromkeys((path for path in VARIED if path not in fixed), source)
     if measures_micro_batch(config):
         del origins[_MICRO_BATCH]
@@ -141,12 +141,12 @@ class FitCheck:
         train = layout.config.recipe.train
         is_recomputed = self.chosen and train.recomputed
         recomputed = f", {train.checkpointing_text} checkpointing" if is_recomputed else ""
+        tight = " (tight)" if memory.tight else ""
+        rough = ", by rough figures" if self.rough else ""
         return (
             f"{layout_text(layout)}{recomputed}: {_rate_text(layout)}, "
             f"MFU {100 * layout.mfu:.0f} %, {format_gib(memory.peak)} of "
-            f"{format_gib(memory.limit)} GiB a worker"
-            f"{' (tight)' * memory.tight}"
-            f"{', by rough figures' * self.rough}"
+            f"{format_gib(memory.limit)} GiB a worker{tight}{rough}"
         )
 
     @property
@@ -182,8 +182,8 @@ def check_fit(
     mesh = make_mesh(config, nodes, measured)
     fitting: tuple[LayoutEstimate, ...] = ()
     if mesh.unmeasured:  # then the precompile stage will choose the fastest micro batch that fits
-        others = [path for path in VARIED if path != _MICRO_BATCH]
-        fitting = search(config, nodes, unsupported, others).fitting
+        varied = [path for path in VARIED if path != _MICRO_BATCH]
+        fitting = search(config, nodes, unsupported, varied).fitting
     candidate = fitting[0] if fitting else predict(config, mesh)
     check = FitCheck(candidate, chosen, warnings=tuple(dense_mask_warning(config)))
     needs = why_too_large(candidate.memory, max_parts=None)
@@ -229,7 +229,9 @@ def _suggest_fixes(
         relaxed = {_CHECKPOINTING: "full", _MICRO_BATCH: "auto"}
         degrees += [f"{path}={value}" for path, value in relaxed.items() if path in fixed]
     also = "".join(f" --set {setting}" for setting in degrees)
-    fixes += [f"{change}{' with' * bool(also)}{also}" for change in near]
+    if also:
+        also = f" with{also}"
+    fixes += [f"{change}{also}" for change in near]
     if fixes:
         return fixes
     fixed_degrees = [path for path in free if path.startswith("parallel.")]
@@ -275,13 +277,13 @@ def changes(config: RunConfig, candidate: LayoutEstimate, chosen: bool = True) -
     Settings that the precompile stage measures are excluded, and those left to the planner, if the
     candidate is the one that it has `chosen`.
     """
-    others = config.open_settings() if chosen else []
+    open_paths = config.open_settings() if chosen else []
     if measures_micro_batch(config):
-        others.append(_MICRO_BATCH)
+        open_paths.append(_MICRO_BATCH)
     return [
         f"{path}={_yaml_text(_setting(candidate.config, path))}"
         for path in VARIED
-        if path not in others and _setting(config, path) != _setting(candidate.config, path)
+        if path not in open_paths and _setting(config, path) != _setting(candidate.config, path)
     ]
 
 

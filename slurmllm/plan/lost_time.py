@@ -180,11 +180,11 @@ def expected_losses(
     for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
         left_s = attempt.leaves_s - begins_s
         restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s, left_s)
-        for part, seconds in restart.parts_s(delay).items():
-            parts_s[part] += weight * seconds
+        for name, seconds in restart.parts_s(delay).items():
+            parts_s[name] += weight * seconds
     length_s = math.fsum(parts_s.values())
     return LostTime(
-        shares={part: parts_s[part] / length_s for part in TIME_PARTS},
+        shares={name: parts_s[name] / length_s for name in TIME_PARTS},
         goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
         interval_steps=steps,
         auto_steps=auto_steps,
@@ -201,8 +201,8 @@ def _restarts(leaves_s: float, mtbf_s: float, share: float) -> Iterator[tuple[fl
     ends = max(1e-9, 1 - share)  # a job without a limit ends some time
     integral = -math.expm1(-ends * leaves_s / mtbf_s) / ends
     for number in range(_POINTS if share else 0):
-        part = (number + 0.5) / _POINTS * integral
-        yield share * integral / _POINTS, -mtbf_s * math.log1p(-ends * part) / ends
+        fraction = (number + 0.5) / _POINTS * integral
+        yield share * integral / _POINTS, -mtbf_s * math.log1p(-ends * fraction) / ends
 
 
 class _Attempt:

@@ -78,12 +78,12 @@ class WorkerMemory:
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """Return what one worker needs; the first of a stage has the largest shares of it."""
     zero, width = config.recipe.parallel.zero, formats(config)
-    place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
-    held = parameter_counts(*place, 1)
-    share = parameter_counts(*place, mesh.shard, mesh.shard_rank(rank))
-    stored = parameter_counts(*place, mesh.shard).total
+    position = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
+    held = parameter_counts(*position, 1)
+    share = parameter_counts(*position, mesh.shard, mesh.shard_rank(rank))
+    stored = parameter_counts(*position, mesh.shard).total
     whole = stored * mesh.shard  # FSDP pads every share to the first one's size
-    largest_block, rest = held.block, held.rest
+    largest_block, outside = held.block, held.rest
     accumulates = mesh.accumulation > 1
     until_last = accumulates and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
@@ -91,11 +91,11 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     summed = width.stored if mesh.replicate == 1 else width.reduced
     carried = whole * width.reduced if until_last else stored * summed if accumulates else 0
     steps = _StepMemory(config, mesh, rank)
-    transient = 0 if until_last else rest + 2 * largest_block
-    gathered = rest + 2 * largest_block if dropped else whole
+    transient = 0 if until_last else outside + 2 * largest_block
+    gathered = outside + 2 * largest_block if dropped else whole
     if fsdp_disabled(config, mesh):
         converted = width.computed != width.stored
-        gathered, transient, rest = (whole, share.largest, 0) if converted else (0, 0, 0)
+        gathered, transient, outside = (whole, share.largest, 0) if converted else (0, 0, 0)
         carried = stored * width.reduced if accumulates else 0
     copies, summed = 0, width.stored
     if one_pass_adamw(config, mesh):
@@ -113,7 +113,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         output=steps.output(),
         block=steps.block() + transient * width.reduced,
         pipeline=steps.receive_buffers(),
-        ending=2 * rest * width.reduced,
+        ending=2 * outside * width.reduced,
         # On CPUs the norm's fp64 sum copies one tensor at a time.
         passing=share.largest * _FP64 if config.cluster.device == "cpu" else 0,
     )

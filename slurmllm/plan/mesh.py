@@ -144,9 +144,9 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
     return [size for size in sizes if sequences // size >= pipeline] or sizes
 
 
-def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
+def possible_nodes(config: RunConfig, minimum: int, maximum: int) -> list[int]:
     possible = []
-    for nodes in range(least, most + 1):
+    for nodes in range(minimum, maximum + 1):
         with suppress(ConfigError):
             make_mesh(config, nodes)
             possible.append(nodes)
@@ -259,8 +259,8 @@ def replicate_degree(config: RunConfig, nodes: int) -> int:
 
 def shard_node_options(config: RunConfig, nodes: int) -> list[int]:
     parallel, per_node = config.recipe.parallel, config.cluster.devices_per_node
-    of_stage, rest = divmod(nodes, parallel.pipeline)
-    if rest:
+    of_stage, remainder = divmod(nodes, parallel.pipeline)
+    if remainder:
         return []
     return [
         count
@@ -364,7 +364,7 @@ def near_nodes(config: RunConfig, meshes: Iterable[tuple[int, int]], micro: int)
     per_node = config.cluster.devices_per_node
     shares = divisors(config.recipe.train.global_batch // micro)
     counts = (divmod(t * p * data, per_node) for t, p in meshes for data in shares)
-    return {count for count, rest in counts if not rest}
+    return {count for count, remainder in counts if not remainder}
 
 
 def next_to(requested: int, values: Iterable[int]) -> tuple[list[int], list[int]]:

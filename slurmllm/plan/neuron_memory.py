@@ -155,13 +155,13 @@ class _BlockMemory(NamedTuple):
     def kept(self, recomputed: Collection[str]) -> int:
         if "block" in recomputed:
             return self.stream
-        return self.outside + sum(n for part, n in self.parts.items() if part not in recomputed)
+        return self.outside + sum(n for name, n in self.parts.items() if name not in recomputed)
 
     def passing(self, recomputed: Collection[str]) -> int:
         """Return the bytes within the backward pass: what is recomputed, and gradients."""
         if "block" in recomputed:
             return self.kept(()) + max(self.scores, self.widest)
-        core, mlp = (self.parts[part] * (part in recomputed) for part in ("core", "mlp"))
+        core, mlp = (self.parts[name] * (name in recomputed) for name in ("core", "mlp"))
         return max(core + self.scores, mlp + self.widest)
 
 

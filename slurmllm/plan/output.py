@@ -125,6 +125,7 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     layouts, shares = [], []
     for rank, layout in rows:
         mesh, recipe = layout.mesh, layout.config.recipe
+        tight = " tight" if layout.memory.tight else ""
         layouts.append(
             [
                 f"{rank}{' *' if node_plan.is_recipe_layout(layout) else ''}",
@@ -135,7 +136,7 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
                 "yes" if recipe.parallel.sequence else "no",
                 recipe.train.checkpointing_text,
                 str(recipe.parallel.zero),
-                f"{layout.memory.peak / GIB:.2f}{' tight' * layout.memory.tight}",
+                f"{layout.memory.peak / GIB:.2f}{tight}",
                 format_number(layout.step.total),
                 format_number(layout.seq_per_s),
                 interval_text(evidence(layout)),
@@ -143,7 +144,7 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
                 format_count(plan.forecaster.forecast(layout).cost.tokens_per_usd),
             ]
         )
-        percent = [100 * part / layout.step.total for part in layout.step.parts().values()]
+        percent = [100 * seconds / layout.step.total for seconds in layout.step.parts().values()]
         cells = [f"{share:.1f}" for share in percent]
         shares.append([str(rank), str(mesh.tensor), _stages(layout), *cells])
     columns = (*headings, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
@@ -174,8 +175,8 @@ def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
         return f"{name} is the same"
     share = 100 * layout.seq_per_s / best.seq_per_s
     rank = f"{node_plan.rank(layout)} of {len(node_plan.fitting)}"
-    text = f"{name} is {rank} that fit, with {share:.1f} % of the best one's seq/s"
-    return text if mark else f"{text}: {describe(layout)}"
+    sentence = f"{name} is {rank} that fit, with {share:.1f} % of the best one's seq/s"
+    return sentence if mark else f"{sentence}: {describe(layout)}"
 
 
 def print_explanation(node_plan: NodePlan) -> None:

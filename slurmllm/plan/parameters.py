@@ -21,16 +21,16 @@ _FIRST = ("embed.weight", "positions.weight")  # of all parameters, in this orde
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
-    rest = rest_shapes(model)
-    shapes = {name: rest.pop(name) for name in list(rest) if name in _FIRST}
+    outside = rest_shapes(model)
+    shapes = {name: outside.pop(name) for name in list(outside) if name in _FIRST}
     for layer in range(model.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(model).items()}
-    return shapes | rest
+    return shapes | outside
 
 
 def parameters(model: ModelConfig) -> int:
-    rest = sum(math.prod(shape) for shape in rest_shapes(model).values())
-    return model.num_layers * block_parameters(model) + rest
+    outside = sum(math.prod(shape) for shape in rest_shapes(model).values())
+    return model.num_layers * block_parameters(model) + outside
 
 
 def rest_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -74,7 +74,7 @@ def block_shapes(model: ModelConfig) -> dict[str, Shape]:
     qkv = heads + 2 * model.kv_heads * model.head_width
     qk_norms: dict[str, Shape] = {}
     if model.qk_norm:
-        qk_norms = {f"attention.{part}_norm.weight": (model.head_width,) for part in "qk"}
+        qk_norms = {f"attention.{tensor}_norm.weight": (model.head_width,) for tensor in "qk"}
     up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
     return {
         **_norm("attention_norm", model),
@@ -178,12 +178,12 @@ def _heads(model: ModelConfig, tensor: int, rank: int) -> slice:
 def worker_shapes(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping[str, Shape]]:
     """Return shapes of a worker's parts: in a block, and by name outside the blocks."""
 
-    def part(name: str, shape: Shape) -> Shape:
+    def shard(name: str, shape: Shape) -> Shape:
         share = share_of(name, shape, model, tensor, 0)
         return tuple(share.size if dim == share.dim else n for dim, n in enumerate(shape))
 
-    block = [part(f"layers.0.{name}", shape) for name, shape in block_shapes(model).items()]
-    return tuple(block), {name: part(name, shape) for name, shape in rest_shapes(model).items()}
+    block = [shard(f"layers.0.{name}", shape) for name, shape in block_shapes(model).items()]
+    return tuple(block), {name: shard(name, shape) for name, shape in rest_shapes(model).items()}
 
 
 class ParameterCounts(NamedTuple):
@@ -215,8 +215,8 @@ def parameter_counts(
     blocks, outside = worker_shapes(model, tensor)
     block = [count(shape) for shape in blocks]
     of_stage = (name for name in outside if stage in pipeline_stages_of(name, model, pipeline))
-    rest = [count(outside[name]) for name in of_stage]
-    return ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
+    outer = [count(outside[name]) for name in of_stage]
+    return ParameterCounts(sum(block), sum(outer), model.num_layers // pipeline, max(block + outer))
 
 
 @dataclass(frozen=True)

@@ -145,18 +145,19 @@ def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
     return [throughput / nodes * fewest / base for nodes, throughput in rows]
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(value: str) -> int:
     """Read --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000; raises UserError."""
-    match = _COUNT.fullmatch(text.strip())
+    match = _COUNT.fullmatch(value.strip())
     if match is None:
         raise UserError(
-            f"--tokens {text!r} is not a count of tokens; write for instance 375M, 20B, 1.5T or 2e9"
+            f"--tokens {value!r} is not a count of tokens; write for instance 375M, 20B, 1.5T "
+            "or 2e9"
         )
     # Exact: a float product may miss a whole number by its rounding error.
     number = Decimal(re.sub("[_,]", "", match["number"])) * _FACTORS[match["suffix"].upper()]
     if not 1 <= number <= MOST_TOKENS or number != int(number):
         raise UserError(
-            f"--tokens {text!r} must be a whole number of tokens from 1 to {MOST_TOKENS:.0e}; "
+            f"--tokens {value!r} must be a whole number of tokens from 1 to {MOST_TOKENS:.0e}; "
             "write for instance 375M, 20B or 1.5T"
         )
     return int(number)

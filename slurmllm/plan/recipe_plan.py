@@ -214,9 +214,10 @@ class RecipePlan:
             near = memory_shortfall(config, last.nodes, self.unsupported, fixed)
             fixes = [f"leave {path} to the planner" for path in fixed]
             near.append("; or ".join([*fixes, "choose another --cluster"]))
+        noun = "node" if counts == [1] else "nodes"
         return ConfigError(
             f"no layout of {config.recipe.name} fits on {', '.join(map(str, counts))} "
-            f"node{'s' * (counts != [1])} of {config.cluster.name}",
+            f"{noun} of {config.cluster.name}",
             [*self._misfit_reasons(fixed), *dense_mask_warning(config), *near],
         )
 

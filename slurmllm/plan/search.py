@@ -161,8 +161,8 @@ def model_degrees(
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     world = nodes * per_node
     # Within a node, or across nodes if each has one worker.
-    most = per_node if per_node > 1 else world
-    tensors = [t for t in divisors(recipe.model.num_heads) if t <= most]
+    largest = per_node if per_node > 1 else world
+    tensors = [t for t in divisors(recipe.model.num_heads) if t <= largest]
     if config.cluster.device == "neuron":
         tensors = [t for t in tensors if t in _NEURON_TENSOR]
     for tensor in [recipe.parallel.tensor] if "parallel.tensor" in fixed else tensors:
@@ -183,8 +183,10 @@ def _layouts(
         config = config.with_settings("train", micro_batch=1)
     parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
 
-    def values(path: str, others: Sequence[Any]) -> list[Any]:
-        return [attrgetter(path)(config.recipe)] if path in fixed else list(dict.fromkeys(others))
+    def values(path: str, candidates: Sequence[Any]) -> list[Any]:
+        return (
+            [attrgetter(path)(config.recipe)] if path in fixed else list(dict.fromkeys(candidates))
+        )
 
     for tensor, pipeline in model_degrees(config, nodes, fixed):
         chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]

@@ -109,8 +109,8 @@ def gather_s(
     if members.size == 1:
         return 0.0
     reached = hardware.shard_efficiency if efficiency is None else efficiency
-    sent = size * (members.size - 1) / members.size
-    return sent / (rate(members, hardware) * reached) + latency_s(members, hardware)
+    sent_bytes = size * (members.size - 1) / members.size
+    return sent_bytes / (rate(members, hardware) * reached) + latency_s(members, hardware)
 
 
 def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
@@ -260,16 +260,16 @@ class _Step:
         work = sum(self._product_s(product) for product in products) + self._attention_s()
         return work + elements * self.formats.computed / self.bandwidth
 
-    def _part_s(self, part: str) -> float:
+    def _part_s(self, name: str) -> float:
         """Return the forward pass of a part of a block, as far as the backward pass needs it.
 
         That is not the feed-forward layer's last matrix, whose product is no input of another.
         """
         model, tokens, tensor = self.model, self.tokens, self.mesh.tensor
-        if part == "core":
+        if name == "core":
             return self._attention_s()
         width = self.formats.computed
-        if part == "mlp":
+        if name == "mlp":
             up = block_products(model, tokens, tensor)[2]
             moved = tokens * (up_width(model) + model.ffn_hidden_size) // tensor * width
             return self._product_s(up) + moved / self.bandwidth

@@ -38,8 +38,8 @@ Argument = Annotated[str, Field(pattern=r"^[^\s\x00]+$")]
 
 
 def _mount(value: str) -> str:
-    source, _, rest = value.partition(":")
-    if not source.startswith("/") or not (rest == "" or rest.startswith("/")):
+    source, _, destination = value.partition(":")
+    if not source.startswith("/") or not (destination == "" or destination.startswith("/")):
         raise ValueError("must be /SOURCE or /SOURCE:/TARGET, with :ro to forbid writing")
     return value
 

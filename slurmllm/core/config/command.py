@@ -50,10 +50,10 @@ def _checkpoints(pattern: str) -> str:
     return pattern
 
 
-def _one_line(text: str) -> str:
-    if not text.strip() or "\x00" in text:
+def _one_line(value: str) -> str:
+    if not value.strip() or "\x00" in value:
         raise ValueError("must not be empty")
-    return text
+    return value
 
 
 class CommandConfig(Section):
@@ -97,8 +97,10 @@ class CommandConfig(Section):
             arguments = shlex.split(self.run)
         except ValueError:
             return False
-        program = takewhile(lambda text: not text.endswith((".py", ".sh")), arguments)
-        return bool(_LAUNCHERS & {Path(text).name for text in islice(program, _FIRST_ARGUMENTS)})
+        program = takewhile(lambda argument: not argument.endswith((".py", ".sh")), arguments)
+        return bool(
+            _LAUNCHERS & {Path(argument).name for argument in islice(program, _FIRST_ARGUMENTS)}
+        )
 
     @property
     def stop_signal(self) -> signal.Signals | None:
@@ -120,12 +122,12 @@ def join_arguments(arguments: Sequence[str]) -> str:
     if len(arguments) == 1:
         return arguments[0]
     return " ".join(
-        "".join(part if _PLACEHOLDER.fullmatch(part) else shlex.quote(part) for part in parts)
+        "".join(piece if _PLACEHOLDER.fullmatch(piece) else shlex.quote(piece) for piece in parts)
         for parts in (list(filter(None, _SPLIT.split(argument))) or [""] for argument in arguments)
     )
 
 
-def fill(text: str, values: Mapping[str, object], *, quote: bool = False) -> str:
+def fill(template: str, values: Mapping[str, object], *, quote: bool = False) -> str:
     """Replace placeholders that have a value; `quote`: for a shell."""
 
     def value(match: re.Match[str]) -> str:
@@ -134,7 +136,7 @@ def fill(text: str, values: Mapping[str, object], *, quote: bool = False) -> str
         filled = str(values[match[1]])
         return shlex.quote(filled) if quote else filled
 
-    return _PLACEHOLDER.sub(value, text)
+    return _PLACEHOLDER.sub(value, template)
 
 
 def name_of_command(arguments: Sequence[str]) -> str:

@@ -134,8 +134,8 @@ def as_arguments(options: Options) -> list[str]:
     ]
 
 
-def quoted(text: str) -> str:
+def quoted(value: str) -> str:
     """Return a value as sbatch reads it in a #SBATCH line: plain, or in double quotes."""
-    if re.fullmatch(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+", text):
-        return text
-    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+    if re.fullmatch(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+", value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

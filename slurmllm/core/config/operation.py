@@ -130,24 +130,24 @@ _SLURM_WORD = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\](
 
 def _slurm_time(value: Any) -> str:
     """Return a time as sbatch reads it; a bare number counts minutes."""
-    text = str(value) if type(value) is int else value
-    if not isinstance(text, str) or not _SLURM_TIME.fullmatch(text):
+    time = str(value) if type(value) is int else value
+    if not isinstance(time, str) or not _SLURM_TIME.fullmatch(time):
         raise ValueError(
             "must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00 "
             "(Slurm reads 8:00 as eight minutes)"
         )
-    return text
+    return time
 
 
 def _slurm_word(value: Any) -> str:
     """Return a word without blanks, quotes or a leading dash, which could end the directive."""
-    text = str(value) if type(value) is int else value
-    if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
+    word = str(value) if type(value) is int else value
+    if not isinstance(word, str) or not _SLURM_WORD.fullmatch(word):
         raise ValueError(
             "must not contain whitespace or quotes, or begin with -; "
             "write it as sinfo or scontrol shows it"
         )
-    return text
+    return word
 
 
 # Seconds before the time limit: Slurm does not requeue a job that it timed out.

@@ -66,7 +66,7 @@ def available(folder: Path) -> list[str]:
 
 def any_command(name: str) -> list[str]:
     """Return the setting that an adapter lacks, to show it: `command.run`; none for a recipe."""
-    return ["command.run=COMMAND"] * name.startswith(f"{TRAINERS}/")
+    return ["command.run=COMMAND"] if name.startswith(f"{TRAINERS}/") else []
 
 
 def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
@@ -160,10 +160,10 @@ def _base(tree: Tree, path: Path, folder: Path, kind: str) -> Path | None:
     if "extends" not in tree:
         return None
     node = tree.pop("extends")
-    name, where = plain(node), node.source if isinstance(node, Value) else path.name
+    name, origin = plain(node), node.source if isinstance(node, Value) else path.name
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"extends ({where}): {name!r}: must be a {kind.split()[-1]}'s name, such as "
+            f"extends ({origin}): {name!r}: must be a {kind.split()[-1]}'s name, such as "
             f"{'p5' if kind == 'cluster profile' else 'llama3_8b'}, or a .yaml file"
         )
     file = path.parent / name
@@ -171,7 +171,7 @@ def _base(tree: Tree, path: Path, folder: Path, kind: str) -> Path | None:
     try:
         return find_yaml(source, folder, kind, "its path is relative to this file's")
     except ConfigError as error:
-        raise ConfigError(f"extends ({where}): {error.title}") from None
+        raise ConfigError(f"extends ({origin}): {error.title}") from None
 
 
 def extended(base: Tree, changes: Tree) -> Tree:
@@ -240,14 +240,16 @@ def set_default_cluster(profile: Path) -> None:
     path = user_configuration().resolve()
     name = profile.name if profile.parent == path.parent else str(profile)
     line = write_yaml({"cluster": name})
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    content = path.read_text(encoding="utf-8") if path.is_file() else ""
     # A function: a backslash of the name stands for itself.
-    text, count = re.subn(r"(?m)^cluster:.*\n?", lambda _: line, text)
+    content, count = re.subn(r"(?m)^cluster:.*\n?", lambda _: line, content)
     if not count:
-        text += "\n" * (text != "" and not text.endswith("\n")) + line
+        if content and not content.endswith("\n"):
+            content += "\n"
+        content += line
     with suppress(yaml.YAMLError):
-        if parse_yaml(text).get("cluster") == name:
-            write_atomic(path, text)
+        if parse_yaml(content).get("cluster") == name:
+            write_atomic(path, content)
             return
     raise ConfigError(f"{path} cannot be changed by a line; write into it: {line.strip()}")
 

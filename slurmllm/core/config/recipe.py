@@ -255,12 +255,12 @@ def _checkpointing(value: Any) -> Any:
         raise ValueError(rule)
     if not value:
         raise ValueError("must name a part of core, mlp and norm; to recompute nothing, write none")
-    unknown = [part for part in value if part not in BLOCK_PARTS]
+    unknown = [name for name in value if name not in BLOCK_PARTS]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not a part of a block; {rule}")
     if len(set(value)) < len(value):
         raise ValueError("must name each part once")
-    parts = tuple(part for part in BLOCK_PARTS if part in value)
+    parts = tuple(name for name in BLOCK_PARTS if name in value)
     return "selective" if parts == ("core",) else parts
 
 
@@ -492,11 +492,11 @@ class Recipe(Section):
         sections = {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
         return {**values, **{name: absent_section(kind, name) for name, kind in sections.items()}}
 
-    def require_training(self, what: str, fix: str) -> None:
-        """Raise ConfigError if the recipe has a command, and `what` is of our own trainings."""
+    def require_training(self, feature: str, fix: str) -> None:
+        """Raise ConfigError if the recipe has a command, and `feature` is of our own trainings."""
         if not self.worker.has_model:
             raise ConfigError(
-                f"{what} needs a model section, and {self.name} has a command in its place, of "
+                f"{feature} needs a model section, and {self.name} has a command in its place, of "
                 f"whose model nothing is known; {fix}"
             )
 
@@ -526,6 +526,6 @@ class Recipe(Section):
             refs.append(PluginRef("models", self.model.family, "model.family"))
         texts = [("data.corpus", share.path) for share in self.data.corpora]
         texts += [(f"eval.corpora.{name}", path) for name, path in self.eval.corpora.items()]
-        prefixes = ((path, split_prefix(text)[0]) for path, text in texts)
+        prefixes = ((path, split_prefix(reference)[0]) for path, reference in texts)
         refs += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
         return refs

@@ -115,17 +115,21 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
     section, _, name = path.rpartition(".")
     also = ""
     if path.startswith("env.") and not may_set_variable(path[4:], value):
-        shown = MASK if is_secret(path[4:], value) else repr(value)
-        what = f"{shown}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
-        what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
+        display = MASK if is_secret(path[4:], value) else repr(value)
+        reason = (
+            f"{display}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
+        )
+        reason += (
+            "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
+        )
         also = ", or the cluster profile's env"
     elif path.startswith("slurm.notify.command") and value:
-        what = "a recipe may not set a program to run"
+        reason = "a recipe may not set a program to run"
     elif section.startswith("slurm.directives") and not may_be_in_file(name):
-        what = "a recipe may set options for resources only"
+        reason = "a recipe may set options for resources only"
     else:
         return None
     return (
-        f"{path} ({source}): {what}, as it may be another user's file; if you trust it, "
+        f"{path} ({source}): {reason}, as it may be another user's file; if you trust it, "
         f"--set {path}=…{also}"
     )

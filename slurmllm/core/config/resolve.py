@@ -151,7 +151,11 @@ class RunConfig:
             return []
         auto, micro_batch = self.recipe.parallel.auto, self.recipe.train.micro_batch
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
-        paths = (*degrees, *OPEN) if auto else ("train.micro_batch",) * (micro_batch == "auto")
+        paths: tuple[str, ...] = ()
+        if auto:
+            paths = (*degrees, *OPEN)
+        elif micro_batch == "auto":
+            paths = ("train.micro_batch",)
         return [path for path in paths if not self.is_set(path)]
 
     def with_settings(
@@ -292,12 +296,12 @@ def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
 def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
     settings: list[tuple[str, Any, str]] = []
     for item in overrides:
-        dotted, equals, text = item.partition("=")
+        dotted, equals, literal = item.partition("=")
         section, _, name = dotted.strip().rpartition(".")
         if not equals and name and section in ("env", "cluster.env"):
             # The value is this process's own: every user could read it on the command line.
-            equals, text = "=", os.environ.get(name, "")
-            if not text:
+            equals, literal = "=", os.environ.get(name, "")
+            if not literal:
                 faults.append(f"--set {item}: {name} is not set here; `export {name}=…` first")
                 continue
         if not equals or not all(dotted.strip().split(".")):
@@ -305,11 +309,11 @@ def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
             continue
         dotted = dotted.strip()
         # An environment variable is text even if it looks like YAML: 1, true, 007, empty.
-        value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
+        value = literal if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(literal)
         if dotted == "model" and isinstance(value, str):
             value = read_model(Path(value))
         secret = any(is_secret_at(path, leaf) for path, leaf in flatten({dotted: value}).items())
-        settings.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
+        settings.append((dotted, value, f"--set {dotted}={MASK if secret else literal}"))
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
     settings.sort(key=lambda setting: setting[:2] != ("parallel", "auto"))
     for dotted, value, source in settings:
@@ -361,8 +365,8 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
         )
     steps, recipe, optim = steps or SMOKE_STEPS, config.recipe, config.recipe.optim
 
-    def scaled(step: int, least: int = 1) -> int:
-        return max(least, round(step * steps / recipe.train.steps))
+    def scaled(step: int, minimum: int = 1) -> int:
+        return max(minimum, round(step * steps / recipe.train.steps))
 
     every = max(1, steps // 2)  # two saves at most, and as many evaluations
     saves = recipe.checkpoint.every_steps

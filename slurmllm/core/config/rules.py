@@ -398,8 +398,8 @@ def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> 
 
 def minutes_of(time: str) -> float:
     """Return minutes of a Slurm time (`90`, `1:30:00`, `1-00:00:00`; see sbatch(1), --time)."""
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    days, dash, clock = time.rpartition("-")
+    parts = [int(field) for field in clock.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
         hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:

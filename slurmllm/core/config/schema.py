@@ -73,8 +73,8 @@ def file_schema(kind: Kind) -> dict[str, Any]:
         whole["anyOf"] = [{"required": names} for names in (required, with_command)]
         del whole["required"]
     for name, field in schema["properties"].items():
-        for part in (field, *field.get("anyOf", ())):
-            section = schema["$defs"].get(part.get("$ref", "").rpartition("/")[2], {})
+        for option in (field, *field.get("anyOf", ())):
+            section = schema["$defs"].get(option.get("$ref", "").rpartition("/")[2], {})
             if "required" in section:
                 whole["properties"][name] = {"required": section.pop("required")}
     for section in (schema, *schema["$defs"].values()):
@@ -82,15 +82,16 @@ def file_schema(kind: Kind) -> dict[str, Any]:
             _allow_null(field)
     for section in schema["$defs"].values():
         _allow_null(section)
-    text = "A shipped one, or a .yaml file relative to this one; it has the values not set here."
-    schema["properties"]["extends"] = {"type": "string", "description": text}
+    rule = "A shipped one, or a .yaml file relative to this one; it has the values not set here."
+    schema["properties"]["extends"] = {"type": "string", "description": rule}
     return schema | {"if": {"not": {"required": ["extends"]}}, "then": whole}
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
     """Allow null, which takes a value or section of the extended file out."""
     if "anyOf" in schema:
-        schema["anyOf"] += [{"type": "null"}] * ({"type": "null"} not in schema["anyOf"])
+        if {"type": "null"} not in schema["anyOf"]:
+            schema["anyOf"] += [{"type": "null"}]
     elif "type" in schema:
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         schema["type"] = list(dict.fromkeys([*kinds, "null"]))
@@ -171,8 +172,8 @@ def write_recipe(path: Path, base: str, *, force: bool = False) -> RunConfig:
         raise ConfigError(f"--recipe {path}: exists; name another file, or replace it with --force")
     is_shipped = recipes_dir().parent in file.parents
     extended = base if is_shipped else os.path.relpath(file, path.parent)
-    text = _recipe_text(config, path, extended)
-    write_bytes(path, text.encode(), f"cannot write {path}", "name another file with --recipe")
+    content = _recipe_text(config, path, extended)
+    write_bytes(path, content.encode(), f"cannot write {path}", "name another file with --recipe")
     return config
 
 
@@ -195,16 +196,17 @@ def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
             is_example = field in _EXAMPLES and not config.is_set(field)
             value = _EXAMPLES[field] if is_example else values[field]
             sentence = re.split(r"(?<=\.)\s", texts[name])[0]
-            lines += [*_comment(sentence, "  "), f"  {'#' * is_example}{_field(name, value)}"]
+            mark = "#" if is_example else ""
+            lines += [*_comment(sentence, "  "), f"  {mark}{_field(name, value)}"]
     for name, example in _LAST.items() if has_model else ():
-        text = docs["Recipe"].get(name) or docs["ParallelConfig"]["auto"]
-        lines += ["", *_comment(text), f"#{_field(name, example)}"]
+        sentence = docs["Recipe"].get(name) or docs["ParallelConfig"]["auto"]
+        lines += ["", *_comment(sentence), f"#{_field(name, example)}"]
     return schema_line("recipe") + "\n".join(lines) + "\n"
 
 
-def _comment(text: str, indent: str = "") -> list[str]:
+def _comment(sentence: str, indent: str = "") -> list[str]:
     prefix = f"{indent}# "
-    return textwrap.wrap(text, 100, initial_indent=prefix, subsequent_indent=prefix)
+    return textwrap.wrap(sentence, 100, initial_indent=prefix, subsequent_indent=prefix)
 
 
 def _field(name: str, value: Any) -> str:

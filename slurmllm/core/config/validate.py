@@ -152,8 +152,8 @@ def _build(
         bad: set[str] = set()
         for item in error.errors():
             # Field names only: no numbers of list elements, no `[tag]` of a union.
-            names = (part for part in item["loc"] if isinstance(part, str))
-            path = ".".join(part for part in names if not part.startswith("["))
+            names = (key for key in item["loc"] if isinstance(key, str))
+            path = ".".join(key for key in names if not key.startswith("["))
             if path in bad:
                 continue  # another element of one list
             bad.add(path)
@@ -164,19 +164,19 @@ def _build(
 def _describe(
     model: type[BaseModel], dotted: str, path: str, item: dict[str, Any], origins: Mapping[str, str]
 ) -> str:
-    where = f" ({origins[dotted]})" if dotted in origins else ""
+    origin = f" ({origins[dotted]})" if dotted in origins else ""
     if item["type"] == "extra_forbidden":
         if message := field_message(dotted):
-            return f"{message}{where}"
+            return f"{message}{origin}"
         *sections, name = path.split(".")
         for section in sections:
             info = model.model_fields.get(section)
             model = (info and _section_type(info.annotation)) or model
         names = list(model.model_fields)
         guess = did_you_mean(name, names)
-        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(names)}"
+        return f"{dotted}: unknown field{origin}; {guess}known here: {', '.join(names)}"
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
-        return f"{dotted}: {list(item['input'])}{where}: an element is missing"
+        return f"{dotted}: {list(item['input'])}{origin}: an element is missing"
     if item["type"] == "missing" and dotted == "command.run":
         return "command.run: missing; set it in the recipe, or write the command line after `--`"
     if item["type"] == "missing":
@@ -192,7 +192,7 @@ def _describe(
     if not path:
         return rule
     hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])
-    return f"{dotted}: {MASK if hidden else repr(item['input'])}{where}: {rule}"
+    return f"{dotted}: {MASK if hidden else repr(item['input'])}{origin}: {rule}"
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:

@@ -62,11 +62,11 @@ def may_be_in_file(name: str, value: object) -> bool:
     """Whether a recipe's file, which may be another user's, may set a variable to this value."""
     if _RESERVED.fullmatch(name):  # `refuse_reserved` judges it, wherever it is set
         return True
-    text = str(value)
-    if _TUNES.fullmatch(name) is None or _PLAIN.fullmatch(text) is None:
+    word = str(value)
+    if _TUNES.fullmatch(name) is None or _PLAIN.fullmatch(word) is None:
         return False
     if name.endswith("_FLAGS"):  # XLA reads a file of flags if the first character is no dash
-        return not _NAMES_FILE.search(text) and text.startswith("-")
+        return not _NAMES_FILE.search(word) and word.startswith("-")
     return name in TUNING or not _NAMES_FILE.search(name)
 
 

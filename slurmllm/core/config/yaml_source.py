@@ -81,17 +81,17 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 def write_yaml(values: dict[str, Any], *, inline: bool = False) -> str:
     """Return YAML that `read_yaml` reads back unchanged; `inline`: one line, for one key."""
     if inline:
-        text: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=True, width=1 << 30)
-        return text.strip()[1:-1]  # without the outer braces
+        document: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=True, width=1 << 30)
+        return document.strip()[1:-1]  # without the outer braces
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
-def parse_scalar(text: str) -> Any:
+def parse_scalar(scalar: str) -> Any:
     """Return the value after the `=` of a `--set`: a number, a list, true, null or a string."""
     try:
-        return parse_yaml(text)
+        return parse_yaml(scalar)
     except (yaml.YAMLError, RecursionError):
-        return text
+        return scalar
 
 
 def read_yaml(
@@ -104,7 +104,7 @@ def read_yaml(
             and is not.
     """
     try:
-        text = read_limited(path, LARGEST_YAML, trusted=trusted).decode()
+        content = read_limited(path, LARGEST_YAML, trusted=trusted).decode()
     except OSError as error:
         fix = "; `chmod go-w` it if it is yours, else start a run of your own"
         raise ConfigError(
@@ -116,7 +116,7 @@ def read_yaml(
     lines: dict[str, int] = {}
     faults: list[str] = []
     try:
-        values = parse_yaml(text, lines, faults)
+        values = parse_yaml(content, lines, faults)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {_without_text(error)}") from error
     except RecursionError:
@@ -137,7 +137,7 @@ def _without_text(error: yaml.YAMLError) -> str:
 
 
 def parse_yaml(
-    text: str, lines: dict[str, int] | None = None, faults: list[str] | None = None
+    content: str, lines: dict[str, int] | None = None, faults: list[str] | None = None
 ) -> Any:
     """Return the value of a document.
 
@@ -150,19 +150,19 @@ def parse_yaml(
         RecursionError: it is nested too deeply.
     """
     lines, faults = {} if lines is None else lines, [] if faults is None else faults
-    brackets = text.count("[") + text.count("{")
-    if brackets <= _MOST_BRACKETS and not _READ_OTHERWISE.search(text):
+    brackets = content.count("[") + content.count("{")
+    if brackets <= _MOST_BRACKETS and not _READ_OTHERWISE.search(content):
         with suppress(yaml.YAMLError):  # the other one's message shows the place in the text
-            return _document(text, _FastLoader, lines, faults)
+            return _document(content, _FastLoader, lines, faults)
         lines.clear()
         faults.clear()
-    return _document(text, _Loader, lines, faults)
+    return _document(content, _Loader, lines, faults)
 
 
 def _document(
-    text: str, loader: type[_Loader | yaml.CSafeLoader], lines: dict[str, int], faults: list[str]
+    content: str, loader: type[_Loader | yaml.CSafeLoader], lines: dict[str, int], faults: list[str]
 ) -> Any:
-    node: yaml.Node | None = yaml.compose(text, loader)
+    node: yaml.Node | None = yaml.compose(content, loader)
     if node is None:
         return None
     _measure(node, {})
@@ -190,8 +190,8 @@ def _measure(node: yaml.Node, measured_nodes: dict[int, tuple[int, int]]) -> tup
     measured_nodes[id(node)] = 0, 0  # until its parts are known
     parts = node.value if isinstance(node, yaml.CollectionNode) else ()
     if isinstance(node, yaml.MappingNode):
-        parts = [part for pair in parts for part in pair]
-    measured = [_measure(part, measured_nodes) for part in parts]
+        parts = [child for pair in parts for child in pair]
+    measured = [_measure(child, measured_nodes) for child in parts]
     levels = 1 + max((levels for levels, _ in measured), default=0)
     nodes = 1 + sum(nodes for _, nodes in measured)
     if levels > _DEEPEST:

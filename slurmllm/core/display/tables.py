@@ -54,9 +54,9 @@ def console() -> Console:
     return Piped(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 
 
-def print_line(text: str | Text = "") -> None:
+def print_line(line: str | Text = "") -> None:
     """Print text as it is; the terminal breaks long lines, so that they are copied unbroken."""
-    console().print(text, soft_wrap=True, markup=False)
+    console().print(line, soft_wrap=True, markup=False)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: str = "") -> None:
@@ -85,40 +85,48 @@ def fitted(
         max(cell_len(line) for cell in column for line in cell.split("\n"))
         for column in zip(*cells, strict=True)
     ]
-    least = [
-        min(widest[at], column.room) if column.room else widest[at]
-        for at, column in enumerate(columns)
+    narrowest = [
+        min(widest[index], column.room) if column.room else widest[index]
+        for index, column in enumerate(columns)
     ]
-    shown = list(range(len(columns)))
+    visible = list(range(len(columns)))
 
     def needed() -> int:
-        return sum(least[at] for at in shown) + _GAP * (len(shown) - 1)
+        return sum(narrowest[index] for index in visible) + _GAP * (len(visible) - 1)
 
     left_out = []
-    for at in sorted((at for at in shown if columns[at].drop), key=lambda at: -columns[at].drop):
+    for index in sorted(
+        (index for index in visible if columns[index].drop), key=lambda index: -columns[index].drop
+    ):
         if needed() <= room:
             break
-        shown.remove(at)
-        left_out.append(columns[at].heading)
-    widths = _narrowed([widest[at] for at in shown], [least[at] for at in shown], room)
+        visible.remove(index)
+        left_out.append(columns[index].heading)
+    widths = _narrowed(
+        [widest[index] for index in visible], [narrowest[index] for index in visible], room
+    )
     lines = []
     for row in cells:
         parts = [
-            _cell_lines(row[at], size, one_line) for at, size in zip(shown, widths, strict=True)
+            _cell_lines(row[index], size, one_line)
+            for index, size in zip(visible, widths, strict=True)
         ]
         for line in zip_longest(*parts, fillvalue=""):
             lines.append((" " * _GAP).join(map(set_cell_size, line, widths)).rstrip())
     return Fitted(lines, left_out)
 
 
-def _narrowed(widest: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+def _narrowed(widest: Sequence[int], narrowest: Sequence[int], room: int) -> list[int]:
     """Return the widths of columns: if they do not fit, the widest of them are narrowed."""
-    widths = [max(min(most, room), fewest) for most, fewest in zip(widest, least, strict=True)]
+    widths = [
+        max(min(widest_column, room), fewest)
+        for widest_column, fewest in zip(widest, narrowest, strict=True)
+    ]
     while sum(widths) + _GAP * (len(widths) - 1) > room:
-        folded = [at for at, size in enumerate(widths) if size > least[at]]
+        folded = [index for index, size in enumerate(widths) if size > narrowest[index]]
         if not folded:
             break
-        widths[max(folded, key=lambda at: (widths[at], at))] -= 1
+        widths[max(folded, key=lambda index: (widths[index], index))] -= 1
     return widths
 
 
@@ -137,7 +145,7 @@ def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
             from rich.text import Text
 
             folded = Text(line).wrap(Console(), room, overflow="fold")
-            lines += [part.plain for part in folded]
+            lines += [cell_line.plain for cell_line in folded]
     return lines
 
 

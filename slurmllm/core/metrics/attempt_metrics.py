@@ -107,12 +107,12 @@ def _read_file(
                         if value is None
                     ]
                     if type(of_row) is not int or not 0 <= of_row < 2**53:
-                        what = f"attempt is {of_row!r:.40}, not a whole number from 0"
-                        faults.append((number, what))
+                        complaint = f"attempt is {of_row!r:.40}, not a whole number from 0"
+                        faults.append((number, complaint))
                     elif unknown and not lenient:
                         faults.append((number, unknown[0]))
                     else:
-                        unknown_values += [(number, what) for what in unknown]
+                        unknown_values += [(number, complaint) for complaint in unknown]
                         numbers = {n: value for n, value in values.items() if value is not None}
                         rows.append((row["step"], of_row, numbers))
                 if faults and not lenient:
@@ -129,16 +129,16 @@ def _damage_warnings(
 ) -> list[str]:
     warnings = list[str]()
     if faults:
-        others = format_plural(len(faults) - 1, "other invalid line")
-        also = f" and {others}" if len(faults) > 1 else ""
-        text = f"{path}:{faults[0][0]}: {faults[0][1]}; skipped this line{also}"
-        warnings.append(DamageWarning(text, [line for line, _ in faults]))
+        further = format_plural(len(faults) - 1, "other invalid line")
+        also = f" and {further}" if len(faults) > 1 else ""
+        message = f"{path}:{faults[0][0]}: {faults[0][1]}; skipped this line{also}"
+        warnings.append(DamageWarning(message, [line for line, _ in faults]))
     if unknown_values:
-        text = (
+        message = (
             f"{path}:{unknown_values[0][0]}: {unknown_values[0][1]}; such values are treated as "
             "missing; a newer version of slurmllm may have written the file"
         )
-        warnings.append(DamageWarning(text, [line for line, _ in unknown_values]))
+        warnings.append(DamageWarning(message, [line for line, _ in unknown_values]))
     if cut is not None:
         warnings.append(f"{path}:{cut[0]}: skipped the truncated last line")
     return warnings

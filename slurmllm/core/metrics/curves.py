@@ -68,8 +68,8 @@ class DamageWarning(str):
     lines: Sequence[int]
     column: str
 
-    def __new__(cls, text: str, lines: Sequence[int] = (), column: str = "") -> DamageWarning:
-        warning = super().__new__(cls, text)
+    def __new__(cls, message: str, lines: Sequence[int] = (), column: str = "") -> DamageWarning:
+        warning = super().__new__(cls, message)
         warning.lines, warning.column = lines, column
         return warning
 
@@ -239,9 +239,9 @@ def bit_identical(a: Floats, b: Floats) -> Flags:
 
 def describe_ranges(ranges: tuple[Range, ...], limit: int = 3) -> str:
     """Format ranges of steps: "12, 40–43, 50–60 and 7 more ranges"."""
-    shown = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:limit]]
+    spans = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:limit]]
     more = len(ranges) - limit
-    return ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")
+    return ", ".join(spans) + (f" and {more} more ranges" if more > 0 else "")
 
 
 def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> Ints:

@@ -39,8 +39,8 @@ _MAX_WAITING = 10_000  # rows before the first with a loss
 class FollowedOutput:
     """The output of a process."""
 
-    def __init__(self, text: TextReader) -> None:
-        self._text = text
+    def __init__(self, reader: TextReader) -> None:
+        self._text = reader
         self._fed_at = math.inf
 
     @property
@@ -100,7 +100,7 @@ def newest(path: Path) -> Path | None:
     if "*" not in str(path):
         return path if path.exists() else None
     parts = path.parts
-    first = next(number for number, part in enumerate(parts) if "*" in part)
+    first = next(number for number, piece in enumerate(parts) if "*" in piece)
     paths = Path(*parts[:first]).glob("/".join(parts[first:]))
     return max(paths, key=lambda each: each.stat().st_mtime_ns, default=None)
 
@@ -121,9 +121,9 @@ def printing_rank(progress: str | None, world_size: int) -> int:
     return world_size - 1 if find_format(progress).printed_by == "last" else 0
 
 
-def is_path(text: str) -> bool:
-    path = Path(text)
-    return "/" in text or path.suffix in FILES or "tfevents" in path.name
+def is_path(name: str) -> bool:
+    path = Path(name)
+    return "/" in name or path.suffix in FILES or "tfevents" in path.name
 
 
 class MetricNames:
@@ -178,8 +178,8 @@ class MetricNames:
     def _choose(self, log_format: LogFormat | None) -> None:
         self._chosen_at, self._names = self._total, len(self._counts)
         candidates = step_keys(self._counts, self._tags)
-        most = max((self._counts[key] for key in candidates), default=0)
-        steps = [key for key in candidates if 2 * self._counts[key] >= most]
+        top = max((self._counts[key] for key in candidates), default=0)
+        steps = [key for key in candidates if 2 * self._counts[key] >= top]
         if not steps:
             self.problem = "its rows have no step"
             return

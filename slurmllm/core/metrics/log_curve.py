@@ -29,14 +29,14 @@ def curve_of_log(
     log: Log,
     name: str,
     tags: Mapping[str, str],
-    where: Mapping[str, str] | None = None,
+    selection: Mapping[str, str] | None = None,
 ) -> Curve:
     """Convert a log to a curve; arguments as of `source.read_curve`.
 
     Raises RunError without a loss or a requested tag, or for several splits.
     """
-    for column, text in (where or {}).items():
-        log = rows_with(log, column, text)
+    for column, value in (selection or {}).items():
+        log = rows_with(log, column, value)
     choice = _choose_tags(log, tags)
     log = select_rows(log, choice.tags)
     choice = _choose_tags(log, tags)  # a rank may lack some
@@ -55,8 +55,10 @@ def curve_of_log(
         block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
     read = {"", *choice.tags.values()}
     warnings = [  # damage to a column that is not read is none
-        str(text) if isinstance(text, DamageWarning) and text.column not in read else text
-        for text in log.warnings
+        str(warning)
+        if isinstance(warning, DamageWarning) and warning.column not in read
+        else warning
+        for warning in log.warnings
     ]
     warnings += [*choice.missing, *_tag_warnings(log, choice)]
     if log.invented_steps:
@@ -88,9 +90,9 @@ def _choose_tags(log: Log, tags: Mapping[str, str]) -> TagChoice:
 
 
 def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
-    for metric, others in choice.others.items():
+    for metric, rivals in choice.others.items():
         used, differing = log.series[choice.tags[metric]], []
-        for tag in others:
+        for tag in rivals:
             other = log.series[tag]
             _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
             if not at_a.size or not np.allclose(
@@ -217,15 +219,15 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         return replace(series, steps=series.steps + offset)
 
     log = replace(log, series={tag: moved(s) for tag, s in log.series.items()})
-    first, place = resumes[0], log.place(resumes[0].order)
+    first, location = resumes[0], log.place(resumes[0].order)
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
-    text = (
-        f"the steps begin again at {loss.steps[starts[0]]} ({place}{more}), and {first.evidence} "
-        f"goes on: counted on from step {first.offset}"
+    message = (
+        f"the steps begin again at {loss.steps[starts[0]]} ({location}{more}), and "
+        f"{first.evidence} goes on: counted on from step {first.offset}"
     )
     if all(resume.exact for resume in resumes):
-        return replace(log, warnings=(*log.warnings, text))
-    return replace(log, invented_steps=log.invented_steps or f"{text}, as a guess")
+        return replace(log, warnings=(*log.warnings, message))
+    return replace(log, invented_steps=log.invented_steps or f"{message}, as a guess")
 
 
 def _find_resume(

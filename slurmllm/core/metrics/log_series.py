@@ -105,11 +105,11 @@ class RowCollector:
                 column = self._columns[key] = array("q"), array("d")
             column[0].append(number)
             column[1].append(value)
-        for key, text in texts:
+        for key, cell in texts:
             rows, codes, codes_of = self._texts.setdefault(key, (array("q"), array("q"), {}))
             if key == "rank" or len(codes_of) < _MOST_TEXTS:
                 rows.append(number)
-                codes.append(codes_of.setdefault(text, len(codes_of)))
+                codes.append(codes_of.setdefault(cell, len(codes_of)))
         self._lines.append(line)
 
     def set_column(self, key: str, values: Sequence[float]) -> None:
@@ -179,8 +179,8 @@ class RowCollector:
         series = self.series(row_steps)
         series.pop(step_key, None)
         texts = {
-            key: TextSeries(np.array(at), np.array(codes), tuple(codes_of))
-            for key, (at, codes, codes_of) in self._texts.items()
+            key: TextSeries(np.array(rows_of), np.array(codes), tuple(codes_of))
+            for key, (rows_of, codes, codes_of) in self._texts.items()
             if key == "rank" or len(codes_of) < _MOST_TEXTS
         }
         return Log(
@@ -215,9 +215,9 @@ class RowCollector:
         fractional = np.flatnonzero(np.isfinite(steps) & (steps != np.floor(steps)))
         # A few may be damage; the whole ones among many would be another curve.
         if fractional.size > _FRACTIONAL * len(steps):
-            place, line = fractional[0], self._lines[rows[fractional[0]]]
+            index, line = fractional[0], self._lines[rows[fractional[0]]]
             raise RunError(
-                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[place]:g}, not a whole "
+                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[index]:g}, not a whole "
                 "number; name the column of the step with --tag step=KEY"
             )
         lines = [line for row in rows[~valid].tolist() if (line := self._lines[row])]
@@ -237,16 +237,16 @@ class RowCollector:
     def _mixed_columns(self, path: Path, step_key: str) -> Iterator[str]:
         """Yield warnings of texts in columns of numbers; without a step, the row is left out."""
         for key in self._columns if self._texts else ():
-            at, codes, codes_of = self._texts.get(key, ((), (), {}))
+            text_rows, codes, codes_of = self._texts.get(key, ((), (), {}))
             texts = list(codes_of)
-            cells = [(row, texts[code]) for row, code in zip(at, codes, strict=True)]
-            cells = [(row, text) for row, text in cells if text.lower() not in MISSING]
+            cells = [(row, texts[code]) for row, code in zip(text_rows, codes, strict=True)]
+            cells = [(row, cell) for row, cell in cells if cell.lower() not in MISSING]
             if cells and key != "rank":
                 lines = [self._lines[row] for row, _ in cells]
-                place = f"{path}:{lines[0]}" if lines[0] else str(path)
+                location = f"{path}:{lines[0]}" if lines[0] else str(path)
                 yield DamageWarning(
-                    f"{place}: {cells[0][1]!r:.40} in column {key!r} is not a number; such cells "
-                    f"are missing values: {len(cells)}",
+                    f"{location}: {cells[0][1]!r:.40} in column {key!r} is not a number; "
+                    f"such cells are missing values: {len(cells)}",
                     lines,
                     "" if key == step_key else key,
                 )

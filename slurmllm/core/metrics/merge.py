@@ -55,7 +55,9 @@ def number_attempts(blocks: list[RowBlock]) -> list[RowBlock]:
     parts = np.split(
         np.cumsum(back, dtype=np.int64), np.cumsum([len(block.steps) for block in blocks])[:-1]
     )
-    return [replace(block, attempts=part) for block, part in zip(blocks, parts, strict=True)]
+    return [
+        replace(block, attempts=attempts) for block, attempts in zip(blocks, parts, strict=True)
+    ]
 
 
 FileRows = dict[Path, tuple[list[RowBlock], list[str]]]  # file → its rows, and its warnings
@@ -203,8 +205,8 @@ def with_evaluations(
     `val_loss/NAME`. Those of steps without a row are left out, or get a row: another trainer may
     not log the steps at which it evaluates.
     """
-    if add_rows and (others := sorted(evaluations.keys() - set(curve.steps.tolist()))):
-        curve = _with_rows(curve, others)
+    if add_rows and (extra := sorted(evaluations.keys() - set(curve.steps.tolist()))):
+        curve = _with_rows(curve, extra)
     names = dict.fromkeys(name for event in evaluations.values() for name in event.values)
     columns, absent = dict(curve.columns), dict(curve.absent)
     for name in names:
@@ -212,10 +214,10 @@ def with_evaluations(
         by_step = {step: e.values[name] for step, e in evaluations.items() if name in e.values}
         steps = np.array(sorted(by_step), dtype=np.int64)
         rows = np.searchsorted(curve.steps, steps)
-        there = rows < len(curve.steps)
-        there[there] = curve.steps[rows[there]] == steps[there]
+        matches = rows < len(curve.steps)
+        matches[matches] = curve.steps[rows[matches]] == steps[matches]
         values: Floats = np.full(len(curve.steps), np.nan)
-        values[rows[there]] = [by_step[step] for step in steps[there].tolist()]
+        values[rows[matches]] = [by_step[step] for step in steps[matches].tolist()]
         columns[metric], absent[metric] = values, np.isnan(values)
     return replace(curve, columns=columns, absent=absent, texts=tuple(names))
 

@@ -24,36 +24,36 @@ _COUNT_NAME = re.compile(r"step|iter|update|batch|tok|sample|seq|tps|num|count|e
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
-def parse_number(text: str) -> float | None:
+def parse_number(token: str) -> float | None:
     """Parse a number; None if the text is not one, or has more than 40 characters."""
-    text = text.strip().rstrip(",")
-    if "(" in text:
-        match = _FIRST_NUMBER.match(text[text.index("(") + 1 :].lstrip("["))
-        text = "" if match is None else match[0]
-    if not 0 < len(text) <= LONGEST_NUMBER:
+    token = token.strip().rstrip(",")
+    if "(" in token:
+        match = _FIRST_NUMBER.match(token[token.index("(") + 1 :].lstrip("["))
+        token = "" if match is None else match[0]
+    if not 0 < len(token) <= LONGEST_NUMBER:
         return None
-    if text[-1] in _UNITS:
-        number = parse_number(text[:-1])
-        return None if number is None else number * _UNITS[text[-1]]
-    if "," in text and _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
+    if token[-1] in _UNITS:
+        number = parse_number(token[:-1])
+        return None if number is None else number * _UNITS[token[-1]]
+    if "," in token and _THOUSANDS.fullmatch(token):
+        token = token.replace(",", "")
     try:
-        return float(text)
+        return float(token)
     except ValueError:
         return None
 
 
-def parse_value(name: str, text: str) -> float | None:
+def parse_value(name: str, token: str) -> float | None:
     """Parse the number of a column or key; of a step's also the first of `10/400`."""
-    if has_decimal_comma(text) and not _COUNT_NAME.search(name):
+    if has_decimal_comma(token) and not _COUNT_NAME.search(name):
         return None
-    if "/" in text and _STEP_NAME.search(name):
-        count, _, total = text.partition("/")
+    if "/" in token and _STEP_NAME.search(name):
+        count, _, total = token.partition("/")
         if parse_number(total) is not None:
             return parse_number(count)
-    return parse_number(text)
+    return parse_number(token)
 
 
-def has_decimal_comma(text: str) -> bool:
+def has_decimal_comma(token: str) -> bool:
     """Return whether the comma of a number is, or may be, a decimal comma."""
-    return "," in text and _DECIMAL_COMMA.fullmatch(text.strip()) is not None
+    return "," in token and _DECIMAL_COMMA.fullmatch(token.strip()) is not None

@@ -90,8 +90,8 @@ class TableReader(LineReader):
                     ends = reader.line_num < len(texts) or lines[-1].endswith((b"\n", b"\r"))
                     self._read_cells(cells, ends)
         except csv.Error as error:
-            place = f"{self._path}:{begin + reader.line_num}"
-            self.warnings.append(DamageWarning(f"{place}: {error}; read as far as that"))
+            location = f"{self._path}:{begin + reader.line_num}"
+            self.warnings.append(DamageWarning(f"{location}: {error}; read as far as that"))
             self._is_damaged = True
 
     def _read_cells(self, cells: list[str], has_newline: bool) -> None:

@@ -39,12 +39,12 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     cut_line = None
     try:
         with open_regular(path) as stream:
-            for line, text in enumerate(read_lines(stream), start=1):
-                if not text.strip():
+            for line, content in enumerate(read_lines(stream), start=1):
+                if not content.strip():
                     continue
                 if cut_line is not None:
                     raise line_error(path, cut_line, CUT_LINE)
-                row = parse_row(text)
+                row = parse_row(content)
                 if row is None:
                     cut_line = line
                 elif (fault := row_fault(row)) is not None:
@@ -55,9 +55,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
         raise read_error(path, error) from error
 
 
-def line_error(path: Path, line: int, what: str) -> RunError:
+def line_error(path: Path, line: int, fault: str) -> RunError:
     return RunError(
-        f"{path}:{line}: {what}; every line but a cut last one must be a JSON "
+        f"{path}:{line}: {fault}; every line but a cut last one must be a JSON "
         "object with a step; fix or remove the line"
     )
 
@@ -69,10 +69,10 @@ def read_error(path: Path, error: OSError) -> RunError:
     )
 
 
-def parse_row(text: bytes) -> Any:
+def parse_row(line: bytes) -> Any:
     """Parse a line as JSON; None if it is broken (a bare `null` counts as such)."""
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
 
@@ -98,8 +98,8 @@ def row_fault(row: Any) -> str | None:
     step = row.get("step")
     # Beyond 2**53 a float64 no longer holds every whole number.
     if type(step) is not int or not 0 <= step < 2**53:
-        shown = "absent" if "step" not in row else f"{step!r:.40}"
-        return f"step is {shown}, not a whole number from 0"
+        value = "absent" if "step" not in row else f"{step!r:.40}"
+        return f"step is {value}, not a whole number from 0"
     return None
 
 
@@ -126,21 +126,21 @@ def last_rows(path: Path, count: int) -> list[Row]:
     """
     rows: list[Row] = []
     with open_regular(path) as stream:
-        position, rest = (size := stream.seek(0, 2)), b""
+        position, tail = (size := stream.seek(0, 2)), b""
         while position > 0 and len(rows) < count:
             # Grows with what is left of a long line: reading stays linear in its length.
-            begin = max(0, position - max(_TAIL_BYTES, len(rest)))
+            begin = max(0, position - max(_TAIL_BYTES, len(tail)))
             if size - begin > _LONGEST_TAIL_BYTES:
                 if rows:
                     break
-                what = f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row"
-                raise OSError(errno.EFBIG, what, str(path))
+                fault = f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row"
+                raise OSError(errno.EFBIG, fault, str(path))
             stream.seek(begin)
-            lines = (stream.read(position - begin) + rest).split(b"\n")
+            lines = (stream.read(position - begin) + tail).split(b"\n")
             # The first piece is the end of a line that begins before what was read.
-            rest = lines.pop(0) if begin > 0 else b""
-            for text in reversed(lines):
-                row = parse_row(text) if text.strip() else None
+            tail = lines.pop(0) if begin > 0 else b""
+            for content in reversed(lines):
+                row = parse_row(content) if content.strip() else None
                 if row is not None and row_fault(row) is None:
                     rows.append(row)
                     if len(rows) == count:

@@ -37,9 +37,11 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
         if not 1 < len(counts) <= len(codes) / 2:
             continue
         shared, differ = _separates(loss, codes, is_rank)
-        listed = ", ".join(f"{text or 'none'} {count}" for text, count in list(counts.items())[:5])
+        listed = ", ".join(
+            f"{label or 'none'} {count}" for label, count in list(counts.items())[:5]
+        )
         if shared and is_rank:
-            rank = min(counts, key=lambda text: (len(text), text))
+            rank = min(counts, key=lambda label: (len(label), label))
             warning = (
                 f"{log.path}: several write the same steps, by {name!r} ({listed}); read "
                 f"{name}={rank}; --where {name}=… selects another"
@@ -47,7 +49,7 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
             warnings = (*log.warnings, warning) if differ else log.warnings
             return select_rows(rows_with(replace(log, warnings=warnings), name, rank), metrics)
         if shared and differ:
-            most_frequent = max(counts, key=lambda text: counts[text])
+            most_frequent = max(counts, key=lambda label: counts[label])
             raise RunError(
                 f"{log.path}: steps have several rows with other values, which the column {name!r} "
                 f"separates ({listed}); name one, such as --where {name}={most_frequent}"
@@ -58,7 +60,7 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
 def _counts(texts: Sequence[str], codes: Ints) -> dict[str, int]:
     """Return the number of rows of each text that has any."""
     numbers = np.bincount(codes, minlength=len(texts)).tolist()
-    return {text: number for text, number in zip(texts, numbers, strict=True) if number}
+    return {name: number for name, number in zip(texts, numbers, strict=True) if number}
 
 
 def _columns(log: Log, metrics: Mapping[str, str]) -> Iterator[tuple[str, TextSeries]]:
@@ -107,21 +109,21 @@ def _separates(loss: TagSeries, codes: Ints, is_rank: bool) -> tuple[bool, bool]
     return bool(shared), bool(differ)
 
 
-def rows_with(log: Log, name: str, text: str) -> Log:
-    """Return the log with the rows whose column `name` is `text`; raise RunError without any.
+def rows_with(log: Log, name: str, value: str) -> Log:
+    """Return the log with the rows whose column `name` is `value`; raise RunError without any.
 
     An empty text selects the rows that lack the column.
     """
     column = log.texts.get(name)
     if column is None and name in log.series:
         column = _as_texts(log.series[name])
-    if column is None or (text and text not in column.texts):
-        missing = f"column {name!r}" if column is None else f"row with {text!r} in column {name!r}"
+    if column is None or (value and value not in column.texts):
+        missing = f"column {name!r}" if column is None else f"row with {value!r} in column {name!r}"
         names = (*log.texts, *log.series) if column is None else column.texts
         raise RunError(
-            f"{log.path} has no {missing} (--where {name}={text}); there are {list_tags(names)}; "
-            f"for one of the sources only, give its letter: --where B:{name}={text}"
+            f"{log.path} has no {missing} (--where {name}={value}); there are {list_tags(names)}; "
+            f"for one of the sources only, give its letter: --where B:{name}={value}"
         )
-    code = column.texts.index(text) if text else -1
+    code = column.texts.index(value) if value else -1
     series = {tag: s.take(_codes_at(column, s) == code) for tag, s in log.series.items()}
     return replace(log, series={tag: s for tag, s in series.items() if s.order.size})

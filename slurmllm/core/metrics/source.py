@@ -195,11 +195,11 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     blocks, line_warnings = read_attempts(files, lenient, by_file)
     warnings += line_warnings
     if not blocks:
-        what = f"{source / 'metrics'} holds no attempt_NNN.jsonl"
+        reason = f"{source / 'metrics'} holds no attempt_NNN.jsonl"
         if files:
-            what = f"{', '.join(str(path) for path in files)} without one whole row"
+            reason = f"{', '.join(str(path) for path in files)} without one whole row"
         raise RunError(
-            f"no metrics of {name}: {what}; they begin with the run's first step: see "
+            f"no metrics of {name}: {reason}; they begin with the run's first step: see "
             f"`slurmllm status {name}` and its logs"
             + "".join(f" ({warning})" for warning in warnings)
         )

@@ -182,8 +182,8 @@ def _read_rows(path: Path) -> list[MetricsRow]:
         except ValidationError as error:
             raise line_error(path, line, first_problem(error, "the line")) from error
         if not 0 < row.step_time_s < math.inf:
-            what = f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
-            raise line_error(path, line, what)
+            fault = f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
+            raise line_error(path, line, fault)
         rows.append(row)
     return rows
 

@@ -80,27 +80,27 @@ def all_formats() -> Mapping[str, LogFormat]:
     """Return the formats, and the names and lines that mean the same in all frameworks."""
     import yaml  # our own runs' metrics need none
 
-    text = resources.files("slurmllm.core.metrics").joinpath("formats.yaml").read_text("utf-8")
-    formats = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    content = resources.files("slurmllm.core.metrics").joinpath("formats.yaml").read_text("utf-8")
+    formats = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: LogFormat(name=name, **values) for name, values in formats.items()}
 
 
-def find_format(text: str) -> LogFormat:
+def find_format(progress: str) -> LogFormat:
     """Return the format of a name; case, `_`, `-` and spaces are equal, and its end may be missing.
 
     Raises ValueError if there is none, or several.
     """
     formats = {_plain(name): log_format for name, log_format in log_formats().items()}
-    if (name := _plain(text)) in formats:
+    if (name := _plain(progress)) in formats:
         return formats[name]
     begun = [f for f in log_formats().values() if name and name in _beginnings(f.name)]
     fitting = [f for f in begun if f.lines] or begun
     if len(fitting) != 1:
         names = [f.name for f in fitting or log_formats().values()]
         raise ValueError(
-            f"progress {text!r} is {'several formats' if fitting else 'no known format'}; give one "
-            f"of {', '.join(names)}; a pattern such as {PATTERN_EXAMPLE}; or the path of a file of "
-            f"metrics ({', '.join(FILES)}) or of a folder of TensorBoard events"
+            f"progress {progress!r} is {'several formats' if fitting else 'no known format'}; "
+            f"give one of {', '.join(names)}; a pattern such as {PATTERN_EXAMPLE}; or the path "
+            f"of a file of metrics ({', '.join(FILES)}) or of a folder of TensorBoard events"
         )
     return fitting[0]
 
@@ -111,7 +111,7 @@ def _plain(name: str) -> str:
 
 def _beginnings(name: str) -> set[str]:
     """Return the plain first words of a name: `hugging`, `huggingface`; of each of `A or B`."""
-    parts = (re.split(r"[\s_-]+", part) for part in name.split(" or "))
+    parts = (re.split(r"[\s_-]+", alternative) for alternative in name.split(" or "))
     return {_plain("".join(words[:n])) for words in parts for n in range(1, len(words) + 1)}
 
 
@@ -133,7 +133,7 @@ def parse_tags(values: Sequence[str]) -> dict[str, str]:
     """Parse the values of `--tag METRIC=TAG`, by metric; raise UserError for others."""
     tags: dict[str, str] = {}
     for value in values:
-        metric, equals, tag = (part.strip() for part in value.partition("="))
+        metric, equals, tag = (piece.strip() for piece in value.partition("="))
         if not (equals and metric and tag):
             raise UserError(f"--tag {value!r}: give METRIC=TAG, such as loss=train/my_loss")
         check_metric(metric, f"--tag {value!r}")
@@ -192,7 +192,7 @@ def choose_tags(
         if marked and find_tags(counts, losses):
             framework = candidate
             break
-    others: dict[str, tuple[str, ...]] = {}
+    rivals: dict[str, tuple[str, ...]] = {}
     missing: list[str] = []
     for metric in COLUMNS:
         if metric in chosen:
@@ -201,25 +201,25 @@ def choose_tags(
         fitting = find_tags(counts, (*names, *common_names(metric)))
         free = [tag for tag in fitting if tag not in chosen.values()]
         # A mean at the end, or by epoch, is no alternative to values of every step.
-        most = max((counts[tag] for tag in free), default=0)
-        free = [tag for tag in free if 2 * counts[tag] > most]
+        top = max((counts[tag] for tag in free), default=0)
+        free = [tag for tag in free if 2 * counts[tag] > top]
         if free:
             chosen[metric] = free[0]
-            others[metric] = tuple(free[1:])
+            rivals[metric] = tuple(free[1:])
         if metric in requested:
-            what = f"{source} has no {requested[metric]!r} (--tag {metric}={requested[metric]})"
+            reason = f"{source} has no {requested[metric]!r} (--tag {metric}={requested[metric]})"
             if not free:
-                raise RunError(f"{what}; there are {list_tags(counts)}")
-            missing.append(f"{what}; {metric} is taken from {free[0]!r}")
+                raise RunError(f"{reason}; there are {list_tags(counts)}")
+            missing.append(f"{reason}; {metric} is taken from {free[0]!r}")
     if not {"loss", "grad_norm"} & chosen.keys():  # `spikes` works with either
-        what, tag = "none of its tags is known", "TAG"
+        reason, tag = "none of its tags is known", "TAG"
         if "val_loss" in chosen:
-            what, tag = "it has only that of a validation", chosen["val_loss"]
+            reason, tag = "it has only that of a validation", chosen["val_loss"]
         raise RunError(
-            f"no loss in {source}: {what}; there are {list_tags(counts)}; name it with "
+            f"no loss in {source}: {reason}; there are {list_tags(counts)}; name it with "
             f"--tag loss={tag}"
         )
-    return TagChoice(chosen, others, framework, tuple(missing))
+    return TagChoice(chosen, rivals, framework, tuple(missing))
 
 
 def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
@@ -236,8 +236,8 @@ def per_device(tag: str) -> bool:
 def list_tags(tags: Collection[str], limit: int = 20) -> str:
     if not tags:
         return "none at all"
-    shown = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:limit])
-    return shown + (f" and {len(tags) - limit} more" if len(tags) > limit else "")
+    listed = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:limit])
+    return listed + (f" and {len(tags) - limit} more" if len(tags) > limit else "")
 
 
 def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:

@@ -112,12 +112,12 @@ class TextReader(LogReader):
             self._continued = not line.endswith(b"\n")
             self._number += not self._continued
 
-    def _read_line(self, text: str) -> None:
-        rank, line, stamp = "", text, text
+    def _read_line(self, content: str) -> None:
+        rank, line, stamp = "", content, content
         if self._pattern is None:
-            name, line = split_prefix(text)
+            name, line = split_prefix(content)
             rank = self._rank = name or (self._rank if self._continued else "")
-            stamp = text[:100]
+            stamp = content[:100]
         if rank not in self._by_rank:
             self._by_rank[rank] = [
                 (_TrainerReader if lines[0].step_of_bar else _LineReader)(
@@ -341,8 +341,8 @@ def _has_step(names: tuple[str, ...]) -> bool:
 
 def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
     """Return the values of a line's head, and its time; None if the step is not a number."""
-    groups = {name: text for name, text in match.groupdict().items() if text is not None}
-    numbers = ((name, parse_value(name, text)) for name, text in groups.items())
+    groups = {name: value for name, value in match.groupdict().items() if value is not None}
+    numbers = ((name, parse_value(name, value)) for name, value in groups.items())
     values = {name: number for name, number in numbers if number is not None}
     if "step" in match.re.groupindex:
         if "step" not in values:
@@ -352,14 +352,14 @@ def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers 
     with suppress(ValueError):
         if "asctime" in groups:
             values["time"] = float(calendar.timegm(time.strptime(groups["asctime"])))
-        elif text := _TIMESTAMP.search(stamp):
-            values["time"] = datetime.fromisoformat(text[0]).replace(tzinfo=UTC).timestamp()
+        elif stamp_match := _TIMESTAMP.search(stamp):
+            values["time"] = datetime.fromisoformat(stamp_match[0]).replace(tzinfo=UTC).timestamp()
     return values
 
 
 def _unread_texts(match: re.Match[str]) -> list[tuple[str, str]]:
-    groups = ((name, text) for name, text in match.groupdict().items() if name in METRICS)
-    return [(name, text) for name, text in groups if text and parse_value(name, text) is None]
+    groups = ((name, value) for name, value in match.groupdict().items() if name in METRICS)
+    return [(name, value) for name, value in groups if value and parse_value(name, value) is None]
 
 
 @cache
@@ -385,6 +385,6 @@ def split_prefix(line: str) -> tuple[str, str]:
     """Return the rank or host that the prefixes of a line name, and the line without them."""
     ranks, start = dict[str, None](), 0
     while match := _PREFIX.match(line, start):
-        ranks |= dict.fromkeys(text for text in match.groups() if text is not None)
+        ranks |= dict.fromkeys(rank for rank in match.groups() if rank is not None)
         start = match.end()
     return ".".join(ranks), line[start:]

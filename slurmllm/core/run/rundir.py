@@ -29,10 +29,10 @@ _FEW = 8  # files that are read sooner than threads are started
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
+def write_atomic(path: Path, content: str, mode: int = 0o644) -> None:
     """Write a file atomically: temporary name, fsync, rename, fsync of the folder."""
     fix = "free space or fix the file system and try again"
-    write_bytes(path, text.encode(), f"cannot write {path}", fix, mode)
+    write_bytes(path, content.encode(), f"cannot write {path}", fix, mode)
 
 
 def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str = ".png") -> Path:
@@ -339,7 +339,9 @@ def find_run(run: str, root: Path) -> RunDir:
         runs = {entry.name: entry for entry in run_folders(root) if is_run(entry)}
     if run in runs:
         return RunDir(runs[run])
-    names = "…, " * (len(runs) > 10) + ", ".join(sorted(runs)[-10:])
+    names = ", ".join(sorted(runs)[-10:])
+    if len(runs) > 10:
+        names = f"…, {names}"
     listing = f"runs there: {names}" if names else "there are no runs yet"
     raise RunError(
         f"no run {run!r}: neither {root / run} nor {Path(run).absolute()} holds a config.yaml; "

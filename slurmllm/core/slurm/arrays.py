@@ -194,8 +194,8 @@ def finished_jobs(
         while running:
             time.sleep(_POLL_S)
             on_poll()
-            for place in [place for place, job in running.items() if job.done()]:
-                job = running.pop(place)
+            for index in [index for index, job in running.items() if job.done()]:
+                job = running.pop(index)
                 try:
                     check_private_folder(folder)
                     result = job.result()
@@ -209,7 +209,7 @@ def finished_jobs(
                     hint = f"see {log}" if log.exists() else "it never started"
                     reason = " ".join(str(error).split())[:120]
                     result = FailedJob(f"ended in state {job.state} ({hint})", reason)
-                yield job.job_id, place, result
+                yield job.job_id, index, result
     finally:
         if running:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -253,10 +253,10 @@ def slurm_options(
             raise ConfigError(f"cluster profile {profile.name}", faults)
         values = {"setup": profile.setup, "python": profile.python, **values}
         if (container := profile.container) is not None:
-            shown = (Path.cwd(), profile.node_local)
+            extra_folders = (Path.cwd(), profile.node_local)
             values |= {"python": container.python, "by_srun": container.srun_runs_it}
             values["container"] = lambda folders: container_arguments(
-                container, profile.device, [*folders, *shown]
+                container, profile.device, [*folders, *extra_folders]
             )
         directives = {**parse_options(profile.directives), **(directives or {})}
     if "reservation" in places:

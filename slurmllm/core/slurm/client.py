@@ -228,9 +228,9 @@ class SlurmClient:
         environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
         # Not in the job's comment, which sites give a meaning of their own.
         token = f"# submission {os.urandom(8).hex()}"
-        text, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
+        content, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
         try:
-            output = _run(command, input=text, env=environment)
+            output = _run(command, input=content, env=environment)
         except UnansweredError as error:
             match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
             return self._adopt(name or (match[1] if match else "sbatch"), token, error)
@@ -247,8 +247,8 @@ class SlurmClient:
             while time.monotonic() < deadline:
                 for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
                     if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
-                        text = "%s; the queue has job %s of this submission, which is used"
-                        log.warning(text, unanswered, job_id)
+                        message = "%s; the queue has job %s of this submission, which is used"
+                        log.warning(message, unanswered, job_id)
                         return job_id
                 time.sleep(_RETRY_S)
         except SlurmError as error:
@@ -352,9 +352,9 @@ class SlurmClient:
         # Called by a process of the job itself, after a requeue.
         _run(command, through_sigterm=True)
 
-    def comment(self, job_id: str, text: str) -> None:
+    def comment(self, job_id: str, message: str) -> None:
         """Set the comment of a job, which a requeue keeps."""
-        _run(["scontrol", "update", f"JobId={job_id}", f"Comment={text}"], through_sigterm=True)
+        _run(["scontrol", "update", f"JobId={job_id}", f"Comment={message}"], through_sigterm=True)
 
     def delay(self, job_id: str, seconds: float) -> None:
         """Delay the start of a pending job by at least `seconds`; never moves it earlier."""

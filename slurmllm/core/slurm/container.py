@@ -44,7 +44,7 @@ def behind_prefix(prefix: Sequence[str], python: str, command: Sequence[str]) ->
 
     `prefix` starts the container; empty if srun does (pyxis).
     """
-    inside = [python if part == sys.executable else part for part in command]
+    inside = [python if argument == sys.executable else argument for argument in command]
     if prefix and prefix[0] in _ENGINES:
         count = str(len(prefix) - 1)
         return ["bash", "-c", _ENGINE_RUN, "slurmllm", count, *prefix, *inside]
@@ -145,7 +145,7 @@ def container_arguments(
         options = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
         return [*options, *container.options]
     if container.runtime in ("apptainer", "singularity"):
-        binds = [part for mount in full for part in ("--bind", mount)]
+        binds = [argument for mount in full for argument in ("--bind", mount)]
         nvidia = ["--nv"] if gpu else []
         return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
     # --init: processes that lose their parent are reaped, and signals passed on.

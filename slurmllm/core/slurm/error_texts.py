@@ -71,14 +71,19 @@ def launch_failure(
     numbers = {name: number for number, name in enumerate(nodes)}
     messages = []
     for order, line in enumerate(lines):
-        text = line.strip()[:_LINE_CHARS]
-        row = row_of(text) if _FROM_SLURM.match(text) else None
+        error_line = line.strip()[:_LINE_CHARS]
+        row = row_of(error_line) if _FROM_SLURM.match(error_line) else None
         if row is not None:
-            names = tuple(_nodes_in(text, nodes, numbers))
-            place = row.fault == "result", table().index(row), not names, not _ERROR.match(text)
+            names = tuple(_nodes_in(error_line, nodes, numbers))
+            priority = (
+                row.fault == "result",
+                table().index(row),
+                not names,
+                not _ERROR.match(error_line),
+            )
             # The first task that ended: srun ended the other tasks because of it.
             rank = order if row.fault == "result" else -order
-            messages.append(((*place, rank), text, row, names))
+            messages.append(((*priority, rank), error_line, row, names))
     _, message, best, _ = min(messages, default=((), "", None, ()))
     fault: Fault = "unknown" if best is None else best.fault
     named = [names for *_, row, names in messages if row.fault == fault]
@@ -93,12 +98,12 @@ def launch_failure(
     )
 
 
-def _nodes_in(text: str, nodes: Sequence[str], numbers: Mapping[str, int]) -> Iterator[str]:
+def _nodes_in(message: str, nodes: Sequence[str], numbers: Mapping[str, int]) -> Iterator[str]:
     """Yield those of some nodes that a message names, by their names or by their numbers."""
-    for word in re.findall(r"[\w.-]+", text.removeprefix("slurmstepd-")):
+    for word in re.findall(r"[\w.-]+", message.removeprefix("slurmstepd-")):
         short = word.strip(".-")
         yield from (name for name in {short, short.partition(".")[0]} if name in numbers)
-    for number in map(int, filter(None, chain(*_NUMBERED.findall(text)))):
+    for number in map(int, filter(None, chain(*_NUMBERED.findall(message)))):
         yield from nodes[number : number + 1]
 
 
@@ -125,10 +130,10 @@ def waiting_reasons() -> list[dict[str, Any]]:
 
 def explain_waiting(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
     """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
-    text = reason.replace("_", " ")  # as scontrol writes blanks
+    phrase = reason.replace("_", " ")  # as scontrol writes blanks
     unknown = {"meaning": "", "remedy": "`scontrol show job {job}` shows more"}
     row = next(
-        (r for r in waiting_reasons() if re.match(r["reason"], text, re.IGNORECASE)), unknown
+        (r for r in waiting_reasons() if re.match(r["reason"], phrase, re.IGNORECASE)), unknown
     )
     time = "--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME"
     return row["meaning"], row.get("remedy", "").format(job=job_id, run=run, time=time)

@@ -62,35 +62,39 @@ def check_limits(options: Options, site: Site) -> LimitCheck:
 
 
 def _check(options: Options, partition: Partition, client: SlurmClient) -> LimitCheck:
-    where, state = f"partition {partition.name}", partition.fields["State"]
+    title, state = f"partition {partition.name}", partition.fields["State"]
     fitting = partition.nodes
     faults, warnings = list[str](), list[str]()
-    for flag, text in _limit_faults(options, partition, where):
+    for flag, fault in _limit_faults(options, partition, title):
         # A QOS may permit it. The job's own is known only if it is requested.
         flags = {name: row.split(",") for name, row in client.qos_flags().items() if flag}
         qos = options.get("qos", "").lower()
         allowing = [n for n in flags if flag in flags[n] and qos in ("", n.lower())]
-        unless = f", unless the job's QOS is {' or '.join(allowing)}" * bool(allowing)
-        (warnings if allowing else faults).append(f"{text}, or another --partition{unless}")
-    fewest, most = _node_range(options)
+        remedy = f"{fault}, or another --partition"
+        if allowing:
+            warnings.append(f"{remedy}, unless the job's QOS is {' or '.join(allowing)}")
+        else:
+            faults.append(remedy)
+    fewest, num_nodes = _node_range(options)
     requirements = _requirements(options, partition.nodes, client)
     for option, remedy, suited in () if partition.hides_nodes else requirements:
         fitting = [node for node in fitting if node in suited]
         if len(fitting) < fewest:
-            which = f"needs {format_plural(fewest, 'node')}; {where} has {len(suited)} suitable"
-            which += f", {len(fitting)} with all options together" * (len(fitting) < len(suited))
+            which = f"needs {format_plural(fewest, 'node')}; {title} has {len(suited)} suitable"
+            if len(fitting) < len(suited):
+                which += f", {len(fitting)} with all options together"
             faults.append(f"{option}: {which}; {remedy}, or another --partition")
             break
     if state != "UP":
-        text = f"{where} is {state} until an administrator sets it to UP; another --partition"
-        (warnings if state == "DOWN" else faults).append(text)
+        fault = f"{title} is {state} until an administrator sets it to UP; another --partition"
+        (warnings if state == "DOWN" else faults).append(fault)
     away = [f"{node.name} {node.state}" for node in fitting if not node.in_service]
     if len(fitting) >= fewest > len(fitting) - len(away):
         warnings.append(
-            f"{where}: {len(fitting) - len(away)} of {fewest} nodes are in service "
+            f"{title}: {len(fitting) - len(away)} of {fewest} nodes are in service "
             f"({format_names(away)}); the job waits for them: `sinfo --list-reasons`"
         )
-    if most > 1 and (difference := describe_difference(fitting)):
+    if num_nodes > 1 and (difference := describe_difference(fitting)):
         warnings.append(f"{difference}; {EQUAL_NODES}")
     return LimitCheck(faults, warnings)
 
@@ -104,11 +108,11 @@ def suitable_nodes(
 
 def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     """Return `nodes differ: 3 × 4 CPUs, 1 × 2 CPUs (n4)`; empty if all are alike."""
-    most = max((node.memory_mb for node in nodes), default=0)
+    largest = max((node.memory_mb for node in nodes), default=0)
     columns: list[list[str]] = [
         [f"{node.cpus} CPUs" for node in nodes],
         [
-            f"{(most if mb >= most * _SAME_MEMORY else mb) / 1024:.0f} GiB"
+            f"{(largest if mb >= largest * _SAME_MEMORY else mb) / 1024:.0f} GiB"
             for mb in (node.memory_mb for node in nodes)
         ],
         [f"{count_gpus(node.gres)} GPUs" for node in nodes],
@@ -117,42 +121,43 @@ def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     differing = [column for column in columns if len(set(column)) > 1]
     for node, kind in zip(nodes, zip(*differing, strict=True), strict=False):
         kinds.setdefault(kind, []).append(node.name)
-    texts = [
-        f"{len(names)} × {' and '.join(kind)}" + f" ({format_names(names)})" * bool(place)
-        for place, (kind, names) in enumerate(sorted(kinds.items(), key=lambda k: -len(k[1])))
-    ]
+    texts: list[str] = []
+    for kind, names in sorted(kinds.items(), key=lambda k: -len(k[1])):
+        listed = f" ({format_names(names)})" if texts else ""
+        texts.append(f"{len(names)} × {' and '.join(kind)}{listed}")
     return f"nodes differ: {', '.join(texts)}" if texts else ""
 
 
 def _node_range(options: Options) -> tuple[int, int]:
-    fewest, _, most = options.get("nodes", "1").partition("-")
-    return int(fewest), int(most or fewest)
+    fewest, _, largest = options.get("nodes", "1").partition("-")
+    return int(fewest), int(largest or fewest)
 
 
-def _limit_faults(options: Options, partition: Partition, where: str) -> Iterator[tuple[str, str]]:
+def _limit_faults(options: Options, partition: Partition, title: str) -> Iterator[tuple[str, str]]:
     """Yield the text of each violated limit, and the flag of a QOS that permits it, if any."""
     fields = partition.fields
-    limits = {name: text for name, text in fields.items() if text[:1].isdigit()}  # UNLIMITED
-    (fewest, most), time = _node_range(options), options.get("time-min") or options.get("time", "0")
+    limits = {name: limit for name, limit in fields.items() if limit[:1].isdigit()}  # UNLIMITED
+    fewest, num_nodes = _node_range(options)
+    time = options.get("time-min") or options.get("time", "0")
     if (limit := limits.get("MaxTime")) and minutes_of(time) > minutes_of(limit):
-        text = f"--time {time}: {where} permits {limit} (MaxTime); choose --time {limit} or less"
-        yield "PartitionTimeLimit", text
+        fault = f"--time {time}: {title} permits {limit} (MaxTime); choose --time {limit} or less"
+        yield "PartitionTimeLimit", fault
     if (limit := limits.get("MaxNodes")) and fewest > int(limit):
-        text = f"--nodes {fewest}: {where} permits {limit} (MaxNodes); choose fewer"
-        yield "PartitionMaxNodes", text
-    if (limit := limits.get("MinNodes")) and most < int(limit):
-        text = f"--nodes {most}: {where} requires {limit} (MinNodes); choose more"
-        yield "PartitionMinNodes", text
+        fault = f"--nodes {fewest}: {title} permits {limit} (MaxNodes); choose fewer"
+        yield "PartitionMaxNodes", fault
+    if (limit := limits.get("MinNodes")) and num_nodes < int(limit):
+        fault = f"--nodes {num_nodes}: {title} requires {limit} (MinNodes); choose more"
+        yield "PartitionMinNodes", fault
     memory = options.get("mem", "")
     if (limit := limits.get("MaxMemPerNode")) and _amount("mem", memory) > int(limit):
-        yield "", f"--mem {memory}: {where} permits {limit}M (MaxMemPerNode); choose less"
+        yield "", f"--mem {memory}: {title} permits {limit}M (MaxMemPerNode); choose less"
     if fields.get("ReqResv") == "YES" and "reservation" not in options:
-        yield "", f"{where}: takes only jobs with a --reservation (ReqResv); name one"
+        yield "", f"{title}: takes only jobs with a --reservation (ReqResv); name one"
     qos, allowed = options.get("qos"), partition.allowed("AllowQos")
     if qos and allowed is not None and qos.lower() not in allowed:
         yield (
             "",
-            f"--qos {qos}: {where} permits {fields['AllowQos']} (AllowQos); choose one of them",
+            f"--qos {qos}: {title} permits {fields['AllowQos']} (AllowQos); choose one of them",
         )
 
 
@@ -160,33 +165,34 @@ def _requirements(
     options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
 ) -> Iterator[tuple[str, str, Sequence[PartitionNode]]]:
     """Yield option, remedy, and the nodes that have what the option requires of each node."""
-    fewest, most = _node_range(options)
+    fewest, num_nodes = _node_range(options)
     yield f"--nodes {fewest}", f"choose {len(nodes)} or fewer", nodes
-    if text := options.get("exclude"):
-        names = client.hostnames(text)
-        yield f"--exclude {text}", "exclude fewer", [n for n in nodes if n.name not in names]
-    text = options.get("nodelist", "")
-    if text and len(names := client.hostnames(text)) >= most:
-        yield f"--nodelist {text}", "name its nodes", [n for n in nodes if n.name in names]
-    text = options.get("constraint", "")
-    if re.fullmatch(r"[\w.&-]+", text):  # of `|`, counts and brackets Slurm decides
+    if value := options.get("exclude"):
+        names = client.hostnames(value)
+        yield f"--exclude {value}", "exclude fewer", [n for n in nodes if n.name not in names]
+    value = options.get("nodelist", "")
+    if value and len(names := client.hostnames(value)) >= num_nodes:
+        yield f"--nodelist {value}", "name its nodes", [n for n in nodes if n.name in names]
+    value = options.get("constraint", "")
+    if re.fullmatch(r"[\w.&-]+", value):  # of `|`, counts and brackets Slurm decides
         features = {node.name: {*node.features.split(",")} for node in nodes}
         names = sorted(set().union(*features.values()) - {""})
         remedy = f"choose of {', '.join(names) or 'no features'}"
-        suited = [node for node in nodes if features[node.name] >= {*text.split("&")}]
-        yield f"--constraint {text}", remedy, suited
+        suited = [node for node in nodes if features[node.name] >= {*value.split("&")}]
+        yield f"--constraint {value}", remedy, suited
     for option, amount_of in _AMOUNTS.items():
         amounts = sorted(map(amount_of, nodes), reverse=True)[:fewest]
         if option in options and amounts:
-            least, unit = _amount(option, options[option]), " MB" * (option == "mem")
+            amount = _amount(option, options[option])
+            unit = " MB" if option == "mem" else ""
             remedy = f"choose at most {amounts[-1]}{unit}, which {fewest} of its nodes have"
-            suited = [node for node in nodes if amount_of(node) >= least]
+            suited = [node for node in nodes if amount_of(node) >= amount]
             yield f"--{option} {options[option]}", remedy, suited
 
 
-def _amount(option: str, text: str) -> float:
+def _amount(option: str, value: str) -> float:
     """Return a number as of `_AMOUNTS`; 0 for what only Slurm can read."""
     if option in ("gres", "gpus-per-node"):
-        return count_gpus(text if option == "gres" else f"gpu:{text}")
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+        return count_gpus(value if option == "gres" else f"gpu:{value}")
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", value.upper())
     return int(match[1]) * (_MB[match[2]] if option == "mem" else 1) if match else 0

@@ -82,8 +82,8 @@ def setup_faults(lines: Sequence[str]) -> list[str]:
     """Return why bash cannot read the lines, each with its number."""
     faults = []
     for number, line in enumerate(lines, 1):
-        if text := _output(["bash", "-n"], line):
-            message = re.sub(r"^.*?line \d+: ", "", text.splitlines()[0])
+        if output := _output(["bash", "-n"], line):
+            message = re.sub(r"^.*?line \d+: ", "", output.splitlines()[0])
             faults.append(f"cluster.setup: line {number}: {message}: {line}")
     return faults
 
@@ -97,14 +97,14 @@ def setup_warnings(lines: Sequence[str]) -> list[str]:
     options = ["--shell=bash", "--severity=warning", "--exclude=SC1090,SC2034", "--format=gcc", "-"]
     output = _output([tool, *options], "\n".join(lines))
     warnings = re.findall(r"^-:(\d+):\d+: \w+: (.*)$", output, re.M)
-    return [f"cluster.setup: line {number}: {text}" for number, text in warnings]
+    return [f"cluster.setup: line {number}: {message}" for number, message in warnings]
 
 
-def _output(command: list[str], text: str) -> str:
-    """Return what a check prints about `text`; empty if it finds nothing or cannot be run."""
+def _output(command: list[str], script: str) -> str:
+    """Return what a check prints about `script`; empty if it finds nothing or cannot be run."""
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_CHECK_S, check=False
+            command, input=script, capture_output=True, text=True, timeout=_CHECK_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -297,7 +297,7 @@ def _join(
         write_tokens(outputs[0], outputs[1], shards, documents, tokenize.dtype)
         sizes = column_parts(shards, "text_bytes")
         counts |= {
-            "text_bytes": sum(int(np.asarray(part).sum()) for part in sizes),
+            "text_bytes": sum(int(np.asarray(shard_sizes).sum()) for shard_sizes in sizes),
             "columns": (),
             "tokens": tokens,
             "tokenizer": str(tokenize.tokenizer),

@@ -101,8 +101,10 @@ class Fetch:
                 files = self._fetched()
                 if files is None:
                     if self.parts is None:
-                        there = sum(path.stat().st_size for path in self.folder.iterdir())
-                        _require_space(self.folder, int(1e9 * (self.source.gigabytes or 0)) - there)
+                        present_bytes = sum(path.stat().st_size for path in self.folder.iterdir())
+                        _require_space(
+                            self.folder, int(1e9 * (self.source.gigabytes or 0)) - present_bytes
+                        )
                     files = [file for each in self.source.files for file in self._download(each)]
                     if self.source.corpus and self.source.build and self._manifest.exists():
                         # Built from the files of an earlier fetch, with other --parts.
@@ -169,9 +171,9 @@ class Fetch:
                 )
         total = sum(state.size or 0 for state in states)
         key = hashlib.sha256(repr([(s.size, s.version) for s in states]).encode()).hexdigest()[:8]
-        part = path.with_name(f".{path.name}.{key}.part")
+        part_file = path.with_name(f".{path.name}.{key}.part")
         for other in path.parent.glob(f".{path.name}.*.part"):
-            if other != part:  # of another version
+            if other != part_file:  # of another version
                 other.unlink()
         begin, origins = 0, []
         if was_there := path.is_file():
@@ -180,18 +182,18 @@ class Fetch:
                     f"{path} has {path.stat().st_size:,} bytes, and {addresses[0].url} has "
                     f"{total:,}: another version; remove the file to fetch it again"
                 )
-            path.rename(part)  # verified like a download
-        _require_space(self.folder, total - (part.stat().st_size if part.exists() else 0))
-        with part.open("a+b") as out:
+            path.rename(part_file)  # verified like a download
+        _require_space(self.folder, total - (part_file.stat().st_size if part_file.exists() else 0))
+        with part_file.open("a+b") as out:
             for address, state in zip(addresses, states, strict=True):
 
                 def show(done: int) -> None:
                     self.on_progress(f"fetching {name}", done, total)
 
                 end = _append(address, state, out, begin, show)
-                sha256, stated = _digest(part, begin, end), published.sha256 or state.sha256
+                sha256, stated = _digest(part_file, begin, end), published.sha256 or state.sha256
                 if stated not in (None, sha256):
-                    part.rename(path) if was_there else part.unlink()
+                    part_file.rename(path) if was_there else part_file.unlink()
                     fix = f"remove {path}, then" if was_there else "the download was deleted;"
                     raise DataError(
                         f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged"
@@ -200,7 +202,7 @@ class Fetch:
                 origins.append({"url": address.url, "size_bytes": end - begin, "sha256": sha256})
                 begin = end
             os.fsync(out.fileno())
-        part.replace(path)
+        part_file.replace(path)
         fsync_dir(path.parent)
         return {"name": name, "size_bytes": begin, "origins": origins}
 
@@ -237,9 +239,9 @@ def _address(url: str, anonymous: bool) -> _Address:
 
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-    protocol, _, rest = url.partition("://")
+    protocol, _, location = url.partition("://")
     if protocol == "s3" and anonymous and find_spec("s3fs") is None:
-        bucket, _, key = rest.partition("/")
+        bucket, _, key = location.partition("/")
         return _address(f"https://{bucket}.s3.amazonaws.com/{key}", anonymous)
     options: dict[str, Any] = {"anon": anonymous} if protocol == "s3" else {}
     try:
@@ -345,10 +347,10 @@ def _retry(url: str, ask: Callable[[], T], arrived: Callable[[], int] = lambda: 
             _raise_refusal(url, error)
             failures = 0 if arrived() > before else failures + 1
             if failures >= _TRIES:
-                rest = f"; {arrived():,} bytes are kept" if arrived() else ""
+                note = f"; {arrived():,} bytes are kept" if arrived() else ""
                 raise InfrastructureError(
                     f"{url}: the connection failed {failures} times: "
-                    f"{error or type(error).__name__}{rest}; {_AGAIN} later; without direct "
+                    f"{error or type(error).__name__}{note}; {_AGAIN} later; without direct "
                     f"internet access, set HTTPS_PROXY, or {_MIRROR}"
                 ) from error
         except (ValueError, NotImplementedError) as error:  # an address of another form

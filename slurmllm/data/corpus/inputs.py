@@ -74,8 +74,8 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
             "unpack it first"
         )
     # File names are bytes to the system; Arrow and JSON take only UTF-8.
-    shown = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
-    return InputFile(path, shown, kind, compression, info.st_size, info.st_mtime_ns)
+    display_name = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
+    return InputFile(path, display_name, kind, compression, info.st_size, info.st_mtime_ns)
 
 
 def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
@@ -152,7 +152,7 @@ def _candidates(
         resolved = path.resolve()
         if resolved in excluded and path == folder:
             raise DataError(f"{argument}: input and output are the same file; choose another --out")
-        if any(part in excluded for part in (resolved, *resolved.parents)):
+        if any(ancestor in excluded for ancestor in (resolved, *resolved.parents)):
             continue
         if is_folder and _classify(path, format) is None:
             unknown.append(path)
@@ -183,8 +183,8 @@ def _walk(
             folders.clear()
             saved.update(listed)
             if split is None and len(splits := dataset_splits(Path(root))) > 1:
-                others = ", ".join(name for name in splits if name != DEFAULT)
-                on_note(f"read the split {DEFAULT} of {root}; left out {others}; --split chooses")
+                left_out = ", ".join(name for name in splits if name != DEFAULT)
+                on_note(f"read the split {DEFAULT} of {root}; left out {left_out}; --split chooses")
             entries.append((root, listed))
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -72,7 +72,7 @@ class FinishedShard:
         if self.keep is None:
             return counts
         parts = np.split(self.keep, np.cumsum(counts)[:-1])
-        return [int(np.count_nonzero(part)) for part in parts]
+        return [int(np.count_nonzero(lengths)) for lengths in parts]
 
 
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
@@ -124,13 +124,13 @@ def column_parts(shards: Iterable[FinishedShard], name: str) -> Iterator[pa.Arra
 
 
 def _lengths(shards: Iterable[FinishedShard], column: str) -> Iterator[npt.NDArray[np.int64]]:
-    for part in column_parts(shards, column):
-        yield np.diff(spans(part)[0])
+    for column_data in column_parts(shards, column):
+        yield np.diff(spans(column_data)[0])
 
 
 def _contents(shards: Iterable[FinishedShard], column: str) -> Iterator[memoryview]:
-    for part in column_parts(shards, column):
-        offsets, items = spans(part)
+    for array in column_parts(shards, column):
+        offsets, items = spans(array)
         yield items[offsets[0] : offsets[-1]]
 
 
@@ -142,8 +142,8 @@ def write_tokens(
     dtype: TokenDtype,
 ) -> None:
     """Write the tokens of all kept documents, and the index."""
-    for part in _contents(shards, "tokens"):
-        bin_file.write(part)
+    for tokens in _contents(shards, "tokens"):
+        bin_file.write(tokens)
     code = next(code for code, kind in MEGATRON_TYPES.items() if np.dtype(kind) == np.dtype(dtype))
     idx_file.write(
         MEGATRON_HEADER.pack(MEGATRON_MAGIC, MEGATRON_VERSION, code, documents, documents + 1)
@@ -221,8 +221,8 @@ def _sources(shards: Sequence[FinishedShard]) -> Iterator[npt.NDArray[np.int32]]
     """Yield the index of each document's file among all inputs."""
     first = 0
     for shard in shards:
-        for part in column_parts([shard], "file"):
-            yield np.asarray(part) + np.int32(first)
+        for array in column_parts([shard], "file"):
+            yield np.asarray(array) + np.int32(first)
         first += len(shard.record.inputs)
 
 
@@ -262,8 +262,8 @@ def _stream_begin(schema: pa.Schema) -> bytes:
     """Return the schema's message, padded by the magic's size, for the footer's offsets."""
     # Four bytes, the int32 size of the rest, the rest.
     message: bytes = schema.serialize().to_pybytes()
-    rest = message[8:] + bytes(len(FILE_BEGIN))
-    return message[:4] + len(rest).to_bytes(4, "little") + rest
+    body = message[8:] + bytes(len(FILE_BEGIN))
+    return message[:4] + len(body).to_bytes(4, "little") + body
 
 
 class _StreamedFile(io.RawIOBase):
@@ -286,8 +286,8 @@ class _StreamedFile(io.RawIOBase):
             self._skipped -= min(self._skipped, len(data))
             return len(data)
         begin = self._file.size_bytes
-        for part in self._contents[key]:
-            self._file.write(part)
+        for chunk in self._contents[key]:
+            self._file.write(chunk)
         self.missing.discard(key)
         written = self._file.size_bytes - begin
         assert written == data.size, f"{written} bytes for a buffer of {data.size}"

@@ -120,8 +120,8 @@ class WorkFolder:
             with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
                 # Whoever may write to it could have links written through, and shards read.
                 if reason := untrusted_error(self.path.lstat()):
-                    text = f"{reason}; remove {self.path} if it is yours"
-                    raise PermissionError(errno.EPERM, text, str(self.path))
+                    message = f"{reason}; remove {self.path} if it is yours"
+                    raise PermissionError(errno.EPERM, message, str(self.path))
                 stream = stack.enter_context(open_lock(path))
                 flock(stream)
                 if os.path.samestat(path.stat(), os.fstat(stream.fileno())):

@@ -121,8 +121,8 @@ def _run_in(process: subprocess.Popen[bytes], shard: Shard, work: WorkFolder) ->
         result: ShardResult = pickle.load(process.stdout)  # noqa: S301 (its own child)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         code = process.wait()
-        others = f" and {len(shard.files) - 1} more files" if len(shard.files) > 1 else ""
-        reader = f"the process that read shard {shard.name} ({shard.files[0].name}{others})"
+        more_files = f" and {len(shard.files) - 1} more files" if len(shard.files) > 1 else ""
+        reader = f"the process that read shard {shard.name} ({shard.files[0].name}{more_files})"
         if code >= 0:
             raise CodeError(f"{reader} ended with exit code {code}: see above") from error
         raise NodeError(
@@ -165,7 +165,7 @@ def run_on_slurm(
     parts = [list(shards[index::count]) for index in range(count)]
     jobs = submit_array(
         run_shards,
-        [(part, work.path) for part in parts],
+        [(job, work.path) for job in parts],
         logs=work.logs,
         name="slurmllm-data",
         at_once=workers,

@@ -32,12 +32,12 @@ def open_source(
     # Imports here: `sources.base`, which recipes need too, must not load tokenizers and pyarrow.
     from slurmllm.data.sources.tokenized import NPY_MAGIC, MegatronSource, NumpySource, is_megatron
 
-    prefix, rest = plugins.split_prefix(str(path))
+    prefix, path_text = plugins.split_prefix(str(path))
     if prefix is not None:
         from slurmllm.data.sources.base import Source
 
         plugins.find("data_sources", prefix, "data source", modules)
-        arguments = (Path(rest), encoder, vocab_size)
+        arguments = (Path(path_text), encoder, vocab_size)
         expected: type[Source] = Source  # type: ignore[type-abstract]
         return plugins.build("data_sources", prefix, "data source", expected, {}, *arguments)
     if is_megatron(path):

@@ -138,8 +138,8 @@ class ArrowFile:
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            at, byte = error.start, data[error.start]
-            reason = f"byte {begin + at} of it is not UTF-8 (0x{byte:02x})"
+            index, byte = error.start, data[error.start]
+            reason = f"byte {begin + index} of it is not UTF-8 (0x{byte:02x})"
             raise self.damaged(document, reason) from error
 
     def damaged(self, document: int, reason: str) -> StorageError:
@@ -169,13 +169,13 @@ class ValueColumn:
         """Return the value of a row, not copied; that of a null is empty."""
         batch = bisect_right(self._first, row) - 1
         offsets, values, rows, indices = self._view(batch)
-        at = row - self._first[batch]
-        if rows is not None and rows.slice(at, 1).null_count:
+        index = row - self._first[batch]
+        if rows is not None and rows.slice(index, 1).null_count:
             return values[:0]
         if indices is not None:
-            at = indices[at]
-        inside = 0 <= at < len(offsets) - 1
-        begin, end = (offsets[at], offsets[at + 1]) if inside else (-1, -1)
+            index = indices[index]
+        inside = 0 <= index < len(offsets) - 1
+        begin, end = (offsets[index], offsets[index + 1]) if inside else (-1, -1)
         if not 0 <= begin <= end <= len(values):
             raise self._file.damaged(
                 row, f"column {self._name!r} has it from {begin} to {end} of {len(values)}"

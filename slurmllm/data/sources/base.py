@@ -119,9 +119,9 @@ class Source(ABC):
 
 # CAUTION: these hashes are the `id` of documents and decide the validation split. The same document
 # must have the same hash in every corpus, on every machine and in every version.
-def document_hash(text: bytes | memoryview) -> int:
+def document_hash(utf8: bytes | memoryview) -> int:
     """Return a document's id: the low 64 bits of the xxh3-128 of its text's UTF-8 bytes."""
-    return xxhash.xxh3_128_intdigest(text) & _LOW_64
+    return xxhash.xxh3_128_intdigest(utf8) & _LOW_64
 
 
 def prompt_hash(prompt: bytes | memoryview, completion: bytes | memoryview) -> int:

@@ -64,13 +64,13 @@ def dataset_files(folder: Path, split: str | None = None) -> list[Path] | None:
     if (folder / SPLITS).is_file() and splits:
         files: list[Path] = []
         for name in splits:
-            part = dataset_files(folder / name)
-            if part is None:
+            files_of = dataset_files(folder / name)
+            if files_of is None:
                 raise DataError(
                     f"{folder / SPLITS} names the split {name}, which is missing or was not "
                     "saved by `save_to_disk`; copy it too"
                 )
-            files += part
+            files += files_of
         return files
     if not (folder / STATE).is_file():
         return _cached_files(folder, splits) if splits else None

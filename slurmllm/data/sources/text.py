@@ -85,10 +85,10 @@ class _ArrowSource(Source):
         self._verify(document)
         return texts
 
-    def _verify(self, document: int, text: memoryview | None = None) -> None:
+    def _verify(self, document: int, content: memoryview | None = None) -> None:
         if self._id is not None and self.content_hash(document) != self._id(document):
-            if text is not None:
-                self._file.decoded(document, text)  # raises with the position if it is not UTF-8
+            if content is not None:
+                self._file.decoded(document, content)  # raises with the position if it is not UTF-8
             raise StorageError(
                 f"document {document} of {self.path} was changed or damaged since it was built: "
                 "its content does not have the hash in the column `id`; compare the file with the "

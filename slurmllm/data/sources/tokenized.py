@@ -84,17 +84,17 @@ class TokenizedSource(Source):
     def _piece(self, document: int, piece: int) -> tuple[Tokens, Marks]:
         ids = self.document(document)
         begin = piece * PIECE_TOKENS
-        part = ids[begin : begin + PIECE_TOKENS]
+        piece_ids = ids[begin : begin + PIECE_TOKENS]
         limit = self._vocab_size or _LARGEST
-        if len(part) and (int(part.max()) >= limit or int(part.min()) < 0):
-            place = int(np.flatnonzero((part < 0) | (part >= limit))[0])
+        if len(piece_ids) and (int(piece_ids.max()) >= limit or int(piece_ids.min()) < 0):
+            index = int(np.flatnonzero((piece_ids < 0) | (piece_ids >= limit))[0])
             raise DataError(
-                f"token {begin + place} of document {document} of {self.path} is {part[place]}, "
-                f"and ids must be in 0 … {limit - 1}: model.vocab_size is {limit}; was the file "
-                "made with another tokenizer? Set model.vocab_size to that tokenizer's size, or "
-                "name another corpus"
+                f"token {begin + index} of document {document} of {self.path} is "
+                f"{piece_ids[index]}, and ids must be in 0 … {limit - 1}: model.vocab_size is "
+                f"{limit}; was the file made with another tokenizer? Set model.vocab_size to that "
+                "tokenizer's size, or name another corpus"
             )
-        tokens = part.astype(np.int32)
+        tokens = piece_ids.astype(np.int32)
         end = self._end_of_document
         is_last = begin + PIECE_TOKENS >= len(ids)
         if self.adds_end and end is not None and is_last and not (len(ids) and int(ids[-1]) == end):
@@ -214,10 +214,10 @@ class MegatronSource(TokenizedSource):
             return self._tokens[:0]
         if 0 <= first < end <= len(self._sizes):
             item = self._type.itemsize
-            begin, rest = divmod(int(self._offsets[first]), item)
+            begin, remainder = divmod(int(self._offsets[first]), item)
             count = int(self._sizes[first:end].sum(dtype=np.int64))
             last = int(self._offsets[end - 1]) // item + int(self._sizes[end - 1])
-            if not rest and begin >= 0 and last == begin + count <= len(self._tokens):
+            if not remainder and begin >= 0 and last == begin + count <= len(self._tokens):
                 return self._tokens[begin:last]
         raise DataError(
             f"document {document} of {self._index} (sequences {first} to {end - 1} of "

@@ -50,7 +50,7 @@ LLAMA = Family(
             ModuleMapping("layers.{}.attention_norm", (f"{_LAYER}input_layernorm",)),
             ModuleMapping(
                 "layers.{}.attention.qkv",
-                tuple(f"{_LAYER}self_attn.{part}_proj" for part in "qkv"),
+                tuple(f"{_LAYER}self_attn.{projection}_proj" for projection in "qkv"),
                 "qkv",
             ),
             ModuleMapping("layers.{}.attention.out", (f"{_LAYER}self_attn.o_proj",)),

@@ -55,10 +55,10 @@ def line_blocks(
     skipping = False
     for data in itertools.chain([begin], stream.blocks(CHUNK_BYTES)):
         if skipping:
-            at = data.find(feed)
-            if at < 0:
+            index = data.find(feed)
+            if index < 0:
                 continue
-            data, skipping = data[at:], False
+            data, skipping = data[index:], False
         end = data.rfind(feed) + 1
         lines += data.count(feed)
         if not end and sum(map(len, held)) + len(data) > longest:
@@ -73,9 +73,9 @@ def line_blocks(
         yield last
 
 
-def too_large(what: str, limit: int | None = None) -> str:
+def too_large(kind: str, limit: int | None = None) -> str:
     return (
-        f"a {what} of more than {(limit or LARGEST_DOCUMENT) >> 20} MiB, the largest that is read"
+        f"a {kind} of more than {(limit or LARGEST_DOCUMENT) >> 20} MiB, the largest that is read"
     )
 
 
@@ -86,9 +86,9 @@ def valid_utf8(block: bytes) -> bool:
     return _is_valid(pa.Array.from_buffers(pa.large_string(), 1, buffers, null_count=0))
 
 
-def _is_valid(text: pa.LargeStringArray) -> bool:
+def _is_valid(column: pa.LargeStringArray) -> bool:
     try:
-        text.validate(full=True)
+        column.validate(full=True)
     except pa.ArrowInvalid:
         return False
     return True
@@ -111,17 +111,17 @@ def good_rows(
         reinterpret(column, large) if column.type == binary else column.cast(large)
         for column in columns
     ]
-    texts = [text.fill_null("") if text.null_count else text for text in texts]
+    texts = [values.fill_null("") if values.null_count else values for values in texts]
     if all(map(_is_valid, texts)):
         return tuple(texts)
     keep = np.ones(len(texts[0]), bool)
     for row in range(len(keep)):
-        for key, text in zip(keys, texts, strict=True):
-            if keep[row] and not _is_valid(text.slice(row, 1)):
+        for key, values in zip(keys, texts, strict=True):
+            if keep[row] and not _is_valid(values.slice(row, 1)):
                 on_row(first_row + row, f"of column {key!r} is not UTF-8")
                 keep[row] = False
     mask = pa.array(keep)
-    return tuple(reinterpret(reinterpret(text, binary).filter(mask), large) for text in texts)
+    return tuple(reinterpret(reinterpret(values, binary).filter(mask), large) for values in texts)
 
 
 def drop_blank(documents: Documents) -> Documents:

@@ -105,8 +105,8 @@ def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
         if (count := schema.names.count(key)) > 1:
             raise _NoColumnError(f"{count} columns are called {key!r}; rename one of them")
         kind = schema.field(key).type
-        text = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if text not in (pa.string(), pa.large_string(), pa.string_view()):
+        value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if value_type not in (pa.string(), pa.large_string(), pa.string_view()):
             raise _NoColumnError(f"column {key!r} is {kind}, not strings; {SEE_KEYS}")
     return list(dict.fromkeys(options.keys))
 

@@ -55,8 +55,8 @@ def read_json_lines(
 
 def _is_array(begin: bytes) -> bool:
     """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
-    first, _, rest = begin.lstrip().partition(b"\n")
-    if not first.startswith(b"[") or not rest.strip():
+    first, _, remainder = begin.lstrip().partition(b"\n")
+    if not first.startswith(b"[") or not remainder.strip():
         return first.startswith(b"[")
     try:
         json.loads(first)
@@ -106,24 +106,24 @@ def _parse_lines(
     for number, line in enumerate(lines, start=first_line):
         if not line or line.isspace():
             continue
-        place = f"{name}:{number}"
+        location = f"{name}:{number}"
         try:
             record = json.loads(line.decode("utf-8").rstrip())
         except UnicodeDecodeError as error:
-            on_error(f"{place}: byte {error.start} of the line is not UTF-8")
+            on_error(f"{location}: byte {error.start} of the line is not UTF-8")
             continue
         except (ValueError, RecursionError) as error:
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):  # its message counts lines of its own
                 reason = f"{error.msg} at character {error.pos + 1}"
-            on_error(f"{place}: not JSON: {reason}; a line must hold one whole object")
+            on_error(f"{location}: not JSON: {reason}; a line must hold one whole object")
             continue
-        rows += _rows(record, place, options, on_error)
+        rows += _rows(record, location, options, on_error)
     return _documents(rows, options)
 
 
 def _rows(
-    record: Any, place: str, options: ReadOptions, on_error: OnError
+    record: Any, location: str, options: ReadOptions, on_error: OnError
 ) -> list[tuple[str, ...]]:
     """Return the document of a record; none if it cannot be used."""
     try:
@@ -131,7 +131,7 @@ def _rows(
             raise ValueError(f"a JSON {type(record).__name__}, not an object")
         return [tuple(_field_text(record, key) for key in options.keys)]
     except ValueError as error:
-        on_error(f"{place}: {error}")
+        on_error(f"{location}: {error}")
         return []
 
 
@@ -148,28 +148,30 @@ def _read_array(
     """Read a file that is one JSON array, element by element."""
     name, decode = stream.file.name, codecs.getincrementaldecoder("utf-8")().decode
     blocks = map(decode, stream.blocks(base.CHUNK_BYTES))
-    text = decode(begin)
-    at, number, rows = text.index("[") + 1, 1, []
-    while not text.startswith("]", at := next(_NEXT_ELEMENT.finditer(text, at)).start()):
+    content = decode(begin)
+    position, number, rows = content.index("[") + 1, 1, []
+    while not content.startswith(
+        "]", position := next(_NEXT_ELEMENT.finditer(content, position)).start()
+    ):
         try:
-            record, end = json.JSONDecoder().raw_decode(text, at)
-            reason = "it is cut" if end == len(text) else ""  # a number may go on
+            record, end = json.JSONDecoder().raw_decode(content, position)
+            reason = "it is cut" if end == len(content) else ""  # a number may go on
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", str(error))
         if not reason:
             rows += _rows(record, f"{name}: element {number}", options, on_error)
-            at, number = end, number + 1
+            position, number = end, number + 1
             continue
         yield _documents(rows, options)
-        text, at, rows = text[at:], 0, []
+        content, position, rows = content[position:], 0, []
         # Twice as much: an element that is longer than a block is decoded anew each time.
-        more = "".join(itertools.islice(blocks, 1 + len(text) // base.CHUNK_BYTES))
-        if not more or len(text) > base.LARGEST_DOCUMENT:
+        more = "".join(itertools.islice(blocks, 1 + len(content) // base.CHUNK_BYTES))
+        if not more or len(content) > base.LARGEST_DOCUMENT:
             on_error(f"{name}: element {number} of the array: not JSON: {reason}", "rest")
             return
-        text += more
+        content += more
     yield _documents(rows, options)
-    if text[at + 1 :].strip() or any(not block.isspace() for block in blocks if block):
+    if content[position + 1 :].strip() or any(not block.isspace() for block in blocks if block):
         on_error(f"{name}: more text after the end of its JSON array", "rest")
 
 
@@ -178,11 +180,11 @@ def _field_text(row: dict[str, Any], key: str) -> str:
     if key not in row:
         fields = ", ".join(sorted(row)[:10]) or "none"
         raise ValueError(f"no field {key!r} (fields: {fields}); {SEE_KEYS}")
-    text = "" if row[key] is None else row[key]
-    if not isinstance(text, str):
-        raise ValueError(f"field {key!r} is {json.dumps(text)[:40]}, not a string")
+    value = "" if row[key] is None else row[key]
+    if not isinstance(value, str):
+        raise ValueError(f"field {key!r} is {json.dumps(value)[:40]}, not a string")
     try:
-        text.encode("utf-8")
+        value.encode("utf-8")
     except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
         raise ValueError(f"field {key!r} has half a surrogate pair, which is no text") from None
-    return text
+    return value

@@ -58,10 +58,10 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
                     block[span[0] : span[1]].decode("utf-8")
                     valid.append(span)
                 except UnicodeDecodeError as error:
-                    place = span[0] + error.start
+                    index = span[0] + error.start
                     on_error(
-                        f"{stream.file.name}: byte {offset + place} is not UTF-8 "
-                        f"(0x{block[place]:02x})"
+                        f"{stream.file.name}: byte {offset + index} is not UTF-8 "
+                        f"(0x{block[index]:02x})"
                     )
             spans = np.array(valid, np.int64).reshape(-1, 2)
         if len(spans):
