@@ -26,6 +26,8 @@ ROW = re.compile(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) ?\|$")
 LIST = re.compile(r"^(?:Same in both|Only ours \(l\)): ")
 ITEM = re.compile(r"`(--[^`]+|[^`=]+)(?:=([^`]*))?`")  # a compiler's flag is name and value
 NOT_OURS = "–"
+# A section that names another one has that one's rows, except those that it has itself.
+REST = re.compile(r"missing here are as for \[(\S+)\]")
 COMPLETE = ("model.", "optim.", "parallel.")  # sections of which every value must be in the table
 
 
@@ -36,7 +38,23 @@ def sections() -> list[str]:
 
 
 def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
-    """Heading → name → (ours, theirs, why)."""
+    """Heading → name → (ours, theirs, why), with the rows of the section that it refers to."""
+    settings = section_tables(section)
+    if reference := REST.search(section):
+        (base,) = (other for other in SECTIONS if other.startswith(f"## {reference[1]},"))
+        for heading, rows in section_tables(base).items():
+            changed = settings.setdefault(heading, {})
+            base_rows = {
+                name: row
+                for name, row in rows.items()
+                if not any(f"{name}.".startswith(f"{other}.") for other in changed)
+            }
+            settings[heading] = base_rows | changed
+    return settings
+
+
+def section_tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
+    """Heading → name → (ours, theirs, why), as the section itself has them."""
     settings: dict[str, dict[str, tuple[str, str, str]]] = {}
     for part in re.split(r"^### ", section, flags=re.M)[1:]:
         heading, *lines = part.splitlines()
