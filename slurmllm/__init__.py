@@ -47,8 +47,8 @@ def __dir__() -> list[str]:
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports `slurmllm.ROOM…` from the wing that has the room since 0.1, until 0.2.
 
-    Plugins and scripts of other packages import by these names. The finder is asked last, for
-    names that nothing else has.
+    Plugins and scripts of other packages import by these names. The finder is asked first: a
+    checkout that was updated may have empty folders of the old names.
     """
 
     def find_spec(
@@ -76,4 +76,4 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__spec__ = spec.loader_state
 
 
-sys.meta_path.append(_MovedModules())
+sys.meta_path.insert(0, _MovedModules())
