@@ -25,7 +25,7 @@ from slurmllm.launch.supervise.progress import TrainerProgress, check_progress
 from tests.core.metrics.test_formats import LINES
 from tests.core.metrics.test_tensorboard_logs import event, scalar, write_events
 
-LOGS = Path(__file__).parents[2] / "metrics" / "formats"
+LOGS = Path(__file__).parents[2] / "core" / "metrics" / "formats"
 CASES = [(case["format"], case["text"], case["first"], case["values"]) for case in LINES]
 
 
