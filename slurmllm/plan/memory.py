@@ -83,7 +83,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     share = parameter_counts(*position, mesh.shard, mesh.shard_rank(rank))
     stored = parameter_counts(*position, mesh.shard).total
     whole = stored * mesh.shard  # FSDP pads every share to the first one's size
-    largest_block, outside = held.block, held.rest
+    largest_block, outside = held.block, held.outside
     accumulates = mesh.accumulation > 1
     until_last = accumulates and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered

@@ -101,7 +101,7 @@ def _backward(
     layers = model.num_layers // mesh.chunks
     copies = _COPIES if apart else 1
     in_flight = _in_flight(mesh, stage)
-    activations = copies * in_flight * layers * block.kept(recomputed)
+    activations = copies * in_flight * layers * block.saved(recomputed)
     documents = recipe.data.mask == "document"
     mask = (mesh.micro_batch if documents else 1) * model.seq_len**2
     # A recomputed core makes its mask again.
@@ -152,7 +152,7 @@ class _BlockMemory(NamedTuple):
     scores: int  # gradients in the core
     widest: int  # gradients in the feed-forward layer, with inputs and outputs gathered
 
-    def kept(self, recomputed: Collection[str]) -> int:
+    def saved(self, recomputed: Collection[str]) -> int:
         if "block" in recomputed:
             return self.stream
         return self.outside + sum(n for name, n in self.parts.items() if name not in recomputed)
@@ -160,7 +160,7 @@ class _BlockMemory(NamedTuple):
     def passing(self, recomputed: Collection[str]) -> int:
         """Return the bytes within the backward pass: what is recomputed, and gradients."""
         if "block" in recomputed:
-            return self.kept(()) + max(self.scores, self.widest)
+            return self.saved(()) + max(self.scores, self.widest)
         core, mlp = (self.parts[name] * (name in recomputed) for name in ("core", "mlp"))
         return max(core + self.scores, mlp + self.widest)
 

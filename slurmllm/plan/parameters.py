@@ -127,7 +127,7 @@ def sharding(name: str, model: ModelConfig) -> Sharding:
     module = name.rpartition(".")[0]
     if module.startswith("layers."):
         return plan.block[module.split(".", 2)[2]]
-    return plan.rest[module]
+    return plan.outside[module]
 
 
 def share_of(
@@ -190,13 +190,13 @@ class ParameterCounts(NamedTuple):
     """How many numbers of its parameters a worker has."""
 
     block: int  # of one block
-    rest: int
+    outside: int
     blocks: int
     largest: int  # of the largest parameter
 
     @property
     def total(self) -> int:
-        return self.blocks * self.block + self.rest
+        return self.blocks * self.block + self.outside
 
 
 @lru_cache(maxsize=4096)

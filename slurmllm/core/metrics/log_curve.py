@@ -65,7 +65,7 @@ def curve_of_log(
         warnings.append(f"{log.path}: {log.invented_steps}")
     if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
         warnings.append(
-            f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
+            f"{log.location(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
             f"{len(block.steps)} occur a second time with other values, as if the log held two "
             "runs; those read last count: split it at the line where the steps begin again"
         )
@@ -90,7 +90,7 @@ def _choose_tags(log: Log, tags: Mapping[str, str]) -> TagChoice:
 
 
 def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
-    for metric, rivals in choice.others.items():
+    for metric, rivals in choice.rivals.items():
         used, differing = log.series[choice.tags[metric]], []
         for tag in rivals:
             other = log.series[tag]
@@ -118,7 +118,7 @@ def _order_warnings(log: Log, loss: TagSeries, starts: Ints) -> Iterator[str]:
     repeats = loss.order[winners[(attempts[replaced] == attempts[winners]) & differ]]
     if decreases.size or repeats.size:
         yield (
-            f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
+            f"{log.location(min([*decreases, *repeats]))}: steps are not in order: "
             f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
             "and the last value of a step counts; name another column with --tag step=KEY"
         )
@@ -219,7 +219,7 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         return replace(series, steps=series.steps + offset)
 
     log = replace(log, series={tag: moved(s) for tag, s in log.series.items()})
-    first, location = resumes[0], log.place(resumes[0].order)
+    first, location = resumes[0], log.location(resumes[0].order)
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
     message = (
         f"the steps begin again at {loss.steps[starts[0]]} ({location}{more}), and "

@@ -68,7 +68,7 @@ class Log:
     texts: Mapping[str, TextSeries] = field(default_factory=dict)  # by column
     invented_steps: str = ""  # why its steps are none that the training counted
 
-    def place(self, order: int) -> str:
+    def location(self, order: int) -> str:
         line = self.lines[order] if len(self.lines) else 0
         return f"{self.path}:{line}" if line else str(self.path)
 

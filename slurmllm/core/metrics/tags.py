@@ -120,7 +120,7 @@ class TagChoice:
     """The tags (columns, keys) that hold the metrics of a log."""
 
     tags: Mapping[str, str]  # by metric
-    others: Mapping[str, tuple[str, ...]]  # metric → other tags that match
+    rivals: Mapping[str, tuple[str, ...]]  # metric → other tags that match
     format: LogFormat | None  # None if not recognized
     missing: tuple[str, ...]  # warnings: tags that the user named and the log lacks
 

@@ -68,4 +68,4 @@ def test_the_sharding_plan_names_every_module_with_parameters(
     plan = sharding_plan(family, tied, config.qk_norm)
     modules = {name.rpartition(".")[0] for name in parameter_shapes(config)}
     layers = {f"layers.{layer}.{name}" for layer in range(2) for name in plan.block}
-    assert modules == layers | set(plan.rest)
+    assert modules == layers | set(plan.outside)

@@ -116,7 +116,7 @@ class ShardingPlan:
     """Module name → how tensor parallelism shares its parameters."""
 
     block: Mapping[str, Sharding]  # names inside a decoder layer, whatever its number
-    rest: Mapping[str, Sharding]  # names outside the layers
+    outside: Mapping[str, Sharding]  # names outside the layers
 
 
 def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> ShardingPlan:
@@ -129,10 +129,10 @@ def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> Sharding
     absent = {"mlp.up" if kind.gated else "mlp.gate_up"}
     if not qk_norm:
         absent |= {"attention.q_norm", "attention.k_norm"}
-    rest: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
+    outside: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
     if kind.positions == "learned":
-        rest["positions"] = "vocabulary"
+        outside["positions"] = "vocabulary"
     if not tied_embeddings:
-        rest["head"] = "vocabulary"
+        outside["head"] = "vocabulary"
     block = {name: how for name, how in _BLOCK.items() if name not in absent}
-    return ShardingPlan(block, rest)
+    return ShardingPlan(block, outside)

@@ -55,8 +55,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     stream: Placement = Shard(_SEQUENCE_DIM) if sequence else Replicate()
     for block in model.blocks():
         parallelize_module(block, mesh, _styles(block, plan.block, stream))
-    parallelize_module(model, mesh, _styles(model, plan.rest, stream))
-    for name, how in plan.rest.items():
+    parallelize_module(model, mesh, _styles(model, plan.outside, stream))
+    for name, how in plan.outside.items():
         module = getattr(model, name)
         if how == "vocabulary" and module is not None:
             shared = distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
