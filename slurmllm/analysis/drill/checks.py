@@ -293,7 +293,7 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
     noises, reference = unbroken.noise, unbroken.reference
     noise = max(noises.values())
     loss, grad_norm = (
-        max(unbroken.tolerances.of(name), _NOISES * noises.get(name, 0.0)) for name in METRICS
+        max(unbroken.tolerances.limit(name), _NOISES * noises.get(name, 0.0)) for name in METRICS
     )
     tolerances = Tolerances(loss=loss, grad_norm=grad_norm, exact=not (loss or grad_norm))
     span: Any = {"from_step": first, "to_step": unbroken.steps, "shifts": (0, 0)}
