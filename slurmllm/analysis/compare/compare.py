@@ -68,6 +68,25 @@ class _Metric:
     visible: Floats  # relative difference of the printed digits [points]
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """What the metrics are measured by, and the settings in which the runs differ."""
+
+    tolerances: Tolerances
+    basis: comparison.Basis
+    settings: Sequence[SettingDifference]
+
+
+@dataclass(frozen=True)
+class _Findings:
+    verdict: comparison.Verdict
+    metrics: Mapping[str, MetricComparison]  # those that decide the verdict
+    described: Mapping[str, Statistics]  # all
+    steps: Ints  # with a loss of both
+    changed: float  # first step without the same bits; infinite if there is none
+    band: comparison.Band | None  # of the seeds
+
+
 @np.errstate(all="ignore")  # logs may hold any value; those that are not finite are handled below
 def compare(
     a: Curve,
@@ -98,38 +117,76 @@ def compare(
         UserError: a precision that the basis needs is unknown.
     """
     tolerances = tolerances or Tolerances()
-    for curve in (a, b):
+    _require_loss(a, b)
+    matches = match_steps(a, b, shifts, by_step=axis == "step")
+    alignment = Alignment(matches[0].used, matches[1].used, axis, from_step, to_step, letter)
+    if not len(alignment.steps):
+        raise RunError(no_common_step(*alignment.curves, from_step, to_step))
+    metrics = _common_metrics(alignment)
+    points = {name: metric.points for name, metric in metrics.items()}
+    warnings = reasons.warnings_of(alignment, points)
+    if tolerances.exact:
+        warnings += reasons.precision_warnings(alignment.curves, letter)
+    settings = find_differences(*alignment.curves, alignment)
+    if seeds:  # they allow for another seed
+        measure = comparison.Basis(kind="seeds")
+        settings = [setting for setting in settings if setting.kind != "seed"]
+    else:
+        measure = _basis(alignment, tolerances, basis, precisions, settings)
+    limits = _limits(alignment.curves[0], metrics, measure, tolerances)
+    band: comparison.Band | None = None
+    if seeds:
+        shifted = [shift_steps(seed, matches[0].shift) for seed in seeds]
+        seed_band = SeedBand(alignment.curves[0], shifted, axis)
+        band = seed_band.compare({name: points[name] for name in limits}, letter)
+        warnings += seed_band.warnings
+    rules = _Rules(tolerances, measure, settings)
+    findings = _find(alignment, metrics, limits, rules, band)
+    causes: tuple[Cause, ...] = ()
+    if findings.verdict == "differ" or (findings.verdict == "equivalent" and band is None):
+        causes = _causes(alignment, metrics, findings.metrics, settings, measure)
+    return _record(matches, alignment, rules, findings, causes, warnings)
+
+
+def _require_loss(*curves: Curve) -> None:
+    for curve in curves:
         if "loss" not in curve.columns:
             tags = list_tags(curve.tags or curve.columns)
             raise RunError(
                 f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
             )
-    matches = match_steps(a, b, shifts, by_step=axis == "step")
-    alignment = Alignment(matches[0].used, matches[1].used, axis, from_step, to_step, letter)
-    a, b = curves = alignment.curves
-    if not len(alignment.steps):
-        raise RunError(no_common_step(a, b, from_step, to_step))
-    metrics = _common_metrics(alignment)
-    points = {name: metric.points for name, metric in metrics.items()}
-    warnings = reasons.warnings_of(alignment, points)
+
+
+def _basis(
+    alignment: Alignment,
+    tolerances: Tolerances,
+    basis: comparison.BasisKind | None,
+    precisions: tuple[str, str],
+    settings: Sequence[SettingDifference],
+) -> comparison.Basis:
+    """Return what differences are measured by without seeds."""
     if tolerances.exact:
-        warnings += reasons.precision_warnings(curves, letter)
-    settings = find_differences(a, b, alignment)
-    measure = comparison.Basis(kind="exact" if tolerances.exact else "tolerance")
-    if seeds:  # they allow for another seed
-        measure = comparison.Basis(kind="seeds")
-        settings = [setting for setting in settings if setting.kind != "seed"]
-    elif not tolerances.exact and basis != "tolerance":
-        requested = basis == "precision" or any(precisions)
-        measure = precision_basis(curves, precisions, settings, requested, letter) or measure
-    limits = _limits(a, metrics, measure, tolerances)
-    changes = [_first_change(points[name]) for name in limits]
+        return comparison.Basis(kind="exact")
+    by_tolerance = comparison.Basis(kind="tolerance")
+    if basis == "tolerance":
+        return by_tolerance
+    requested = basis == "precision" or any(precisions)
+    by_precision = precision_basis(
+        alignment.curves, precisions, settings, requested, alignment.letter
+    )
+    return by_precision or by_tolerance
+
+
+def _find(
+    alignment: Alignment,
+    metrics: Mapping[str, _Metric],
+    limits: Mapping[str, PrecisionLimits],
+    rules: _Rules,
+    band: comparison.Band | None,
+) -> _Findings:
+    """Compare each metric that decides, and return the verdict that follows."""
+    changes = [_first_change(metrics[name].points) for name in limits]
     changed = min((step for step in changes if step is not None), default=math.inf)
-    band: comparison.Band | None = None
-    if seeds:
-        seed_band = SeedBand(a, [shift_steps(seed, matches[0].shift) for seed in seeds], axis)
-        band = seed_band.compare({name: points[name] for name in limits}, letter)
-        warnings += seed_band.warnings
     described = {
         name: statistics(metric.points, metric.signed, name not in RATES)
         for name, metric in metrics.items()
@@ -137,7 +194,7 @@ def compare(
     interpolated = alignment.method == "interpolated"
     results = {}
     for name, limit in limits.items():
-        comparable = _comparable(metrics[name], curves, tolerances.exact)
+        comparable = _comparable(metrics[name], alignment.curves, rules.tolerances.exact)
         detection = _detect(metrics[name], comparable[1], limit, interpolated, changed)
         results[name] = _compare_metric(
             metrics[name],
@@ -145,7 +202,7 @@ def compare(
             limit,
             detection,
             described[name],
-            exact=tolerances.exact,
+            exact=rules.tolerances.exact,
             band=None if band is None else band.metrics[name],
         )
     verdict: comparison.Verdict = "match"
@@ -155,35 +212,50 @@ def compare(
         verdict = "identical"
     elif band is not None or any(metric.scattered for metric in results.values()):
         verdict = "equivalent"
-    causes: tuple[Cause, ...] = ()
-    if verdict == "differ" or (verdict == "equivalent" and band is None):
-        causes = _causes(alignment, metrics, results, settings, measure)
-    match, steps = verdict != "differ", points["loss"].steps
+    return _Findings(verdict, results, described, metrics["loss"].points.steps, changed, band)
+
+
+def _record(
+    matches: tuple[StepMatch, StepMatch],
+    alignment: Alignment,
+    rules: _Rules,
+    findings: _Findings,
+    causes: tuple[Cause, ...],
+    warnings: list[str],
+) -> Comparison:
+    """Return the findings with their reason; `warnings` are those of all steps before."""
+    (a, b), match = alignment.curves, findings.verdict != "differ"
     commands = reasons.command_differences(a, b)
-    warnings += commands
+    warnings = warnings + commands
     if match:
         warnings += [
             f"the curves match although {setting.text}"
-            for setting in settings
-            if not setting.weak and setting.kind != measure.kind
+            for setting in rules.settings
+            if not setting.weak and setting.kind != rules.basis.kind
         ]
-    named_causes = () if match else causes
-    invented = reasons.invented_steps(curves, letter)
-    reason = reasons.reason(verdict, results, measure, band, named_causes, letter, steps)
-    identical = steps[steps < changed]
+    reason = reasons.reason(
+        findings.verdict,
+        findings.metrics,
+        rules.basis,
+        findings.band,
+        () if match else causes,
+        alignment.letter,
+        findings.steps,
+    )
+    identical = findings.steps[findings.steps < findings.changed]
     only_in_a, only_in_b = alignment.only
     return Comparison(
-        verdict=verdict,
+        verdict=findings.verdict,
         match=match,
         bit_identical_to_step=int(identical[-1]) if len(identical) else None,
-        power={name: metric.power for name, metric in results.items()},
-        reason=invented + reason,
+        power={name: metric.power for name, metric in findings.metrics.items()},
+        reason=reasons.invented_steps(alignment.curves, alignment.letter) + reason,
         causes=causes,
         diagnosis=None if match else _diagnosis(causes[0]),
-        settings=(*(setting.text for setting in settings), *commands),
-        data=_compare_data(a, b, letter),
-        tolerance=tolerances,
-        basis=measure,
+        settings=(*(setting.text for setting in rules.settings), *commands),
+        data=_compare_data(a, b, alignment.letter),
+        tolerance=rules.tolerances,
+        basis=rules.basis,
         a=_side(matches[0]),
         b=_side(matches[1]),
         steps_compared=len(alignment.steps),
@@ -192,11 +264,11 @@ def compare(
         only_in_a=only_in_a,
         only_in_b=only_in_b,
         alignment=comparison.AlignmentRecord(
-            axis=axis, method=alignment.method, points=len(alignment.steps)
+            axis=alignment.axis, method=alignment.method, points=len(alignment.steps)
         ),
-        metrics=results,
-        statistics=described,
-        band=band,
+        metrics=findings.metrics,
+        statistics=findings.described,
+        band=findings.band,
         overlaps={"a": _overlap(a), "b": _overlap(b)},
         warnings=tuple(warnings),
     )

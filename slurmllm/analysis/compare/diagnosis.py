@@ -73,9 +73,8 @@ def explain(
         seen = [_before_not_finite(observation, step)]
         of_settings, recorded = [*recorded, *of_settings], []
     # A loss by itself does not show which part of a step differs.
-    undecided = len(observation.points) == 1 and not any(
-        cause.confidence == "likely" for cause in seen
-    )
+    is_likely = any(cause.confidence == "likely" for cause in seen)
+    undecided = len(observation.points) == 1 and not is_likely
     if onset is None:
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
     seen += [cause for cause in of_settings if cause.confidence == "possible"]

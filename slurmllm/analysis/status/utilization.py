@@ -61,7 +61,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
             # Attempts that follow each other in one allocation divide its time.
             if index and incarnations[index - 1] is incarnation:
                 start = attempt.started_at
-            if incarnations[index + 1 : index + 2] == [incarnation]:
+            if index + 1 < len(incarnations) and incarnations[index + 1] == incarnation:
                 end = max(start, attempts[index + 1].started_at)
             nodes, spare = min(nodes, used), max(0, nodes - used)
         steps, lost, overlap_s = 0, 0, 0.0
@@ -93,23 +93,21 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
                 spare_nodes=spare,
             )
         )
-    # Job starts in which no attempt was opened.
-    for unopened in history.incarnations:
-        if not any(incarnation is unopened for incarnation in incarnations):
-            kind: TimePart = "precompile" if unopened.stage == "precompile" else "start_up"
-            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {kind: unopened.end - unopened.start}
-            allocations.append(
-                AllocationTime(
-                    None,
-                    unopened.stage,
-                    None,
-                    unopened.nodes,
-                    unopened.start,
-                    unopened.end,
-                    parts_s,
-                )
-            )
+    allocations += _unopened(history, incarnations)
     return sorted(allocations, key=lambda allocation: allocation.start)
+
+
+def _unopened(
+    history: RunHistory, incarnations: Sequence[Incarnation | None]
+) -> Iterator[AllocationTime]:
+    """Yield the job starts in which no attempt was opened; `incarnations` are those with one."""
+    for start in history.incarnations:
+        if not any(incarnation is start for incarnation in incarnations):
+            kind: TimePart = "precompile" if start.stage == "precompile" else "start_up"
+            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {kind: start.end - start.start}
+            yield AllocationTime(
+                None, start.stage, None, start.nodes, start.start, start.end, parts_s
+            )
 
 
 def _incarnations(
