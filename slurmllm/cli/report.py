@@ -99,23 +99,19 @@ def report(
     page = default_path(runs) if out is None else Path(out)
     if out is None and only_sweeps and len(rankings) == 1:
         page = rankings[0][0].sweep.reports / "report.html"
-    try:
-        if not no_files:
-            _write(runs, page, rankings)
-        failure = None
-    except StorageError as error:  # after the JSON, which has everything but the page
-        failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
+    failure = None if no_files else _write(runs, page, rankings)
     written = None if no_files or failure else page
     if as_json:
         tables = {"sweeps": [ranking_json(*ranking) for ranking in rankings]} if rankings else {}
         click.echo(to_json(runs, written, **tables))
     elif written is not None:
         click.echo(f"report: {written}")
-    if failure is not None:
+    if failure is not None:  # after the JSON, which has everything but the page
         raise failure
 
 
-def _write(runs: Sequence[RunFacts], page: Path, rankings: Rankings) -> None:
+def _write(runs: Sequence[RunFacts], page: Path, rankings: Rankings) -> StorageError | None:
+    """Write the page; return the error if that fails."""
     from slurmllm.analysis.report.tables import Table
     from slurmllm.analysis.report.write import write_report
     from slurmllm.cli.sweep import ranking_rows
@@ -128,7 +124,11 @@ def _write(runs: Sequence[RunFacts], page: Path, rankings: Rankings) -> None:
     heading = None
     if rankings:
         heading = f"Report of {format_names([state.sweep.name for state, _ in rankings])}"
-    write_report(runs, page, sweeps, heading)
+    try:
+        write_report(runs, page, sweeps, heading)
+    except StorageError as error:
+        return StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
+    return None
 
 
 def _locate(

@@ -119,7 +119,22 @@ def classify(evidence: Evidence) -> Ending:
 
 def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     """Yield the rows of the table, in its order; None if a row does not match."""
-    nodes, launch, stop_signal = evidence.nodes, evidence.launch, evidence.stop_signal
+    yield from _reported_endings(evidence)
+    yield _hang(evidence)
+    yield from _launch_endings(evidence)
+    for failure in evidence.failures:
+        if matches(failure.message, "port"):  # another process took it first: no node is to blame
+            reason = f"rank {failure.rank} on {failure.node}: {failure.message}"
+            yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
+    yield _by_failure(evidence)
+    if evidence.unwritable is not None:  # most records could not be written either
+        yield Ending("storage_failure", (evidence.unwritable,))
+    yield from _worker_endings(evidence)
+
+
+def _reported_endings(evidence: Evidence) -> Iterator[Ending]:
+    """Yield the endings that supervisors, Slurm or the workers themselves report."""
+    stop_signal = evidence.stop_signal
     if evidence.superseded_by is not None:
         reason = f"superseded by attempt {evidence.superseded_by} of another supervisor"
         yield Ending("superseded", (reason,))
@@ -137,8 +152,12 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     codes = {*evidence.exit_codes}
     if not evidence.unreported and EXIT_REQUEUE in codes and not codes - {EXIT_OK, EXIT_REQUEUE}:
         yield Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: {evidence.leaving}",))
-    yield _hang(evidence)
-    if launch is not None and not evidence.begun and stop_signal is None:
+
+
+def _launch_endings(evidence: Evidence) -> Iterator[Ending | None]:
+    """Yield the endings by a refused launch, and by nodes that Slurm reports down."""
+    launch = evidence.launch
+    if launch is not None and not evidence.begun and evidence.stop_signal is None:
         # Slurm refused the launchers, or could not start them, by no fault of a node.
         ending = launch_ending(launch, evidence.expected_nodes)
         yield None if ending.ending == "node_failure" else ending
@@ -148,15 +167,12 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
         refusal = None if evidence.begun else launch
         lines = (f"Slurm: {', '.join(down)} down", *message)
         yield Ending("node_failure", lines, down, launch=refusal)
-    for failure in evidence.failures:
-        if matches(failure.message, "port"):  # another process took it first: no node is to blame
-            reason = f"rank {failure.rank} on {failure.node}: {failure.message}"
-            yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
-    yield _by_failure(evidence)
-    if evidence.unwritable is not None:  # most records could not be written either
-        yield Ending("storage_failure", (evidence.unwritable,))
+
+
+def _worker_endings(evidence: Evidence) -> Iterator[Ending | None]:
+    """Yield the endings by the exit codes of workers and launchers, the last one always."""
     # Workers with a failure record have been judged by it: echoes, or one was the cause.
-    failed = workers_without_failure_record(nodes, evidence.failures)
+    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
     for exit_code, ending_class in _EXITS.items():
         for rank, code, name in failed:
             if code == exit_code:
@@ -165,7 +181,7 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     yield _launcher_error(evidence)
     yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
     if evidence.overran_s is not None:
-        reason = f"{stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
+        reason = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
         yield Ending("advance_signal", (reason,))
     yield _unreported(evidence)
     if evidence.failures:
