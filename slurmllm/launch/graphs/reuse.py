@@ -33,7 +33,8 @@ from slurmllm.train.backends.environment import load_environment
 
 _THREADS = "OMP_NUM_THREADS"
 _PACKAGE = Path(__file__).resolve().parents[2]
-# The modules outside model/, config/families/ and the backend that decide graphs. The rest of plan/
+_GRAPH_FOLDERS = ("train/model", "core/config/families")
+# The modules outside these folders and the backend that decide graphs. The rest of plan/
 # (search, cost, tables) chooses a mesh, which is in the fingerprint itself; nothing of plan/ but
 # these two may be imported by the code that builds the model.
 GRAPH_MODULES = ("plan/mesh.py", "plan/parameters.py")
@@ -83,7 +84,8 @@ def node_processor(config: RunConfig) -> dict[str, str]:
 def sources(backend: str, package: Path = _PACKAGE) -> str:
     """Return a digest of the code that decides graphs: model, mesh and backend."""
     digest = hashlib.sha256()  # a checkout changes without a new version number
-    folders = (package / "model", package / "config/families", package / "backends" / backend)
+    folders = [package / name for name in (*_GRAPH_FOLDERS, f"train/backends/{backend}")]
+    assert all(folder.is_dir() for folder in folders), folders  # rglob finds nothing in others
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     for file in (*files, *(package / module for module in GRAPH_MODULES)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()

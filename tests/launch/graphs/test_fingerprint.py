@@ -113,9 +113,12 @@ def test_versions_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("changed", "native", "nxd"),
     [
-        *(("model/decoder.py", True, True), ("plan/parameters.py", True, True)),
-        *(("config/families/llama.py", True, True), ("backends/nxd/model.py", False, True)),
-        *(("backends/native/precision.py", True, False), ("plan/budget.py", False, False)),
+        *(("train/model/decoder.py", True, True), ("plan/parameters.py", True, True)),
+        *(
+            ("core/config/families/llama.py", True, True),
+            ("train/backends/nxd/model.py", False, True),
+        ),
+        *(("train/backends/native/precision.py", True, False), ("plan/prices.py", False, False)),
     ],
 )
 def test_slurmllm_s_own_sources(changed: str, native: bool, nxd: bool, tmp_path: Path) -> None:
@@ -133,8 +136,9 @@ def test_the_model_s_code_uses_no_other_module_of_plan() -> None:
     package = Path(slurmllm.__file__).parent
     used = set()
     for folder in ("model", "backends/native", "backends/nxd"):
-        for file in (package / folder).rglob("*.py"):
+        for file in (package / "train" / folder).rglob("*.py"):
             used |= set(re.findall(r"slurmllm\.plan\.(\w+)", file.read_text()))
+    assert used
     assert {f"plan/{name}.py" for name in used} <= set(GRAPH_MODULES)
 
 

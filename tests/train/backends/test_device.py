@@ -58,10 +58,10 @@ def test_without_cuda_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_place_asks_for_cuda() -> None:
-    package = Path(slurmllm.__file__).parent
-    places: list[Path] = []
-    for room in ("backends/native", "train", "model"):
-        places += (package / room).rglob("*.py")
+    wing = Path(slurmllm.__file__).parent / "train"
+    places = [*wing.glob("*.py")]
+    for room in ("backends/native", "hooks", "model"):
+        places += (wing / room).rglob("*.py")
     # Without torch: variables of the environment, and nvidia-smi.
     described = ("device.py", "environment.py")
     asking = re.compile(r"""torch\.cuda|\.is_cuda|["'](cuda|nccl)["']""")
