@@ -37,7 +37,7 @@ class OpenedInput(io.RawIOBase):
         self.mapped_bytes = self.blank_bytes = 0
         self._zstd_long = zstd_long
         self._raw = _HashedFile(file)
-        self._unpacked = self._raw if file.compression is None else self._decompressor()
+        self._unpacked: Any = self._raw if file.compression is None else self._decompressor()
         self._error: OSError | None = None
 
     @property
@@ -112,7 +112,7 @@ class OpenedInput(io.RawIOBase):
                 from compression import zstd
             else:
                 from backports import zstd
-            options = {zstd.DecompressionParameter.window_log_max: self._zstd_long}
+            options = {int(zstd.DecompressionParameter.window_log_max): self._zstd_long}
             return _Streams(self._raw, partial(zstd.ZstdDecompressor, options=options))
         if self.file.compression == "gzip":
             return gzip.GzipFile(fileobj=self._raw)

@@ -320,7 +320,8 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
         names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
         state += f"; {names}, …" if len(unusable) > 5 else f"; {names}"
         status = fail if len(unusable) == len(members) else warn
-        explained = [fault for node in unusable if (fault := explain_drain(node))]
+        drains = [explain_drain(node) for node in unusable]
+        explained = [drain for drain in drains if drain]
         yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
     else:
         yield ok("nodes", state)
