@@ -219,5 +219,5 @@ def test_sequences_too_long_for_a_core() -> None:
     assert not near(config, 4)
     smallest, scores = memory_shortfall(config, 4, load_environment("nxd").unsupported)
     assert re.search(r"TP 8 × PP 32 .*; a device with [\d.]+ GiB more would do$", smallest)
-    assert scores.startswith("attention scores are 24.00 GiB of it: the nxd backend")
+    assert scores.startswith("attention scores are 48.00 GiB of it: the nxd backend")
     assert near(resolve("llama3_8b", overrides=longer), 4), "eight nodes do"
