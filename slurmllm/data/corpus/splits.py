@@ -6,6 +6,7 @@ A dataset repository names its splits in README.md (`configs`), or files and fol
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from slurmllm.core.errors import DataError
 
+log = logging.getLogger(__name__)
 ALL = "all"
 DEFAULT = "train"
 _DOCUMENTATION = re.compile(
@@ -110,13 +112,16 @@ def _configured_patterns(folder: Path) -> Any:
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
 
-    try:
-        data = DatasetCard.load(folder / "README.md").data
-        configs = MetadataConfigs.from_dataset_card_data(data)
-        name = configs.get_default_config_name() or next(iter(configs))
-        return configs[name]["data_files"]
-    except Exception:  # no README.md, or of another form: each library has its own errors
+    page = folder / "README.md"
+    if not page.is_file():
         return None
+    try:
+        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(page).data)
+        name = configs.get_default_config_name() or next(iter(configs), None)
+    except Exception as error:  # each library has its own
+        log.warning("%s: splits are found by names: unreadable metadata: %s", page, error)
+        return None
+    return None if name is None else configs[name].get("data_files")
 
 
 def _some(paths: Sequence[Path], folder: Path) -> str:

@@ -231,7 +231,7 @@ def test_splits_without_a_training_split_are_chosen_by_the_user(tmp_path: Path) 
     assert read(tmp_path) == (["test.jsonl"], [f"{tmp_path} has only the split test"])
 
 
-def test_a_card_names_splits_of_any_name(tmp_path: Path) -> None:
+def test_a_card_names_splits_of_any_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "en/test-1.jsonl", "x/train.jsonl", "y.jsonl", "not/listed.jsonl")
     (tmp_path / "README.md").write_text(CONFIGS.format(name="default", split="train"))
     files, notes = read(tmp_path)
@@ -240,7 +240,9 @@ def test_a_card_names_splits_of_any_name(tmp_path: Path) -> None:
     assert read(tmp_path, "held_out")[0] == ["x/train.jsonl", "y.jsonl"]
     for damaged in ("[a\n---\n", "5\n---", "[{data_files: 5}]\n"):
         (tmp_path / "README.md").write_text(f"---\nconfigs: {damaged}")
+        caplog.clear()
         read(tmp_path, "all")
+        assert "metadata" in caplog.text  # our warning, or that of huggingface_hub
 
 
 @pytest.mark.parametrize(
