@@ -136,14 +136,14 @@ def test_a_crash_stops_the_run_and_logs_come_from_the_nodes_disk(stage: SceneBen
     path = stage.runs / "crashed" / "logs" / "train_000" / "rank_00001.log"
     assert not path.exists()
     text = stage.call("logs", "crashed", "--rank", "1", env={})
-    assert "asking the nodes of train attempt 0" in text
-    assert "starting from step 0" in text.partition("asking")[2]
-    assert path.is_file()
+    assert "starting from step 0" in text  # read on the node: nothing is collected yet
+    assert not path.exists()
     node = stage.attempt("crashed", 0)["nodes"][1]
     os.kill(worker_of(stage.runs / "crashed", rank=1), signal.SIGSEGV)
     stage.wait("crashed", "stopped")
     assert stage.endings("crashed") == [("code_error", "stop")]
     assert f"on {node} crashed with SIGSEGV" in stage.attempt("crashed", 0)["evidence"][0]
+    assert "starting from step 0" in path.read_text()
     stage.until(lambda: accounted(job) == ["FAILED"], "sacct: not FAILED")
 
 
