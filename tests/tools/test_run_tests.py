@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
@@ -35,3 +39,31 @@ def test_seconds_are_read_from_the_reports(tmp_path: Path) -> None:
         (tmp_path / f"{name}.xml").write_text(f"<testsuites>{case}{case}</testsuites>")
     measured_s = run_tests.measured(sorted(tmp_path.iterdir()))
     assert measured_s == {"tests/test_a.py": 3.0, "tests/test_b.py": 4.0}
+
+
+def test_failed_tests_are_repeated_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A test that fails once passes when repeated; one that always fails does not."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    tests = tmp_path / "test_x.py"
+    tests.write_text(
+        "import pathlib, pytest\n"
+        "mark = pathlib.Path(__file__).with_name('mark')\n"
+        "@pytest.mark.parametrize('n', [1, 2])\n"
+        "def test_once(n):\n"
+        "    existed = mark.exists()\n"
+        "    mark.touch()\n"
+        "    assert existed\n"
+    )
+    report = tmp_path / "report.xml"
+    options = ["-c", str(tmp_path / "pytest.ini"), f"--rootdir={tmp_path}", "-q"]
+    arguments = [*options, "-o", "junit_family=xunit1", f"--junitxml={report}", str(tests)]
+    assert subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False).returncode == 1
+    failed = run_tests.failed_tests([report])
+    assert failed == ["test_x.py::test_once[1]"]
+    again = [str(tmp_path / failed[0])]
+    assert run_tests.repeat(again, options) == 0
+    (tmp_path / "mark").unlink()
+    assert run_tests.repeat(again, options) == 1
+    printed = capfd.readouterr().out
+    assert "passed when repeated" in printed
+    assert "failed again" in printed
