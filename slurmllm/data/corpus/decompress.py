@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from slurmllm.data.corpus.addresses import open_input
 from slurmllm.data.corpus.inputs import InputFile
 
 # Bytes requested of a decompressor at once: an error loses no more text than this.
@@ -154,7 +155,7 @@ class _HashedFile(io.RawIOBase):
     """The bytes of a file on disk, hashed while they are read in their order."""
 
     def __init__(self, file: InputFile) -> None:
-        self._file = file.path.open("rb", buffering=0)
+        self._file = open_input(file.path)
         self.digest = xxhash.xxh3_128()
         self.offset_bytes = 0
 

@@ -12,51 +12,28 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from slurmllm.core.config.data_sources import DataSource, PublishedFile
 from slurmllm.core.display.progress import OnStage
-from slurmllm.core.errors import DataError, InfrastructureError, StorageError
+from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.rundir import fsync_dir, write_atomic
 from slurmllm.core.run.safe_files import open_lock, os_error_text
+from slurmllm.data.corpus.addresses import AGAIN, MIRROR, Address, address_of, retry, version_of
 from slurmllm.data.corpus.build import build_corpus
 from slurmllm.data.corpus.inputs import find_inputs
 from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.work_folder import flock
 from slurmllm.data.tokenizer import tokenizer_of_vocabulary
 
-T = TypeVar("T")
-
 MANIFEST = "fetched.json"
 _CHUNK = 1 << 22  # bytes that are read at a time
 _BLOCK = 1 << 25  # bytes of one request, if a file system reads by requests
-_TRIES = 5  # without a byte in between
-_PAUSE_S = 1.0  # before the second try; doubled for each further one
-_SILENCE_S = 60  # after which a connection counts as broken
 _WORKERS = 4
-_AGAIN = "run the same command again"
-_MIRROR = "set cluster.data_mirrors to a mirror (docs/data.md#published-data-sets)"
-# Errors of connections that are not OSErrors, by module.
-_ERRORS = (
-    ("aiohttp", "ClientError"),
-    ("huggingface_hub.errors", "HTTPError"),
-    ("botocore.exceptions", "BotoCoreError"),
-    ("botocore.exceptions", "ClientError"),
-)
-
-
-class _Address(NamedTuple):
-    """What fsspec opens."""
-
-    url: str
-    file_system: Any
-    path: str
 
 
 class _Opened(NamedTuple):
@@ -133,17 +110,17 @@ class Fetch:
     def _download(self, file: PublishedFile) -> Iterator[dict[str, Any]]:
         """Fetch a file, or all of a pattern, each under its own name or joined."""
         url = _mirrored(file.url, self.mirrors)
-        address = _address(url, anonymous=url == file.url)
+        address = address_of(url, anonymous=url == file.url)
         if address.url != url:
             self.on_note(f"{url} is read as {address.url}, because s3fs is not installed")
         addresses = [address]
         if "*" in PurePosixPath(address.path).name:
             system = address.file_system
-            paths = sorted(map(str, _retry(url, partial(system.glob, address.path))))
+            paths = sorted(map(str, retry(url, partial(system.glob, address.path))))
             if not paths:
-                raise DataError(f"{url}: no file of this pattern; {_MIRROR}")
+                raise DataError(f"{url}: no file of this pattern; {MIRROR}")
             addresses = [
-                _Address(str(system.unstrip_protocol(path)), system, path)
+                Address(str(system.unstrip_protocol(path)), system, path)
                 for path in paths[: self.parts]
             ]
         if file.name is not None:
@@ -153,21 +130,21 @@ class Fetch:
                 yield self._write(PurePosixPath(address.path).name, [address], file)
 
     def _write(
-        self, name: str, addresses: list[_Address], published: PublishedFile
+        self, name: str, addresses: list[Address], published: PublishedFile
     ) -> dict[str, Any]:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
 
-        def state_of(address: _Address) -> _Opened:
+        def state_of(address: Address) -> _Opened:
             with _open(address, 0) as opened:
                 return opened
 
-        states = [_retry(address.url, partial(state_of, address)) for address in addresses]
+        states = [retry(address.url, partial(state_of, address)) for address in addresses]
         for address, state in zip(addresses, states, strict=True):
             if published.size is not None and state.size not in (None, published.size):
                 raise DataError(
                     f"{address.url} has {state.size:,} bytes, and {published.size:,} are published:"
-                    f" other data, or cut off; {_MIRROR}"
+                    f" other data, or cut off; {MIRROR}"
                 )
         total = sum(state.size or 0 for state in states)
         key = hashlib.sha256(repr([(s.size, s.version) for s in states]).encode()).hexdigest()[:8]
@@ -197,7 +174,7 @@ class Fetch:
                     fix = f"remove {path}, then" if was_there else "the download was deleted;"
                     raise DataError(
                         f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged"
-                        f" on the way, or other data; {fix} {_AGAIN}, or {_MIRROR}"
+                        f" on the way, or other data; {fix} {AGAIN}, or {MIRROR}"
                     )
                 origins.append({"url": address.url, "size_bytes": end - begin, "sha256": sha256})
                 begin = end
@@ -233,38 +210,13 @@ def _mirrored(url: str, mirrors: Mapping[str, str]) -> str:
     return mirrors.get(begin, "") + url.removeprefix(begin)
 
 
-def _address(url: str, anonymous: bool) -> _Address:
-    """Find the file system of an address; without s3fs, a public bucket is read over https."""
-    from importlib.util import find_spec
-
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    protocol, _, location = url.partition("://")
-    if protocol == "s3" and anonymous and find_spec("s3fs") is None:
-        bucket, _, key = location.partition("/")
-        return _address(f"https://{bucket}.s3.amazonaws.com/{key}", anonymous)
-    options: dict[str, Any] = {"anon": anonymous} if protocol == "s3" else {}
-    try:
-        if protocol in ("http", "https"):
-            from aiohttp import ClientTimeout
-
-            timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
-            options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
-        file_system, path = url_to_fs(url, **options)
-    except (ImportError, ValueError) as error:
-        fix = "`pip install s3fs`" if protocol == "s3" else _MIRROR
-        raise DataError(f"{url} cannot be opened here: {error}; {fix}") from error
-    return _Address(url, file_system, str(path))
-
-
 @contextlib.contextmanager
-def _open(address: _Address, offset: int) -> Iterator[_Opened]:
+def _open(address: Address, offset: int) -> Iterator[_Opened]:
     """Open an address to be read from `offset`."""
     file_system, path = address.file_system, address.path
     if "http" not in str(file_system.protocol):
         info = file_system.info(path)
-        keys = ("ETag", "etag", "blob_id", "LastModified", "mtime")
-        version = str(next((info[key] for key in keys if info.get(key)), ""))
+        version = version_of(info)
         with file_system.open(path, "rb", block_size=_BLOCK) as stream:
             stream.seek(offset)
             sha256 = getattr(info.get("lfs"), "sha256", None)
@@ -284,7 +236,7 @@ def _open(address: _Address, offset: int) -> Iterator[_Opened]:
 
 
 def _append(
-    address: _Address, state: _Opened, out: BinaryIO, begin: int, on_bytes: Callable[[int], None]
+    address: Address, state: _Opened, out: BinaryIO, begin: int, on_bytes: Callable[[int], None]
 ) -> int:
     """Append what is missing of an address whose bytes begin at `begin`; return where they end."""
     # Without a size, nothing says where to continue.
@@ -296,7 +248,7 @@ def _append(
         nonlocal done
         with _open(address, done) as opened:
             if (opened.size, opened.version) != (state.size, state.version):
-                raise DataError(f"{address.url} was changed while it was fetched; {_AGAIN}")
+                raise DataError(f"{address.url} was changed while it was fetched; {AGAIN}")
             if opened.first < done:
                 done = 0
                 out.truncate(begin)
@@ -312,7 +264,7 @@ def _append(
             raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
 
     if done != state.size:
-        _retry(address.url, read, lambda: done)
+        retry(address.url, read, lambda: done)
     return begin + done
 
 
@@ -324,57 +276,6 @@ def _digest(path: Path, begin: int, end: int) -> str:
             digest.update(chunk)
             begin += len(chunk)
     return digest.hexdigest()
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """Return what the file systems that are loaded raise if a connection breaks."""
-    loaded = ((sys.modules.get(module), name) for module, name in _ERRORS)
-    return (OSError, *(getattr(module, name, OSError) for module, name in loaded))
-
-
-def _retry(url: str, ask: Callable[[], T], arrived: Callable[[], int] = lambda: 0) -> T:
-    """Return the answer of `ask`, which is asked again if the connection breaks.
-
-    Args:
-        arrived: The bytes that have arrived. Any progress starts the count of tries anew.
-    """
-    failures = 0
-    while True:
-        before = arrived()
-        try:
-            return ask()
-        except _connection_errors() as error:
-            _raise_refusal(url, error)
-            failures = 0 if arrived() > before else failures + 1
-            if failures >= _TRIES:
-                note = f"; {arrived():,} bytes are kept" if arrived() else ""
-                raise InfrastructureError(
-                    f"{url}: the connection failed {failures} times: "
-                    f"{error or type(error).__name__}{note}; {_AGAIN} later; without direct "
-                    f"internet access, set HTTPS_PROXY, or {_MIRROR}"
-                ) from error
-        except (ValueError, NotImplementedError) as error:  # an address of another form
-            raise DataError(f"{url} cannot be read: {error}; {_MIRROR}") from error
-        time.sleep(_PAUSE_S * 2**failures)
-
-
-def _raise_refusal(url: str, error: Exception) -> None:
-    """Raise DataError if a server answered, and another try will have the same answer."""
-    # A FileNotFoundError hides why: an answer, no connection, or the form of the address.
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
-    response = getattr(cause or error, "response", None)
-    status = getattr(cause or error, "status", None) or getattr(response, "status_code", None)
-    if status in (401, 403) or isinstance(error, PermissionError):
-        raise DataError(
-            f"{url} may not be read ({status or 'access denied'}): Hugging Face: accept the terms "
-            "on its page, and set HF_TOKEN; S3: `pip install s3fs` and credentials; or "
-            f"{_MIRROR}"
-        ) from error
-    is_broken = isinstance(cause, _connection_errors()) and status is None
-    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not is_broken):
-        raise DataError(f"{url} does not exist (404); {_MIRROR}") from error
-    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
-        raise DataError(f"{url} is refused ({status}): {error}; {_MIRROR}") from error
 
 
 def _require_space(folder: Path, missing_bytes: int) -> None:
@@ -389,5 +290,5 @@ def _require_space(folder: Path, missing_bytes: int) -> None:
 def _storage_error(folder: Path, error: OSError) -> StorageError:
     fix = "check the folder, or choose another one with --to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        fix = f"free space, then {_AGAIN}: what has arrived is kept"
+        fix = f"free space, then {AGAIN}: what has arrived is kept"
     return StorageError(f"cannot write to {folder}: {os_error_text(error)}; {fix}")

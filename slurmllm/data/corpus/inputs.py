@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.safe_files import LFS_POINTER, LFS_REASON
+from slurmllm.data.corpus.addresses import paths_of, state_of
 from slurmllm.data.corpus.splits import DEFAULT, select_data
 from slurmllm.data.sources.dataset_folder import (
     INFO,
@@ -24,6 +25,10 @@ from slurmllm.data.sources.dataset_folder import (
     is_dataset,
 )
 
+if TYPE_CHECKING:
+    from upath import UPath
+
+P = TypeVar("P", bound="Path | UPath")
 Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd", "bz2", "xz"]
@@ -44,26 +49,29 @@ _KNOWN = f"known endings are {' '.join(ENDINGS)} (also with .gz, .zst, .bz2 or .
 class InputFile:
     """One file to read."""
 
-    path: Path
-    name: str  # in corpus and manifest: the path as the user wrote it
+    path: Path | UPath
+    name: str  # in corpus and manifest: the path as the user wrote it, or the address
     format: Format
     compression: Compression | None
     size_bytes: int  # on disk
-    mtime_ns: int  # since 1970
+    version: str  # modification time, or the server's tag: changes with the content
 
 
-def input_file(path: Path, format: FormatOption = "auto", name: str | None = None) -> InputFile:
+def input_file(
+    path: Path | UPath, format: FormatOption = "auto", name: str | None = None
+) -> InputFile:
     """Describe one file; `name` is its name in the corpus, by default the path."""
     try:
-        info = path.stat()
+        size_bytes, version = state_of(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if not path.is_file():
-        raise DataError(f"{path} is not a regular file; write the text to a file first")
-    if info.st_size < 1024:
-        with contextlib.suppress(OSError):  # the reader reports it
-            if path.read_bytes().startswith(LFS_POINTER):
-                raise DataError(f"{path} is {LFS_REASON}")
+    if isinstance(path, Path):
+        if not path.is_file():
+            raise DataError(f"{path} is not a regular file; write the text to a file first")
+        if size_bytes < 1024:
+            with contextlib.suppress(OSError):  # the reader reports it
+                if path.read_bytes().startswith(LFS_POINTER):
+                    raise DataError(f"{path} is {LFS_REASON}")
     classified = _classify(path, format)
     if classified is None:
         raise DataError(f"{path} has an unknown ending; {_KNOWN}; name the format with --format")
@@ -75,10 +83,10 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         )
     # File names are bytes to the system; Arrow and JSON take only UTF-8.
     display_name = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
-    return InputFile(path, display_name, kind, compression, info.st_size, info.st_mtime_ns)
+    return InputFile(path, display_name, kind, compression, size_bytes, version)
 
 
-def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
+def _classify(path: Path | UPath, format: FormatOption) -> tuple[Format, Compression | None] | None:
     compression = COMPRESSIONS.get(path.suffix.lower())
     inner = Path(path.stem) if compression else path
     if format != "auto":
@@ -95,7 +103,7 @@ def find_inputs(
     exclude: Iterable[Path] = (),
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[InputFile]:
-    """Expand files, folders and globs into the files to read, in a fixed order.
+    """Expand files, folders, globs and addresses into the files to read, in a fixed order.
 
     Folders are read to any depth; hidden entries and links to folders are ignored, and with
     `auto` also files with unknown endings. A folder with a saved Hugging Face dataset is replaced
@@ -108,10 +116,14 @@ def find_inputs(
         on_note: Called with a line on what is ignored.
     """
     excluded = {path.resolve() for path in exclude}
-    unknown: list[Path] = []
-    files: dict[Path, InputFile] = {}
+    unknown: list[Path | UPath] = []
+    files: dict[Path | UPath, InputFile] = {}
     for argument in arguments:
-        candidates = _candidates(argument, format, split, excluded, unknown, on_note)
+        candidates: Sequence[Path | UPath]
+        if "://" in argument:
+            candidates = _at_address(argument, format, split, unknown, on_note)
+        else:
+            candidates = _candidates(argument, format, split, excluded, unknown, on_note)
         for path in candidates:
             if (resolved := path.resolve()) not in files:
                 files[resolved] = input_file(path, format)
@@ -122,7 +134,7 @@ def find_inputs(
     if unknown:
         plural = "s with unknown endings" if len(unknown) > 1 else " with an unknown ending"
         on_note(
-            f"ignored {len(unknown):,} file{plural}, such as {min(unknown)}; "
+            f"ignored {len(unknown):,} file{plural}, such as {min(map(str, unknown))}; "
             "--format names their format"
         )
     return list(files.values())
@@ -133,7 +145,7 @@ def _candidates(
     format: FormatOption,
     split: str | None,
     excluded: Container[Path],
-    unknown: list[Path],
+    unknown: list[Path | UPath],
     on_note: Callable[[str], None],
 ) -> list[Path]:
     """Return the files of an argument to read; those with unknown endings go to `unknown`."""
@@ -160,10 +172,35 @@ def _candidates(
             candidates.append(path)
     if not is_folder:
         return candidates
-    kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
-    texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
-    selected = {*select_data(folder, texts, split, on_note), *saved}
+    tables = [path for path in candidates if path not in saved]
+    selected = {*select_data(str(folder), _with_kind(tables, format), split, on_note), *saved}
     return [path for path in candidates if path in selected]
+
+
+def _at_address(
+    url: str,
+    format: FormatOption,
+    split: str | None,
+    unknown: list[Path | UPath],
+    on_note: Callable[[str], None],
+) -> list[UPath]:
+    """Return the files at an address to read; those with unknown endings go to `unknown`."""
+    paths = paths_of(url)
+    if glob.has_magic(url) or [str(path) for path in paths] == [url]:
+        return paths
+    candidates = [path for path in paths if path.name not in (STATE, SPLITS, INFO)]
+    unknown += [path for path in candidates if _classify(path, format) is None]
+    candidates = [path for path in candidates if _classify(path, format) is not None]
+    return select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
+
+
+def _with_kind(paths: Sequence[P], format: FormatOption) -> list[tuple[P, bool]]:
+    """Return each path, and whether it is a plain text."""
+    kinds = [_classify(path, format) for path in paths]
+    return [
+        (path, kind is not None and kind[0] == "text")
+        for path, kind in zip(paths, kinds, strict=True)
+    ]
 
 
 def _walk(

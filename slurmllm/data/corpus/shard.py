@@ -26,6 +26,7 @@ import xxhash
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.records import Record
 from slurmllm.core.run.safe_files import write_whole
+from slurmllm.data.corpus.addresses import state_of
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import BuildOptions, InputErrors, TokenDtype, TokenizeOptions
 from slurmllm.data.corpus.readers import DocumentReader, Documents
@@ -261,13 +262,13 @@ class _ShardReader:
 
 def _check_unchanged(file: InputFile) -> None:
     try:
-        now = file.path.stat()
+        size_bytes, version = state_of(file.path, fresh=True)
     except OSError as error:
         raise DataError(f"cannot read {file.name}: {error.strerror or error}") from error
-    if (now.st_size, now.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+    if (size_bytes, version) != (file.size_bytes, file.version):
         raise DataError(
             f"{file.name} has changed since the build began (it had {file.size_bytes:,} bytes and "
-            f"has {now.st_size:,}); start the build again when no other program writes to it"
+            f"has {size_bytes:,}); start the build again when no other program writes to it"
         )
 
 

@@ -10,10 +10,14 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmllm.core.errors import DataError
 
+if TYPE_CHECKING:
+    from upath import UPath
+
+P = TypeVar("P", bound="Path | UPath")
 log = logging.getLogger(__name__)
 ALL = "all"
 DEFAULT = "train"
@@ -26,12 +30,12 @@ _CODE = (".md", ".rst", ".py")  # documentation next to tables
 
 
 def select_data(
-    folder: Path,
-    files: Sequence[tuple[Path, bool]],
+    folder: str,
+    files: Sequence[tuple[P, bool]],
     split: str | None,
     on_note: Callable[[str], None],
-) -> list[Path]:
-    """Return the files of a folder to read: of one split, and without documentation.
+) -> list[P]:
+    """Return the files of a folder, or at an address, to read: of one split, no documentation.
 
     `files` are each file, and whether it is plain text. Without `split`, `train` of several.
     """
@@ -39,7 +43,7 @@ def select_data(
         return []
     tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
     splits = _splits(folder)
-    trained = [path for path in splits.get(DEFAULT, ()) if path.suffix not in _CODE]
+    trained = [name for name in splits.get(DEFAULT, ()) if not name.endswith(_CODE)]
     if not tables and split is None and (len(splits) < 2 or not trained):
         splits = {}  # plain texts and code may be called anything
     data = [path for path, _ in files if not _is_documentation(path)]
@@ -55,24 +59,24 @@ def select_data(
         on_note(f"left out {_some([*documentation], folder)}: documentation; name it to read it")
     if split == ALL or not splits:
         return data
-    unnamed = {path.absolute() for path in data}.difference(*splits.values())
+    unnamed = {str(path.absolute()) for path in data}.difference(*splits.values())
     if unnamed and DEFAULT not in splits and not _configured_patterns(folder):
         splits[DEFAULT] = unnamed
     return _of_split(folder, data, splits, split, on_note)
 
 
 def _of_split(
-    folder: Path,
-    data: list[Path],
-    splits: dict[str, set[Path]],
+    folder: str,
+    data: list[P],
+    splits: dict[str, set[str]],
     split: str | None,
     on_note: Callable[[str], None],
-) -> list[Path]:
+) -> list[P]:
     names = ", ".join(sorted(splits))
     chosen = split or DEFAULT
     if split is None and len(splits) == 1:
         (chosen,) = splits
-    selected = [path for path in data if path.absolute() in splits.get(chosen, ())]
+    selected = [path for path in data if str(path.absolute()) in splits.get(chosen, ())]
     if not selected:
         raise DataError(
             f"{folder} has no split {chosen!r} but {names or 'no splits'}; choose one with "
@@ -89,7 +93,7 @@ def _of_split(
     return selected
 
 
-def _splits(folder: Path) -> dict[str, set[Path]]:
+def _splits(folder: str) -> dict[str, set[str]]:
     """Return the files of each split that README.md or the names in a folder tell."""
     from datasets.data_files import (
         DataFilesDict,
@@ -97,26 +101,30 @@ def _splits(folder: Path) -> dict[str, set[Path]]:
         get_data_patterns,
         sanitize_patterns,
     )
+    from upath import UPath
 
-    base = str(folder.absolute())
+    base = str(UPath(folder).absolute())
     try:
         patterns = _configured_patterns(folder) or get_data_patterns(base)
         files = DataFilesDict.from_patterns(sanitize_patterns(patterns), base_path=base)
     except (EmptyDatasetError, FileNotFoundError):
         return {}
-    return {str(split): {Path(file) for file in names} for split, names in files.items()}
+    return {str(split): {str(UPath(file)) for file in names} for split, names in files.items()}
 
 
-def _configured_patterns(folder: Path) -> Any:
+def _configured_patterns(folder: str) -> Any:
     """Return `data_files` of the default configuration in README.md, else of the first."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
+    from upath import UPath
 
-    page = folder / "README.md"
+    page = UPath(folder) / "README.md"
     if not page.is_file():
         return None
     try:
-        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(page).data)
+        configs = MetadataConfigs.from_dataset_card_data(
+            DatasetCard(page.read_text(encoding="utf-8")).data
+        )
         name = configs.get_default_config_name() or next(iter(configs), None)
     except Exception as error:  # each library has its own
         log.warning("%s: splits are found by names: unreadable metadata: %s", page, error)
@@ -124,10 +132,10 @@ def _configured_patterns(folder: Path) -> Any:
     return None if name is None else configs[name].get("data_files")
 
 
-def _some(paths: Sequence[Path], folder: Path) -> str:
-    first = min(paths).relative_to(folder)
-    return str(first) if len(paths) == 1 else f"{len(paths):,} files such as {first}"
+def _some(paths: Sequence[Path | UPath], folder: str) -> str:
+    first = min(map(str, paths)).removeprefix(f"{folder}/")
+    return first if len(paths) == 1 else f"{len(paths):,} files such as {first}"
 
 
-def _is_documentation(path: Path) -> bool:
+def _is_documentation(path: Path | UPath) -> bool:
     return _DOCUMENTATION.fullmatch(path.name) is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 
 Faults = dict[str, object]
 
@@ -41,7 +43,10 @@ def data_server() -> Iterator[DataServer]:
             self.end_headers()
 
         def do_GET(self) -> None:
-            name = self.path.lstrip("/")
+            name = self.path.partition("?")[0].lstrip("/")
+            if name.startswith("api/datasets/"):
+                self.answer_as_hub(name.removeprefix("api/datasets/"))
+                return
             faults = server.faults.get(name, {})
             if name.endswith("/") or not name:
                 body = "".join(f'<a href="/{name}">x</a>' for name in sorted(server.files)).encode()
@@ -55,32 +60,63 @@ def data_server() -> Iterator[DataServer]:
             if status != 200:
                 self.send_error(status)
                 return
-            body, first = server.files[name], 0
+            body, first, last = server.files[name], 0, ""
             asked = self.headers.get("Range")
             if asked and not faults.get("no_range"):
-                first = int(asked.removeprefix("bytes=").rstrip("-"))
+                begin, _, last = asked.removeprefix("bytes=").partition("-")
+                first = int(begin)
             with lock:
                 server.requests.append((name, first))
                 breaks = faults.get("break_at")
                 if isinstance(breaks, list):
                     breaks = breaks.pop(0) if breaks else None
             length = int(str(faults.get("length", len(body))))
-            self.send_response(206 if first else 200)
-            if first:
-                self.send_header("Content-Range", f"bytes {first}-{length - 1}/{length}")
+            stop = min(int(last) + 1, length) if last else length
+            is_range = first > 0 or last != ""
+            self.send_response(206 if is_range else 200)
+            if is_range:
+                self.send_header("Content-Range", f"bytes {first}-{stop - 1}/{length}")
             self.send_header("ETag", server.etag)
-            self.send_header("Content-Length", str(length - first))
+            self.send_header("Content-Length", str(stop - first))
             self.end_headers()
-            end = len(body) if breaks is None else min(len(body), first + int(str(breaks)))
+            whole = min(len(body), stop)
+            end = whole if breaks is None else min(whole, first + int(str(breaks)))
             try:
                 for begin in range(first, end, 1024):
                     time.sleep(float(str(faults.get("slow", 0))))
                     self.wfile.write(body[begin : min(begin + 1024, end)])
             except OSError:  # the client has what it wants
                 pass
-            if end < len(body):
+            if end < whole:
                 time.sleep(0.3)  # the client reads what was sent: after the end it might not
             self.close_connection = True
+
+        def answer_as_hub(self, name: str) -> None:
+            """Answer what huggingface_hub asks of the data set ORG/NAME, whose files are in
+            `datasets/ORG/NAME/resolve/main/`."""
+            dataset, tree, folder = name.partition("/tree/main")
+            root = f"datasets/{dataset}/resolve/main/"
+            files = {PurePosixPath(n.removeprefix(root)): len(b) for n, b in server.files.items()}
+            answer: object = {"id": dataset, "sha": "a" * 40, "siblings": [], "tags": []}
+            if tree:
+                entries = [
+                    {"type": "file", "path": str(path), "size": size, "oid": server.etag * 9}
+                    for path, size in files.items()
+                ]
+                folders = {parent for path in files for parent in path.parents}
+                entries += [{"type": "directory", "path": str(f), "oid": "b"} for f in folders]
+                base = PurePosixPath(folder.lstrip("/"))
+                for entry in list(entries):
+                    parents = PurePosixPath(str(entry["path"])).parents
+                    if base not in (parents if "recursive=true" in self.path else parents[:1]):
+                        entries.remove(entry)
+                answer = entries
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     lock = threading.Lock()
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

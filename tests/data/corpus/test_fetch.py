@@ -21,7 +21,7 @@ import pytest
 from data.corpus.data_server import DataServer, data_server
 from slurmllm.core.config.data_sources import DataSource
 from slurmllm.core.errors import DataError, InfrastructureError, StorageError
-from slurmllm.data.corpus import fetch
+from slurmllm.data.corpus import addresses, fetch
 from slurmllm.data.corpus.fetch import Fetch
 from slurmllm.data.sources import open_all
 from slurmllm.data.spec import StreamSpec
@@ -33,7 +33,7 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[DataServer]:
-    monkeypatch.setattr(fetch, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(addresses, "_PAUSE_S", 0.0)
     with data_server() as server:
         server.files["a.bin"] = CONTENT
         yield server
@@ -164,11 +164,11 @@ def test_what_is_refused_leaves_no_file(
 def test_servers_that_are_not_there_or_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: DataServer
 ) -> None:
-    monkeypatch.setattr(fetch, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(addresses, "_PAUSE_S", 0.0)
     with pytest.raises(InfrastructureError, match=r"HTTPS_PROXY, or set cluster.data_mirrors"):
         Fetch("a", source("http://127.0.0.1:9/a.bin"), tmp_path).run()
-    monkeypatch.setattr(fetch, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(fetch, "_TRIES", 2)
+    monkeypatch.setattr(addresses, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(addresses, "_TRIES", 2)
     server.faults["a.bin"] = {"slow": 0.6}
     with pytest.raises(InfrastructureError, match="the connection failed 2 times"):
         download(server, tmp_path)
@@ -276,7 +276,7 @@ def test_mirrors_replace_the_longest_begin() -> None:
 def test_a_public_bucket_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    address = fetch._address("s3://neuron-s3/gpt/a.bin", anonymous=True)
+    address = addresses.address_of("s3://neuron-s3/gpt/a.bin", anonymous=True)
     assert address.path == "https://neuron-s3.s3.amazonaws.com/gpt/a.bin"
     notes: list[str] = []
     monkeypatch.setattr(Fetch, "_write", lambda *_: {"name": "a.bin"})
@@ -292,7 +292,7 @@ def test_a_public_bucket_needs_no_package(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_missing_package(url: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=fix):
-        fetch._address(url, anonymous=False)
+        addresses.address_of(url, anonymous=False)
 
 
 def test_the_texts_become_a_corpus(server: DataServer, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from slurmllm.data.corpus.addresses import RemoteFile
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.readers.base import (
@@ -56,7 +58,8 @@ def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> 
 
 def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.RecordBatch]:
     # pre_buffer would hold whole row groups, often a gigabyte, in memory.
-    file = pq.ParquetFile(stream.file.path, pre_buffer=False)
+    path = stream.file.path
+    file = pq.ParquetFile(path if isinstance(path, Path) else RemoteFile(path), pre_buffer=False)
     keys = _check_columns(options, file.schema_arrow)
     # Rows that hold about CHUNK_BYTES, by the size of all columns.
     groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
@@ -74,12 +77,12 @@ def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.R
 def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.RecordBatch]:
     mapped = None
     batches: Iterable[pa.RecordBatch]
-    if stream.file.compression is None:
+    if stream.file.compression is None and isinstance(stream.file.path, Path):
         # Mapped: a batch may be as large as the file.
         mapped = batches = MappedBatches(stream.file.path)
     else:
-        # The file format is the stream format between eight bytes and a footer, so a compressed
-        # file can be read as a stream.
+        # The file format is the stream format between eight bytes and a footer, so a file that
+        # is compressed, or elsewhere, can be read as a stream.
         # An error of the first bytes is raised by `stream`, which knows its place.
         with suppress(OSError), OpenedInput(stream.file, options.zstd_long) as opened:
             if opened.read(len(FILE_BEGIN)) == FILE_BEGIN:
