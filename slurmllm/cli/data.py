@@ -162,9 +162,9 @@ def build(
     """Build an Arrow corpus from files of text.
 
     INPUT is a file (text, JSON lines, CSV, Parquet or Arrow), a folder of files (read recursively),
-    a folder written by Hugging Face datasets, or a quoted glob. All files but Parquet may be
-    compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
-    again.
+    a folder written by Hugging Face datasets, a quoted glob, or an address (hf://, s3://, gs://,
+    https://). All files but Parquet may be compressed (.gz .zst .bz2 .xz). An interrupted build
+    continues when the same command is run again.
     """
     from slurmllm.core.display.progress import stage_progress
     from slurmllm.core.slurm.arrays import slurm_options
