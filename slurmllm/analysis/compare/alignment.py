@@ -28,6 +28,7 @@ _CLOSE = 0.2
 # … and without it they must be further apart than this one.
 _FAR = 0.5
 _MIN_POINTS = 8
+_MAX_OFFSET = 16  # steps by which logs are shifted to try whether their values coincide
 _MAX_ROWS = 4096  # suffice to judge
 _DIGITS_SAMPLE = 512  # values that show how many digits a log prints
 _SAME_AT_FIRST = 3  # points
@@ -75,8 +76,8 @@ def match_steps(
     """Shift steps that are counted from 0, and average the loss as the coarser log does.
 
     `requested` are the user's shifts. Without any, logs of known frameworks are shifted by their
-    convention, others by 1 if that makes their values coincide. On another axis than steps
-    (not `by_step`) nothing is changed unless the user asks for it.
+    convention, others if that makes their values coincide. On another axis than steps (not
+    `by_step`) nothing is changed unless the user asks for it.
     """
     shifts, reason = (requested[0] or 0, requested[1] or 0), "--shift"
     if requested == (None, None) and by_step:
@@ -107,7 +108,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     ]
     unknown = None in firsts
     usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A
-    candidates = (1, -1) if unknown else (0,) if usual else ()
+    candidates = _offsets(a, b) if unknown else {0} if usual else set[int]()
     shift, scatter = usual, _scatter(a, b) if candidates else 0.0
     if scatter and not _coincide(a, b, usual, scatter):
         matching = [
@@ -119,6 +120,12 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     if shift == usual and lower.convention is not None:
         reason = f"{lower.convention.format} counts steps from 0"
     return (max(-shift, 0), max(shift, 0)), reason
+
+
+def _offsets(a: Curve, b: Curve) -> set[int]:
+    """Return the shifts of B that are tried: a few steps, and those that make the ends equal."""
+    ends = {int(a.steps[end] - b.steps[end]) for end in (0, -1)}
+    return {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends} - {0}
 
 
 def _scatter(a: Curve, b: Curve) -> float:

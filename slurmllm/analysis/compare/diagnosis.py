@@ -217,10 +217,14 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
     if observation.sudden or not observation.below(ROUNDED, slice(EARLY_POINTS)):
         del points["precision"], points["rounding"]
     causes: list[Cause] = []
+    ratio = observation.ratio("first_ratio" in clues)
     for kind, sum_of_points in points.most_common():
         best = max((clue_table()[name] for name in clues), key=lambda c: c.points.get(kind, 0))
         evidence = best.text.format(
-            at=observation.moment, gap=observation.gap, step=observation.first
+            at=observation.moment,
+            gap=observation.gap,
+            step=observation.first,
+            ratio=f"{ratio:.3g}",
         )
         if kind == "gradient" and not causes:
             evidence += _describe_nodes(observation.first or 0, b, letter)

@@ -39,6 +39,9 @@ _NOTHING_IN_COMMON = 0.6
 _UPDATE = 0.5
 _MIN_WEIGHTS = 1e-5
 _OTHER_NORM = 0.25  # a gradient norm that differs by more is of other gradients
+_AT_ONCE = 0.3  # of the median of the points after it: a smaller first difference grew
+_SHOWN = 100.0  # times the loss's digits: weights that make such a difference of norms show there
+_RATIO = 0.2  # logarithm of a factor between losses that no seed makes at the first point
 _JUMP_POINTS = 16  # in which the columns follow the one that jumps first
 SLACK_POINTS = 3  # by which an onset that emerges from noise may be wrong
 _FORWARD_CLUES = ("together", "together_or_update")
@@ -254,7 +257,7 @@ class Observation:
             if len(r) > 2 and np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
                 clues.append("weights_scatter")
         elif norm < loss and np.any(np.abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
-            clues.append("gradient_first")
+            clues.append("gradient_first" if self._jumps("grad_norm") else "small_gradient_first")
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
             decided = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
@@ -272,7 +275,38 @@ class Observation:
             clues += self._clues_of_size(early)
         return clues
 
+    def _jumps(self, name: str) -> bool:
+        """Return whether a column's first difference is as large as those soon after it, and so
+        large that the loss, as it is logged, would show weights that make it.
+        """
+        size, loss = np.abs(self.after(name)[:_JUMP_POINTS]), self.points["loss"]
+        digits = max(float(np.max(loss.unit / np.abs(loss.a))), _LAST_DIGITS)
+        return bool(size[0] > _AT_ONCE * np.median(size) and size[0] > _SHOWN * digits)
+
+    def ratio(self, at_first: bool) -> float:
+        """Return B's loss over A's at the first difference, or the median from there on."""
+        a, b = self.values("loss")
+        ratios = (b / a)[: 1 if at_first else None]
+        ratios = ratios[np.isfinite(ratios)]
+        return float(np.median(ratios)) if len(ratios) else 1.0
+
+    def _ratio_clue(self) -> str | None:
+        """Return the clue if the losses differ by a factor from the first point on."""
+        a, b = (values[:_CORRELATED] for values in self.values("loss"))
+        if self.before is not None or not np.all((a > 0) & (b > 0)):
+            return None
+        logs = np.log(b / a)
+        level = float(np.median(logs))
+        if abs(logs[0]) < _RATIO:
+            return None
+        steady = np.median(np.abs(logs - level)) < abs(level) / 4
+        if len(logs) >= _MIN_POINTS and steady and level * logs[0] > 0 and abs(level) > _RATIO:
+            return "loss_ratio"
+        return "first_ratio" if self.first == 1 else None
+
     def _clues_of_size(self, early: slice) -> list[str]:
+        if (ratio := self._ratio_clue()) is not None:
+            return [ratio]
         weights, norm = self.after("param_norm"), self.after("grad_norm")
         if self.before is None and len(weights):
             limit = _MIN_WEIGHTS

@@ -101,6 +101,37 @@ def test_a_bad_rank(compared) -> None:
     assert "slurmllm health" in comparison.reason
 
 
+def test_a_gradient_norm_that_parts_slowly_accuses_no_node(compared) -> None:
+    """Weights that differ a little move the norm before the loss shows it."""
+    rows = changed(grad_norm=(K, lambda s: 1 + 1e-5 * (s + 1)), loss=(K + 2, drift(2e-2)))
+    for row in rows:
+        del row["param_norm"]
+    comparison = compared(rows)
+    assert "health" not in comparison.reason
+    assert kinds(comparison)[0] == "optimizer"
+
+
+@pytest.mark.parametrize(
+    ("factors", "kind", "words"),
+    [((2, 2), "logging", "a factor of about 2"), ((1.5, 1.0), "model", "a factor of 1.44")],
+)
+def test_a_seed_explains_no_factor(
+    make_file: MakeFile, factors: tuple[float, float], kind: str, words: str
+) -> None:
+    """Losses of another seed that are twice as large, or only at the first step half as large."""
+    a, b = make_rows(1, 120), make_rows(1, 120)
+    noise = np.random.default_rng(3)
+    for row in a + b:
+        row["loss"] *= 1 + 0.02 * noise.standard_normal()
+        row["grad_norm"] *= 1 + 0.1 * noise.standard_normal()
+        del row["param_norm"]
+    for row in b:
+        row["loss"] *= factors[row["step"] > 1]
+    comparison = compare(read_curve(make_file("a", a)), read_curve(make_file("b", b)))
+    assert comparison.causes[0].kind == kind
+    assert words in comparison.causes[0].evidence
+
+
 def test_another_batch_or_update_at_one_step(compared) -> None:
     rows = changed(grad_norm=(K, drift(0.5)), loss=(K, drift(0.3)), param_norm=(K, drift(1e-4)))
     comparison = compared(rows)
@@ -334,6 +365,6 @@ def test_every_clue_is_used_and_named_once() -> None:
     source = "".join(path.read_text() for path in folder.glob("*.py"))
     for name, clue in observation.clue_table().items():
         assert f'"{name}"' in source, name
-        texts = dict.fromkeys(("columns", "steps", "letter", "before"), "")
+        texts = dict.fromkeys(("columns", "steps", "letter", "before", "ratio"), "")
         assert clue.text.format(at="at step 1", gap=10, step=1, **texts)
         assert all(points > 0 for points in clue.points.values())

@@ -64,12 +64,14 @@ def test_known_formats_are_shifted_by_convention_or_by_values(
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("identical", 0, 0)
 
 
-@pytest.mark.parametrize("change", [0.0, 2e-4])
-def test_unknown_formats_are_shifted_if_the_values_coincide(tmp_path: Path, change: float) -> None:
+@pytest.mark.parametrize(("change", "shift"), [(0.0, 1), (2e-4, 1), (0.0, 5), (0.0, 60)])
+def test_unknown_formats_are_shifted_if_the_values_coincide(
+    tmp_path: Path, change: float, shift: int
+) -> None:
     losses = noisy()
-    a, b = (curve_of(tmp_path, f"{i}.jsonl", losses * (1 + i * change), i) for i in (0, 1))
+    a, b = (curve_of(tmp_path, f"{i}.jsonl", losses * (1 + i * change), i * shift) for i in (0, 1))
     assert a.convention is None
-    for first, second, shifts in ((a, b, (1, 0)), (b, a, (0, 1))):
+    for first, second, shifts in ((a, b, (shift, 0)), (b, a, (0, shift))):
         comparison = compare(first, second)
         assert comparison.verdict == ("match" if change else "identical")
         assert (comparison.a.shift, comparison.b.shift) == shifts
