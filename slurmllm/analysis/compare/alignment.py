@@ -102,10 +102,7 @@ def shift_steps(curve: Curve, by: int) -> Curve:
 
 
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
-    firsts = [
-        rule.steps_from if rule is not None and rule.counts == "steps" else None
-        for rule in (a.convention, b.convention)
-    ]
+    firsts = [_first_count(curve) for curve in (a, b)]
     unknown = None in firsts
     usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A
     candidates = _offsets(a, b) if unknown else {0} if usual else set[int]()
@@ -120,6 +117,15 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     if shift == usual and lower.convention is not None:
         reason = f"{lower.convention.format} counts steps from 0"
     return (max(-shift, 0), max(shift, 0)), reason
+
+
+def _first_count(curve: Curve) -> int | None:
+    """Return what a log calls its first step: its own, else that of its format."""
+    rule = curve.convention
+    if rule is None or rule.counts != "steps":
+        return None
+    first = int(curve.steps[0])
+    return first if first in (0, 1) else rule.steps_from
 
 
 def _offsets(a: Curve, b: Curve) -> set[int]:
