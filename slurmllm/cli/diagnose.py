@@ -69,7 +69,7 @@ def health(
     input or configuration; 3 a node or Slurm failed.
     """
     from slurmllm.core.config.resolve import local_cluster, resolve
-    from slurmllm.launch.diagnose.finding import exit_code
+    from slurmllm.launch.diagnose import exit_code
     from slurmllm.launch.supervise.allocation import allocate_nodes
 
     cluster = local_cluster(cluster, local)
@@ -184,7 +184,7 @@ def doctor(
     from slurmllm.core.config.profiles import choose_cluster
     from slurmllm.core.config.resolve import resolve
     from slurmllm.core.slurm.client import COMMANDS, SlurmClient
-    from slurmllm.launch.diagnose.finding import exit_code
+    from slurmllm.launch.diagnose import exit_code
     from slurmllm.launch.diagnose.login_node import (
         container_findings,
         installation_findings,

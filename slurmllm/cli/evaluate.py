@@ -254,8 +254,7 @@ def _run(
     job_options: dict[str, Any],
 ) -> EvaluationResult:
     """Run jobs; report new scores and failures on stderr."""
-    from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_jobs
-    from slurmllm.analysis.evaluate.executor import run_calls
+    from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_calls, run_jobs
     from slurmllm.core.format import format_plural
     from slurmllm.core.slurm.arrays import ArrayRequest, Resources, slurm_options
 

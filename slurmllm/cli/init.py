@@ -19,8 +19,7 @@ from slurmllm.core.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from slurmllm.core.slurm.site import Partition
-    from slurmllm.launch.init.draft import Draft
-    from slurmllm.launch.init.survey import Survey
+    from slurmllm.launch.init.draft import Draft, Survey
 
 Confirm = Callable[[str, bool], bool]  # question, the answer without one → whether the user agrees
 
@@ -70,8 +69,7 @@ def init(
     """
     from slurmllm.core.config.profiles import user_configuration
     from slurmllm.core.slurm.client import SlurmClient
-    from slurmllm.launch.init.draft import draft_profile
-    from slurmllm.launch.init.survey import survey
+    from slurmllm.launch.init.draft import draft_profile, survey
 
     if recipe is not None or base is not None:
         if partition or out or dry_run or as_json:

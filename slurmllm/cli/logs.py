@@ -186,7 +186,7 @@ def _print_from_node(
     `follow`: until the worker ends. `tried` gets the attempt, so that none is printed twice.
     """
     from slurmllm.analysis.status.logs import node_log_command, text_of
-    from slurmllm.core.slurm.environment import slurm_environment
+    from slurmllm.core.slurm.setup import slurm_environment
 
     command = None
     with suppress(StorageError):  # a record that is damaged

@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
 from slurmllm.core.slurm.client import COMMANDS
-from slurmllm.launch.diagnose import login_node
-from slurmllm.launch.diagnose.finding import ok
+from slurmllm.launch.diagnose import login_node, ok
 
 
 @pytest.fixture

@@ -18,6 +18,12 @@ from slurmllm.analysis.compare.alignment import (
     no_common_step,
     shift_steps,
 )
+from slurmllm.analysis.compare.bands import (
+    PrecisionLimits,
+    SeedBand,
+    precision_basis,
+    precision_limits,
+)
 from slurmllm.analysis.compare.causes import (
     Cause,
     SettingDifference,
@@ -32,12 +38,6 @@ from slurmllm.analysis.compare.divergence import (
     Stretch,
     detect_divergence,
 )
-from slurmllm.analysis.compare.precision_band import (
-    PrecisionLimits,
-    precision_basis,
-    precision_limits,
-)
-from slurmllm.analysis.compare.seed_band import SeedBand
 from slurmllm.analysis.compare.statistics import Statistics, roughness, shared_noise, statistics
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import (

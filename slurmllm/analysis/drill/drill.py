@@ -40,7 +40,7 @@ from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.core.slurm.client import SlurmClient
-from slurmllm.core.slurm.environment import slurm_environment
+from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.submit.launch import submit_jobs
 from slurmllm.launch.submit.prepare import RunRequest, prepare
 from slurmllm.launch.supervise.allocation import SLURMLLM, node_command

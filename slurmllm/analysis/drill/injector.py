@@ -28,7 +28,7 @@ from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.core.slurm.environment import slurm_environment
+from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 FaultKind = Literal[

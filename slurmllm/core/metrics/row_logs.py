@@ -14,8 +14,14 @@ from typing import Any
 from slurmllm.core.errors import RunError
 from slurmllm.core.format import format_plural
 from slurmllm.core.metrics.curves import DamageWarning, SourceKind
-from slurmllm.core.metrics.log_series import MISSING, Log, LogReader, log_suffix
-from slurmllm.core.metrics.numbers import LONGEST_NUMBER, parse_value
+from slurmllm.core.metrics.log_series import (
+    LONGEST_NUMBER,
+    MISSING,
+    Log,
+    LogReader,
+    log_suffix,
+    parse_value,
+)
 from slurmllm.core.metrics.row_reader import json_number, parse_row
 from slurmllm.core.metrics.tags import step_keys
 from slurmllm.core.run.safe_files import LARGEST_RECORD

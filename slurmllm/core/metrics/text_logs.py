@@ -21,8 +21,16 @@ from typing import Any
 from slurmllm.core.errors import RunError
 from slurmllm.core.format import printable
 from slurmllm.core.metrics.curves import SourceKind
-from slurmllm.core.metrics.log_series import Log, LogReader, Numbers, RowCollector
-from slurmllm.core.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_value
+from slurmllm.core.metrics.log_series import (
+    NUMBER,
+    WRAPPER,
+    WRAPPER_END,
+    Log,
+    LogReader,
+    Numbers,
+    RowCollector,
+    parse_value,
+)
 from slurmllm.core.metrics.tags import (
     ANY_FRAMEWORK,
     METRICS,

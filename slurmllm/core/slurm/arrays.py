@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from slurmllm.core.errors import ConfigError, SlurmError, StorageError
 from slurmllm.core.run.safe_files import check_private_folder
 from slurmllm.core.slurm.container import behind_prefix
-from slurmllm.core.slurm.environment import slurm_environment
 from slurmllm.core.slurm.processes import FailedCall, map_locally
-from slurmllm.core.slurm.setup import limits_script, setup_faults, setup_script
+from slurmllm.core.slurm.setup import limits_script, setup_faults, setup_script, slurm_environment
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmllm.core.errors import SlurmError
-from slurmllm.core.slurm.environment import PREDECESSOR, slurm_environment
 from slurmllm.core.slurm.error_texts import fault_of
+from slurmllm.core.slurm.setup import PREDECESSOR, slurm_environment
 
 # Slurm's long names (squeue(1), JOB STATE CODES) of the states of jobs that have ended. Jobs in all
 # other states are active, also in those that newer versions add.

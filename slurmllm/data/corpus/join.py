@@ -31,7 +31,7 @@ from slurmllm.core.errors import DataError
 from slurmllm.data.corpus.options import TokenDtype
 from slurmllm.data.corpus.shard import DOCUMENTS, ShardRecord, spans
 from slurmllm.data.corpus.work_folder import OutputFile, WorkFolder, writing
-from slurmllm.data.sources.arrow_batches import FILE_BEGIN, MappedBatches
+from slurmllm.data.sources.arrow import FILE_BEGIN, MappedBatches
 from slurmllm.data.sources.tokenized import (
     MEGATRON_HEADER,
     MEGATRON_MAGIC,

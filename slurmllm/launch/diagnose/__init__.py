@@ -2,5 +2,44 @@
 
 `probe.py` starts `node.py` on all nodes and compares them; `bandwidth.py` measures the all-reduce.
 `login_node.py` and `storage.py` are the checks of `doctor`. Every check yields `records.Finding`s.
-Only `allreduce.py`, a program of its own, imports torch.
+Only `allreduce.py`, a program of its own, imports torch. Here are the constructors of findings and
+the exit code of a set of them.
 """
+
+from collections.abc import Iterable
+from functools import partial
+
+from slurmllm.core.errors import EXIT_OK, Blame, InfrastructureError, UserError
+from slurmllm.core.run.records import Finding
+
+Value = int | float | str
+
+
+def _finding(
+    check: str,
+    value: Value,
+    expected: Value = "",
+    message: str = "",
+    *,
+    status: str,
+    fix: str = "",
+    blame: Blame | None = None,
+) -> Finding:
+    fields = {"check": check, "status": status, "value": value, "expected": expected}
+    return Finding.model_validate({**fields, "message": message, "fix": fix, "blame": blame})
+
+
+ok = partial(_finding, status="ok")  # meets the profile, or the profile has no requirement
+warn = partial(_finding, status="warn")  # a run can start, but may fail or be slow later
+# No run can start. `blame` is `user` for packages, profile and options, else `infrastructure`: for
+# Slurm, a node or a file system.
+fail = partial(_finding, status="fail", blame="infrastructure")
+skipped = partial(_finding, status="skipped")
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 0 if nothing failed; 2 if the user can fix a failed check; else 3."""
+    blames = {finding.blame for finding in findings if finding.status == "fail"}
+    if "user" in blames:
+        return UserError.exit_code
+    return InfrastructureError.exit_code if blames else EXIT_OK

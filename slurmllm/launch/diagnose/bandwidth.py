@@ -10,8 +10,8 @@ from typing import NamedTuple
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding, NodeHealth
-from slurmllm.core.slurm.environment import slurm_environment
-from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.core.slurm.setup import slurm_environment
+from slurmllm.launch.diagnose import fail, ok, warn
 from slurmllm.launch.diagnose.node import FOLDERS, find
 from slurmllm.launch.diagnose.probe import Nodes, ProbeLine, read_lines
 

@@ -32,7 +32,7 @@ from slurmllm.core.slurm.limits import (
     suitable_nodes,
 )
 from slurmllm.core.slurm.site import Site
-from slurmllm.launch.diagnose.finding import fail, ok, skipped, warn
+from slurmllm.launch.diagnose import fail, ok, skipped, warn
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"

@@ -14,7 +14,7 @@ from pathlib import Path
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding
-from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.launch.diagnose import fail, ok, warn
 from slurmllm.launch.diagnose.probe import report
 from slurmllm.launch.diagnose.storage import GB, node_local_findings, shared_findings
 from slurmllm.train.backends.environment import load_environment

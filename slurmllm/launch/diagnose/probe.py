@@ -28,7 +28,7 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.run.records import Finding, LaunchFailure, NodeHealth
 from slurmllm.core.slurm.error_texts import launch_failure
-from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.launch.diagnose import fail, ok, warn
 
 POLL_S = 0.1
 TERMINATE_S = 5.0  # between SIGTERM and SIGKILL

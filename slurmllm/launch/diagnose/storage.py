@@ -17,7 +17,7 @@ from slurmllm.core.errors import NodeError, SlurmllmError, StorageError
 from slurmllm.core.run.records import Finding
 from slurmllm.core.run.rundir import is_run, write_atomic
 from slurmllm.core.run.safe_files import replaceable_error, untrusted_error
-from slurmllm.launch.diagnose.finding import fail, ok, skipped, warn
+from slurmllm.launch.diagnose import fail, ok, skipped, warn
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).

@@ -29,7 +29,7 @@ from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.slurm.client import ENDED_STATES, SlurmClient, UnansweredError
-from slurmllm.core.slurm.environment import python_path
+from slurmllm.core.slurm.setup import python_path
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.submit.render import precompile_nodes
 from slurmllm.launch.submit.run_folder import remove_unsubmitted

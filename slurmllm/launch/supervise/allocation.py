@@ -32,8 +32,7 @@ from slurmllm.core.slurm.container import (
     container_arguments,
     in_container,
 )
-from slurmllm.core.slurm.environment import slurm_environment
-from slurmllm.core.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
+from slurmllm.core.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup, slurm_environment
 from slurmllm.train.control.rendezvous import (
     NODE_NAME,
     NODE_RANK,

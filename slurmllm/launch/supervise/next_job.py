@@ -25,8 +25,7 @@ from slurmllm.launch.supervise.attempts import log_attempt
 from slurmllm.launch.supervise.classify import Ending
 from slurmllm.launch.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
 from slurmllm.launch.supervise.policy import backoff_s, is_transient
-from slurmllm.launch.supervise.run_lock import locked
-from slurmllm.launch.supervise.starts import was_restarted
+from slurmllm.launch.supervise.run_lock import locked, was_restarted
 from slurmllm.launch.supervise.successor import ensure_successor, restart_of
 
 Close = Callable[[], AttemptRecord]

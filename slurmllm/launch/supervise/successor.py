@@ -21,7 +21,7 @@ from slurmllm.core.errors import SlurmError, SlurmllmError
 from slurmllm.core.run.records import JobsRecord, Restart, Submission
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
-from slurmllm.core.slurm.environment import PREDECESSOR
+from slurmllm.core.slurm.setup import PREDECESSOR
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.classify import Ending

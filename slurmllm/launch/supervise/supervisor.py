@@ -51,7 +51,12 @@ from slurmllm.launch.supervise.next_job import (
 from slurmllm.launch.supervise.notify import Notifier, Tracking
 from slurmllm.launch.supervise.policy import NodeFault
 from slurmllm.launch.supervise.preflight import Preparation
-from slurmllm.launch.supervise.starts import lost_start, not_recorded, other_supervisor, still_runs
+from slurmllm.launch.supervise.run_lock import (
+    lost_start,
+    not_recorded,
+    other_supervisor,
+    still_runs,
+)
 from slurmllm.launch.supervise.successor import cancel_successor, register_train_job, restart_of
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from slurmllm.core.errors import CodeError, ConfigError, NodeError
-from slurmllm.train.control.authentication import Peer, Role, authenticate
 from slurmllm.train.control.relay import OPERATION_S
 from slurmllm.train.control.rendezvous import own_secret
 from slurmllm.train.control.wire import (
@@ -23,6 +22,9 @@ from slurmllm.train.control.wire import (
     Connection,
     Frame,
     Kind,
+    Peer,
+    Role,
+    authenticate,
     combine,
     decode_parts,
     encode_numbers,

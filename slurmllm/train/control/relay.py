@@ -24,15 +24,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.core.errors import NodeError
-from slurmllm.train.control.authentication import (
+from slurmllm.train.control.rendezvous import listen_for_nodes
+from slurmllm.train.control.wire import (
+    FAULTS,
     MAX_PENDING,
     Authenticator,
+    Connection,
+    Frame,
+    Kind,
     Peer,
     Role,
     authenticate,
+    combine,
+    shares,
 )
-from slurmllm.train.control.rendezvous import listen_for_nodes
-from slurmllm.train.control.wire import FAULTS, Connection, Frame, Kind, combine, shares
 
 RENDEZVOUS_S = 600.0  # until all have connected: nodes start minutes apart
 OPERATION_S = 7200.0  # for all contributions to an operation: peers may compile meanwhile

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.analysis.compare.alignment import Points
-from slurmllm.analysis.compare.seed_band import BandResult, compare_with_band
+from slurmllm.analysis.compare.bands import BandResult, compare_with_band
 from slurmllm.analysis.compare.statistics import Statistics, running_mean, statistics, t_quantile
 from slurmllm.core.metrics.curves import Floats, signed_difference, thin_rows
 

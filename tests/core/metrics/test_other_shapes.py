@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from slurmllm.cli.main import cli
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import Curve
-from slurmllm.core.metrics.numbers import parse_number
+from slurmllm.core.metrics.log_series import parse_number
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.metrics.text_logs import split_prefix
 

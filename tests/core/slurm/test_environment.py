@@ -22,8 +22,7 @@ from slurmllm.core.errors import SlurmError
 from slurmllm.core.slurm import client
 from slurmllm.core.slurm.arrays import slurm_options
 from slurmllm.core.slurm.client import SRUN_OPTIONS, SlurmClient, UnansweredError, step_options
-from slurmllm.core.slurm.environment import PREDECESSOR, slurm_environment
-from slurmllm.core.slurm.setup import limits_script
+from slurmllm.core.slurm.setup import PREDECESSOR, limits_script, slurm_environment
 from slurmllm.launch.supervise import allocation
 
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}

@@ -24,7 +24,7 @@ from slurmllm.data.corpus.inputs import FormatOption, input_file
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.corpus.readers import DocumentReader
 from slurmllm.data.corpus.readers.base import drop_blank
-from slurmllm.data.corpus.readers.delimited import _ROWS
+from slurmllm.data.corpus.readers.columns import _ROWS
 
 PACKERS = {".gz": gzip.compress, ".zst": zstd.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 LINES = [json.dumps({"text": f"größer {n} " + str(n) * 50}) for n in range(8_000)]

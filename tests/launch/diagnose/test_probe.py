@@ -27,7 +27,7 @@ from slurmllm.launch.diagnose.probe import (
 WAIT = "import sys, time; sys.stdout.flush(); time.sleep(60)"
 LATE = (
     "import time\n"
-    "from slurmllm.launch.diagnose.finding import ok\n"
+    "from slurmllm.launch.diagnose import ok\n"
     "from slurmllm.launch.diagnose.probe import report\n"
     "report('n1', finding=ok('devices', 2))\n"
     "report('n2', version=('torch', '2.9')); report('n2', took_s=1)\n"
@@ -143,7 +143,7 @@ def test_odd_versions(status: str) -> None:
 
 
 def test_a_line_is_short_enough_for_slurm() -> None:
-    from slurmllm.launch.diagnose.finding import fail
+    from slurmllm.launch.diagnose import fail
 
     finding = fail("shared file system", "x" * 5000, "y" * 50, "→" * 5000)
     line = ProbeLine(node="n" * 60, time=1.0, finding=finding)

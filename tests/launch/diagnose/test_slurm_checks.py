@@ -14,8 +14,7 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import Finding
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import COMMANDS, SlurmClient
-from slurmllm.launch.diagnose import storage
-from slurmllm.launch.diagnose.finding import exit_code
+from slurmllm.launch.diagnose import exit_code, storage
 from slurmllm.launch.diagnose.login_node import slurm_findings
 
 

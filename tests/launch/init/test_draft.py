@@ -12,9 +12,15 @@ from fake_slurm import FakeSlurm
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.slurm.client import Association
 from slurmllm.core.slurm.site import NodeKind
-from slurmllm.launch.init import survey as survey_module
-from slurmllm.launch.init.draft import Draft, draft_profile, nearest_figures, profile_finding
-from slurmllm.launch.init.survey import Machine, survey
+from slurmllm.launch.init import draft as survey_module
+from slurmllm.launch.init.draft import (
+    Draft,
+    Machine,
+    draft_profile,
+    nearest_figures,
+    profile_finding,
+    survey,
+)
 
 MACHINE = Machine("login1", "", (), (), "/home/me/venv/bin/python", "nfs4", ())
 

@@ -18,8 +18,7 @@ from fake_slurm import FakeSlurm
 from slurmllm.cli.main import cli
 from slurmllm.core.config.schema import schema_line
 from slurmllm.core.slurm import client
-from slurmllm.launch.diagnose import login_node
-from slurmllm.launch.diagnose.finding import ok
+from slurmllm.launch.diagnose import login_node, ok
 
 GPUS = """\
 GresTypes=gpu

@@ -43,7 +43,7 @@ from slurmllm.launch.supervise.exclusion import (
     usable,
 )
 from slurmllm.launch.supervise.next_job import wait_writable
-from slurmllm.launch.supervise.starts import lost_start, still_runs, was_restarted
+from slurmllm.launch.supervise.run_lock import lost_start, still_runs, was_restarted
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 

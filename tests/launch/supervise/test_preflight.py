@@ -26,7 +26,7 @@ from slurmllm.core.run.records import (
     NodeRecord,
 )
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.launch.diagnose.finding import fail, ok, warn
+from slurmllm.launch.diagnose import fail, ok, warn
 from slurmllm.launch.submit.prepare import render_run, write_run
 from slurmllm.launch.supervise import exclusion
 from slurmllm.launch.supervise.allocation import LocalAllocation, SlurmAllocation

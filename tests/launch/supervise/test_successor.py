@@ -15,8 +15,8 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.core.slurm.environment import PREDECESSOR
-from slurmllm.launch.supervise import starts
+from slurmllm.core.slurm.setup import PREDECESSOR
+from slurmllm.launch.supervise import run_lock
 from slurmllm.launch.supervise.allocation import SlurmAllocation
 from slurmllm.launch.supervise.run_state import JobState, derive_state, is_active, read_records
 from slurmllm.launch.supervise.successor import (
@@ -188,7 +188,7 @@ def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, cluster = chained
-    monkeypatch.setattr(starts, "RECORDED_S", 0.0)
+    monkeypatch.setattr(run_lock, "RECORDED_S", 0.0)
     late = cluster.submit(SCRIPT, after="1", requeue=False)
     cluster.finish("1", "FAILED")
     changed = sent(run).model_copy(update={"train_job": "77"})

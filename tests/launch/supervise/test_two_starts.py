@@ -26,9 +26,9 @@ from slurmllm.core.run.records import (
     comment_with,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
-from slurmllm.launch.supervise import run_lock, starts
+from slurmllm.launch.supervise import run_lock
 from slurmllm.launch.supervise.attempts import process_identity
-from slurmllm.launch.supervise.starts import not_recorded, other_supervisor, still_runs
+from slurmllm.launch.supervise.run_lock import not_recorded, other_supervisor, still_runs
 from slurmllm.launch.supervise.supervisor import Supervisor
 
 Lost = tuple[RunDir, FakeSlurm]
@@ -103,7 +103,7 @@ def beating(path: Path) -> Iterator[None]:
 def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starts, "HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.0)
     run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
     record = one_node_record(host="n1", pid=1, process="boot 1")
     path = run.attempt("train", 0).heartbeat("n1")
@@ -192,14 +192,14 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, cluster = lost
-    monkeypatch.setattr(starts, "RECORDED_S", 0.0)
+    monkeypatch.setattr(run_lock, "RECORDED_S", 0.0)
     unknown = cluster.submit(run.script("train").read_text(), exclude="n1")
     cluster.start(unknown)
     assert supervisor(run, cluster, "train", unknown).main() == 1
     assert run.attempts("train") == []
     assert f"job {unknown} is not of the last submission in {run.jobs}" in caplog.text
     # It is waited for while `sbatch` returns.
-    monkeypatch.setattr(starts, "RECORDED_S", 60.0)
+    monkeypatch.setattr(run_lock, "RECORDED_S", 60.0)
     (sent,) = JobsRecord.load(run.jobs).submissions
     late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
     threading.Timer(0.3, late.save, [run.jobs]).start()

@@ -18,11 +18,11 @@ import pytest
 from train.control.gangs import SECRET, Gang, failure
 
 from slurmllm.core.errors import NodeError
-from slurmllm.train.control import authentication
 from slurmllm.train.control import relay as relays
-from slurmllm.train.control.authentication import GREETING_BYTES, Peer, Role, authenticate
+from slurmllm.train.control import wire
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.control.rendezvous import free_port, listen
+from slurmllm.train.control.wire import GREETING_BYTES, Peer, Role, authenticate
 
 
 class Planted:
@@ -88,7 +88,7 @@ def test_idle_strangers_delay_nobody(attacked: Gang, request: pytest.FixtureRequ
 def test_many_strangers_keep_no_node_and_no_worker_out(
     attacked: Gang, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(authentication, "MAX_PENDING", 4)
+    monkeypatch.setattr(wire, "MAX_PENDING", 4)
     # A worker that has connected and not greeted yet is no stranger, and does not give way.
     slow = socket.socket(socket.AF_UNIX)
     request.addfinalizer(slow.close)

@@ -10,8 +10,7 @@ from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.corpus.readers.base import Documents, OnError, drop_blank
-from slurmllm.data.corpus.readers.columns import read_table
-from slurmllm.data.corpus.readers.delimited import read_delimited
+from slurmllm.data.corpus.readers.columns import read_delimited, read_table
 from slurmllm.data.corpus.readers.json_lines import read_json_lines
 from slurmllm.data.corpus.readers.text import read_text
 

@@ -1,6 +1,6 @@
-"""Parquet and Arrow files: one row per document, of one string column or two.
+"""Parquet, Arrow and CSV files: one row per document, of one string column or two.
 
-Rows count from 1.
+Rows count from 1. pandas reads CSV and TSV files, as in `datasets`, but hashed as they are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slurmllm.data.corpus.readers.base import (
     no_column,
     reinterpret,
 )
-from slurmllm.data.sources.arrow_batches import FILE_BEGIN, MappedBatches
+from slurmllm.data.sources.arrow import FILE_BEGIN, MappedBatches
 
 _MOST_ROWS = 1 << 16
 
@@ -166,3 +166,41 @@ def _sizes(column: pa.Array) -> npt.NDArray[np.int64]:
         column.validate(full=True)
         sizes = pc.binary_length(column)
     return np.asarray(sizes.fill_null(0), np.int64)
+
+
+_ROWS = 256  # at once
+
+
+def read_delimited(
+    stream: OpenedInput, options: ReadOptions, on_error: OnError
+) -> Iterator[Documents]:
+    import pandas as pd
+
+    path, name = stream.file.path, stream.file.name
+    file_name = path.stem if stream.file.compression else path.name
+    row = 0
+    try:
+        frames = pd.read_csv(
+            stream,
+            sep="\t" if file_name.lower().endswith(".tsv") else ",",
+            dtype=str,
+            na_filter=False,
+            chunksize=_ROWS,
+        )
+        for frame in frames:
+            missing = [key for key in options.keys if key not in frame.columns]
+            if missing:
+                on_error(f"{name}: {no_column(missing[0], [*map(str, frame.columns)])}", "file")
+                return
+            if not isinstance(frame.index, pd.RangeIndex):  # pandas takes it for a row's name
+                on_error(f"{name}: rows have more columns than the header", "file")
+                return
+            yield tuple(
+                pa.array(frame[key], pa.large_string()).fill_null("") for key in options.keys
+            )
+            row += len(frame)
+    except pd.errors.EmptyDataError:
+        on_error(f"{name}: an empty file, without a header", "file")
+    except (pd.errors.ParserError, UnicodeError, pa.ArrowException) as error:
+        reason = str(error).removeprefix("Error tokenizing data. C error: ")
+        on_error(f"{name}: after row {row}: {reason}", "rest" if row else "file")
