@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -80,9 +79,6 @@ class Job:
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
-    # Set once torch is imported, or will not be: two threads that import parts of it at a time can
-    # see half of a module.
-    imported: threading.Event = field(default_factory=threading.Event)
     pending_flags: Pending | None = None  # those being exchanged
     flags: Flags = field(default_factory=Flags)  # those that all workers read last
     save: Save | None = None  # the save in progress
@@ -97,9 +93,6 @@ class Job:
     phases: PhaseWriter = field(init=False)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)  # written by rank 0 only
-
-    def wait_for_imports(self) -> None:
-        self.imported.wait()
 
     def __post_init__(self) -> None:
         self.phases = PhaseWriter.from_environment()
@@ -271,10 +264,7 @@ def open_job(job: Job) -> None:
     # take as long. Until the resume, no operation of the control plane but this thread's is made.
     with ThreadPoolExecutor(1, thread_name_prefix="resume") as pool:
         resumable = pool.submit(_find_resumable, job) if job.stage == "train" else None
-        try:
-            _build(job)
-        finally:
-            job.imported.set()
+        _build(job)
     if resumable is not None:
         if job.worker.rank == 0:
             check_data(job.run, job.stream.identity)
@@ -291,7 +281,6 @@ def _build(job: Job) -> None:
     finally:
         gc.freeze()  # later collections ignore what exists now
         gc.enable()
-        job.imported.set()
     job.backend = backend_class(job.config, job.mesh, job.worker, job.control)
     job.guard = Guard(job.run, job.stage, job.attempt, job.config.recipe, job.backend, job.events)
     job.backend.start()

@@ -182,9 +182,6 @@ class Backend(ABC):
     def graph_cache_counts(self) -> tuple[int, int]:
         """Return the numbers of graphs found in the cache and of graphs compiled, so far."""
 
-    def wait_for_imports(self) -> None:  # noqa: B027  whoever has a backend has imported it
-        """Return at once."""
-
     def model_of_hooks(self) -> nn.Module:
         """Return this worker's part of the model, for hooks; ConfigError if it has no such form."""
         raise ConfigError(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 REMOVED = "removed"  # suffix of a folder that is being removed
 
 
@@ -210,11 +211,16 @@ def require_step(run: RunDir, step: str, alternatives: str) -> Path:
 def verify_entry(
     entry: CheckpointEntry, on_progress: OnProgress = lambda _: None, checksums: bool = True
 ) -> CheckpointEntry:
-    """Check every file, see `file_faults`; `on_progress` receives the bytes checked so far."""
+    """Check every file, with checksums its pickles too; see `file_faults`."""
     if entry.manifest is None:
         return entry
     files = entry.manifest.files
     faults = file_faults(entry.directory, files, checksums=checksums, on_progress=on_progress)
+    pickled = [file.path for file in files if file.path.endswith(_PICKLED)]
+    if pickled and checksums and not faults:
+        from slurmllm.train.checkpoint.formats.pickles import pickle_faults  # imports torch
+
+        faults = pickle_faults(entry.directory, pickled)
     return replace(entry, faults=tuple(faults))
 
 

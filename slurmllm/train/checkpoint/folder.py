@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slurmllm.core.display.progress import OnProgress
 
 MANIFEST = "manifest.json"
-PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 
 
 def fsync_file(path: Path) -> None:
@@ -63,12 +62,11 @@ def file_faults(
     files: Sequence[CheckpointFile],
     *,
     checksums: bool = True,
-    pickles: bool = True,
     on_progress: OnProgress = lambda _: None,
 ) -> list[str]:
-    """Return one line for each file of another size or checksum, or with an unsafe pickle.
+    """Return one line for each file of another size or checksum.
 
-    `on_progress` receives the bytes checked so far. Pickles are checked last, with torch.
+    `on_progress` receives the bytes checked so far.
     """
     faults = []
     done_bytes = 0
@@ -83,11 +81,6 @@ def file_faults(
             faults.append(f"{file.path} cannot be read: {error.strerror or error}")
         done_bytes += file.bytes
         on_progress(done_bytes)
-    pickled = [file.path for file in files if file.path.endswith(PICKLED)]
-    if pickled and checksums and pickles and not faults:
-        from slurmllm.train.checkpoint.formats.pickles import pickle_faults  # imports torch
-
-        faults = pickle_faults(directory, pickled)
     return faults
 
 

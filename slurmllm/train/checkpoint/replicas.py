@@ -7,7 +7,6 @@ replica with a manifest is complete. Its checksums are verified before it replac
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -29,7 +28,13 @@ from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import first_problem
 from slurmllm.core.run.rundir import RunDir, fsync_dir
 from slurmllm.core.run.safe_files import untrusted_error
-from slurmllm.train.checkpoint.folder import MANIFEST, publish, read_manifest
+from slurmllm.train.checkpoint.folder import (
+    MANIFEST,
+    file_faults,
+    fsync_file,
+    publish,
+    read_manifest,
+)
 
 _STEP = re.compile(r"/step_([0-9]{8,18})/?$")
 
@@ -129,15 +134,10 @@ class Replica:
                 for file in manifest.files:
                     path = temporary / file.path
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    checksum, source = hashlib.sha256(), self.path(step, file.path)
-                    with self.file_system.open(source, "rb") as stream, path.open("wb") as copy:
-                        while chunk := stream.read(16 * 2**20):
-                            checksum.update(chunk)
-                            copy.write(chunk)
-                        copy.flush()
-                        os.fsync(copy.fileno())
-                    if checksum.hexdigest() != file.sha256:
-                        raise OSError(f"{file.path} does not match its checksum there")
+                    self.file_system.get_file(self.path(step, file.path), str(path))
+                    fsync_file(path)
+                if faults := file_faults(temporary, manifest.files):
+                    raise OSError("; ".join(faults))
                 for folder in {(temporary / file.path).parent for file in manifest.files}:
                     fsync_dir(folder)
                 manifest.save(temporary / MANIFEST)

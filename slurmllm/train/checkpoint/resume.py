@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
-from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint.catalogue import (
@@ -21,11 +21,10 @@ from slurmllm.train.checkpoint.catalogue import (
     recorded_saves,
     refuse_unknown,
 )
-from slurmllm.train.checkpoint.folder import PICKLED, file_faults, read_manifest
+from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.replicas import Replica, open_replica
 from slurmllm.train.checkpoint.shards import WorkerContext
 from slurmllm.train.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
-from slurmllm.train.control.plane import ControlPlane
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,6 @@ def find_resumable(
         if step in replica_steps and (fault is not None or step not in steps):
             skipped += [f"step {step}: {fault}"] if fault else []
             fault = backend.control.broadcast(_fetch(replica, step, run) if replica else None)
-            fault = fault or first_fault(directory, backend)  # `_fetch` checks only checksums
         if fault is None:
             state = _load_state(directory, step, backend)
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
@@ -127,7 +125,10 @@ def _newer_than(step: int, invalidated: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def first_fault(directory: Path, backend: WorkerContext) -> str | None:
-    """Verify a checkpoint; the workers share the files to read (collective)."""
+    """Verify a checkpoint's files, which the workers share out (collective).
+
+    Pickles are checked by who loads them, directly before.
+    """
     manifest: CheckpointManifest | None = None
     fault: str | None = None
     if backend.worker.rank == 0:
@@ -143,45 +144,9 @@ def first_fault(directory: Path, backend: WorkerContext) -> str | None:
     share = control.scatter(shares)
     if share is None:
         return control.broadcast(fault)
-    fault = _join(control, file_faults(directory, share, pickles=False))
-    files = manifest.files if manifest else ()
-    if fault is None and control.broadcast(any(file.path.endswith(PICKLED) for file in files)):
-        fault = _join(control, _pickle_faults(directory, files, share, backend))
-    return fault
-
-
-def _join(control: ControlPlane, lines: list[str]) -> str | None:
-    """Return the lines of all workers as one text; None if there are none (collective)."""
-    parts = control.gather(lines)
-    every = None if parts is None else [line for report in parts for line in report]
-    return "; ".join(control.broadcast(every)) or None
-
-
-def _pickle_faults(
-    directory: Path,
-    files: Sequence[CheckpointFile],
-    share: Sequence[CheckpointFile],
-    backend: WorkerContext,
-) -> list[str]:
-    """Return the faults of the pickles in this worker's share (collective)."""
-    backend.wait_for_imports()
-    from slurmllm.train.checkpoint.formats.pickles import Places, pickle_faults, shard_places
-
-    control = backend.control
-    faults: list[str] = []
-    shares: list[Places] | None = None
-    if control.rank == 0:
-        places: Places = {}
-        try:
-            places = shard_places(directory, [file.path for file in files])
-        except StorageError as error:
-            faults.append(str(error))
-        shares = [
-            {file.path: places.get(file.path, []) for file in files[rank :: control.world_size]}
-            for rank in range(control.world_size)
-        ]
-    share_places = control.scatter(shares)
-    return faults + pickle_faults(directory, [file.path for file in share], share_places)
+    parts = control.gather(file_faults(directory, share))
+    lines = None if parts is None else [line for report in parts for line in report]
+    return "; ".join(control.broadcast(lines)) or None
 
 
 def _load_state(directory: Path, step: int, backend: WorkerContext) -> TrainState:

@@ -76,9 +76,6 @@ class WorkerContext(Protocol):
     @property
     def control(self) -> ControlPlane: ...
 
-    def wait_for_imports(self) -> None:
-        """Wait until this thread may import torch: another one may be doing so."""
-
 
 class ShardBackend(WorkerContext, Protocol):
     """The part of a backend that saving and resuming use (see `backends.base.Backend`)."""

@@ -9,6 +9,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from slurmllm.cli.main import cli
+from slurmllm.core.config.load import load
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.stream import PackedStream
 from slurmllm.train.checkpoint.folder import MANIFEST, describe
 from slurmllm.train.checkpoint.formats import pickles
 from slurmllm.train.checkpoint.formats.weights import weight_reader
+from slurmllm.train.checkpoint.state import TRAIN_STATE, TrainState, fingerprint
 from train.checkpoint.nxd_folders import Layout, random_whole, write_nxd
 from train.checkpoint.test_command import write_checkpoint
 from train.gang import Gang, make_data, make_run, small_config
@@ -54,30 +59,25 @@ def hostile_metadata(folder: Path, proof: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def hostile_shard(folder: Path, proof: Path, key: str = "model.embed.weight") -> None:
-    """A tensor declared as bytes, which DCP's planner gives to an unrestricted torch.load."""
+def hostile_shard(
+    folder: Path, proof: Path, key: str = "model.embed.weight", *, declared: bool = False
+) -> None:
+    """`declared` as bytes, which DCP's planner gives to an unrestricted torch.load."""
     with (folder / ".metadata").open("rb") as stream:
         metadata = pickle.load(stream)
     place = next(p for i, p in metadata.storage_data.items() if i.fqn == key)
-    for index in [i for i in metadata.storage_data if i.fqn == key]:
-        del metadata.storage_data[index]
     content = io.BytesIO()
     torch.save(Payload(proof), content)
     shard = folder / place.relative_path
     place.offset, place.length = shard.stat().st_size, len(content.getvalue())
     with shard.open("ab") as stream:
         stream.write(content.getvalue())
-    metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(key)] = place
+    if declared:
+        for index in [i for i in metadata.storage_data if i.fqn == key]:
+            del metadata.storage_data[index]
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(key)] = place
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def hostile_random_state(folder: Path, proof: Path) -> None:
-    hostile_shard(folder, proof, "random.rank_00000.cpu")
-
-
-def hostile_moment(folder: Path, proof: Path) -> None:
-    hostile_shard(folder, proof, "optimizer.embed.weight.exp_avg")
 
 
 def hostile_nxd(folder: Path, proof: Path) -> None:
@@ -86,11 +86,11 @@ def hostile_nxd(folder: Path, proof: Path) -> None:
     torch.save({**content, "more": Payload(proof)}, path)
 
 
-HOSTILE = {
+HOSTILE: dict[str, Callable[[Path, Path], None]] = {
     "metadata": hostile_metadata,
     "shard": hostile_shard,
-    "random state": hostile_random_state,
-    "optimizer": hostile_moment,
+    "random state": partial(hostile_shard, key="random.rank_00000.cpu", declared=True),
+    "optimizer": partial(hostile_shard, key="optimizer.embed.weight.exp_avg"),
     "nxd": hostile_nxd,
 }
 
@@ -145,11 +145,19 @@ def test_not_even_a_reader_that_verifies_nothing_does(
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("hostile", ["random state"], indirect=True)
+@pytest.mark.parametrize("hostile", ["shard"], indirect=True)
 def test_training_neither_resumes_nor_starts_from_it(
     hostile: tuple[RunDir, Path, Path], tmp_path: Path, data: tuple[str, str]
 ) -> None:
     run, folder, proof = hostile
+    recipe = load(run.config).recipe
+    stream = PackedStream(StreamSpec.of(recipe), 0, 1, 0)
+    identity = stream.state()
+    stream.close()
+    saved = TrainState.load(folder / TRAIN_STATE)
+    fields = fingerprint(recipe, identity["corpus"], identity["tokenizer"])
+    saved.model_copy(update={"fingerprint": fields}).save(folder / TRAIN_STATE)
+    sign(folder)
     resumed = Gang(run).wait()
     other = make_run(tmp_path / "runs" / "b", data, f"train.init_from={folder}")
     started = Gang(other).wait()

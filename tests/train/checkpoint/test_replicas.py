@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +108,7 @@ def test_one_damaged_in_both_places(run: RunDir, replica: Replica) -> None:
     replica.file_system.pipe_file(replica.path(20, "shard_0"), b"\1" * 1000)
     resumable = find(run)
     assert resumable.state == state(10)
-    assert "shard_0 does not match its checksum there" in resumable.skipped[1]
+    assert "shard_0 does not match its checksum" in resumable.skipped[1]
     assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
 
 
@@ -200,24 +199,6 @@ def test_one_with_a_cut_manifest_does_not_hide_the_others(run: RunDir, replica: 
     replica.file_system.pipe_file(replica.path(20, "manifest.json"), b"{")
     shutil.rmtree(run.checkpoints)
     assert find(run).state == state(10)
-
-
-class Command:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("true",)
-
-
-def test_pickles_of_a_restored_one_are_checked(run: RunDir, replica: Replica) -> None:
-    folder = run.checkpoint(20)
-    (folder / ".metadata").write_bytes(pickle.dumps(Command()))
-    manifest = read_manifest(folder)
-    files = (*manifest.files, describe(folder, ".metadata"))
-    manifest.model_copy(update={"files": files}).save(folder / "manifest.json")
-    replica.put(folder)
-    shutil.rmtree(folder)
-    resumable = find(run)
-    assert resumable.state == state(10)
-    assert "not safe to load" in resumable.skipped[0]
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/../../outside", "", "a//b"])

@@ -33,7 +33,7 @@ from neuronx_distributed.utils import cpu_mode, mark_step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from slurmllm.core.errors import CodeError, ConfigError
+from slurmllm.core.errors import CodeError, ConfigError, StorageError
 from slurmllm.core.run.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
@@ -47,6 +47,7 @@ from slurmllm.train.backends.nxd.saving import NxdSaving
 from slurmllm.train.backends.nxd.shards import NAME, Norm, ParameterShards, clip_, sum_
 from slurmllm.train.backends.process_group import init_process_group
 from slurmllm.train.checkpoint.formats.nxd_files import NxdLayout, read_layout
+from slurmllm.train.checkpoint.formats.pickles import pickle_faults
 from slurmllm.train.checkpoint.formats.weights import open_training
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.train.checkpoint.state import MOMENTS
@@ -358,6 +359,11 @@ class NxdBackend(Backend):
                 {name: value for name, value in group.items() if name != "params"}
                 for group in self.optimizer.param_groups
             ]
+            # NxD unpickles what is in them.
+            lines = pickle_faults(directory, saving.files_of(self._layout(), self._ranks))
+            fault = StorageError(f"{directory}: {'; '.join(lines)}") if lines else None
+            if first := self.control.first(fault):
+                raise first
             saving.load(directory, self.model, self.optimizer)
             self._use_loaded_state()
             # NxD loads the hyperparameters too; the recipe's apply, which may have changed.

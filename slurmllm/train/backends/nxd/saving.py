@@ -58,10 +58,10 @@ class NxdSaving(ShardWrite):
         try:
             if self._task is not None:
                 self._task.result()
-            pipeline, data, tensor = self._rank
-            names = [model_file(tensor, pipeline)] if data == 0 else []
+            data, (model, optimizer) = self._rank[1], files_of(self._layout, self._rank)
+            names = [model] if data == 0 else []
             if self._layout.zero or data == 0:
-                names.append(optimizer_file(data, tensor, pipeline))
+                names.append(optimizer)
             for name in names:
                 fsync_file(self._directory / name)
         except RuntimeError as error:  # torch.save wraps the file system's error
@@ -82,6 +82,13 @@ class NxdSaving(ShardWrite):
 
     def abandon(self) -> None:
         forget()
+
+
+def files_of(layout: NxdLayout, rank: tuple[int, int, int]) -> tuple[str, str]:
+    """Return the files that a worker loads: weights and optimizer state."""
+    pipeline, data, tensor = rank
+    replica = data if layout.zero else 0
+    return model_file(tensor, pipeline), optimizer_file(replica, tensor, pipeline)
 
 
 def forget() -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from slurmllm.train.checkpoint.formats.pickles import (
     ChunkTable,
     FilePart,
     StoredChunks,
+    UnsafePickleError,
+    check_torch_file,
     read_metadata,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
@@ -134,11 +136,15 @@ class DcpFiles:
         *numbers, file, start_byte, length = copy.row
         offsets, sizes = numbers[: len(copy.region)], numbers[len(copy.region) :]
         title = f"cannot read {copy.key} from {self.directory}"
+        section = cast(BinaryIO, FilePart(stream, start_byte, length))
         try:
-            section = cast(IO[bytes], FilePart(stream, start_byte, length))
+            check_torch_file(section)
+            section.seek(0)
             chunk: Tensor = torch.load(section, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
+        except UnsafePickleError as error:
+            raise StorageError(f"{title}: {self._files[file]} is {error}") from error
         except Exception as error:  # damaged bytes may raise anything, with torch's advice for us
             raise StorageError(
                 f"{title}: {self._files[file]} is truncated or damaged ({type(error).__name__}); "

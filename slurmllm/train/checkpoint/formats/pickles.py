@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 from io import BytesIO, RawIOBase
 from pathlib import Path
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
 METADATA = ".metadata"
-Places = dict[str, list[tuple[int, int]]]  # file → offset and length of its shards, bytes
 _LARGEST_METADATA = 1 << 29  # bytes; a chunk of a tensor takes 150
 _LARGEST_PICKLE = 1 << 26  # bytes of a file's `data.pkl`; a tensor takes 200
 
@@ -128,18 +127,18 @@ def read_pickle(data: bytes) -> Any:
     """Return a pickle's object: stand-ins for torch's, lists for tuples; or UnpicklingError."""
     try:
         return _Unpickler(BytesIO(data)).load()
-    except _UnsafeError:
+    except UnsafePickleError:
         raise
     except Exception as error:  # of damaged bytes anything
         raise UnpicklingError(f"damaged: {type(error).__name__}: {error}") from error
 
 
-class _UnsafeError(UnpicklingError):
-    pass
+class UnsafePickleError(UnpicklingError):
+    """A pickle that could run code."""
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise _UnsafeError(f"not safe to load: {reason}")
+    raise UnsafePickleError(f"not safe to load: {reason}")
 
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -287,35 +286,26 @@ def check_torch_file(stream: BinaryIO) -> Any:
     return read_pickle(data)
 
 
-def shard_places(directory: Path, names: Collection[str]) -> Places:
-    """Return the shards that `.metadata` places in these files; none in another format's."""
-    places: Places = {}
-    if METADATA in names or any(name.endswith(".distcp") for name in names):
-        table = read_metadata(directory)
+def pickle_faults(directory: Path, names: Sequence[str]) -> list[str]:
+    """Return a line for each of these files with an unsafe pickle."""
+    faults = []
+    shards: dict[str, list[tuple[int, int]]] = {n: [] for n in names if n.endswith(".pt")}
+    try:
+        # `.metadata` places the shards in DCP's files; other formats have none.
+        dcp_files = METADATA in names or any(name.endswith(".distcp") for name in names)
+        table = read_metadata(directory) if dcp_files else ChunkTable([], {})
         for stored in table.stored.values():
             for *_, file, offset, length in stored.rows.tolist():
-                places.setdefault(table.files[file], []).append((offset, length))
-    return places
-
-
-def pickle_faults(directory: Path, names: Sequence[str], places: Places | None = None) -> list[str]:
-    """Return a line for each file with an unsafe pickle; `places`: as `shard_places` read."""
-    faults = []
-    if places is None:
-        try:
-            places = shard_places(directory, names)
-        except StorageError as error:
-            faults.append(str(error))
-            places = {}
-    for name in names:
-        ours = places.get(name, [])
-        if not ours and not name.endswith(".pt"):
-            continue
+                if (name := table.files[file]) in names:
+                    shards.setdefault(name, []).append((offset, length))
+    except StorageError as error:
+        faults.append(str(error))
+    for name, places in shards.items():
         try:
             with open_regular(directory / name) as stream:
-                for offset, length in ours:
+                for offset, length in places:
                     check_torch_file(cast(BinaryIO, FilePart(stream, offset, length)))
-                if not ours:
+                if not places:
                     check_torch_file(stream)
         except OSError as error:
             faults.append(f"{name} cannot be read: {error.strerror or error}")
