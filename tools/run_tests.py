@@ -12,6 +12,7 @@ a busy machine disturbed passes then, and is named. `SLURMLLM_REPEAT_FAILED=0` f
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -136,6 +137,11 @@ def main() -> int:
     return int(bool(codes - {0}))
 
 
+def children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_groups(
     groups: Sequence[Sequence[str]],
     options: Sequence[str],
@@ -161,13 +167,15 @@ def run_groups(
                 )
         time.sleep(1)
         for number, process in list(running.items()):
+            before_s = children_cpu_s()
             if process.poll() is not None:
                 del running[number]
                 print((folder / f"{number}.log").read_text(errors="replace"))
                 print(
                     f"test process {number} ({groups[number][0]}, …): exit code "
                     f"{process.returncode} after {time.monotonic() - started:.0f} s, "
-                    f"{len(running)} running, {len(waiting)} waiting",
+                    f"{children_cpu_s() - before_s:.0f} s of CPU, {len(running)} running, "
+                    f"{len(waiting)} waiting",
                     flush=True,
                 )
                 yield process.returncode
