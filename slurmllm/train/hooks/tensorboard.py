@@ -18,6 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # type: ignore[import-untyped]
 from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
@@ -56,8 +57,10 @@ class TensorBoardHook(Hook):
             status = api_pb2.Status.STATUS_SUCCESS
             ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=row.time)
             data = plugin_data_pb2.HParamsPluginData(session_end_info=ended)
-            value = _hparams(hparams_metadata.SESSION_END_INFO_TAG, data)
-            self._add(row.time, row.step, [value])
+            tag = hparams_metadata.SESSION_END_INFO_TAG
+            about = hparams_metadata.create_summary_metadata(data)
+            tensor = hparams_metadata.NULL_TENSOR
+            self._add(row.time, row.step, [Summary.Value(tag=tag, metadata=about, tensor=tensor)])
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self._add_scalars(evaluation.time, evaluation.step, evaluation_values(evaluation.losses))
@@ -122,17 +125,9 @@ Setting = str | int | float | bool
 
 def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
     """Yield (step, value) of what an attempt writes before its first step."""
-    # No group name: two runs of one recipe are two rows of the table, not their mean.
-    session = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in hyperparameters(job).items():
-        if isinstance(value, bool):
-            session.hparams[name].bool_value = value
-        elif isinstance(value, str):
-            session.hparams[name].string_value = value
-        else:
-            session.hparams[name].number_value = value
-    data = plugin_data_pb2.HParamsPluginData(session_start_info=session)
-    yield job.step, _hparams(hparams_metadata.SESSION_START_INFO_TAG, data)
+    # An id for each run: two runs of one recipe are two rows of the table, not their mean.
+    session = hparams_pb(hyperparameters(job), trial_id=str(job.run.path))
+    yield job.step, session.value[0]
     recipe = f"```yaml\n{job.config.to_yaml()}```"
     yield job.step, text_pb("run/recipe", [recipe], "as resolved").value[0]
     if job.attempt > 0:
@@ -188,11 +183,3 @@ def restarts(job: Job) -> str:
         origin = "the start" if before is None else f"step {before}"
         lines.append(f"| {number} | {nodes} | {origin} | {steps} | {ending} | {why} |")
     return "\n".join(lines)
-
-
-def _hparams(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
-    return Summary.Value(
-        tag=tag,
-        metadata=hparams_metadata.create_summary_metadata(data),
-        tensor=hparams_metadata.NULL_TENSOR,
-    )

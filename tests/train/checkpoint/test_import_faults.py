@@ -211,18 +211,18 @@ def cut(path: Path, size: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda path: cut(path, path.stat().st_size - 1), "is cut short: "),
-        (lambda path: cut(path, 100), "is cut short: 100 bytes, but its header alone takes"),
-        (lambda path: cut(path, 3), "is cut short: 3 bytes"),
-        (lambda path: cut(path, 0), "is cut short: 0 bytes"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is too long: "),
-        (lambda path: path.write_bytes(b"\xff" * 5000), "is not a safetensors file"),
-        (lambda path: path.write_bytes(b"\x04" + bytes(7) + b"[13]"), "is not a safetensors file"),
+        (lambda path: cut(path, path.stat().st_size - 1), "is cut short or damaged: "),
+        (lambda path: cut(path, 3), "is cut short or damaged: "),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is cut short or damaged: "),
+        (lambda path: path.write_bytes(b"\x04" + bytes(7) + b"[13]"), "is cut short or damaged: "),
         (
             lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 1\n"),
             "is a Git LFS pointer",
         ),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F99")), "is damaged"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F99")),
+            "is cut short or damaged: ",
+        ),
     ],
 )
 def test_damaged_files(

@@ -38,6 +38,7 @@ from slurmllm.train.checkpoint.formats.huggingface import (
     tensor_mappings,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import (
+    DTYPES,
     SafetensorsFiles,
     open_safetensors,
     plan_shards,
@@ -55,8 +56,6 @@ from slurmllm.train.checkpoint.state import INDEX, MODEL, fingerprint_digest
 
 if TYPE_CHECKING:
     from slurmllm.core.display.progress import OnProgress
-
-_TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def _match_names(
             names[name] = key
         else:
             faults.append(f"{key}: is no tensor of this model; {list(stored.shape)} was found")
-    types = ", ".join(_TRAINABLE)
+    types = ", ".join(DTYPES)
     for name, shape in expected.items():
         if name not in names:
             faults.append(f"{name}: is missing; {list(shape)} was expected")
@@ -168,7 +167,7 @@ def _match_names(
         key, stored = names[name], files.tensors[names[name]]
         if stored.shape != shape:
             faults.append(f"{key}: is {list(stored.shape)}; {list(shape)} was expected")
-        elif stored.code not in _TRAINABLE:
+        elif stored.dtype is None:
             faults.append(f"{key}: is of type {stored.code}; weights must be one of {types}")
     if not faults and model.tied_embeddings and head in names:
         # A tied head may be stored all the same; it is ignored if it equals the embedding.
