@@ -23,13 +23,13 @@ ASYNCHRONOUS = "checkpoint.asynchronous=true"
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files are written when it is set."""
     event = threading.Event()
-    write = DcpSave._write
+    write = DcpSave.write
 
     def waiting(self: DcpSave) -> None:
         assert event.wait(30)
         write(self)
 
-    monkeypatch.setattr(DcpSave, "_write", waiting)
+    monkeypatch.setattr(DcpSave, "write", waiting)
     return event
 
 
@@ -67,7 +67,7 @@ def test_the_optimizer_waits_for_the_copy(
 ) -> None:
     backend = new_backend(ASYNCHRONOUS)
     train(backend, 1)
-    copy = DcpSave._copy
+    copy = DcpSave.copy_and_write
 
     go = threading.Event()
 
@@ -75,7 +75,7 @@ def test_the_optimizer_waits_for_the_copy(
         assert go.wait(30)
         copy(self, *arguments)
 
-    monkeypatch.setattr(DcpSave, "_copy", slow)
+    monkeypatch.setattr(DcpSave, "copy_and_write", slow)
     saving = backend.save_shards(tmp_path)
     backend.forward_backward(micro_batches(batch(seed=1), 2), LABELS)
     assert saving.waited_s == 0
@@ -113,7 +113,9 @@ def test_several_files_of_one_worker(
     monkeypatch.setattr(dcp, "_SPLIT_BYTES", 0)
     backend = new_backend()
     train(backend, 2)
-    assert backend.save_shards(tmp_path).wait() == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
+    saving = backend.save_shards(tmp_path)
+    assert saving.wait() == ["__0_0.distcp", "__0_1.distcp"]
+    assert saving.finish() == [".metadata"]
     expected = train(backend, 2, first=2)
     resumed = new_backend()
     resumed.load_shards(tmp_path)

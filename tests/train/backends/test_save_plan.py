@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.native import dcp
+from slurmllm.train.backends.native.dcp import own_tensors
 from slurmllm.train.backends.native.runtime import NativeBackend
-from slurmllm.train.backends.native.save_plan import MeshPlace, own_tensors
 from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.train.checkpoint.formats.dcp_write import Chunk, Place, pack_part
 
@@ -120,7 +120,7 @@ def test_every_tensor_has_one_writer() -> None:
     for rank in range(8):
         shapes = {**stage_shapes, **tied, f"random.rank_{rank:05d}.cpu": (5,)}
         state = {key: torch.empty(shape) for key, shape in shapes.items()}
-        for key in own_tensors(state, MeshPlace(mesh, rank, tied=True)):
+        for key in own_tensors(state, mesh, rank, tied=True):
             stage = -1 if key in tied else mesh.pipeline_rank(rank)
             writers.setdefault((stage, key), []).append(rank)
             load[rank] += 1

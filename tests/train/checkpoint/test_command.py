@@ -21,7 +21,6 @@ from slurmllm.cli.main import cli
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.train.backends.native.save_plan import MeshPlace
 from slurmllm.train.checkpoint.replicas import open_replica
 from slurmllm.train.checkpoint.shards import ShardWrite
 from slurmllm.train.checkpoint.state import TrainState, fingerprint
@@ -69,7 +68,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
             def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
                 held = dcp.state_of(model, optimizer, 0)
-                shards = DcpSaver(self.control, Device(), MeshPlace(self.mesh, 0))
+                shards = DcpSaver(self.control, Device(), self.mesh, 0)
                 return shards.begin(held, directory, asynchronous=False)
 
         held = TrainState(

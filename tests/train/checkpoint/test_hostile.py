@@ -179,11 +179,12 @@ def test_dcp_s_load_itself_unpickles_nothing(
     from slurmllm.train.model.decoder import build_model
 
     _, folder, proof = hostile
-    model = build_model(small_config().recipe.model)
+    config = small_config().recipe.model
+    model = build_model(config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(StorageError):
-            dcp.load(model, AdamW(model.parameters()), folder, ControlPlane())
+            dcp.load(model, AdamW(model.parameters()), folder, ControlPlane(), config)
     finally:
         dist.destroy_process_group()
     assert not proof.exists()

@@ -56,8 +56,8 @@ def assert_holds(files: TrainingFiles, whole: Whole, dtype: torch.dtype | None =
         assert files.tensors[name].shape == weight.shape
         readings = [(weight, files.read(name), lambda r, n=name: files.read(n, r))]
         for kind, moments in whole.moments.items():
-            values = files.read_moment(kind, name)
-            part = lambda r, n=name, k=kind: files.read_moment(k, n, r)  # noqa: E731
+            values = files.read(name, kind=kind)
+            part = lambda r, n=name, k=kind: files.read(n, r, k)  # noqa: E731
             readings.append((moments[name], values, part))
         for stored, values, read in readings:
             expected = stored if dtype is None else stored.to(dtype)
@@ -125,7 +125,7 @@ def test_a_shorter_table_of_positions_and_more_padding(tmp_path: Path) -> None:
     for result, expected in (
         (files.read("embed.weight", everything("embed.weight")), whole.weights),
         (
-            files.read_moment("exp_avg", "embed.weight", everything("embed.weight")),
+            files.read("embed.weight", everything("embed.weight"), "exp_avg"),
             whole.moments["exp_avg"],
         ),
     ):

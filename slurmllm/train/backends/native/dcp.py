@@ -5,7 +5,9 @@ number of workers, and torch itself, can read them. DCP's own planning gathers a
 worker, its `async_save` makes collectives from a background thread and blocks training while it
 copies, and its reader gives every worker the whole `.metadata`. Here a save is:
 
-1. `begin`: the plan, made once and without a message (`save_plan`): names and shapes never change.
+1. `begin`: the plan, made once and without a message. A chunk that one worker holds is written by
+   it. Workers that hold the same chunk, such as the norms of a tensor-parallel group, hold the same
+   list of such chunks: each of them divides the list in the same way and takes its own share.
 2. In a thread: the copy into host memory. It continues during the next forward and backward passes,
    which only read weights; `wait_for_copy` blocks the optimizer until it is complete. On CUDA, a
    stream of its own copies into pinned memory.
@@ -17,6 +19,7 @@ A thread and not a process, because the long parts (copy, write, sha256) release
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import mmap
@@ -31,26 +34,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import SlurmllmError, StorageError
+from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.native.device import Device
-from slurmllm.train.backends.native.save_plan import RANDOM, MeshPlace, own_tensors, share_out
 from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.train.checkpoint.formats.dcp_write import (
     ChecksumFiles,
-    Chunk,
     Keys,
     Place,
     SaveIndex,
     file_name,
+    make_chunk,
     write_chunk,
 )
 from slurmllm.train.checkpoint.formats.nxd_files import read_layout
 from slurmllm.train.checkpoint.formats.pickles import METADATA, ChunkTable, read_metadata
 from slurmllm.train.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.train.checkpoint.shards import ShardWrite
-from slurmllm.train.checkpoint.state import read_origin
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
 
@@ -58,6 +61,10 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes, of a copy in host memory
 _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
+RANDOM = "random"  # prefix of the state that every worker has of its own
+_ITEM_BYTES = 1024  # what a file has of each tensor apart from its values
+# Keys of an embedding that first and last pipeline stage share.
+_TIED = ("model.embed.weight", "optimizer.embed.weight.")
 _SPLIT_BYTES = 64 * 2**20  # size of a worker's state from which on it takes two files
 
 
@@ -81,50 +88,94 @@ def _tensors(state: Mapping[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, 
             yield (*keys, key), value
 
 
-class DcpSaver:
-    """Writer of a worker's part of every checkpoint, with one plan and host memory for all."""
+def own_tensors(
+    state: Mapping[str, Tensor], mesh: Mesh, rank: int, *, tied: bool = False
+) -> list[str]:
+    """Return the keys of the tensors whose local chunks this worker writes, in their order."""
+    # Axis → this worker's index, and the axis' degree.
+    mesh_axes = {
+        "replicate": (mesh.data_rank(rank) // mesh.shard, mesh.replicate),
+        "shard": (mesh.shard_rank(rank), mesh.shard),
+        "tensor": (rank % mesh.tensor, mesh.tensor),
+    }
+    # Axes over which a chunk is replicated, this worker among its holders, their number → sizes.
+    groups: dict[tuple[tuple[str, ...], int, int], dict[str, int]] = {}
+    for key, tensor in state.items():
+        axes = {} if key.startswith(RANDOM) else dict(mesh_axes)
+        if isinstance(tensor, DTensor):
+            names = tensor.device_mesh.mesh_dim_names
+            assert names is not None, key
+            for name, placement in zip(names, tensor.placements, strict=True):
+                if not placement.is_replicate():
+                    del axes[name]
+        if tied and mesh.pipeline > 1 and key.startswith(_TIED):
+            axes["pipeline"] = (int(mesh.pipeline_rank(rank) > 0), 2)
+        holder, count = 0, 1
+        for index, degree in axes.values():
+            holder, count = holder * degree + index, count * degree
+        if num_bytes := local_part(tensor).nbytes:  # FSDP leaves some workers without a part
+            groups.setdefault((tuple(axes), holder, count), {})[key] = num_bytes
+    written: set[str] = set()
+    for (_, holder, count), sizes in groups.items():
+        written.update(share_out(sizes, count)[holder])
+    return [key for key in state if key in written]
 
-    def __init__(self, control: ControlPlane, device: Device, mesh_place: MeshPlace) -> None:
-        self._control, self._device, self._mesh_place = control, device, mesh_place
+
+def share_out(sizes_bytes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Distribute tensors: the largest first, each to the share with the least bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    loads = [(0, holder) for holder in range(count)]
+    for key in sorted(sizes_bytes, key=lambda key: (-sizes_bytes[key], key)):
+        load, holder = loads[0]
+        heapq.heapreplace(loads, (load + sizes_bytes[key] + _ITEM_BYTES, holder))
+        shares[holder].append(key)
+    return shares
+
+
+class DcpSaver:
+    """Writer of a worker's part of every checkpoint, with one plan and host memory for all.
+
+    `tied`: the first and the last pipeline stage share the embedding.
+    """
+
+    def __init__(
+        self, control: ControlPlane, device: Device, mesh: Mesh, rank: int, *, tied: bool = False
+    ) -> None:
+        self._control, self._device = control, device
+        self._mesh, self._rank, self._tied = mesh, rank, tied
         self._files: list[list[str]] = []  # keys of this worker's tensors, by file
         self._index: SaveIndex | None = None
-        self._names: frozenset[str] = frozenset()
         self._copies: dict[str, Tensor] = {}
         self._save: DcpSave | None = None
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
         """Begin to write a state (tensors, DTensors, dicts of them) into a folder.
 
-        Unless `asynchronous`, all is written on return (collective). Raises a StorageError on all
-        workers if the file system refused one of them.
+        Unless `asynchronous`, this worker's files are written on return.
         """
         by_keys = dict(_tensors(state))
         tensors = {".".join(keys): tensor for keys, tensor in by_keys.items()}
-        if self._index is None:
-            self._names, self._files = frozenset(tensors), self._plan(tensors)
-            chunks = {
-                ".".join(keys): Chunk.from_tensor(keys, tensor) for keys, tensor in by_keys.items()
-            }
+        if self._index is None:  # names and shapes never change
+            written = own_tensors(tensors, self._mesh, self._rank, tied=self._tied)
+            sizes = {key: local_part(tensors[key]).nbytes for key in written}
+            # Two files keep two cores busy with checksums.
+            split = sum(sizes.values()) >= _SPLIT_BYTES
+            self._files = share_out(sizes, 2) if split else [written]
+            chunks = {".".join(keys): make_chunk(keys, tensor) for keys, tensor in by_keys.items()}
             self._index = SaveIndex(
                 self._control, [chunks[key] for file in self._files for key in file]
             )
-        assert self._names == tensors.keys(), "the names of a state never change"
         parts = [{key: local_part(tensors[key]).detach() for key in file} for file in self._files]
         if asynchronous and not self._copies:
             self._allocate_copies(parts)
-        save = DcpSave(directory, parts, self._control, self._index)
-        self._save = save
+        save = self._save = DcpSave(directory, parts, self._control, self._index)
         if asynchronous:
-            save.start(self._copies, self._device)
+            executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
+            executor.submit(save.copy_and_write, self._copies, self._device, self._device.event())
+            executor.shutdown(wait=False)
         else:
-            save.write_all()
+            save.write()
         return save
-
-    def _plan(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
-        """Choose the files of this worker: two keep two cores busy with checksums."""
-        keys = own_tensors(tensors, self._mesh_place)
-        sizes = {key: local_part(tensors[key]).nbytes for key in keys}
-        return share_out(sizes, 2) if sum(sizes.values()) >= _SPLIT_BYTES else [keys]
 
     def wait_for_copy(self) -> None:
         """Wait until the state may be changed; before every optimizer step."""
@@ -166,19 +217,7 @@ class DcpSave(ShardWrite):
         self._written = ChecksumFiles()
         self._copied = threading.Event()
         self._places: Future[list[Place]] = Future()
-        self._names: list[str] | None = None
         self.waited_s = 0.0
-
-    def write_all(self) -> None:
-        self._copied.set()
-        self._write()
-        self._names = [*sorted(self._written.written), *self._write_metadata()]
-
-    def start(self, copies: Mapping[str, Tensor], device: Device) -> None:
-        ready = device.event()
-        executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        executor.submit(self._copy_and_write, copies, device, ready)
-        executor.shutdown(wait=False)
 
     def wait_for_copy(self) -> None:
         if not self._copied.is_set():
@@ -186,9 +225,16 @@ class DcpSave(ShardWrite):
             self._copied.wait()
             self.waited_s += time.monotonic() - began
 
-    def _copy_and_write(self, copies: Mapping[str, Tensor], device: Device, ready: Any) -> None:
+    def copy_and_write(self, copies: Mapping[str, Tensor], device: Device, ready: Any) -> None:
+        """Copy all tensors after the work that was enqueued before `ready`, then write them."""
         try:
-            self._copy(copies, device, ready)
+            with torch.no_grad(), device.copies(ready):
+                copied = [
+                    {key: copies[key].copy_(t, non_blocking=True) for key, t in group.items()}
+                    for group in self._parts
+                ]
+            # Only now: other streams use the memory of tensors that are released.
+            self._parts = copied
         except BaseException as error:
             self._places.set_exception(error)
             return
@@ -196,23 +242,18 @@ class DcpSave(ShardWrite):
             self._copied.set()
         # On Linux this changes only this thread and the threads that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
-        self._write()
+        self.write()
 
-    def _copy(self, copies: Mapping[str, Tensor], device: Device, ready: Any) -> None:
-        """Copy all tensors after the work that was enqueued before `ready`."""
-        with torch.no_grad(), device.copies(ready):
-            copied = [
-                {key: copies[key].copy_(t, non_blocking=True) for key, t in group.items()}
-                for group in self._parts
-            ]
-        self._parts = copied  # only now: other streams use the memory of tensors that are released
-
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write this worker's files; errors are raised by `wait` and `finish`."""
+        self._copied.set()
         try:
             with ThreadPoolExecutor(len(self._parts)) as pool:
                 places = list(pool.map(self._write_file, range(len(self._parts)), self._parts))
             self._places.set_result([location for group in places for location in group])
-        except BaseException as error:  # raised by `wait` and `finish`, on all workers
+        except OSError as error:
+            self._places.set_exception(self._storage_error(error))
+        except BaseException as error:
             self._places.set_exception(error)
 
     def _write_file(self, number: int, tensors: Mapping[str, Tensor]) -> list[Place]:
@@ -221,39 +262,32 @@ class DcpSave(ShardWrite):
             return [write_chunk(stream, name, tensor) for tensor in tensors.values()]
 
     def wait(self) -> list[str]:
-        if self._names is not None:
-            return self._names
-        try:
-            self._places.result()
-        except OSError as error:
-            raise self._storage_error(error) from error
+        self._places.result()
         return sorted(self._written.written)
 
     def finish(self) -> list[str]:
-        return self._write_metadata() if self._names is None else []
-
-    def _write_metadata(self) -> list[str]:
         """Write `.metadata` on rank 0 (collective)."""
         fault: SlurmllmError | None = None
         places: list[Place] = []
         try:
             places = self._places.result()
-        except (OSError, SlurmllmError) as error:
-            fault = self._storage_error(error)
+        except SlurmllmError as error:
+            fault = error
         self._index.collect(places, fault)
-        if self._control.rank == 0:
+        names = [METADATA] if self._control.rank == 0 else []
+        for name in names:
             try:
-                with self._written.create(self._directory / METADATA) as stream:
+                with self._written.create(self._directory / name) as stream:
                     stream.write(self._index.content())
-            except (OSError, SlurmllmError) as error:
+            except OSError as error:
                 fault = self._storage_error(error)
+            except SlurmllmError as error:
+                fault = error
         if first := self._control.first(fault):
             raise first
-        return [METADATA] if self._control.rank == 0 else []
+        return names
 
-    def _storage_error(self, error: OSError | SlurmllmError) -> SlurmllmError:
-        if isinstance(error, SlurmllmError):
-            return error
+    def _storage_error(self, error: OSError) -> StorageError:
         reason = error.strerror or error
         return StorageError(f"cannot write shards: {reason} (rank {self._control.rank})")
 
@@ -266,13 +300,12 @@ def load(
     optimizer: torch.optim.Optimizer,
     directory: Path,
     control: ControlPlane,
-    config: ModelConfig | None = None,
+    config: ModelConfig,
 ) -> None:
     """Load a checkpoint of any number of workers, by DCP or by NxD (collective).
 
-    The random state is restored if the number of workers is the same. Without `config`, the model's
-    is read from `train_state.json`. Raises a StorageError on all workers if one cannot read its
-    shards.
+    The random state is restored if the number of workers is the same. Raises a StorageError on all
+    workers if one cannot read its shards.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
@@ -280,8 +313,7 @@ def load(
     fault: SlurmllmError | None = None
     try:
         if table is None:
-            files = open_training(directory, config or read_origin(directory).model)
-            _read_nxd_shards(state, files)
+            _read_nxd_shards(state, open_training(directory, config))
         else:
             # Each worker that wrote the checkpoint has a random state.
             writers = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
@@ -336,7 +368,7 @@ def _read_nxd_shards(state: Mapping[str, Any], files: TrainingFiles) -> None:
         elif moment == ["step"]:
             tensor.fill_(files.step(name))
         else:
-            local_part(tensor).copy_(files.read_moment(moment[0], name, region))
+            local_part(tensor).copy_(files.read(name, region, moment[0]))
 
 
 def _random_key(rank: int) -> str:

@@ -47,7 +47,6 @@ from slurmllm.train.backends.native.parallel import (
     scale_,
     total_norm,
 )
-from slurmllm.train.backends.native.save_plan import MeshPlace
 from slurmllm.train.backends.native.unsharded import UnshardedWeights
 from slurmllm.train.backends.process_group import init_process_group
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
@@ -185,13 +184,13 @@ class NativeBackend(Backend):
             self.optimizer = MixedAdamW(parameters, recipe.optim, self.weights, self.worker_device)
         else:
             self.optimizer = precision.make_optimizer(parameters, recipe)
-        workers, tied = self.mesh.data * self.mesh.tensor, self._tied_embedding()
+        workers, shared = self.mesh.data * self.mesh.tensor, self._tied_embedding()
         self.parameters = {
-            parameter: num_copies(parameter, workers) * (2 if parameter is tied else 1)
+            parameter: num_copies(parameter, workers) * (2 if parameter is shared else 1)
             for parameter in self.model.parameters()
         }
-        position = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
-        self.shards = DcpSaver(self.control, self.worker_device, position)
+        tied, rank = recipe.model.tied_embeddings, self.worker.rank
+        self.shards = DcpSaver(self.control, self.worker_device, self.mesh, rank, tied=tied)
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:

@@ -381,7 +381,7 @@ class NxdBackend(Backend):
                 updated.data.copy_(self._shard(weight, updated))
             state = {"step": torch.tensor(float(files.step(name)), dtype=torch.float32)}
             for kind in MOMENTS:
-                whole = self._shards.read(name, partial(files.read_moment, kind))
+                whole = self._shards.read(name, partial(files.read, kind=kind))
                 shard = self._shard(whole, updated)
                 state[kind] = shard.to(updated.device, updated.dtype, copy=True)
             self._inner_optimizer.state[updated] = state

@@ -58,11 +58,8 @@ class DcpFiles:
             if (key := _key(name, kind)) in stored
         }
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        return self.read_key(MODEL + name, region)
-
-    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        return self.read_key(_key(name, kind), region)
+    def read(self, name: str, region: Region | None = None, kind: str | None = None) -> Tensor:
+        return self.read_key(MODEL + name if kind is None else _key(name, kind), region)
 
     def step(self, name: str) -> float:
         return float(self.read_key(_key(name, "step")))

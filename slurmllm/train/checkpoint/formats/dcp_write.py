@@ -9,7 +9,6 @@ exchanged, and rank 0 writes the same bytes again.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import pickle
 import zlib
@@ -35,7 +34,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from slurmllm.core.errors import CodeError, SlurmllmError
 from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
-from slurmllm.train.checkpoint.shards import Region
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
 from slurmllm.train.model.private_names import CHECKPOINT_INDEX
@@ -62,31 +60,19 @@ class Chunk(NamedTuple):
     requires_grad: bool = False
     pinned: bool = False
 
-    @classmethod
-    def from_tensor(cls, path: Keys, tensor: Tensor) -> Chunk:
-        """Describe this worker's part of a tensor."""
-        region, local = local_region(tensor), local_part(tensor)
-        return cls(
-            path,
-            local.dtype,
-            tuple(tensor.shape),
-            tuple(packed.start for packed in region),
-            tuple(packed.stop - packed.start for packed in region),
-            local.requires_grad,
-            local.is_pinned(),
-        )
 
-    @property
-    def key(self) -> str:
-        return ".".join(self.path)
-
-    @property
-    def region(self) -> Region:
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+def make_chunk(path: Keys, tensor: Tensor) -> Chunk:
+    """Describe this worker's part of a tensor."""
+    region, local = local_region(tensor), local_part(tensor)
+    return Chunk(
+        path,
+        local.dtype,
+        tuple(tensor.shape),
+        tuple(bounds.start for bounds in region),
+        tuple(bounds.stop - bounds.start for bounds in region),
+        local.requires_grad,
+        local.is_pinned(),
+    )
 
 
 class Place(NamedTuple):
@@ -158,7 +144,7 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
         for chunk, location in zip(
             starmap(Chunk, chunks), starmap(Place, chunk_places), strict=True
         ):
-            key = chunk.key
+            key = ".".join(chunk.path)
             tensor = tensors.get(key)
             if tensor is None:
                 properties = TensorProperties(

@@ -156,8 +156,11 @@ class NxdFiles:
             for name, shape in shapes.items()
         }
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
+    def read(self, name: str, region: Region | None = None, kind: str | None = None) -> Tensor:
         stage, number = self._places[name]
+        if kind is not None:
+            sources = self._optimizer_sources(name, (*self._state_key(name), kind))
+            return self._assemble(self.moments[kind, name], sources, region, f"{kind} of {name}")
         if self._masters:
             sources = self._optimizer_sources(name, (MASTERS, number))
         else:
@@ -166,10 +169,6 @@ class NxdFiles:
                 for rank in range(self._layout.tensor)
             )
         return self._assemble(self.tensors[name], sources, region, name)
-
-    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        sources = self._optimizer_sources(name, (*self._state_key(name), kind))
-        return self._assemble(self.moments[kind, name], sources, region, f"{kind} of {name}")
 
     def step(self, name: str) -> float:
         file = self._open(optimizer_file(0, 0, self._places[name][0]))

@@ -36,8 +36,8 @@ class TrainingFiles(TensorFiles, Protocol):
         """By kind (`exp_avg` or `exp_avg_sq`) and parameter; empty without optimizer state."""
         ...
 
-    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        """Return a moment of a parameter or a region of it; the caller must not modify it."""
+    def read(self, name: str, region: Region | None = None, kind: str | None = None) -> Tensor:
+        """Return a parameter or its moment `kind`; see `TensorFiles.read`."""
         ...
 
     def step(self, name: str) -> float:
@@ -112,24 +112,13 @@ class _PaddedFiles:
         self.tensors, self.moments = files.tensors, files.moments
         self.step = files.step
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        return self._read(name, region, self.tensors.get(name), self._files.read)
-
-    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        read = partial(self._files.read_moment, kind)
-        return self._read(name, region, self.moments.get((kind, name)), read, f"{kind} of ")
-
-    def _read(
-        self,
-        name: str,
-        region: Region | None,
-        stored: StoredTensor | None,
-        read: Callable[[str, Region | None], Tensor],
-        kind: str = "",
-    ) -> Tensor:
+    def read(self, name: str, region: Region | None = None, kind: str | None = None) -> Tensor:
+        stored = self.tensors.get(name) if kind is None else self.moments.get((kind, name))
         if stored is None:
-            raise StorageError(f"the checkpoint holds no {kind}{name}; restore it")
+            title = name if kind is None else f"{kind} of {name}"
+            raise StorageError(f"the checkpoint holds no {title}; restore it")
         region = region or tuple(slice(0, size) for size in stored.shape)
+        read = partial(self._files.read, kind=kind)
         return read_padded(name, region, stored, read, stored.shape[0])
 
 
