@@ -6,6 +6,7 @@ one and returns at once, so that a step does not wait for it; the others wait fo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -24,11 +25,11 @@ from slurmllm.train.control.wire import (
     Kind,
     Peer,
     Role,
-    authenticate,
     combine,
     decode_parts,
     encode_numbers,
     encode_part,
+    prove,
 )
 
 SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
@@ -174,14 +175,16 @@ def open_control(rank: int, world_size: int) -> ControlPlane:
 
 
 def _connect(path: str, rank: int, world_size: int, secret: bytes) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(OPERATION_S + _MARGIN_S)
+    limit_s, peer = OPERATION_S + _MARGIN_S, socket.socket(socket.AF_UNIX)
     try:
         peer.connect(path)
-        authenticate(peer, Peer(Role.WORKER, rank), world_size, secret)
+        peer.setblocking(False)
+        proof = prove(peer, Peer(Role.WORKER, rank), world_size, secret)
+        asyncio.run(asyncio.wait_for(proof, limit_s))
     except OSError as error:
         peer.close()
         raise NodeError(
             f"Connection refused by this node's launcher at {path}: {error.strerror or error}"
         ) from error
+    peer.settimeout(limit_s)
     return peer

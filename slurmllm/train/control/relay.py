@@ -11,9 +11,10 @@ worker gets a fault that names the worker or the node, and fails with it.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import resource
-import selectors
 import socket
 import threading
 import time
@@ -22,29 +23,33 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slurmllm.core.errors import NodeError
 from slurmllm.train.control.rendezvous import listen_for_nodes
 from slurmllm.train.control.wire import (
     FAULTS,
-    MAX_PENDING,
-    Authenticator,
     Connection,
     Frame,
     Kind,
     Peer,
     Role,
-    authenticate,
     combine,
+    prove,
+    read_claim,
     shares,
 )
 
 RENDEZVOUS_S = 600.0  # until all have connected: nodes start minutes apart
 OPERATION_S = 7200.0  # for all contributions to an operation: peers may compile meanwhile
 RETRY_S = 0.1  # between attempts to connect to the root
+# Any program that reaches the root's port can connect: none may delay a worker, fill the log or use
+# up the launcher's descriptors. A node that gives way connects again.
+STRANGER_S = 5.0  # for a connection from another machine to prove itself
+MAX_PENDING = 256  # such connections; the oldest gives way
 _ROOT_MARGIN_S = 5.0  # longer at the root: the relay that knows whom it misses reports it first
 _CONNECT_S = 5.0
-_AUTHENTICATE_S = 60.0  # for the root to answer: it may be busy
+_PROVE_S = 60.0  # for the root to answer: it may be busy
 _LEAVE_S = 5.0  # for the last messages to be sent at the end
 _PAUSE_S = 0.01
 _OTHER_FILES = 512  # of the root's launcher, apart from the connections of other nodes
@@ -77,7 +82,7 @@ class _Operation:
     """Contributions to an operation so far."""
 
     kind: Kind
-    begun: float = field(default_factory=time.monotonic)
+    deadline: asyncio.TimerHandle
     parts: dict[Peer, bytes] = field(default_factory=dict)
 
 
@@ -107,18 +112,18 @@ class Relay:
         self._operation_s = OPERATION_S + (_ROOT_MARGIN_S if nodes else 0.0)
         self._below: dict[Peer, Connection] = {}
         self._peers: dict[Connection, Peer] = {}
+        self._strangers: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
         self._missing = {*self._expected}  # that have not connected yet
         self._left: set[Peer] = set()
         self._counts = dict.fromkeys(self._expected, 0)  # contributions so far
         self._above: Connection | None = None
-        self._connecting: socket.socket | None = None  # to the root; `close` shuts it down
         self._operations: deque[_Operation] = deque()
         self._first = 0  # number of the oldest of them
         self._fault: Frame | None = None
-        self._selector = selectors.DefaultSelector()
-        self._authenticator = Authenticator(self._selector, secret, position.world_size)
-        self._wake, self._waker = socket.socketpair()
-        self._closing = threading.Event()
+        self._has_warned = False
+        self._num_reads = 0
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._servers: list[socket.socket] = []
 
@@ -137,123 +142,103 @@ class Relay:
         if self.position.index == 0 and len(self.position.names) > 1:
             allow_open_files(len(self.position.names) + MAX_PENDING + _OTHER_FILES)
             self._servers.append(listen_for_nodes(*self._root, self.position.name))
-        for listener in (*self._servers, self._wake):
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        self._loop = self._runner.get_loop()
+        self._loop.set_exception_handler(self._on_error)
         self._thread.start()
 
     def close(self) -> None:
         """End the relay; workers and nodes that are still connected get an error."""
-        self._closing.set()
         if self._thread.ident is None:
             self._release()
             return
-        with suppress(OSError):  # it has noticed already, or is not connected any more
-            self._waker.send(b"x")
-            if (connecting := self._connecting) is not None:
-                connecting.shutdown(socket.SHUT_RDWR)
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_LEAVE_S + _CONNECT_S + 5.0)
 
     def _run(self) -> None:
         try:
-            if self.position.index:
-                self._connect_to_root()
-            self._relay()
-        except Exception as error:
-            # Its workers and the other nodes must not wait for a relay that is gone.
-            log.exception("control plane: the relay has failed")
-            self._fail(f"the launcher of {self.position.name}: {error!r}", Kind.MISUSE)
+            with self._runner:
+                self._runner.run(self._relay())
         finally:
             self._release()
 
-    def _connect_to_root(self) -> None:
-        """Connect to the root, whose launcher may start later; its workers wait meanwhile."""
-        deadline = time.monotonic() + RENDEZVOUS_S
-        while True:
-            try:
-                self._above = self._connection_to_root()
-            except OSError as error:
-                if time.monotonic() <= deadline and not self._closing.wait(RETRY_S):
-                    continue
-                host, port = self._root
-                self._fail(
-                    f"Timed out waiting for the launcher of {self.position.names[0]} at "
-                    f"{host}:{port} after {RENDEZVOUS_S:.0f} s: {error}; a firewall may block "
-                    "connections between the nodes"
-                )
-            else:
-                self._above.socket.setblocking(False)
-                self._selector.register(self._above.socket, selectors.EVENT_READ, self._above)
-            return
+    def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # Its workers and the other nodes must not wait for a relay that has failed.
+        error = context.get("exception")
+        log.error("control plane: the relay has failed", exc_info=error)
+        self._fail(f"the launcher of {self.position.name}: {error!r}", Kind.MISUSE)
 
-    def _connection_to_root(self) -> Connection:
-        peer = socket.create_connection(self._root, timeout=_CONNECT_S)
-        try:
-            self._connecting = peer
-            if self._closing.is_set():
-                raise ConnectionAbortedError("closed meanwhile")
-            # If nobody listens yet on an ephemeral port, TCP may connect a socket to itself; the
-            # root could then never listen there.
-            if peer.getsockname() == peer.getpeername():
-                raise ConnectionRefusedError("connected to itself")
-            peer.settimeout(_AUTHENTICATE_S)
-            claim = Peer(Role.NODE, self.position.index)
-            authenticate(peer, claim, self.position.world_size, self._secret)
-        except BaseException:
-            peer.close()
-            raise
-        finally:
-            self._connecting = None
-        return Connection(peer)
-
-    def _relay(self) -> None:
+    async def _relay(self) -> None:
         """Serve all connections until the relay is closed and its last messages are sent."""
-        begun, leave_at = time.monotonic(), float("inf")
-        while True:
-            now = time.monotonic()
-            closing = self._closing.is_set()
-            patience_s = self._check_time(begun, now)
-            events = self._selector.select(0.0 if closing else patience_s)
-            for key, mask in events:
-                self._serve(key, mask)
-            if closing:
-                leave_at = min(leave_at, now + _LEAVE_S)
-                unsent = any(connection.unsent for connection in self._connections())
-                if now >= leave_at or not (events or unsent):
+        closing = asyncio.create_task(self._closing.wait())
+        if self.position.index:
+            # The root's launcher may start later; the workers wait meanwhile.
+            connecting = asyncio.create_task(self._connect_to_root())
+            await asyncio.wait({connecting, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                return
+            connecting.result()
+        for server in self._servers:
+            server.setblocking(False)
+            self._loop.add_reader(server, self._accept, server)
+        rendezvous = self._loop.call_later(RENDEZVOUS_S, self._require_all)
+        await closing
+        rendezvous.cancel()
+        deadline, num_reads = time.monotonic() + _LEAVE_S, -1
+        while time.monotonic() < deadline:
+            unsent = any(connection.unsent for connection in self._connections())
+            if num_reads == self._num_reads and not unsent:
+                return
+            num_reads = self._num_reads
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _connect_to_root(self) -> None:
+        deadline = time.monotonic() + RENDEZVOUS_S
+        while self._above is None:
+            peer = socket.socket()
+            try:
+                peer.setblocking(False)
+                async with asyncio.timeout(_CONNECT_S):
+                    await self._loop.sock_connect(peer, self._root)
+                # If nobody listens yet on an ephemeral port, TCP may connect a socket to itself;
+                # the root could then never listen there.
+                if peer.getsockname() == peer.getpeername():
+                    raise ConnectionRefusedError("connected to itself")
+                claim = Peer(Role.NODE, self.position.index)
+                async with asyncio.timeout(_PROVE_S):
+                    await prove(peer, claim, self.position.world_size, self._secret)
+                self._above = Connection(peer)
+                self._loop.add_reader(peer, self._read, self._above)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    host, port = self._root
+                    self._fail(
+                        f"Timed out waiting for the launcher of {self.position.names[0]} at "
+                        f"{host}:{port} after {RENDEZVOUS_S:.0f} s: {error or 'no answer'}; a "
+                        "firewall may block connections between the nodes"
+                    )
                     return
-                if not events:
-                    time.sleep(_PAUSE_S)
+                await asyncio.sleep(RETRY_S)
+            finally:
+                if self._above is None:
+                    peer.close()
 
     def _release(self) -> None:
         for connection in self._connections():
             connection.socket.close()
-        self._authenticator.close()
-        for opened in (*self._servers, self._wake, self._waker):
+        for opened in (*self._servers, *self._strangers):
             opened.close()
-        self._selector.close()
         self.path.unlink(missing_ok=True)
 
     def _connections(self) -> list[Connection]:
         return [*self._below.values(), *([] if self._above is None else [self._above])]
 
-    def _check_time(self, begun: float, now: float) -> float:
-        """Report what is late; returns the seconds until a time limit may have passed."""
-        deadline = now + 60.0
-        if self._fault is not None:
-            return max(0.0, deadline - now)
-        if self._missing and now - begun >= RENDEZVOUS_S:
+    def _require_all(self) -> None:
+        if self._missing:
             self._fail(
                 f"Timed out waiting for {self._describe(self._missing)}: not connected after "
                 f"{RENDEZVOUS_S:.0f} s; a firewall may block connections between the nodes"
             )
-        elif self._operations and now - self._operations[0].begun >= self._operation_s:
-            late = {*self._expected} - self._operations[0].parts.keys()
-            self._fail(f"Timed out waiting for {self._describe(late)} after {OPERATION_S:.0f} s")
-        elif self._missing:
-            deadline = min(deadline, begun + RENDEZVOUS_S)
-        if self._operations:
-            deadline = min(deadline, self._operations[0].begun + self._operation_s)
-        return max(0.0, deadline - now)
 
     def _describe(self, peers: Collection[Peer]) -> str:
         names = []
@@ -265,65 +250,83 @@ class Relay:
         more = f" and {len(peers) - 4} more" if len(peers) > 4 else ""
         return ", ".join(names) + more
 
-    def _serve(self, key: selectors.SelectorKey, mask: int) -> None:
-        ready = key.fileobj
-        assert isinstance(ready, socket.socket)
-        if ready in self._servers:
-            self._authenticator.accept(ready)
-        elif ready is self._wake:
-            with suppress(BlockingIOError):
-                ready.recv(64)
-        elif ready in self._authenticator:
-            self._authenticate(ready)
-        else:
-            connection: Connection | None = key.data
-            if connection is None:  # it gave way to another since the selector reported it
+    def _accept(self, server: socket.socket) -> None:
+        self._num_reads += 1
+        limit = MAX_PENDING
+        try:
+            peer, _ = server.accept()
+            peer.setblocking(False)
+            self._strangers[peer] = self._loop.create_task(self._admit(peer))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
                 return
-            try:
-                if mask & selectors.EVENT_WRITE:
-                    connection.flush()
-                    self._watch(connection)
-                frames = connection.receive() if mask & selectors.EVENT_READ else []
-            except BlockingIOError:
-                return
-            except (OSError, NodeError, ValueError) as error:
-                self._lost(connection, error)
-                return
-            for frame in frames:
-                self._handle(connection, frame)
+            self._warn("too many open files in the launcher: raise `ulimit -n`")
+            limit = 0
+            time.sleep(10 * _PAUSE_S)  # the waiting connection is reported at once again
+        remote = [stranger for stranger in self._strangers if stranger.family != socket.AF_UNIX]
+        if len(remote) > limit:
+            self._strangers[remote[0]].cancel()
 
-    def _authenticate(self, socket_: socket.socket) -> None:
-        peer = self._authenticator.authenticate(socket_, self._missing)
-        if peer is None:
-            return
-        connection = Connection(socket_)
-        self._selector.modify(socket_, selectors.EVENT_READ, connection)
-        self._missing.remove(peer)
-        self._below[peer], self._peers[connection] = connection, peer
-        if self._fault is not None:
-            self._send(connection, self._fault.encode())
+    async def _admit(self, peer: socket.socket) -> None:
+        """Serve a connection that proves to be one of those missing; close any other."""
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(None if peer.family == socket.AF_UNIX else STRANGER_S):
+                claim, world_size, answer = await read_claim(peer, self._secret)
+            if world_size != self.position.world_size or claim not in self._missing:
+                name = f"{claim.role.name.lower()} {claim.number} of a run of {world_size}"
+                raise ConnectionRefusedError(f"{name}: unexpected")
+            self._missing.remove(claim)
+            with suppress(OSError):  # noticed when the connection is read
+                await self._loop.sock_sendall(peer, answer)
+            connection = Connection(peer)
+            self._below[claim], self._peers[connection] = connection, claim
+            self._loop.add_reader(peer, self._read, connection)
+            if self._fault is not None:
+                self._send(connection, self._fault.encode())
+        except ConnectionRefusedError as error:
+            self._warn(f"refused a connection: {error}")
+        except OSError:
+            pass  # closed, or it has not greeted in time
+        finally:
+            del self._strangers[peer]
+            if connection is None:
+                peer.close()
 
-    def _handle(self, connection: Connection, frame: Frame) -> None:
-        peer = self._peers.get(connection)
-        if frame.kind in FAULTS:
-            self._fail(frame.payload.decode(), frame.kind)
-        elif connection is self._above:
-            self._deliver(frame)
-        elif peer is None:
+    def _warn(self, message: str) -> None:
+        """Log it, the first time as a warning: a port scan must not fill the log."""
+        log.log(
+            logging.DEBUG if self._has_warned else logging.WARNING, "control plane: %s", message
+        )
+        self._has_warned = True
+
+    def _read(self, connection: Connection) -> None:
+        self._num_reads += 1
+        try:
+            frames = connection.receive()
+        except BlockingIOError:
             return
-        elif frame.kind is Kind.LEAVE:
-            self._leave(peer)
-        else:
-            self._contribute(peer, frame)
+        except (OSError, NodeError, ValueError) as error:
+            self._lost(connection, error)
+            return
+        for frame in frames:
+            peer = self._peers.get(connection)
+            if frame.kind in FAULTS:
+                self._fail(frame.payload.decode(), frame.kind)
+            elif connection is self._above:
+                self._deliver(frame)
+            elif peer is not None and frame.kind is Kind.LEAVE:
+                self._leave(peer)
+            elif peer is not None and self._fault is None:
+                self._contribute(peer, frame)
 
     def _contribute(self, peer: Peer, frame: Frame) -> None:
-        if self._fault is not None:
-            return
         number = self._counts[peer]
         self._counts[peer] = number + 1
         index = number - self._first
         if index == len(self._operations):
-            self._operations.append(_Operation(frame.kind))
+            deadline = self._loop.call_later(self._operation_s, self._time_out)
+            self._operations.append(_Operation(frame.kind, deadline))
         operation = self._operations[index]
         if operation.kind is not frame.kind or frame.number != number:
             self._fail(
@@ -339,7 +342,13 @@ class Relay:
         if self._left:
             self._fail_if_left()
 
+    def _time_out(self) -> None:
+        """Report who is late in the oldest operation, whose time is over."""
+        late = {*self._expected} - self._operations[0].parts.keys()
+        self._fail(f"Timed out waiting for {self._describe(late)} after {OPERATION_S:.0f} s")
+
     def _complete(self, operation: _Operation) -> None:
+        operation.deadline.cancel()
         kind, parts = operation.kind, operation.parts
         try:
             combined = combine(kind, [parts[peer] for peer in self._expected])
@@ -362,11 +371,7 @@ class Relay:
             self._send(connection, encoded)
 
     def _leave(self, peer: Peer) -> None:
-        self._left.add(peer)
-        connection = self._below.pop(peer)
-        del self._peers[connection]
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
+        self._drop(self._below[peer])
         self._fail_if_left()
         if len(self._left) == len(self._expected) and self.position.index:
             self._up(Frame(Kind.LEAVE, 0, b""))
@@ -378,25 +383,33 @@ class Relay:
             self._fail(f"Connection closed by peer: {self._describe(gone)} has ended")
 
     def _lost(self, connection: Connection, error: Exception) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
+        peer = self._drop(connection)
         if connection is self._above:
-            self._above, name = None, f"the launcher of {self.position.names[0]}"
-        elif (peer := self._peers.pop(connection, None)) is not None:
-            del self._below[peer]
-            self._left.add(peer)
-            name = self._describe([peer])
-        else:
-            return
+            self._above = None
+        name = (
+            f"the launcher of {self.position.names[0]}" if peer is None else self._describe([peer])
+        )
         reason = "" if isinstance(error, ConnectionResetError) else f" ({error})"
         self._fail(f"Connection closed by peer: {name}{reason}")
+
+    def _drop(self, connection: Connection) -> Peer | None:
+        """Close a connection; returns whose it was, None for the root's."""
+        self._loop.remove_reader(connection.socket)
+        self._loop.remove_writer(connection.socket)
+        connection.socket.close()
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            del self._below[peer]
+            self._left.add(peer)
+        return peer
 
     def _fail(self, reason: str, kind: Kind = Kind.FAULT) -> None:
         """Pass on why no operation can complete any more; the first reason counts."""
         if self._fault is not None:
             return
         self._fault = Frame(kind, 0, reason.encode())
+        for operation in self._operations:
+            operation.deadline.cancel()
         self._operations.clear()
         log.debug("control plane: %s", reason)
         for connection in self._below.values():
@@ -410,14 +423,16 @@ class Relay:
     def _send(self, connection: Connection, frame: bytes) -> None:
         with suppress(OSError):  # noticed when the connection is read
             connection.queue(frame)
-            self._watch(connection)
+            if connection.unsent:
+                self._loop.add_writer(connection.socket, self._flush, connection)
 
-    def _watch(self, connection: Connection) -> None:
-        """Wait for the connection to be writable too while something is unsent."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        with suppress(KeyError, ValueError):
-            if self._selector.get_key(connection.socket).events != events:
-                self._selector.modify(connection.socket, events, connection)
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush()
+            if not connection.unsent:
+                self._loop.remove_writer(connection.socket)
+        except OSError as error:
+            self._lost(connection, error)
 
 
 def allow_open_files(count: int) -> None:
