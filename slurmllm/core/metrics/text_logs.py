@@ -59,6 +59,7 @@ _STEPS = (
 )
 # A bar of something else: `Loading weights: 5%|`
 _DESCRIBED = re.compile(r"[A-Za-z]:\s{1,3}\d{1,3}%\|")
+_PLACES = {"step", "epoch", "total", "bar", "time"}  # what says where a line is, not what was
 _NUMBERED = "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
 # What launchers and log collectors write before each line: the rank, the host, the time
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[-+]\d\d:?\d\d)?"
@@ -243,6 +244,8 @@ class _LineReader:
             numbers = ((name.strip(), parse_value(name, value)) for name, value in texts)
             pairs = {name: number for name, number in numbers if number is not None}
             if values is not None:
+                if not (pairs or self._following or values.keys() - _PLACES):
+                    continue  # a line of another format, which has the values
                 self.end_row()
                 self.row, self._number = pairs | values, number
                 self._texts = [*self._rank, *unread]

@@ -86,6 +86,30 @@ def test_a_git_lfs_pointer_in_place_of_a_log(ending: str, write: WriteLog) -> No
         read_curve(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "metric"),
+    [
+        ("step {step} | loss: {loss} | lr: 7.50e-05", "lr"),
+        ("step {step} | avg_loss: 9.1 | loss: {loss} | grad_norm: 0.3", "grad_norm"),
+        ("step {step}: val_loss 3.2, train_loss {loss}", "val_loss"),
+        ("Step: {step}\tLoss: {loss}\tLR: 1e-5", "lr"),
+        ("step:{step}/500 [WARM 3%] train_loss:{loss} step_avg:1.1ms", "loss"),
+        ("iter 9 step {step}: loss {loss}, iter time: 6.00ms (optimizer.step) left", "loss"),
+    ],
+)
+def test_lines_of_plain_scripts(line: str, metric: str, write: WriteLog) -> None:
+    """A head that other frameworks have too leaves the line to whom finds its values."""
+    lines = [line.format(step=step, loss=loss) for step, loss in points()]
+    curve = check(read_curve(write("x.log", *lines)))
+    assert np.isfinite(curve.columns[metric]).all()
+
+
+def test_steps_in_thousands_are_not_taken_for_units(write: WriteLog) -> None:
+    lines = [f"Step {step}k | loss {loss}" for step, loss in points()]
+    with pytest.raises(RunError, match="no line is of a known format"):
+        read_curve(write("x.log", *lines))
+
+
 @pytest.mark.parametrize("tag", ["train_loss_step", "train/loss_step", "loss_step"])
 def test_a_bar_of_lightning_with_the_suffix_of_steps(tag: str, write: WriteLog) -> None:
     bar = "Epoch 0: 5%|#  | {}/40 [00:10<00:10, 5.00it/s, v_num=0, {}={}]"
