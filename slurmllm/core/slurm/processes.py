@@ -93,6 +93,7 @@ class CallProcess:
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERMINATE_S)
+        self._result.close()
 
 
 def cuda_devices() -> list[str]:

@@ -2,7 +2,7 @@
 
 1. `inputs.py` finds the files and fixes their order.
 2. `shard.py` groups them into shards and reads each with `readers/` and `decompress.py` into an
-   Arrow stream; `workers.py` does so in this process, in worker processes or in Slurm jobs.
+   Arrow stream; `build.py` does so in this process, in worker processes or in Slurm jobs.
 3. `join.py` marks duplicates and streams the shards into one Arrow record batch or into Megatron's
    `.bin` and `.idx`, a few megabytes at a time.
 

@@ -6,18 +6,18 @@ stay in the work folder, and the next build continues from them.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from slurmllm.core.display.progress import OnStage
-from slurmllm.core.errors import DataError, StorageError
+from slurmllm.core.errors import CodeError, DataError, NodeError, SlurmError, StorageError
 from slurmllm.core.run.records import Record
-from slurmllm.core.slurm.arrays import SlurmOptions
 from slurmllm.data.corpus.inputs import FormatOption, InputFile
 from slurmllm.data.corpus.join import (
     FinishedShard,
@@ -28,7 +28,14 @@ from slurmllm.data.corpus.join import (
     write_tokens,
 )
 from slurmllm.data.corpus.options import ERROR_EXAMPLES, BuildOptions, ReadOptions, TokenizeOptions
-from slurmllm.data.corpus.shard import Shard, load_shard, plan_shards
+from slurmllm.data.corpus.shard import (
+    Shard,
+    load_shard,
+    peak_bytes,
+    plan_shards,
+    write_shard,
+    write_shards,
+)
 from slurmllm.data.corpus.work_folder import (
     OutputFile,
     WorkFolder,
@@ -36,13 +43,13 @@ from slurmllm.data.corpus.work_folder import (
     refuse_existing,
     writing,
 )
-from slurmllm.data.corpus.workers import (
-    ShardResult,
-    peak_bytes,
-    run_locally,
-    run_on_slurm,
-    run_shard,
-)
+
+if TYPE_CHECKING:
+    from slurmllm.core.slurm.arrays import SlurmOptions
+    from slurmllm.core.slurm.processes import FailedCall
+
+# Jobs per worker with --slurm: each writes several shards, so queueing does not dominate.
+_JOBS_PER_WORKER = 4
 
 
 class CorpusInput(Record):
@@ -164,7 +171,7 @@ def build_corpus(
         shards=len(shards),
         continued=len(continued),
         workers=workers,
-        peak_memory_bytes=max([peak, *peaks.values()]) if slurm else peak + sum(peaks.values()),
+        peak_memory_bytes=max([peak, *peaks]) if slurm else peak + sum(peaks),
     )
 
 
@@ -214,36 +221,89 @@ def _write_missing_shards(
     slurm: SlurmOptions | None,
     on_progress: OnStage,
     on_note: Callable[[str], None],
-) -> dict[int, int]:
-    """Write the unfinished shards; return the peak memory of each worker by process id, bytes."""
+) -> list[int]:
+    """Write the unfinished shards; return the peak memory of each process that did, bytes."""
     missing = [shard for shard in shards if shard.name not in finished]
     sizes = {shard.name: shard.size_bytes for shard in shards}
-    done = finished.copy()
-    peaks: dict[int, int] = {}
+    total = sum(sizes.values())
 
     def report(running: Mapping[str, int]) -> None:
+        done = sum(sizes.get(name, 0) for name in work.shard_names())
         # A decompressor reads ahead, so a running shard may report more than its size.
-        begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
-        on_progress("reading", sum(sizes[name] for name in done) + begun, sum(sizes.values()))
+        done += sum(min(count, sizes.get(name, 0)) for name, count in running.items())
+        on_progress("reading", min(done, total), total)
 
-    def run_here(shard: Shard) -> ShardResult:
-        return run_shard(shard, work.path, lambda done: report({shard.name: done}))
+    if not missing or (slurm is None and min(workers, len(missing)) == 1):
+        for shard in missing:
+            write_shard(shard, work, lambda done, name=shard.name: report({name: done}))
+            report({})
+        return []
+    # 0.3 s of imports that a build in this process does not need.
+    from slurmllm.core.slurm.arrays import MOST_TASKS, ArrayRequest, Resources, map_calls
+    from slurmllm.core.slurm.processes import FailedCall
 
-    results: Iterator[ShardResult]
-    if slurm is not None and missing:
-        results = run_on_slurm(missing, work, workers, slurm, report, on_note)
-    elif workers > 1 and len(missing) > 1:
-        results = run_locally(missing, work, min(workers, len(missing)), report)
-    else:
-        results = map(run_here, missing)
-    for result in results:
-        if result.error is not None:
-            raise result.error
-        done.add(result.shard)
-        if result.process != os.getpid():
-            peaks[result.process] = max(peaks.get(result.process, 0), result.peak_bytes)
-        report({})
+    calls = workers if slurm is None else min(workers * _JOBS_PER_WORKER, MOST_TASKS)
+    parts = _equal_parts(missing, calls)
+
+    def on_submit(job_id: str, num_jobs: int) -> None:
+        on_note(
+            f"Slurm job {job_id}: {len(missing):,} shards in {num_jobs:,} tasks, {workers:,} at a "
+            "time"
+        )
+
+    array = slurm and ArrayRequest(
+        name="slurmllm-data",
+        options=slurm,
+        resources=Resources(cpus=1),
+        description="the jobs that read the inputs",
+        alternative="read them on this machine without --slurm",
+        on_submit=on_submit,
+    )
+    results = map_calls(
+        write_shards,
+        [(part, work.path) for part in parts],
+        names=[part[0].name for part in parts],
+        logs=work.logs,
+        at_once=workers,
+        on_poll=lambda: report(work.running()),
+        array=array,
+    )
+    peaks = []
+    with contextlib.closing(results):
+        for index, result in results:
+            if isinstance(result, FailedCall):
+                raise _call_error(result, parts[index], in_job=slurm is not None)
+            peak, error = result
+            if error is not None:
+                raise error
+            peaks.append(peak)
+    report({})
     return peaks
+
+
+def _equal_parts(shards: Sequence[Shard], count: int) -> list[list[Shard]]:
+    """Distribute shards over at most `count` parts of similar size: large ones first."""
+    parts: list[list[Shard]] = [[] for _ in range(min(count, len(shards)))]
+    sizes = [0] * len(parts)
+    for shard in sorted(shards, key=lambda shard: -shard.size_bytes):
+        smallest = sizes.index(min(sizes))
+        parts[smallest].append(shard)
+        sizes[smallest] += 1 + shard.size_bytes
+    return parts
+
+
+def _call_error(failed: FailedCall, shards: Sequence[Shard], in_job: bool) -> Exception:
+    kept = "Finished shards are kept; run the same command again to continue"
+    if in_job:
+        return SlurmError(f"Slurm {failed.message}. {kept}")
+    files = [file.name for shard in shards for file in shard.files]
+    reader = f"the process that read {len(files):,} input files, the first {files[0]},"
+    if failed.signal is None:
+        return CodeError(f"{reader} failed: {failed.message}. {kept}")
+    return NodeError(
+        f"{reader} was killed by {signal.Signals(failed.signal).name}; the usual cause is that the "
+        f"machine is out of memory: see `dmesg`, or lower --workers. {kept}"
+    )
 
 
 def _verify_shards(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import xxhash
 
-from slurmllm.core.errors import DataError, StorageError
+from slurmllm.core.errors import DataError, SlurmllmError, StorageError
 from slurmllm.core.run.records import Record
 from slurmllm.core.run.safe_files import write_whole
 from slurmllm.data.corpus.addresses import state_of
@@ -173,6 +174,23 @@ def write_shard(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         progress.unlink(missing_ok=True)
+
+
+def write_shards(shards: Sequence[Shard], work: Path) -> tuple[int, SlurmllmError | None]:
+    """Write shards up to the first error; return this process's peak memory in bytes, and it."""
+    try:
+        for shard in shards:
+            write_shard(shard, WorkFolder(work))
+    except SlurmllmError as error:
+        return peak_bytes(), error
+    return peak_bytes(), None
+
+
+def peak_bytes() -> int:
+    """Return the largest resident set of this process so far."""
+    # Not getrusage: a child inherits the maximum of the process that forked it.
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0
 
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -56,7 +56,7 @@ class WorkFolder:
 
     @property
     def logs(self) -> Path:
-        return self.path / "slurm"
+        return self.path / "logs"
 
     def shard_names(self) -> set[str]:
         return {
@@ -85,7 +85,7 @@ class WorkFolder:
         """Keep finished shards for the next build, and logs; needs the lock."""
         shards = self.shard_names()
         self.remove_except(shards)
-        if not shards and not self.logs.exists():
+        if not shards and not any(path.stat().st_size for path in self.logs.rglob("*.*")):
             self.remove()
 
     def remove(self) -> None:

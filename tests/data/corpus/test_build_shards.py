@@ -24,7 +24,6 @@ from slurmllm.data.corpus.inputs import find_inputs
 from slurmllm.data.corpus.options import BuildOptions, ReadOptions, TokenizeOptions
 from slurmllm.data.corpus.shard import load_shard, plan_shards, write_shard
 from slurmllm.data.corpus.work_folder import WorkFolder
-from slurmllm.data.corpus.workers import run_locally
 from slurmllm.data.tokenizer import TokenEncoder
 
 FILES = 6
@@ -295,11 +294,8 @@ def test_interrupted_between_the_renames(
 
 def test_a_worker_that_fails_with_an_error(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    shards = plan_shards(find_inputs([str(inputs)]), BuildOptions())
-    work = WorkFolder(inputs.parent / "work")
-    work.path.mkdir()
-    with pytest.raises(CodeError, match=r"\d\.jsonl\) ended with exit code 1"):
-        list(run_locally(shards, work, 2, lambda running: None))
+    with pytest.raises(CodeError, match=r"\d\.jsonl, failed: its process ended with exit code 1"):
+        build(inputs, workers=2)
 
 
 @pytest.mark.slurm
