@@ -18,8 +18,8 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -32,7 +32,8 @@ LFS_REASON = "a Git LFS pointer, not the file; fetch it with `git lfs pull`"
 _MAX_LINKS = 40  # on a path, as in the kernel
 # Without O_NONBLOCK, opening a pipe waits for its other end; for regular files it has no effect.
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_HANDLE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_DIRECTORY: without it, an automounter's folder is not mounted.
+_FOLDER = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
@@ -44,33 +45,31 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     Args:
         follow: Whether `path` itself may be a symbolic link.
     """
-    target, link_owners = path, set[int]()
-    max_links = _MAX_LINKS if follow else 0
+    target, owners = path, list[int]()  # of the links
     while True:
         try:
             descriptor = os.open(target, os.O_RDONLY | _SAFE)
             break
-        except OSError as refusal:
-            refusal.filename = str(path)
-            if refusal.errno != errno.ELOOP or max_links == 0:
+        except OSError as error:
+            error.filename = str(path)
+            if error.errno != errno.ELOOP or not follow or len(owners) == _MAX_LINKS:
                 raise
-        max_links -= 1
         with suppress(NotADirectoryError):  # replaced by a file since
             link, owner = _read_link(target)
             target = target.parent / link
-            link_owners.add(owner)
+            owners.append(owner)
     info = os.fstat(descriptor)
-    error: OSError | None = None
-    if not stat.S_ISREG(info.st_mode):
-        error = OSError(errno.EINVAL, "not a regular file", str(path))
-    is_public = info.st_uid == 0 and info.st_mode & stat.S_IROTH
-    for owner in link_owners - {info.st_uid}:
-        if _is_foreign(owner) and not is_public:
-            names = f"{user_name(owner)} to a file of {user_name(info.st_uid)}"
-            error = PermissionError(errno.EPERM, f"a link of {names}", str(path))
-    if error is not None:
+    try:
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        is_public = info.st_uid == 0 and info.st_mode & stat.S_IROTH
+        for owner in owners:
+            if owner != info.st_uid and _is_foreign(owner) and not is_public:
+                names = f"{user_name(owner)} to a file of {user_name(info.st_uid)}"
+                raise PermissionError(errno.EPERM, f"a link of {names}", str(path))
+    except OSError:
         os.close(descriptor)
-        raise error
+        raise
     return os.fdopen(descriptor, "rb")
 
 
@@ -183,67 +182,53 @@ def _other_writers(info: os.stat_result, group: str | None) -> str:
 def open_folder(path: Path) -> int:
     """Return a descriptor of a folder, which is made if it is missing.
 
-    Below the first folder of this user, a link is followed only if it is this user's or root's:
-    whoever may write to the folder of a run could else have files written into any other folder.
-    Above it, another user's link may lead only to folders of that user and of root.
+    On the way a link is followed only if it is this user's or root's: whoever may write to a shared
+    folder could else have files written into any other folder.
 
     Raises:
         OSError: Another user's link, or the file system refuses.
     """
-    with ExitStack() as stack:
-        try:
-            folder = _walk(stack, -1, path.absolute().parts, True, iter(range(_MAX_LINKS)))
-            return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-        except OSError as error:
-            error.filename = str(path)  # of the call it is a single name
-            raise
+    names, num_links = [*reversed(path.absolute().parts)], 0
+    folder = os.open("/", _FOLDER)
+    try:
+        while names:
+            name = names.pop()
+            try:
+                with suppress(FileNotFoundError):
+                    folder = _enter(folder, name)
+                    continue
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
+                folder = _enter(folder, name)
+            except NotADirectoryError:
+                target, owner = _read_link(name, folder)
+                num_links += 1
+                if num_links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, "too many links") from None
+                if _is_foreign(owner):
+                    reason = f"{name} is a link of {user_name(owner)}; remove it"
+                    raise PermissionError(
+                        errno.EPERM, f"{reason}, or name the folder that it leads to"
+                    ) from None
+                names += reversed(target.parts)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        error.filename = str(path)  # of the call it is a single name
+        raise
+    finally:
+        os.close(folder)
 
 
-def _walk(
-    stack: ExitStack, folder: int, names: Sequence[str], make: bool, links: Iterator[int]
-) -> int:
-    """Return a descriptor, which `stack` closes, of what `names` lead to from a folder."""
-    for name in names:
-        try:
-            # O_DIRECTORY: without it, an automounter's folder is not mounted.
-            inside = os.open(name, _HANDLE | os.O_DIRECTORY, dir_fd=folder)
-        except FileNotFoundError:
-            if not make:
-                raise
-            with suppress(FileExistsError):
-                os.mkdir(name, dir_fd=folder)
-            inside = os.open(name, _HANDLE | os.O_DIRECTORY, dir_fd=folder)
-        except NotADirectoryError:
-            folder = _follow(stack, folder, name, make, links)
-            continue
-        stack.callback(os.close, inside)
-        folder = inside
-    return folder
-
-
-def _follow(stack: ExitStack, folder: int, name: str, make: bool, links: Iterator[int]) -> int:
-    """Return a descriptor of the folder that a link leads to; OSError if it may be a trap."""
-    target, owner = _read_link(name, folder)
-    if next(links, None) is None:
-        raise OSError(errno.ELOOP, "too many links")
-    if not _is_foreign(owner):
-        return _walk(stack, folder, target.parts, make, links)
-    path = Path(f"/proc/self/fd/{folder}").readlink()
-    if any(entry.stat().st_uid == os.geteuid() for entry in (path, *path.parents)):
-        raise PermissionError(errno.EPERM, f"{name} is a link of {user_name(owner)}; remove it")
-    target_owner = os.geteuid()  # of a folder that would be made
-    with suppress(FileNotFoundError):
-        inside = _walk(stack, folder, target.parts, False, links)
-        target_owner = os.fstat(inside).st_uid
-    if target_owner not in (0, owner):
-        names = f"{user_name(owner)} to a folder of {user_name(target_owner)}"
-        raise PermissionError(errno.EPERM, f"a link of {names}; name the folder")
+def _enter(folder: int, name: str) -> int:
+    """Return a descriptor of a folder in another one, whose descriptor is closed."""
+    inside = os.open(name, _FOLDER, dir_fd=folder)
+    os.close(folder)
     return inside
 
 
 def _read_link(name: str | Path, folder: int | None = None) -> tuple[Path, int]:
     """Return the target of a link and its owner; NotADirectoryError if it is none."""
-    link = os.open(name, _HANDLE, dir_fd=folder)
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         info = os.fstat(link)
         if not stat.S_ISLNK(info.st_mode):
@@ -264,18 +249,19 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
     temporary = f".{path.name}.{os.urandom(4).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
-            try:
+        descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
                 stream.write(content)
                 stream.flush()
-                os.fchmod(stream.fileno(), mode)
+                os.fchmod(descriptor, mode)
                 if durable:
-                    os.fsync(stream.fileno())
-                os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
-                raise
+                    os.fsync(descriptor)
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
         if durable:
             os.fsync(folder)
     except OSError as error:

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -168,28 +167,27 @@ class SlurmAllocation(Allocation):
     def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
         # sbcast sends through a tree; without it every node reads the shared file system once.
         # Without --force it makes the file: an existing one, or a link to another, is refused.
-        deadline, fault = time.monotonic() + BROADCAST_S, ""
-        command = ["sbcast", str(source), str(target)]
+        deadline = time.monotonic() + BROADCAST_S
         try:
-            with tempfile.TemporaryFile() as errors:
-                environment = slurm_environment(in_job=True)
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=environment
-                )
-                while process.poll() is None and not fault:
-                    if stop():
-                        fault = "stopped"
-                    elif time.monotonic() > deadline:
-                        fault = f"not finished after {BROADCAST_S:.0f} s"
-                    time.sleep(0.05)
-                if fault:
-                    process.kill()
-                    process.wait()
-                    return fault
-                errors.seek(0)
-                message = errors.read().decode(errors="replace").strip()
+            process = subprocess.Popen(
+                ["sbcast", str(source), str(target)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=slurm_environment(in_job=True),
+            )
         except OSError as error:
             return str(error)
+        with process:
+            while True:
+                try:
+                    output, _ = process.communicate(timeout=0.05)
+                    break
+                except subprocess.TimeoutExpired:
+                    if stop() or time.monotonic() > deadline:
+                        process.kill()
+                        return "stopped" if stop() else f"not finished after {BROADCAST_S:.0f} s"
+        message = output.decode(errors="replace").strip()
         return None if process.returncode == 0 else (message or f"exit {process.returncode}")
 
     def state(self) -> str:

@@ -116,8 +116,10 @@ class AttemptMonitor:
             if now >= self._next_look:
                 self._next_look = now + self._look_s
                 with self._tolerating():
-                    self._look_at_next(now)
-                with self._tolerating():
+                    # One call instead of a listing: attempts are numbered without gaps.
+                    following = self._run.attempt(self._record.stage, self._record.attempt + 1)
+                    if following.path.is_dir():
+                        self._look_for_newer(now)
                     self._look(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._send(signal.SIGKILL)
@@ -204,11 +206,6 @@ class AttemptMonitor:
             if not self._refused:
                 log.warning("the run directory cannot be read: %s; retrying", os_error_text(error))
             self._refused = True
-
-    def _look_at_next(self, now: float) -> None:
-        # One call instead of a listing: attempts are numbered without gaps.
-        if self._run.attempt(self._record.stage, self._record.attempt + 1).path.is_dir():
-            self._look_for_newer(now)
 
     def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None

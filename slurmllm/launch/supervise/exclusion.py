@@ -66,7 +66,7 @@ def _proven(
     client, paths = allocation.client, run.attempt(closed.stage, closed.attempt)
     broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
     reported = node_records(run, closed, closed.blamed_nodes)
-    states = _node_states(client)
+    failed = failed_nodes(allocation) or ()
     proven: dict[str, NodeEvidence] = {}
     silent = []
     for name in closed.blamed_nodes:
@@ -74,7 +74,7 @@ def _proven(
         lines = lines_about(closed.evidence, name)
         if name in broken or any(matches(line, "device") for line in lines):
             proven[name] = "hardware"
-        elif name in states and has_failed(states[name]):
+        elif name in failed:
             proven[name] = "slurm"
         elif any(finding.check != "answer" for finding in health.of("fail")):
             proven[name] = "check"
@@ -182,16 +182,12 @@ def failed_nodes(allocation: Allocation) -> list[str] | None:
     """Return the nodes that Slurm counts as failed: none if it is silent; None without Slurm."""
     if not isinstance(allocation, SlurmAllocation):
         return None
-    return [name for name, state in _node_states(allocation.client).items() if has_failed(state)]
-
-
-def _node_states(client: SlurmClient) -> Mapping[str, str]:
-    """Return the state of every node; none, with a warning, if Slurm does not answer soon."""
     try:
-        return retry_unreachable(client.node_states, POLL_S)  # the ending is not recorded yet
+        states = retry_unreachable(allocation.client.node_states, POLL_S)  # nothing is recorded yet
     except SlurmError as error:
         log.warning("the states of the nodes are unknown: %s", error)
-        return {}
+        return []
+    return [name for name, state in states.items() if has_failed(state)]
 
 
 def nodes_to_avoid(
@@ -219,8 +215,8 @@ def nodes_to_avoid(
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
     deadline = time.monotonic() + SLURM_NOTICE_S
     while time.monotonic() < deadline:
-        states = (retry_unreachable(client.node_states).get(name, "unknown") for name in lost)
-        if not all(map(usable, states)):
+        states = retry_unreachable(client.node_states)
+        if not all(usable(states.get(name, "unknown")) for name in lost):
             break
         if job_id is not None and all(client.responds(job_id, name) for name in lost):
             log.info("no spare node for %s, which responds: not excluded", names)

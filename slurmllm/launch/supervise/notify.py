@@ -86,36 +86,31 @@ class Notifier:
             **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
         }
         # A daemon: the interpreter does not wait for it at its exit.
-        thread = threading.Thread(target=self._deliver, args=(message,), daemon=True)
+        thread = threading.Thread(target=self._call, args=(message,), daemon=True)
         with diagnostic("notifications"):  # no more threads, for one
             thread.start()
             self._sending.append(thread)
 
-    def _deliver(self, message: dict[str, Any]) -> None:
-        begin = time.monotonic()
-        fault = self._call(message)
-        self._slow |= time.monotonic() - begin >= TIMEOUT_S
-        if fault is not None:
-            log.warning("notification of %s not delivered: %s", message["event"], fault)
-
-    def _call(self, message: dict[str, Any]) -> str | None:
-        """Return why the command did not take the message; None if it did."""
-        command = self._notify.command
+    def _call(self, message: dict[str, Any]) -> None:
+        command, fault = self._notify.command, ""
         try:
-            done = subprocess.run(
+            subprocess.run(
                 command,
                 input=json.dumps(message).encode(),
                 env={**os.environ, NOTIFICATION: message["text"]},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=TIMEOUT_S,
+                check=True,
             )
+            return
         except subprocess.TimeoutExpired:
-            return f"{command[0]} has not ended after {TIMEOUT_S:g} s"
+            self._slow, fault = True, f"has not ended after {TIMEOUT_S:g} s"
+        except subprocess.CalledProcessError as error:
+            fault = f"ended with exit code {error.returncode}"
         except (OSError, ValueError) as error:
-            cause = error.strerror if isinstance(error, OSError) else error
-            return f"{command[0]} cannot be started: {cause}"
-        return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else None
+            fault = f"cannot be started: {error.strerror if isinstance(error, OSError) else error}"
+        log.warning("notification of %s not delivered: %s %s", message["event"], command[0], fault)
 
 
 def event_of(record: AttemptRecord) -> NotifyEvent | None:

@@ -36,7 +36,7 @@ BEGIN_BYTES = 1 << 20
 # <stage>_<attempt>-<start of the attempt, Unix time in ms>-<node>: if a run is removed, another one
 # may have its name and its attempt's number.
 _FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
-_LOG = re.compile(r"^rank_(\d{5,})\.log$")
+_LOG = re.compile(r"^rank_\d{5,}\.log$")
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RankLogs:
                         check_private_folder(base)
                         folder.mkdir(mode=0o700, exist_ok=True)
                         self._files = _LocalFiles(folder, self._run, stage, number)
-                return open_append(self._files.path(rank))
+                return open_append(self._files.folder / f"rank_{rank:05d}.log")
             except (NodeError, OSError) as error:
                 self._refused = True
                 cause = os_error_text(error) if isinstance(error, OSError) else str(error)
@@ -100,31 +100,25 @@ class _LocalFiles:
             self.lock.close()
             raise
 
-    def path(self, rank: int) -> Path:
-        return self.folder / f"rank_{rank:05d}.log"
-
     def collect(self) -> bool:
         """Copy all logs, then remove them unless a copy failed; returns whether all were copied."""
         complete = True
         with self.lock:
-            for rank in self.ranks():
+            for path in self.paths():
+                rank = int(path.stem.removeprefix("rank_"))
                 target = self._run.worker_log(self._stage, self._attempt, rank)
                 try:
-                    _copy(self.path(rank), target)
+                    _copy(path, target)
                 except OSError as error:
                     complete = False
                     fate = f"{os_error_text(error)}; it stays there until the next attempt"
-                    log.warning("cannot copy %s to %s: %s", self.path(rank), target.parent, fate)
+                    log.warning("cannot copy %s to %s: %s", path, target.parent, fate)
             if complete:
-                self.remove()
+                shutil.rmtree(self.folder, ignore_errors=True)
         return complete
 
-    def ranks(self) -> list[int]:
-        matches = (_LOG.match(entry.name) for entry in self.folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if _LOG.match(path.name))
 
 
 def _copy(path: Path, target: Path) -> None:
@@ -165,11 +159,11 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
             files = _LocalFiles(folder, run, log_stage, number)
             if record is None or round(record.started_at * 1000) != int(match[3]):
                 with files.lock:
-                    files.remove()  # of a removed run
+                    shutil.rmtree(folder, ignore_errors=True)  # of a removed run
                 continue
-            ranks = files.ranks()
-            if files.collect() and ranks:
-                workers = f"{len(ranks)} workers of {log_stage} attempt {number}"
+            paths = files.paths()
+            if files.collect() and paths:
+                workers = f"{len(paths)} workers of {log_stage} attempt {number}"
                 log.info("collected the logs of %s, whose launcher was killed", workers)
 
 
