@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
     from slurmllm.analysis.evaluate.request import (
         EvaluationSettings,
-        JobOutcome,
         JobRequest,
         Selection,
     )
@@ -146,7 +145,7 @@ def evaluate(
     result = _run(missing, target.store, jobs, slurm, cluster, job)
     result.cached = cached
     for failure in missing_metrics(target, selection.models, plan):
-        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.reason}", err=True)
+        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.error}", err=True)
         result.failed.append(failure)
     report(target, selection, plan, result, plot, as_json, monotonic() - started)
     _check_damage(selection, result)
@@ -254,7 +253,7 @@ def _run(
     job_options: dict[str, Any],
 ) -> EvaluationResult:
     """Run jobs; report new scores and failures on stderr."""
-    from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_calls, run_jobs
+    from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_jobs
     from slurmllm.core.format import format_plural
     from slurmllm.core.slurm.arrays import ArrayRequest, Resources, slurm_options
 
@@ -280,9 +279,9 @@ def _run(
             "evaluate on this machine without --slurm",
             echo_array,
         )
-    runner = partial(run_calls, at_once=at_once, logs=logs, on_poll=progress, array=array)
+    echo = partial(click.echo, err=True)
     try:
-        return run_jobs(jobs, runner, _echo_end)
+        return run_jobs(jobs, at_once=at_once, logs=logs, on_poll=progress, echo=echo, array=array)
     except KeyboardInterrupt:
         click.echo("scores are saved; repeat the command to continue", err=True)
         raise
@@ -335,16 +334,3 @@ def _mtime(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _echo_end(job: JobRequest, outcome: JobOutcome) -> None:
-    step = job.model.step
-    if outcome.damaged:
-        faults = "; ".join(outcome.damaged)
-        click.echo(f"warning: skipping step {step}, which does not verify: {faults}", err=True)
-    for task in job.tasks:
-        if task.key in outcome.failed:
-            reason = outcome.failed[task.key]
-            click.echo(f"failed: step {step}, {job.title(task)}: {reason}", err=True)
-    if outcome.error is not None:
-        click.echo(f"failed: step {step}: {outcome.error}", err=True)

@@ -119,10 +119,7 @@ def _values(
         ],
         "evaluated": result.evaluated,
         "cached": result.cached,
-        "failed": [
-            {"step": f.step, "task": f.task, "shots": f.shots, "error": f.reason}
-            for f in result.failed
-        ],
+        "failed": [failure._asdict() for failure in result.failed],
         "damaged": [{"step": s, "faults": list(f)} for s, f in result.damaged.items()],
         "skipped": [{"task": t, "reason": why} for t, why in plan.skipped.items()],
         "harness": plan.harness,

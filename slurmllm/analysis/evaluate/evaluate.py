@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmllm.analysis.evaluate.request import (
     EXPORT_PREFIX,
@@ -22,6 +23,7 @@ from slurmllm.analysis.evaluate.request import (
     JobRequest,
     ModelRef,
     TaskRequest,
+    TaskScores,
     ValidationText,
     harness_version,
     task_key,
@@ -35,9 +37,6 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.arrays import ArrayRequest, map_calls
 from slurmllm.core.slurm.processes import FailedCall
 from slurmllm.train.checkpoint.catalogue import read_entry, verify_entry
-
-# Runs jobs, and yields their outcomes in the order in which they end.
-JobRunner = Callable[[Sequence[JobRequest]], Iterator[tuple[JobRequest, JobOutcome]]]
 
 # Longer than any evaluation: an older temporary folder belongs to no active job.
 _STALE_EXPORT_S = 30 * 24 * 3600.0
@@ -86,14 +85,13 @@ class EvaluationPlan:
         return JobRequest(store.path, model, tasks, self.validation, self.settings)
 
 
-@dataclass(frozen=True)
-class TaskFailure:
+class TaskFailure(NamedTuple):
     """A task without a score, and the reason on one line."""
 
     step: int
     task: str
     shots: int | None
-    reason: str
+    error: str
 
 
 @dataclass
@@ -186,27 +184,44 @@ def is_cached(job: JobRequest, task: TaskRequest) -> bool:
 
 
 def run_jobs(
-    jobs: Sequence[JobRequest], runner: JobRunner, on_end: Callable[[JobRequest, JobOutcome], None]
+    jobs: Sequence[JobRequest],
+    *,
+    at_once: int,
+    logs: Path,
+    on_poll: Callable[[], None],
+    echo: Callable[[str], None],
+    array: ArrayRequest | None = None,
 ) -> EvaluationResult:
-    """Run jobs; `on_end` is called with each job and its outcome."""
+    """Run jobs in processes of this machine, or in a Slurm array.
+
+    `on_poll` is called regularly meanwhile, `echo` with a line for each failure.
+    """
     result = EvaluationResult()
+    arguments = [(job,) for job in jobs]
+    names = [f"step_{job.model.step:08d}" for job in jobs]
+    calls = map_calls(
+        run_job, arguments, names=names, logs=logs, at_once=at_once, on_poll=on_poll, array=array
+    )
     try:
-        for job, outcome in runner(jobs):
-            on_end(job, outcome)
-            step = job.model.step
-            failed = dict(outcome.failed)
-            if outcome.damaged:
-                result.damaged[step] = outcome.damaged
-                continue
-            if outcome.error is not None:
-                # The job ended early: the scores that it had saved count.
-                failed = {t.key: outcome.error for t in job.tasks if not is_cached(job, t)}
-            result.failed += [
-                TaskFailure(step, task.task.task, task.task.shots, failed[task.key])
-                for task in job.tasks
-                if task.key in failed
-            ]
-            result.evaluated += len(job.tasks) - len(failed)
+        with contextlib.closing(calls):
+            for index, outcome in calls:
+                job, step = jobs[index], jobs[index].model.step
+                if isinstance(outcome, FailedCall):
+                    # It ended early: the scores that it had saved count.
+                    missing = [task.key for task in job.tasks if not is_cached(job, task)]
+                    outcome = JobOutcome(dict.fromkeys(missing, outcome.message))
+                if outcome.damaged:
+                    faults = "; ".join(outcome.damaged)
+                    echo(f"warning: skipping step {step}, which does not verify: {faults}")
+                    result.damaged[step] = outcome.damaged
+                    continue
+                for task in job.tasks:
+                    if task.key in outcome.failed:
+                        reason = outcome.failed[task.key]
+                        echo(f"failed: step {step}, {job.title(task)}: {reason}")
+                        name, shots = task.task.task, task.task.shots
+                        result.failed.append(TaskFailure(step, name, shots, reason))
+                result.evaluated += len(job.tasks) - len(outcome.failed)
     finally:
         # Jobs that were killed may leave their exported models behind.
         for job in jobs:
@@ -281,36 +296,6 @@ def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
 _SHARD_BYTES = 5 * 10**9  # files of an exported model
 
 
-def run_calls(
-    jobs: Sequence[JobRequest],
-    *,
-    at_once: int,
-    logs: Path,
-    on_poll: Callable[[], None],
-    array: ArrayRequest | None = None,
-) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """Run jobs in processes of this machine, or in a Slurm array; yield each with its outcome.
-
-    They end when this is closed; `on_poll` is called regularly meanwhile.
-    """
-    arguments = [(job,) for job in jobs]
-    names = [f"step_{job.model.step:08d}" for job in jobs]
-    calls = map_calls(
-        run_job,
-        arguments,
-        names=names,
-        logs=logs,
-        at_once=at_once,
-        on_poll=on_poll,
-        array=array,
-    )
-    with contextlib.closing(calls):
-        for index, outcome in calls:
-            if isinstance(outcome, FailedCall):
-                outcome = JobOutcome(error=outcome.message)
-            yield jobs[index], outcome
-
-
 def run_job(request: JobRequest) -> JobOutcome:
     """Evaluate the tasks of a job; a task that fails does not end the others."""
     model, validation = request.model, request.validation
@@ -320,17 +305,29 @@ def run_job(request: JobRequest) -> JobOutcome:
             return JobOutcome(damaged=faults)
     failed: dict[str, str] = {}
 
-    def evaluate(task: TaskRequest, score: Callable[[TaskRequest], EvaluationRecord]) -> None:
+    def evaluate(task: TaskRequest, score: Callable[[TaskRequest], TaskScores]) -> None:
+        started = time.monotonic()  # not time.time(), which may be set back
         try:
+            scores = score(task)
+            record = EvaluationRecord(
+                step=model.step,
+                tokens=model.tokens,
+                checkpoint=model.checksum,
+                task=task.task.task,
+                limit=request.settings.limit,
+                seconds=time.monotonic() - started,
+                evaluated_at=time.time(),
+                **scores._asdict(),
+            )
             # Saved at once: an interrupted job continues after its last score.
-            score(task).save(request.score_file(task))
+            record.save(request.score_file(task))
         except Exception as error:
             failed[task.key] = _reason(error)
 
     harness_tasks = []
     for task in request.tasks:
         if validation is not None and task.task.task == validation.name:
-            evaluate(task, lambda _: validation_record(request))
+            evaluate(task, lambda _: validation_scores(request))
         else:
             harness_tasks.append(task)
     if harness_tasks:
@@ -339,7 +336,7 @@ def run_job(request: JobRequest) -> JobOutcome:
         try:
             store = RunDir(request.store).evaluations
             with exported(model, store, request.settings) as folder:
-                harness = Harness(folder, model, request.settings)
+                harness = Harness(folder, request.settings)
                 for task in harness_tasks:
                     evaluate(task, harness.score)
         except Exception as error:
@@ -348,31 +345,19 @@ def run_job(request: JobRequest) -> JobOutcome:
     return JobOutcome(failed=failed)
 
 
-def validation_record(request: JobRequest) -> EvaluationRecord:
-    """Return the record of the loss on held-out text."""
+def validation_scores(request: JobRequest) -> TaskScores:
+    """Return the scores of the loss on held-out text."""
     # Here and not above: torch, which the login node does without.
     from slurmllm.analysis.evaluate.harness import resolve_device
     from slurmllm.analysis.evaluate.validation_loss import held_out_loss
-    from slurmllm.analysis.evaluate.validation_text import LOOP, stream_spec
+    from slurmllm.analysis.evaluate.validation_text import stream_spec
 
-    model, settings = request.model, request.settings
+    directory, settings = request.model.directory, request.settings
     assert request.validation is not None
     device = resolve_device(settings.device)
-    with stream_spec(request.validation, model.directory, settings.tokenizer) as spec:
-        loss = held_out_loss(model.directory, spec, settings.limit, settings.batch_size, device)
-    return EvaluationRecord(
-        step=model.step,
-        tokens=model.tokens,
-        checkpoint=model.checksum,
-        task=request.validation.name,
-        limit=settings.limit,
-        scores=loss.scores,
-        errors=loss.errors,
-        num_samples=loss.sequences,
-        version=LOOP,
-        seconds=loss.seconds,
-        evaluated_at=time.time(),
-    )
+    with stream_spec(request.validation, directory, settings.tokenizer) as spec:
+        loss = held_out_loss(directory, spec, settings.limit, settings.batch_size, device)
+    return TaskScores(loss.scores, loss.errors, loss.sequences, LOOP)
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,14 +17,14 @@ from typing import Any
 
 from slurmllm.analysis.evaluate.request import (
     EvaluationSettings,
-    ModelRef,
     TaskRequest,
+    TaskScores,
     harness_version,
 )
 from slurmllm.analysis.evaluate.suites import suites_dir
 from slurmllm.analysis.evaluate.task_templates import TaskTemplates
+from slurmllm.core.config.profiles import did_you_mean
 from slurmllm.core.errors import DataError, SlurmllmError, UserError
-from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.train.model.private_names import TASK_FUNCTIONS
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
@@ -64,16 +63,14 @@ def require_harness() -> str:
 class Harness:
     """The tasks of the harness on a model, loaded for the first task from its exported folder."""
 
-    def __init__(self, folder: Path, model: ModelRef, settings: EvaluationSettings) -> None:
+    def __init__(self, folder: Path, settings: EvaluationSettings) -> None:
         self._folder = folder
-        self._model = model
         self._settings = settings
         self._device = resolve_device(settings.device)
         self._loaded_model: Any = None
 
-    def score(self, request: TaskRequest) -> EvaluationRecord:
+    def score(self, request: TaskRequest) -> TaskScores:
         """Evaluate a task; UserError if it may not run, DataError if its questions are not here."""
-        started = time.monotonic()
         results = self._evaluate(request)
         name = request.task.task
         scores: dict[str, float] = {}
@@ -90,20 +87,9 @@ class Harness:
         if not scores:
             raise DataError(f"{name} has no metric that is a finite number")
         shots = results.get("n-shot", {}).get(name, request.task.shots)
-        return EvaluationRecord(
-            step=self._model.step,
-            tokens=self._model.tokens,
-            checkpoint=self._model.checksum,
-            task=name,
-            shots=shots if isinstance(shots, int) else request.task.shots,
-            limit=self._settings.limit,
-            scores=scores,
-            errors=errors,
-            num_samples=sum(int(n["effective"]) for n in results["n-samples"].values()),
-            version=require_harness(),
-            seconds=time.monotonic() - started,
-            evaluated_at=time.time(),
-        )
+        shots = shots if isinstance(shots, int) else request.task.shots
+        num_samples = sum(int(n["effective"]) for n in results["n-samples"].values())
+        return TaskScores(scores, errors, num_samples, require_harness(), shots)
 
     def _evaluate(self, request: TaskRequest) -> Mapping[str, Any]:
         task, settings = request.task, self._settings
@@ -312,10 +298,7 @@ def _check_code(request: TaskRequest, allow_code: bool) -> None:
 
 
 def _unknown_task(name: str, tasks: Sequence[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, tasks, n=3)
-    guess = f"did you mean {' or '.join(close)}? " if close else ""
+    guess = did_you_mean(name, tasks)
     return f"the harness has no task {name!r}; {guess}`lm_eval ls tasks` lists all"
 
 
@@ -337,11 +320,6 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
     if "marked as unsafe" in message:
         return UserError(
             f"{task} executes model-written code; pass --allow-code-execution to allow it"
-        )
-    if "Dataset scripts are no longer supported" in message:
-        return DataError(
-            f"the questions of {task} are a program on the hub, which `datasets` rejects since its "
-            f"version 4 ({message}); choose another task, or write one that reads them from files"
         )
     if too_long := _TOO_LONG.search(message):
         longest, context = too_long.groups()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmllm.analysis.evaluate.suites import SuiteTask
 from slurmllm.core.config.huggingface import ADAPTER
@@ -103,13 +103,22 @@ class JobRequest:
         return name if variants == 1 or shots is None else f"{name} {shots}-shot"
 
 
+class TaskScores(NamedTuple):
+    """The scores of a task, as fields of `EvaluationRecord`."""
+
+    scores: dict[str, float]
+    errors: dict[str, float]
+    num_samples: int
+    version: str
+    shots: int | None = None
+
+
 @dataclass(frozen=True)
 class JobOutcome:
     """The outcome of a job."""
 
     failed: dict[str, str] = field(default_factory=dict)  # cache key of a task → reason
     damaged: tuple[str, ...] = ()  # faults of the checkpoint's files, which was therefore skipped
-    error: str | None = None  # how the job ended, if it returned no outcome
 
 
 @cache

@@ -114,51 +114,39 @@ def suite_table(
     are none those of the most questions, whose number the row's name has.
     """
     rows: list[ScoreRow] = []
-    steps: dict[int, int] = {}
-    references = located.suite.references
-    for group in located.suite.groups:
+    tokens: dict[int, int] = {}
+    suite = located.suite
+    for group in suite.groups:
+        published = {model.model: model.figures.get(group.name, {}) for model in suite.references}
+        errors = {model.model: model.errors.get(group.name, {}) for model in suite.references}
         group_rows: list[ScoreRow] = []
         for task in group.tasks:
             matching = _matching(located.folder, task, stored)
-            if limit is not None:
-                matching = [record for record in matching if record.limit == limit]
-            elif any(record.limit is not None for record in matching):
+            if limit is None:
                 # Scores of different numbers of questions are not comparable: only one is shown.
-                max_limit = max(math.inf if r.limit is None else r.limit for r in matching)
-                matching = [r for r in matching if (r.limit or math.inf) == max_limit]
+                limits = [math.inf if r.limit is None else r.limit for r in matching]
+                matching = [r for r in matching if (r.limit or math.inf) == max(limits)]
+            else:
+                matching = [record for record in matching if record.limit == limit]
             # One record of each step: the newest.
-            by_time = sorted(matching, key=lambda record: record.evaluated_at)
-            newest = {record.step: record for record in by_time}
-            scores = [newest[step] for step in sorted(newest)]
-            steps |= {record.step: record.tokens for record in scores}
-            group_rows += _rows(group.name, task, scores)
-        published = {model.model: model.figures.get(group.name, {}) for model in references}
-        errors = {model.model: model.errors.get(group.name, {}) for model in references}
-        for index, row in enumerate(group_rows):
-            name = row.name.partition(" (first ")[0]
-            group_rows[index] = replace(
-                row,
-                references={
-                    model: of_model[name]
-                    for model, of_model in published.items()
-                    if name in of_model
-                },
-                reference_errors={
-                    model: of_model[name] for model, of_model in errors.items() if name in of_model
-                },
-            )
+            matching.sort(key=lambda record: (record.step, record.evaluated_at))
+            newest = {record.step: record for record in matching}
+            tokens |= {record.step: record.tokens for record in newest.values()}
+            references, reference_errors = _of(task.title, published), _of(task.title, errors)
+            for row in _rows(group.name, task, list(newest.values())):
+                row = replace(row, references=references, reference_errors=reference_errors)
+                group_rows.append(row)
         rows += group_rows
-        if group.average and len(group.tasks) > 1:
-            of_average = {
-                model: of_model[AVERAGE]
-                for model, of_model in errors.items()
-                if AVERAGE in of_model
-            }
-            average = _average(group.name, group_rows, len(group.tasks), published)
-            rows += [replace(row, reference_errors=of_average) for row in average]
-    scored = tuple(sorted(steps))
-    sources = {r.model: r.source for r in located.suite.references}
-    return ScoreTable(located.suite.name, tuple(rows), scored, steps, sources)
+        # A mean of fewer tasks is not comparable with the published one.
+        if group.average and len(group_rows) == len(group.tasks) > 1:
+            rows += _average(group.name, group_rows, published, _of(AVERAGE, errors))
+    sources = {model.model: model.source for model in suite.references}
+    return ScoreTable(suite.name, tuple(rows), tuple(sorted(tokens)), tokens, sources)
+
+
+def _of(row: str, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return model → its figure of a row, if it has one."""
+    return {model: of_model[row] for model, of_model in figures.items() if row in of_model}
 
 
 def _matching(
@@ -212,27 +200,27 @@ def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
 
 
 def _average(
-    group: str, rows: Sequence[ScoreRow], tasks: int, published: Mapping[str, Mapping[str, float]]
+    group: str,
+    rows: Sequence[ScoreRow],
+    published: Mapping[str, Mapping[str, float]],
+    reference_errors: Mapping[str, float],
 ) -> list[ScoreRow]:
     """Return the mean of a group's rows, for steps and published models that have all of them."""
-    if len(rows) != tasks:  # a mean of fewer tasks is not comparable with the published one
+    tasks = len(rows)
+    steps = sorted(set.intersection(*(set(row.scores) for row in rows)))
+    if not steps:
         return []
-    steps = set.intersection(*(set(row.scores) for row in rows))
-    scores = {step: sum(row.scores[step] for row in rows) / tasks for step in sorted(steps)}
+    scores = {step: sum(row.scores[step] for row in rows) / tasks for step in steps}
     # Standard error of a mean of independent scores.
     errors = {
         step: sum(row.errors[step] ** 2 for row in rows) ** 0.5 / tasks
-        for step in sorted(steps)
+        for step in steps
         if all(step in row.errors for row in rows)
     }
-    references = {}
-    for model, figures in published.items():
-        if AVERAGE in figures:
-            references[model] = figures[AVERAGE]
-        elif all(model in row.references for row in rows):
+    references = _of(AVERAGE, published)
+    for model in published:
+        if model not in references and all(model in row.references for row in rows):
             references[model] = sum(row.references[model] for row in rows) / tasks
-    if not scores:
-        return []
     limited = any("(first " in row.name for row in rows)
     name = AVERAGE + (" (first questions)" if limited else "")
-    return [ScoreRow(group, name, None, "", scores, errors, references)]
+    return [ScoreRow(group, name, None, "", scores, errors, references, reference_errors)]

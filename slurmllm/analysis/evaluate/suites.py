@@ -158,17 +158,6 @@ def find_suite(name: str) -> LocatedSuite:
     return LocatedSuite(read_suite(path), path.parent, shipped=name in suite_names())
 
 
-# Messages of pydantic about Python types, as rules of a YAML file.
-_RULES = {
-    "missing": "missing, but required",
-    "extra_forbidden": "unknown field",
-    "tuple_type": "must be a list",
-    "too_short": "must have at least one element",
-    "model_type": "must be fields and values",
-    "model_attributes_type": "must be fields and values",
-}
-
-
 def read_suite(path: Path) -> Suite:
     """Read a suite's file; raise ConfigError with all its faults, by dotted path."""
     values, _ = read_yaml(path)
@@ -179,16 +168,18 @@ def read_suite(path: Path) -> Suite:
     locations = [item["loc"] for item in items]
     faults = []
     for item in items:
-        kind, location, value = item["type"], item["loc"], item["input"]
         # pydantic also reports a list as empty if all its elements are invalid.
-        if any(other != location == other[: len(location)] for other in locations):
+        if any(other[:-1] == item["loc"] or other[:-2] == item["loc"] for other in locations):
             continue
-        field = ".".join(map(str, location)) or "the suite"
-        rule = _RULES.get(kind, item["msg"].removeprefix("Value error, "))
-        if kind.startswith("model_") and field.rpartition(".")[0].endswith("tasks"):
-            rule += ", such as {task: piqa}"
-        value_note = f" (is {value!r:.60})" if isinstance(value, str | int | float) else ""
-        faults.append(f"{field}: {rule.replace('Input should be', 'must be')}{value_note}")
+        field = ".".join(map(str, item["loc"])) or "the suite"
+        rule = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if item["type"] in ("model_type", "model_attributes_type"):
+            rule = "must be fields and values, such as {task: piqa}"
+        value_note = ""
+        if isinstance(item["input"], str | int | float):
+            value_note = f" (is {item['input']!r:.60})"
+        rule = rule.replace("a valid tuple", "a list").replace("Tuple", "the list")
+        faults.append(f"{field}: {rule}{value_note}")
     raise ConfigError(f"{path}: {format_plural(len(faults), 'error')}", faults)
 
 

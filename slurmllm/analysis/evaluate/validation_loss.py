@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,27 +35,22 @@ class ValidationLoss(NamedTuple):
     error: float | None  # standard error over the batches; None for a single batch
     targets: int  # number of target tokens
     sequences: int
-    seconds: float
 
     @property
     def scores(self) -> dict[str, float]:
         """Loss in nats, perplexity, and bits per token."""
-        return {
-            "loss": self.loss,
-            "perplexity": perplexity(self.loss),
-            "bits_per_token": self.loss / math.log(2),
-        }
+        return _by_metric(self.loss, perplexity(self.loss))
 
     @property
     def errors(self) -> dict[str, float]:
         """Standard errors of the scores, to first order."""
         if self.error is None:
             return {}
-        return {
-            "loss": self.error,
-            "perplexity": self.error * self.scores["perplexity"],
-            "bits_per_token": self.error / math.log(2),
-        }
+        return _by_metric(self.error, self.error * perplexity(self.loss))
+
+
+def _by_metric(nats: float, of_perplexity: float) -> dict[str, float]:
+    return {"loss": nats, "perplexity": of_perplexity, "bits_per_token": nats / math.log(2)}
 
 
 def held_out_loss(
@@ -66,7 +60,6 @@ def held_out_loss(
 
     By default of MAX_SEQUENCES, in batches of about _TOKENS_PER_BATCH tokens.
     """
-    started = time.monotonic()  # not time.time(), which may be set back
     model = load_model(directory, read_origin(directory).model, device)
     rows = single_sequences(spec, limit or MAX_SEQUENCES)
     size = batch_size or max(1, _TOKENS_PER_BATCH // spec.seq_len)
@@ -91,7 +84,7 @@ def held_out_loss(
     spread = sum((total - loss * count) ** 2 for total, count in sums)
     n = len(sums)
     error = math.sqrt(spread * n / (n - 1)) / targets if n > 1 else None
-    return ValidationLoss(loss, error, targets, sequences, time.monotonic() - started)
+    return ValidationLoss(loss, error, targets, sequences)
 
 
 def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:

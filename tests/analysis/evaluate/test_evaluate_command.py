@@ -14,11 +14,10 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from slurmllm.analysis.evaluate.harness import Harness, task_manager
-from slurmllm.analysis.evaluate.request import TaskRequest
+from slurmllm.analysis.evaluate.request import TaskRequest, TaskScores
 from slurmllm.analysis.evaluate.scores import score_tables
 from slurmllm.analysis.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
 from slurmllm.cli.main import cli
-from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
 
 pytestmark = needs_harness
@@ -154,7 +153,7 @@ def test_an_interrupted_evaluation_continues(learnt: Learnt, evaluate: Evaluate)
     asked = ("--suite", "smoke", *tasks, "--limit", 5, "--no-plot", "--json")
     score, started = Harness.score, []
 
-    def stopped_at_the_second(self: Harness, request: TaskRequest) -> EvaluationRecord:
+    def stopped_at_the_second(self: Harness, request: TaskRequest) -> TaskScores:
         started.append(request.task.task)
         if len(started) > 1:
             raise KeyboardInterrupt
