@@ -74,7 +74,8 @@ def _start() -> None:
 def _render_here(template: str, values: dict[str, Any], *options: Any) -> str:
     signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
     try:
-        return _compile(template, *options).render(**values)
+        rendered: str = _compile(template, *options).render(**values)
+        return rendered
     except MemoryError:
         raise OverflowError(f"it takes more than {_RENDER_BYTES >> 20} MiB to render") from None
     except Exception as error:  # a template may fail in any way; not all errors can be pickled

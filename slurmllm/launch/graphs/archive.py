@@ -35,7 +35,6 @@ from slurmllm.core.run.safe_files import (
     open_trusted,
     read_limited,
 )
-from slurmllm.core.run.worker_files import INSTALLED_FILE
 from slurmllm.train.backends.environment import load_environment, node_disk
 
 _MARKER = ".archive"
@@ -331,11 +330,9 @@ def installing(cache: Path, node: str, attempt: int) -> Iterator[Path]:
     # attempt's launcher may remove its file when the next attempt has begun.
     installed = cache.with_name(f"{cache.name}.installed-{node}-{attempt:03d}")
     installed.unlink(missing_ok=True)
-    os.environ[INSTALLED_FILE] = str(installed)
     try:
         yield installed
     finally:
-        os.environ.pop(INSTALLED_FILE, None)
         with suppress(OSError):
             installed.unlink()
 

@@ -23,7 +23,7 @@ from slurmllm.core.plugins import versions
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.records import NodeRecord, WorkerRecord
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.core.run.worker_files import REUSED
+from slurmllm.core.run.worker_files import INSTALLED_FILE, REUSED
 from slurmllm.launch.graphs import archive as graph_cache
 from slurmllm.launch.graphs import merge
 from slurmllm.launch.graphs.reuse import graph_fingerprint, measured_micro_batch, node_processor
@@ -75,6 +75,7 @@ class Launcher(Workers):
                 # Workers import while the graphs are installed, and wait before they compile.
                 attempt = self.attempt.number
                 with graph_cache.installing(self.cache, self.node, attempt) as installed:
+                    self.variables[INSTALLED_FILE] = str(installed)
                     failed = self.run_to_end(lambda: self._install_graphs(installed))
         except SlurmllmError as error:
             self.end_with_error(error)

@@ -84,6 +84,7 @@ class Workers:
         self.compiles = False  # whether the first step of the train stage compiles graphs
         self._compiles_since, self._next_compile_log = 0.0, 0.0
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.variables: dict[str, str] = {}  # of the workers, besides this process's
         self.stop_requested = False
         self.node_record = NodeRecord(node=self.node)
         self.heartbeats: Heartbeats | None = None  # from `start` on
@@ -144,7 +145,8 @@ class Workers:
         mesh = load_mesh(self.run.plan)
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
-            environment = {**os.environ, **self.environment(mesh, rank, local_rank)}
+            variables = {**os.environ, **self.variables}
+            environment = {**variables, **self.environment(mesh, rank, local_rank)}
             try:
                 self.processes[rank] = self.start_worker(rank, environment)
             except OSError as error:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from launch.graphs.conftest import compile_graphs
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import NodeError, StorageError
@@ -22,18 +23,10 @@ VERSIONS = {"torch": "2.9", "cpu_capability": "AVX2"}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "r")
-
-
-@pytest.fixture
 def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
-    """Of an archive with two graphs and a kernel."""
+    """Of an archive with two graphs."""
     filled = tmp_path / "filled"
-    for name in ("inductor/fxgraph/ab/abc/x", "inductor/fxgraph/cd/cde/y", "inductor/k/kernel.so"):
-        path = filled / name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(name.encode() * 100)
+    compile_graphs(filled, "abc", "cde")
     return graph_cache.pack_archive(filled, run, "native", 9.5, versions=VERSIONS)
 
 
@@ -57,7 +50,7 @@ def test_a_node_gets_the_graphs_once(
     sent.write_bytes(b"half of it")
     assert graph_cache.install_archive(node, run, manifest, sent) == "shared"
     assert not (node / "old").exists()
-    assert (node / "inductor/k/kernel.so").read_bytes() == b"inductor/k/kernel.so" * 100
+    assert (node / "inductor/k/abc.so").read_bytes() == b"abc" * 100
     assert graph_cache.install_archive(node, run, manifest) == "present"
     graph_cache.empty_cache(node)
     assert list(node.iterdir()) == []
@@ -112,48 +105,28 @@ def test_launchers_of_one_machine_do_not_collide(
 
 
 def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Path) -> None:
-    for node, names in (("n1", ("a", "both")), ("n2", ("both", "b"))):
-        for name in names:
-            path = tmp_path / node / "inductor" / "fxgraph" / "aa" / name / "x"
-            path.parent.mkdir(parents=True)
-            path.write_text(node)
-    for name in ("k.lock", "fxgraph/aa/other/x"):
-        (tmp_path / "n2/inductor" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "n2/inductor" / name).write_text("")
-    others = {"inductor/fxgraph/aa/other"}  # which a third node submits
+    compile_graphs(tmp_path / "n1", "a", "both")
+    compile_graphs(tmp_path / "n2", "both", "b", "other")
+    (tmp_path / "n2/inductor/k.lock").touch()
+    (tmp_path / "n1/inductor/k/both.so").write_text("n1")
+    others = {"inductor/fxgraph/ot/other"}  # which a third node submits
     graph_cache.submit_graphs(tmp_path / "n2", run, "n2", without=others)
-    assert graph_cache.collect_graphs(tmp_path / "n1", run, ["n2"], lambda node: False) == []
-    manifest = graph_cache.pack_archive(tmp_path / "n1", run, "native", 1.0, versions=VERSIONS)
-    assert manifest.graphs == 3
-    assert not (tmp_path / "n1/inductor/k.lock").exists()
-    assert (tmp_path / "n1/inductor/fxgraph/aa/both/x").read_text() == "n1"
-    assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
-
-
-def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
-    run: RunDir, tmp_path: Path
-) -> None:
-    cache = tmp_path / "cache"
-    kernel = cache / "inductor/fxgraph/aa/abc/x"
-    kernel.parent.mkdir(parents=True)
-    kernel.write_text("x")
-    graph_cache.submit_graphs(cache, run, "n2")
-    run.graphs_of_node("n2").unlink()
-    missing = graph_cache.collect_graphs(cache, run, ["n2"], lambda node: node == "n2")
-    assert missing == ["n2"]
-    manifest = graph_cache.pack_archive(
-        cache, run, "native", 1.0, versions=VERSIONS, missing_nodes=missing
+    # The third one fails before.
+    collected = graph_cache.collect_graphs(
+        tmp_path / "n1", run, ["n2", "n3"], lambda node: node == "n3"
     )
-    assert not manifest.complete
-    assert faults(manifest, run) == ("no graphs from n2",)
-
-
-def test_a_cache_without_graphs_is_incomplete_where_some_are_expected(
-    run: RunDir, tmp_path: Path
-) -> None:
-    pack = functools.partial(graph_cache.pack_archive, tmp_path, run, "native", 1.0)
-    assert pack(versions=VERSIONS, expected=False).complete
-    manifest = pack(versions=VERSIONS, expected=True)
+    assert collected == ["n3"]
+    pack = functools.partial(graph_cache.pack_archive, run=run, backend="native", versions=VERSIONS)
+    manifest = pack(tmp_path / "n1", cold_first_step_s=1.0, missing_nodes=["n3"])
+    assert (manifest.graphs, manifest.complete) == (3, False)
+    assert faults(manifest, run) == ("no graphs from n3",)
+    assert not (tmp_path / "n1/inductor/k.lock").exists()
+    assert (tmp_path / "n1/inductor/k/both.so").read_text() == "n1"
+    assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
+    # Without any graph, an archive is incomplete where some are expected.
+    (tmp_path / "empty").mkdir()
+    assert pack(tmp_path / "empty", cold_first_step_s=1.0, expected=False).complete
+    manifest = pack(tmp_path / "empty", cold_first_step_s=1.0)
     assert not manifest.complete
     assert "left no compiled graph" in faults(manifest, run)[0]
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from launch.graphs.conftest import compile_graphs
 
 import slurmllm
 from slurmllm.core.config.resolve import resolve
@@ -162,9 +163,7 @@ def run_with_graphs(root: Path, name: str, *overrides: str, measured: int | None
     run.path.mkdir(parents=True)
     run.config.write_text(config.to_yaml())
     cache = root / f".cache-{name}"
-    graph = cache / "inductor/fxgraph/ab/abc/x"
-    graph.parent.mkdir(parents=True)
-    graph.write_text(name)
+    compile_graphs(cache, name)
     if measured is not None:
         MicroBatchRecord(
             micro_batch=measured,

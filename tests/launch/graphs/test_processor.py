@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from launch.graphs.conftest import compile_graphs
 from made_records import save_attempt
 
 from slurmllm.core.config.resolve import resolve
@@ -152,6 +153,7 @@ class MixedPartition:
 
             def train(install) -> bool:  # type: ignore[no-untyped-def]
                 install()
+                patch.setenv(INSTALLED_FILE, launcher.variables[INSTALLED_FILE])
                 self.installed[node] = wait_for_graphs()
                 inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
                 assert inductor == launcher.cache / "inductor"
@@ -165,13 +167,6 @@ class MixedPartition:
                 patch.setenv(name, "")  # restored after the launcher has set it
             assert launcher.main() == 0
         return launcher
-
-
-def compile_graphs(cache: Path, *names: str) -> None:
-    for name in names:
-        path = cache / "inductor/fxgraph" / name[:2] / name / "x"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
 
 
 def pack(partition: MixedPartition, folder: Path, versions: Mapping[str, str]) -> GraphManifest:
