@@ -53,9 +53,6 @@ def test_a_run_on_another_processor_compiles_for_itself(
     other = "AVX2" if capability == "DEFAULT" else "DEFAULT"
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", other.lower())
     text = bench.call(*TRAIN, *inputs, "--name=other")
-    reason = f"(cpu_capability {capability} in the archive, {other} on this node)"
-    assert f"compiling the graphs, not using those of run '{first}': built in another" in text
-    assert reason in text
     assert "precompile attempt 0" in text
     assert bench.endings("other") == [("done", "finish")]
     # fp32, and sums of the same terms in another order.

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from slurmllm.analysis.status.history import Incarnation, RunHistory, Steps
+from slurmllm.analysis.status.history import Incarnation, RunHistory
 from slurmllm.core.run.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
 
 HOUR_S = 3600.0
@@ -55,59 +55,43 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     incarnations = _incarnations(attempts, history)
     allocations = []
     for index, (attempt, incarnation) in enumerate(zip(attempts, incarnations, strict=True)):
-        start, end, nodes = _span(attempt, incarnation, history)
-        used, spare = len(attempt.nodes), attempt.spare_nodes
+        number, in_training = attempt.attempt, attempt.stage == "train"
+        completed = history.steps.get(number) if in_training else None
+        start, nodes, spare = attempt.started_at, len(attempt.nodes), attempt.spare_nodes
+        end = start if attempt.ended_at is None else max(start, attempt.ended_at)
+        if attempt.ended_at is None and completed is not None:
+            end = max(start, float(completed.ends[-1]))
         if incarnation is not None:
+            # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
+            start, end = min(incarnation.start, start), max(incarnation.end, end)
             # Attempts that follow each other in one allocation divide its time.
             if index and incarnations[index - 1] is incarnation:
                 start = attempt.started_at
             if index + 1 < len(incarnations) and incarnations[index + 1] == incarnation:
                 end = max(start, attempts[index + 1].started_at)
-            nodes, spare = min(nodes, used), max(0, nodes - used)
-        steps, lost, overlap_s = 0, 0, 0.0
-        if attempt.stage == "precompile":
-            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {"precompile": end - start}
-        else:
-            number, completed = attempt.attempt, history.steps.get(attempt.attempt)
-            waited_s = history.waited_s.get(number, attempt.phases_s.get("saving", 0.0))
-            last_step = last_steps.get(number, 0)
-            measured = _measured(attempt, start, end, completed, last_step, typical_s)
-            measured["saving"] = 0.0 if completed is None else waited_s
-            measured["evaluation"] = history.evaluated_s.get(number, 0.0)
-            parts_s, overlap_s = _fill(measured, end - start)
-            if completed is not None:
-                steps = int(np.count_nonzero(completed.numbers <= last_step))
-                lost = len(completed) - steps
-        allocations.append(
-            AllocationTime(
-                attempt=attempt.attempt,
-                stage=attempt.stage,
-                ending=attempt.ending,
-                nodes=nodes,
-                start=start,
-                end=end,
-                parts_s=parts_s,
-                steps=steps,
-                steps_lost=lost,
-                overlap_s=overlap_s,
-                spare_nodes=spare,
-            )
+            spare = max(0, incarnation.nodes - nodes)
+            nodes = min(incarnation.nodes, nodes)
+        last_step = last_steps.get(number, 0)
+        measured: dict[TimePart, float] = {"precompile": end - start}
+        if in_training:
+            measured = _measured(attempt, (start, end), history, last_step, typical_s)
+        parts_s, overlap_s = _fill(measured, end - start)
+        time = AllocationTime(
+            number, attempt.stage, attempt.ending, nodes, start, end, parts_s, spare_nodes=spare
         )
-    allocations += _unopened(history, incarnations)
+        if completed is not None:
+            steps = int(np.count_nonzero(completed.numbers <= last_step))
+            time = replace(time, steps=steps, steps_lost=len(completed) - steps)
+        allocations.append(replace(time, overlap_s=overlap_s))
+    opened = {id(incarnation) for incarnation in incarnations}
+    allocations += [_without_attempt(job) for job in history.incarnations if id(job) not in opened]
     return sorted(allocations, key=lambda allocation: allocation.start)
 
 
-def _unopened(
-    history: RunHistory, incarnations: Sequence[Incarnation | None]
-) -> Iterator[AllocationTime]:
-    """Yield the job starts in which no attempt was opened; `incarnations` are those with one."""
-    for start in history.incarnations:
-        if not any(incarnation is start for incarnation in incarnations):
-            kind: TimePart = "precompile" if start.stage == "precompile" else "start_up"
-            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {kind: start.end - start.start}
-            yield AllocationTime(
-                None, start.stage, None, start.nodes, start.start, start.end, parts_s
-            )
+def _without_attempt(job: Incarnation) -> AllocationTime:
+    kind: TimePart = "precompile" if job.stage == "precompile" else "start_up"
+    parts_s, _ = _fill({kind: job.end - job.start}, job.end - job.start)
+    return AllocationTime(None, job.stage, None, job.nodes, job.start, job.end, parts_s)
 
 
 def _incarnations(
@@ -153,37 +137,25 @@ def _last_kept_steps(history: RunHistory) -> dict[int, int]:
     return last_steps
 
 
-def _span(
-    attempt: AttemptRecord, incarnation: Incarnation | None, history: RunHistory
-) -> tuple[float, float, int]:
-    """Return start, end and number of nodes of an attempt's allocation, as far as known."""
-    start, nodes = attempt.started_at, len(attempt.nodes)
-    ends = [start]
-    if attempt.ended_at is not None:
-        ends.append(attempt.ended_at)
-    elif attempt.attempt in history.steps and attempt.stage == "train":
-        ends.append(float(history.steps[attempt.attempt].ends[-1]))
-    if incarnation is None:
-        return start, max(ends), nodes
-    # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
-    return min(incarnation.start, start), max(incarnation.end, *ends), incarnation.nodes
-
-
 def _measured(
     attempt: AttemptRecord,
-    start: float,
-    end: float,
-    steps: Steps | None,
+    span: tuple[float, float],
+    history: RunHistory,
     last_step: int,
     typical_s: float | None,
 ) -> dict[TimePart, float]:
     """Return the measured parts of a train attempt, s; they may exceed its length."""
-    preflight, cache = (attempt.phases_s.get(name, 0.0) for name in ("preflight", "cache"))
+    start, end = span
+    number, phases_s = attempt.attempt, attempt.phases_s
+    preflight, cache = (phases_s.get(name, 0.0) for name in ("preflight", "cache"))
     parts: dict[TimePart, float] = {"preflight": preflight, "cache": cache}
+    parts["evaluation"] = history.evaluated_s.get(number, 0.0)
+    steps = history.steps.get(number)
     if steps is None:  # it failed within its first step: all unmeasured time is start-up
         closed = attempt.ended_at if attempt.ended_at is not None else end
-        stopping = attempt.phases_s.get("stopping", 0.0)
+        stopping = phases_s.get("stopping", 0.0)
         return parts | {"start_up": max(0.0, closed - start - stopping) - preflight - cache}
+    parts["saving"] = history.waited_s.get(number, phases_s.get("saving", 0.0))
     seconds = steps.seconds.copy()
     first_s = max(0.0, float(seconds[0]) - typical_s) if typical_s is not None else 0.0
     seconds[0] -= first_s
@@ -207,7 +179,7 @@ def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePa
     parts.update({kind: max(0.0, seconds) for kind, seconds in measured.items()})
     excess = math.fsum(parts.values()) - length_s
     if excess <= 0:
-        parts["idle"] = -excess
+        parts["idle"] = max(0.0, -excess)
         return parts, 0.0
     from_saving = min(parts["saving"], excess)
     parts["saving"] -= from_saving

@@ -127,52 +127,22 @@ def has_all_graphs(
     config: RunConfig, nodes: int, local: bool, run: RunDir, is_other: bool = False
 ) -> bool:
     """Return whether a run has all graphs that a configuration needs, its own or another run's."""
-    manifest = _manifest(run)
-    if manifest is None:
+    manifest = None
+    with suppress(StorageError):  # damaged: compile again
+        manifest = GraphManifest.find(run.graphs_manifest)
+    if manifest is None or not manifest.complete or manifest.rejected:
         return False
-    fingerprint = _fingerprint(config, nodes, local, run)
+    fingerprint = None
+    with suppress(SlurmllmError):
+        measured = measured_micro_batch(run)
+        fingerprint = graph_fingerprint(config, make_mesh(config, nodes, measured), local, measured)
     # Empty: the run's own nodes, whose versions differ from this machine's, compiled them.
     is_unknown = manifest.fingerprint == "" and not is_other
     return fingerprint is not None and (is_unknown or manifest.fingerprint == fingerprint)
 
 
-def _fingerprint(
-    config: RunConfig, nodes: int, local: bool, run: RunDir, versions: dict[str, str] | None = None
-) -> str | None:
-    """Return the fingerprint of a configuration with the micro batch that `run` has measured."""
-    measured = measured_micro_batch(run)
-    with suppress(SlurmllmError):
-        mesh = make_mesh(config, nodes, measured)
-        return graph_fingerprint(config, mesh, local, measured, versions)
-    return None
-
-
-def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> str | None:
-    """Return why the newest run with all graphs, but for another processor or torch, is not used.
-
-    None if there is none, or `local` is False: which processor a job gets is not known.
-    """
-    if not local:
-        return None
-    here = {**load_environment(config.backend).versions(), **node_processor(config)}
-    for other in (run, *_newest_first(run)):
-        manifest = _manifest(other)
-        if manifest is not None and (reason := manifest.unusable(here)):
-            then = _fingerprint(config, nodes, local, other, manifest.versions)
-            if manifest.fingerprint == then:
-                return f"run {other.name!r}: {reason}"
-    return None
-
-
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
     """Yield the other runs in the folder of runs that have all graphs, newest first."""
-    for other in _newest_first(run):
-        if has_all_graphs(config, nodes, local, other, is_other=True):
-            yield other
-
-
-def _newest_first(run: RunDir) -> list[RunDir]:
-    """Return the other runs in the folder of runs that have graphs."""
     modified_at: dict[RunDir, float] = {}
     root = root_of(run)
     for entry in run_folders(root) if root.is_dir() else ():
@@ -180,7 +150,9 @@ def _newest_first(run: RunDir) -> list[RunDir]:
             if entry != run.path and (entry / "config.yaml").is_file():
                 other = RunDir(entry)
                 modified_at[other] = other.graphs_manifest.stat().st_mtime
-    return sorted(modified_at, key=lambda other: modified_at[other], reverse=True)
+    for other in sorted(modified_at, key=lambda other: modified_at[other], reverse=True):
+        if has_all_graphs(config, nodes, local, other, is_other=True):
+            yield other
 
 
 def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -> str | None:
@@ -237,12 +209,3 @@ def delete_manifest(run: RunDir) -> None:
         shutil.rmtree(run.graphs_manifest)
     else:
         run.graphs_manifest.unlink(missing_ok=True)
-
-
-def _manifest(run: RunDir) -> GraphManifest | None:
-    """Return the manifest of a complete archive whose graphs may be used, None without one."""
-    with suppress(StorageError):  # damaged: compile again
-        manifest = GraphManifest.find(run.graphs_manifest)
-        if manifest is not None and manifest.complete and not manifest.rejected:
-            return manifest
-    return None

@@ -576,6 +576,4 @@ def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir
         more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
         fix = "--set cluster.trusted_group=GROUP uses those of a group's members"
         log.warning("compiling the graphs, not using those of %s%s; %s", refused[0], more, fix)
-    elif reason := reuse.other_processor(config, nodes, local, run):
-        log.warning("compiling the graphs, not using those of %s", reason)
     return None

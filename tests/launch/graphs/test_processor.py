@@ -21,7 +21,7 @@ from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import INSTALLED_FILE, REUSED, wait_for_graphs
 from slurmllm.launch.graphs import archive as graph_cache
-from slurmllm.launch.graphs import merge, reuse
+from slurmllm.launch.graphs import merge
 from slurmllm.launch.submit.prepare import render_run, write_run
 from slurmllm.launch.supervise.launcher import Launcher
 from slurmllm.train.backends.environment import load_environment
@@ -103,17 +103,6 @@ def test_gpus_of_a_broken_driver_are_unknown(
         smi.chmod(0o755)
     assert processor("cuda", {}) == {"gpu": "unknown"}
     output.cache_clear()
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_the_login_node_is_not_asked_for_its_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
-    asked = []
-    monkeypatch.setattr(reuse, "node_processor", lambda config: asked.append(config) or {})
-    config = resolve("tiny_neox", "local")
-    assert reuse.other_processor(config, 1, local, RunDir(tmp_path / "runs" / "r")) is None
-    assert asked == [config] * local
 
 
 def test_a_manifest_says_what_differs() -> None:
