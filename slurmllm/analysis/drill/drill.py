@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -172,27 +173,19 @@ class LocalRunner:
 Runner = SlurmRunner | LocalRunner
 
 
+@dataclass
 class Drill:
-    """A drill of one run.
+    """A drill of one run."""
 
-    `progress` is called with a status line, `show` with each result as its copy ends.
-    """
-
-    def __init__(
-        self,
-        plan: DrillPlan,
-        runner: Runner,
-        client: SlurmClient,
-        tolerances: Tolerances,
-        own_reference: bool,
-        progress: Callable[[str], None],
-        show: Callable[[DrillResult], None] = lambda result: None,
-    ) -> None:
-        self.plan, self.runner, self.client = plan, runner, client
-        self.tolerances, self.own_reference = tolerances, own_reference
-        self.progress, self.show = progress, show
-        self.copies: list[RunDir] = []
-        self.unbroken: Unbroken | None = None  # of another project's trainer
+    plan: DrillPlan
+    runner: Runner
+    client: SlurmClient
+    tolerances: Tolerances
+    own_reference: bool
+    progress: Callable[[str], None]  # called with a status line
+    show: Callable[[DrillResult], None] = lambda result: None  # with each result as its copy ends
+    copies: list[RunDir] = field(default_factory=list)
+    unbroken: Unbroken | None = None  # of another project's trainer
 
     def run(self, keep: bool) -> DrillReport:
         """Run the reference and the copies; remove those that passed, unless `keep`.
@@ -258,7 +251,7 @@ class Drill:
 
     def _test(self, kind: FaultKind, reference: Path) -> DrillResult:
         run = self._create(kind, kind)
-        injection = self._run_to_end(run, kind)
+        injection = self._run_to_end(run, kind, kind)
         self.progress(f"{kind}: comparing with the reference")
         steps, tolerances, state = self.plan.steps, self.tolerances, self._state(run)
         result = check_recovery(
@@ -289,12 +282,11 @@ class Drill:
             write_atomic(run.excluded, read_limited(self.plan.run.excluded).decode())
         return run
 
-    def _run_to_end(self, run: RunDir, kind: FaultKind | None, copy: str = "") -> Injection | None:
+    def _run_to_end(self, run: RunDir, kind: FaultKind | None, copy: str) -> Injection | None:
         """Start a copy, start the injector once its workers run, wait until the copy has ended.
 
         Returns the injected fault; None for the reference, or if the copy never trained.
         """
-        copy = kind or copy
         is_cut = False
         injector: subprocess.Popen[bytes] | None = None
         polled_at = 0.0

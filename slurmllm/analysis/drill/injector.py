@@ -101,6 +101,7 @@ class RunProcess(NamedTuple):
     role: str  # one of `ROLES`; empty for others with the run's path among their arguments
     rank: int | None  # of a worker
     command: tuple[str, ...]
+    node: str  # of a launcher of --local
 
 
 def find_processes(run: RunDir) -> list[RunProcess]:
@@ -110,22 +111,15 @@ def find_processes(run: RunDir) -> list[RunProcess]:
 
 
 def _read_process(pid: int, run: RunDir) -> RunProcess | None:
-    command: tuple[str, ...] = ()
-    with suppress(psutil.Error):
-        command = tuple(psutil.Process(pid).cmdline())
-    if str(run.path) not in command:
-        return None
-    verb = command[command.index("slurmllm") + 1] if "slurmllm" in command[:-1] else ""
-    rank = _variable(pid, "RANK")
-    return RunProcess(
-        pid, verb if verb in ROLES else "", int(rank) if rank.isdigit() else None, command
-    )
-
-
-def _variable(pid: int, name: str) -> str:
     with suppress(psutil.Error):  # it has ended, or belongs to another user
-        return psutil.Process(pid).environ().get(name, "")
-    return ""
+        process = psutil.Process(pid)
+        command = tuple(process.cmdline())
+        if str(run.path) in command:
+            verb = command[command.index("slurmllm") + 1] if "slurmllm" in command[:-1] else ""
+            role, variables = verb if verb in ROLES else "", process.environ()
+            rank = int(variables["RANK"]) if variables.get("RANK", "").isdigit() else None
+            return RunProcess(pid, role, rank, command, variables.get(_NODE, ""))
+    return None
 
 
 def signal_worker(
@@ -159,7 +153,8 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     of_all = FAULTS[spec.kind].of_commands
     if not of_all:
         below = [pid, *descendants([pid])] if pid is not None and pid in below else []
-    below = [pid for pid in below if not _is_shell(pid)]
+    shells = {pid for pid in below if _program(pid) in ("", "bash", "sh")}
+    below = [pid for pid in below if pid not in shells]
     if not below:
         raise NodeError(
             f"rank {spec.rank} of attempt {spec.attempt} of {run.name} does not run on {spec.node}"
@@ -167,10 +162,10 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     return below[1:] if spec.trainer.one_per_node and not of_all and below[1:] else below
 
 
-def _is_shell(pid: int) -> bool:
+def _program(pid: int) -> str:
     with suppress(psutil.Error):
-        return psutil.Process(pid).name() in ("bash", "sh")
-    return True  # it has ended
+        return psutil.Process(pid).name()
+    return ""  # it has ended
 
 
 def node_pids(run: RunDir, node: str | None = None) -> list[int]:
@@ -186,7 +181,7 @@ def _launchers(run: RunDir, node: str | None = None) -> list[int]:
     return [
         process.pid
         for process in find_processes(run)
-        if process.role == "launch" and (node is None or _variable(process.pid, _NODE) == node)
+        if process.role == "launch" and node in (None, process.node)
     ]
 
 
