@@ -114,7 +114,7 @@ def test_a_killed_drill_has_the_rows_of_the_copies_that_ended(
     plan = replace(plan_of(tmp_path), kinds=("worker", "time_limit", "hang"))
     drill = Drill(plan, SlurmRunner(FakeSlurm()), FakeSlurm(), Tolerances(), True, print, _echo_row)
 
-    def run_to_end(run: RunDir, kind: FaultKind | None) -> None:
+    def run_to_end(run: RunDir, kind: FaultKind | None, copy: str) -> None:
         if kind == "hang":
             raise KeyboardInterrupt
 
