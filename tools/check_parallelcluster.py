@@ -154,9 +154,8 @@ def _answer_from_the_table() -> None:
     )
     stand_in = type("StandIn", (), {"ec2": ec2, "__getattr__": lambda _, name: Service(name)})()
     AWSApi.instance = staticmethod(lambda: stand_in)
-    boto3.client = boto3.resource = lambda name, **_: Service(
-        name
-    )  # some validators make their own
+    # Some validators make their own.
+    boto3.client = boto3.resource = lambda name, **_: Service(name)
 
 
 def main() -> int:

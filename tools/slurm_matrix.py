@@ -27,13 +27,7 @@ PACKAGES = (
     "slurm-wlm,slurmdbd,mariadb-server,munge,iproute2,hostname,procps,e2fsprogs,g++,libc6-dev,"
     "ca-certificates,libffi8,libsqlite3-0,libssl3t64,xz-utils"
 )
-TESTS = (
-    "tests/core/slurm",
-    "tests/launch/diagnose",
-    "tests/cli",
-    "tests/data/corpus",
-    "tests/end_to_end",
-)
+TESTS = "tests/core/slurm tests/launch/diagnose tests/cli tests/data/corpus tests/end_to_end"
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,9 @@ def run_in(root: Path | None, command: list[str], capture: bool = False) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
+    parser.add_argument(
+        "--tests", nargs="+", default=TESTS.split(), help="files and folders of tests"
+    )
     parser.add_argument("--only", nargs="+", default=SUITES, choices=SUITES, help="versions")
     args = parser.parse_args()
     if os.geteuid() != 0:

@@ -36,45 +36,22 @@ Probe = Callable[[Any], Any]
 # the rounding of gradients: far below it, those that are 0 but for rounding become whole updates,
 # of another sign on another mesh or processor.
 _SMALL = (
-    "model.num_layers=4",
-    "model.hidden_size=64",
-    "model.num_heads=8",
-    "model.ffn_hidden_size=128",
-    "model.vocab_size=500",
-    "model.vocab_pad_multiple=128",
-    "model.seq_len=32",
-    "train.global_batch=8",
-    "train.micro_batch=2",
-    "train.compile=false",
-    "optim.weight_decay=0.1",
-    "optim.eps=1e-5",
+    "model.num_layers=4 model.hidden_size=64 model.num_heads=8 model.ffn_hidden_size=128 "
+    "model.vocab_size=500 model.vocab_pad_multiple=128 model.seq_len=32 train.global_batch=8 "
+    "train.micro_batch=2 train.compile=false optim.weight_decay=0.1 optim.eps=1e-5"
 )
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "neox": (),
-    "llama": (
-        "model.family=llama",
-        "model.rotary_pct=1.0",
-        "model.num_kv_heads=4",
-        "model.scaled_init=true",
-    ),
+_LLAMA = ["model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4"]
+FAMILIES: dict[str, list[str]] = {
+    "neox": [],
+    "llama": [*_LLAMA, "model.scaled_init=true"],
     # Llama 3.2: tied, with positions of which all three kinds of frequency occur.
-    "llama3": (
-        "model.family=llama",
-        "model.rotary_pct=1.0",
-        "model.num_kv_heads=4",
-        "model.tied_embeddings=true",
-        "model.head_dim=16",
-        "model.rotary_base=100.0",
+    "llama3": [
+        *(*_LLAMA, "model.tied_embeddings=true", "model.head_dim=16", "model.rotary_base=100.0"),
         "model.rope_scaling={kind: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
         "original_max_position_embeddings: 16}",
-    ),
-    "qwen3": (
-        "model.family=qwen3",
-        "model.rotary_pct=1.0",
-        "model.num_kv_heads=4",
-        "model.head_dim=16",
-    ),
-    "gpt3": ("model.family=gpt3", "model.rotary_pct=0.0"),
+    ],
+    "qwen3": [*_LLAMA, "model.family=qwen3", "model.head_dim=16"],
+    "gpt3": ["model.family=gpt3", "model.rotary_pct=0.0"],
 }
 
 
@@ -82,12 +59,10 @@ def small_run(
     family: str, tensor: int = 1, pipeline: int = 1, data: int = 1, *overrides: str
 ) -> RunConfig:
     """A small model on one node with as many CPU devices as the mesh has workers."""
-    degrees = (
-        f"cluster.devices_per_node={tensor * pipeline * data}",
-        f"parallel.tensor={tensor}",
-        f"parallel.pipeline={pipeline}",
-    )
-    return resolve("tiny_neox", "local", [*_SMALL, *FAMILIES[family], *degrees, *overrides])
+    degrees = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}"]
+    degrees.append(f"cluster.devices_per_node={tensor * pipeline * data}")
+    settings = [*_SMALL.split(), *FAMILIES[family], *degrees, *overrides]
+    return resolve("tiny_neox", "local", settings)
 
 
 @dataclass(frozen=True)
@@ -132,13 +107,8 @@ class CaseFailed(Exception):
 
 # torch imports the last two at the first initialization and the first pipeline: half a second
 # of each process of each case.
-_PRELOAD = [
-    "torch",
-    "slurmllm.train.backends.native.runtime",
-    "slurmllm.train.model.decoder",
-    "torch._dynamo",
-    "torch.distributed.pipelining",
-]
+_PRELOAD = ["torch", "slurmllm.train.backends.native.runtime", "slurmllm.train.model.decoder"]
+_PRELOAD += ["torch._dynamo", "torch.distributed.pipelining"]
 
 
 class MeshPool:
@@ -202,9 +172,8 @@ class MeshPool:
     def _open(self, count: int) -> None:
         context: Any = mp.get_context("forkserver")
         # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
-        nxd = []
-        if os.environ.get("NXD_CPU_MODE") == "1":
-            nxd.append("slurmllm.train.backends.nxd.runtime")
+        has_nxd = os.environ.get("NXD_CPU_MODE") == "1"
+        nxd = ["slurmllm.train.backends.nxd.runtime"] if has_nxd else []
         context.set_forkserver_preload(_PRELOAD + nxd)
         for rank in range(count):
             ours, theirs = context.Pipe()
@@ -301,12 +270,8 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
     torch.set_num_threads(threads)
     config, mesh = case.config, case.mesh
     node, local = divmod(rank, mesh.devices_per_node)
-    rank_variables = {
-        "RANK": rank,
-        "WORLD_SIZE": mesh.world_size,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": mesh.devices_per_node,
-    }
+    rank_variables = {"RANK": rank, "WORLD_SIZE": mesh.world_size}
+    rank_variables |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": mesh.devices_per_node}
     os.environ.update({**variables, **{name: str(value) for name, value in rank_variables.items()}})
     worker = Worker(rank, mesh.world_size, local, f"node-{node}")
     if case.prepare is not None:

@@ -35,9 +35,7 @@ MODELS = {
     "neox_30m": Shape("neox", layers=6, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=50304),
     "neox_125m": Shape("neox", layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304),
     "llama_30m": Shape("llama", layers=6, hidden=512, heads=8, kv_heads=4, ffn=1408, vocab=50304),
-    "llama_125m": Shape(
-        "llama", layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048, vocab=50304
-    ),
+    "llama_125m": Shape("llama", 12, hidden=768, heads=12, kv_heads=4, ffn=2048, vocab=50304),
 }
 TOKENS_PER_STEP = 2048
 _ROWS = 64
