@@ -169,7 +169,7 @@ def read_suite(path: Path) -> Suite:
     faults = []
     for item in items:
         # pydantic also reports a list as empty if all its elements are invalid.
-        if any(other[:-1] == item["loc"] or other[:-2] == item["loc"] for other in locations):
+        if any(other != item["loc"] == other[: len(item["loc"])] for other in locations):
             continue
         field = ".".join(map(str, item["loc"])) or "the suite"
         rule = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
