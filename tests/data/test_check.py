@@ -116,8 +116,8 @@ def test_bad_corpora(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     table = pa.table({"text": ["a", "b"]})
     refused(write_arrow(tmp_path / "e.arrow", table.slice(0, 0)), "has no documents")
     other = pa.table({"body": ["a"], "n": [1]})
-    refused(write_arrow(tmp_path / "o.arrow", other), r"no string column 'text' \(columns: body, n")
-    refused(write_arrow(tmp_path / "i.arrow", pa.table({"text": [1]})), "no string column")
+    refused(write_arrow(tmp_path / "o.arrow", other), r"no column 'text' of .* but body \(")
+    refused(write_arrow(tmp_path / "i.arrow", pa.table({"text": [1]})), "no column 'text' of")
 
 
 def test_any_text_comes_back_whatever_the_file_s_settings(tokenizer: Path, tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ from slurmllm.data.tokenizer import TokenEncoder
 
 FIX = "build it again with `slurmllm data build`"
 _TOKENS = "input_ids"
-# Batches of a column that stay open: mapped ones take a kilobyte, copied ones their size.
-_OPEN_BATCHES = 4096
-_OPEN_COPIES = 4
+_OPEN_BATCHES = 4096  # of a column: each takes a kilobyte
 # Most that is copied of a file into the memory of each process, in bytes.
 _LARGEST_COPY = 256 << 20
 
@@ -75,15 +73,12 @@ class ArrowFile:
                 f"{file} has other columns than {self.files[0].name}, or of other types "
                 f"({mapped.schema.names} and {self.names}); {FIX}"
             )
-        are_views = pa.string_view() in self._schema.types
         before = pa.total_allocated_bytes()
         for batch in mapped:
-            # Views are copied a batch at a time, compressed batches when they are opened.
-            copied = batch.nbytes if are_views else pa.total_allocated_bytes() - before
-            if copied > _LARGEST_COPY:
+            if pa.total_allocated_bytes() - before > _LARGEST_COPY:
                 raise DataError(
-                    f"{file} is compressed, or of the type string_view, and takes more than "
-                    f"{_LARGEST_COPY / 1e6:,.0f} MB of memory, which cannot be mapped; {FIX}"
+                    f"{file} is compressed, so it cannot be mapped, and takes more than "
+                    f"{_LARGEST_COPY / 1e6:,.0f} MB of memory; {FIX}"
                 )
             self._batches.append(batch)
         self._layouts.append(mapped.layout)
@@ -91,23 +86,17 @@ class ArrowFile:
     def batch(self, index: int) -> pa.RecordBatch:
         return self._batches[index]
 
-    @property
-    def open_batches(self) -> int:
-        """How many batches of a column stay open."""
-        return _OPEN_COPIES if pa.string_view() in self._schema.types else _OPEN_BATCHES
-
     def __len__(self) -> int:
         return self.first[-1]
 
     def strings(self, name: str) -> ValueColumn:
         """Return a column of text; a DataError if there is none of this name and type."""
         kind = self._type(name)
-        if pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+        if kind not in (pa.string(), pa.large_string()):
             raise DataError(
-                f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
-                f"{FIX}, whose --text-key names the column of the text"
+                f"{self.path} has no column {name!r} of the type string or large_string, but "
+                f"{', '.join(f'{field.name} ({field.type})' for field in self._schema)}; {FIX}, "
+                "whose --text-key names the column of the text"
             )
         return ValueColumn(self, name)
 
@@ -115,7 +104,7 @@ class ArrowFile:
         """Return the function from a row to the hash that `data build` wrote, None without them."""
         if self._type("id") != pa.uint64() or self.batch(0).column("id").null_count:
             return None  # or an `id` of another tool
-        hashes = lru_cache(self.open_batches)(lambda batch: _values(self.batch(batch).column("id")))
+        hashes = lru_cache(_OPEN_BATCHES)(lambda batch: _values(self.batch(batch).column("id")))
 
         def hash_of(row: int) -> int:
             batch = bisect_right(self.first, row) - 1
@@ -159,7 +148,6 @@ class _View(NamedTuple):
     offsets: memoryview | range
     values: Any
     rows: pa.Array | None  # the column, if it has nulls, whose values are empty
-    indices: memoryview | None  # of a dictionary, the index in `offsets` of each row
 
 
 class ValueColumn:
@@ -167,19 +155,16 @@ class ValueColumn:
 
     def __init__(self, file: ArrowFile, name: str) -> None:
         self._file, self._name, self._first = file, name, file.first
-        self._view: Callable[[int], _View] = lru_cache(file.open_batches)(self._open)
+        self._view: Callable[[int], _View] = lru_cache(_OPEN_BATCHES)(self._open)
 
     def data(self, row: int) -> Any:
         """Return the value of a row, not copied; that of a null is empty."""
         batch = bisect_right(self._first, row) - 1
-        offsets, values, rows, indices = self._view(batch)
+        offsets, values, rows = self._view(batch)
         index = row - self._first[batch]
         if rows is not None and rows.slice(index, 1).null_count:
             return values[:0]
-        if indices is not None:
-            index = indices[index]
-        inside = 0 <= index < len(offsets) - 1
-        begin, end = (offsets[index], offsets[index + 1]) if inside else (-1, -1)
+        begin, end = offsets[index], offsets[index + 1]
         if not 0 <= begin <= end <= len(values):
             raise self._file.damaged(
                 row, f"column {self._name!r} has it from {begin} to {end} of {len(values)}"
@@ -191,26 +176,15 @@ class ValueColumn:
         """Size of all rows, from the first and last offset of each batch."""
         total = 0
         for batch, (begin, end) in enumerate(pairwise(self._first)):
-            view = self._view(batch)
-            if view.indices is not None:
-                total += sum(len(self.data(row)) for row in range(begin, end))
-            elif begin < end:
-                total += view.offsets[end - begin] - view.offsets[0]
+            if begin < end:
+                offsets = self._view(batch).offsets
+                total += offsets[end - begin] - offsets[0]
         return total
 
     def _open(self, batch: int) -> _View:
         """Open the column of a batch, not copied where it can be mapped."""
         array = self._file.batch(batch).column(self._name)
-        rows, indices = array if array.null_count else None, None
-        if pa.types.is_dictionary(array.type):
-            indices = _values(array.indices).data
-            array = array.dictionary
-        if array.type == pa.string_view():
-            try:
-                array.cast(pa.binary_view()).validate(full=True)
-            except pa.ArrowException as error:
-                raise self._file.damaged(self._first[batch], str(error)) from error
-            array = array.cast(pa.large_string())
+        rows = array if array.null_count else None
         kind, count = array.type, len(array)
         offsets: memoryview | range
         if pa.types.is_fixed_size_list(kind):
@@ -222,13 +196,13 @@ class ValueColumn:
                 array.buffers()[1] or b"", np.int64 if width else np.int32, count and count + 1
             ).data
         if kind in (pa.string(), pa.large_string()):
-            return _View(offsets, memoryview(array.buffers()[2] or b"").cast("B"), rows, indices)
+            return _View(offsets, memoryview(array.buffers()[2] or b"").cast("B"), rows)
         if array.values.null_count:
             raise DataError(
                 f"{self._file.path} has null among the token ids of column {self._name!r} "
                 f"(documents from {self._first[batch]} on); remove them, or write it again"
             )
-        return _View(offsets, _values(array.values), rows, indices)
+        return _View(offsets, _values(array.values), rows)
 
 
 def _values(array: pa.Array) -> npt.NDArray[Any]:
