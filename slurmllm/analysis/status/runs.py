@@ -34,7 +34,6 @@ from slurmllm.launch.supervise.run_state import (
     JobState,
     RunRecords,
     derive_state,
-    explain_waits,
     query_queue,
     read_job_states,
     read_records,
@@ -169,7 +168,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         config = load(run.config)
         records = read_records(run, summarize(config))
         queue = query_queue([records.submission], client)
-        state = _build_state(records, read_job_states(records.submission, queue, client))
+        jobs = read_job_states(run, records.submission, queue, client)
+        state = _build_state(records, jobs)
         if state.state in ("queued", "requeued"):
             partition = config.recipe.slurm.partition or config.cluster.partition
             waiting = queue.jobs.values()
@@ -197,8 +197,10 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
         if isinstance(records, RunState):
             return records
         try:
-            ended, submission = records.ended, records.submission
-            jobs = {} if ended else read_job_states(submission, queue, client, brief=True)
+            run, submission = records.run, records.submission
+            if records.ended:
+                return _build_state(records, {})
+            jobs = read_job_states(run, submission, queue, client, brief=True)
             return _build_state(records, jobs)
         except Exception as error:
             return _damaged(records.run, error)
@@ -268,7 +270,6 @@ def _node_texts(
 
 def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
-    jobs = explain_waits(records, jobs)
     state, reason = derive_state(records, jobs)
     if state in (*ACTIVE, "interrupted") and (message := _unwritten(run, jobs)):
         reason = "; ".join(filter(None, (message, reason)))

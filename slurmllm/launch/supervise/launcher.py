@@ -219,18 +219,15 @@ class Launcher(Workers):
         self._archive_graphs(time.monotonic() - started if compilers else 0.0)
 
     def _command(self, command: Sequence[str], on_stop: signal.Signals) -> int:
-        def send(group: int) -> None:
-            self.stopped_at = self.stopped_at or time.monotonic()  # the first signal counts
-            with suppress(ProcessLookupError):
-                os.killpg(group, on_stop)
-
         def stop() -> bool:
             if self.node_rank == 0 and self.backend.expects_graphs(self.config):
                 self.log_compiling()
+            if self.stop_requested:
+                self.stopped_at = self.stopped_at or time.monotonic()
             return self.stop_requested
 
         try:
-            return run_command(list(command), stop, send)
+            return run_command(list(command), stop, on_stop)
         except OSError as error:
             raise NodeError(
                 f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "

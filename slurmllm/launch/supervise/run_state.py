@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from slurmllm.core.config.load import ConfigSummary
 from slurmllm.core.errors import SlurmError, StorageError
@@ -67,12 +67,10 @@ class RunRecords:
         if last is None or submission is None or last.ending is None:
             return None
         # A local attempt has no job id: its time decides.
-        newer = last.started_at >= submission.submitted_at
-        return (
-            last
-            if (newer if submission.local else last.job_id == submission.precompile_job)
-            else None
-        )
+        present = last.job_id == submission.precompile_job
+        if submission.local:
+            present = last.started_at >= submission.submitted_at
+        return last if present else None
 
     @property
     def done(self) -> bool:
@@ -223,17 +221,6 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
     return "interrupted", f"train job {state or 'never submitted'}{see}"
 
 
-def explain_waits(records: RunRecords, jobs: _Jobs) -> dict[str, JobState]:
-    """Return the jobs with the meaning of the reasons why they are pending."""
-    explained = {}
-    for stage, job in jobs.items():
-        if job.waits and job.reason:
-            meaning, remedy = explain_waiting(job.reason, job.job_id, records.run.name, stage)
-            job = replace(job, meaning=meaning, remedy=remedy)
-        explained[stage] = job
-    return explained
-
-
 def _train_job(jobs: _Jobs) -> JobState | None:
     """Return the train job; once it has ended, its successor if that is active."""
     train, successor = jobs.get("train"), jobs.get("successor")
@@ -345,7 +332,11 @@ def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -
 
 
 def read_job_states(
-    submission: Submission | None, queue: QueueSnapshot, client: SlurmClient, brief: bool = False
+    run: RunDir,
+    submission: Submission | None,
+    queue: QueueSnapshot,
+    client: SlurmClient,
+    brief: bool = False,
 ) -> dict[str, JobState]:
     """Return stage → state of the jobs of a submission.
 
@@ -357,11 +348,13 @@ def read_job_states(
     for stage, job in ids.items():
         if queue.error:
             jobs[stage] = JobState(job, "UNKNOWN", queue.error)
-        elif job in queue.jobs:
-            queued = queue.jobs[job]
+        elif queued := queue.jobs.get(job):
             ending = UnrecordedEnding.of_comment(queued.comment)
             reason = "" if queued.reason == "None" else queued.reason
-            jobs[stage] = JobState(job, queued.state, reason, unrecorded=ending)
+            texts = ("", "")
+            if reason and queued.state in WAITING_STATES:
+                texts = explain_waiting(reason, job, run.name, stage)
+            jobs[stage] = JobState(job, queued.state, reason, *texts, ending)
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
@@ -386,7 +379,6 @@ def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
     submission = JobsRecord.of(run).last
     if submission is None or not submission.local or is_process_alive(submission):
         return None
-    host = host_elsewhere(
-        submission, read_job_states(submission, query_queue([submission], client), client)
-    )
+    queue = query_queue([submission], client)
+    host = host_elsewhere(submission, read_job_states(run, submission, queue, client))
     return None if host is None else f"process {submission.pid} on {host}"

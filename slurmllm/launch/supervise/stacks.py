@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -93,8 +92,12 @@ def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
 
 def inspect_process(pid: int, by_spy: bool = True) -> str:
     """Return what /proc and py-spy show of a process: its state, where it waits, its stack."""
-    state = re.search(r"^State:\s+(.+)", _read_proc(pid, "status"), re.MULTILINE)
-    head = f"state {state[1] if state else '?'}, waits in {_read_proc(pid, 'wchan')}\n"
+    state, channel = "?", "nothing"
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        state = status.partition("State:")[2].partition("\n")[0].strip() or state
+        channel = Path(f"/proc/{pid}/wchan").read_text().strip() or channel
+    head = f"state {state}, waits in {channel}\n"
     spy = shutil.which("py-spy") if by_spy else None
     if spy is None:
         return head
@@ -105,43 +108,24 @@ def inspect_process(pid: int, by_spy: bool = True) -> str:
     return head
 
 
-def _read_proc(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text().strip() or "nothing"
-    except OSError as error:
-        return str(error.strerror)
-
-
 def stacks_of(pid: int, until: float) -> str:
     """Return what can be seen of a worker and the processes below it, a stopped one first.
 
     After `until`, by time.monotonic(), without py-spy: the supervisor waits for the node.
     """
-    import psutil  # here and below: `status` reads stacks, and needs no processes
+    import psutil  # here: `status` reads stacks, and needs no processes
 
-    processes = list[psutil.Process]()
-    with suppress(psutil.Error):
-        worker = psutil.Process(pid)
-        processes = [worker, *worker.children(recursive=True)][:_MOST_PROCESSES]
-    texts = {True: list[str](), False: list[str]()}
-    for process in processes:
-        with suppress(psutil.Error):
-            head = f"process {process.pid}, {process.name()}: " if len(processes) > 1 else ""
-            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-            texts[stopped].append(head + inspect_process(process.pid, time.monotonic() < until))
-    # The others wait for what does not run.
-    return ("no answer; " if texts[True] else "") + "\n".join(texts[True] + texts[False])
-
-
-def abort(pid: int) -> None:
-    """Have a worker and those below it that have faulthandler print their stacks, and end."""
-    import psutil
-
+    stopped, running = list[str](), list[str]()
     with suppress(psutil.Error):
         worker = psutil.Process(pid)
         for process in [worker, *worker.children(recursive=True)][:_MOST_PROCESSES]:
-            if catches(process.pid, signal.SIGABRT):
-                process.send_signal(signal.SIGABRT)
+            with suppress(psutil.Error):
+                text = inspect_process(process.pid, time.monotonic() < until)
+                text = f"process {process.pid}, {process.name()}: {text}"
+                frozen = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+                (stopped if frozen else running).append(text)
+    # The others wait for what does not run.
+    return ("no answer; " if stopped else "") + "\n".join(stopped + running)
 
 
 def catches(pid: int, number: int) -> bool:

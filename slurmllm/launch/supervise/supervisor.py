@@ -144,8 +144,9 @@ class Supervisor:
             if self.config.cluster.container is not None and record.attempt == 0:
                 check_container(__version__, paths_of(self.config.cluster.container))
             self._link_graphs()
-            self._fit_mesh(len(record.nodes))
-            self._merge_new_graphs()
+            if self.stage == "train":
+                self._fit_mesh(len(record.nodes))
+                self._merge_new_graphs()
             ending = self._preparation.prepare(record, phases)
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})
@@ -239,7 +240,8 @@ class Supervisor:
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
             log_attempt(closed, f"warning: {line}")
         # A requeue must not wait for the merge: the next attempt begins with it.
-        if closed.action in ("finish", "stop") and closed.ending != "superseded":
+        ended = closed.action in ("finish", "stop") and closed.ending != "superseded"
+        if ended and self.stage == "train":
             self._merge_new_graphs()
         return closed
 
@@ -259,16 +261,13 @@ class Supervisor:
 
     def _fit_mesh(self, nodes: int) -> None:
         """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
-        if self.stage != "train" or self.config.recipe.slurm.min_nodes is None:
-            return
-        if load_mesh(self.run.plan).nodes != nodes:
+        flexible = self.config.recipe.slurm.min_nodes is not None
+        if flexible and load_mesh(self.run.plan).nodes != nodes:
             measured = reuse.measured_micro_batch(self.run)
             save_mesh(make_mesh(self.config, nodes, measured), self.run.plan)
             log.info("%d nodes: mesh and accumulation follow, the global batch stays", nodes)
 
     def _merge_new_graphs(self) -> None:
-        if self.stage == "precompile":
-            return
         try:
             names = merge_new_graphs(self.run, self.config.cluster.trusted_group)
         except StorageError as error:

@@ -28,7 +28,7 @@ from slurmllm.core.run.safe_files import os_error_text, write_whole
 from slurmllm.core.run.worker_files import PHASE_FILE, EventLog, PhaseWriter, diagnostic
 from slurmllm.launch.supervise.launcher import Launcher
 from slurmllm.launch.supervise.progress import TrainerProgress
-from slurmllm.launch.supervise.stacks import abort, catches, stacks_of
+from slurmllm.launch.supervise.stacks import catches, stacks_of
 from slurmllm.launch.supervise.trainer_command import (
     command_line,
     command_values,
@@ -72,7 +72,6 @@ class TrainerLauncher(Launcher):
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
         self._asked, self._asked_at = False, 0.0  # whether the workers were asked to stop
-        self._hangs = False  # whether the supervisor has found a hang
         self.observer: TrainerObserver | None = None
         # Processes that outlive their worker become children of this one, which ends them.
         ctypes.CDLL(None).prctl(36, 1)  # linux/prctl.h: PR_SET_CHILD_SUBREAPER
@@ -178,13 +177,8 @@ class TrainerLauncher(Launcher):
             with suppress(OSError):
                 dump = stacks_of(pid, until)
                 write_whole(self.attempt.stacks(rank), dump.encode(), durable=False)
-        self._hangs = True
 
     def kill(self, ranks: Sequence[int]) -> None:
-        if self._hangs:  # by now all nodes have looked: who loses a peer no longer hangs
-            for rank in ranks:
-                abort(self.processes[rank].pid)
-            time.sleep(0.5)  # for faulthandler to print stacks
         for rank in ranks:
             with suppress(OSError):
                 os.killpg(self.processes[rank].pid, signal.SIGKILL)
@@ -218,7 +212,7 @@ class TrainerObserver:
         self._expects_steps = self._command.progress is not None or earlier
         self._fault = ""  # of reading progress
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
-        self._newest = _newest(launcher)
+        self._newest = self._newest_checkpoint()
         keep = launcher.config.is_set("checkpoint.keep")
         self._missing, self._judged_at = "", time.monotonic() + _MISSING_S
         self._keep = launcher.config.recipe.checkpoint.keep if keep else None
@@ -252,8 +246,12 @@ class TrainerObserver:
             with suppress(StorageError):
                 self._launcher.save(progress_missing=missing)
 
+    def _newest_checkpoint(self) -> TrainerCheckpoint | None:
+        newest = list_trainer_checkpoints(self._run, self._command, newest_only=True)
+        return newest[-1] if newest else None
+
     def _look_at_checkpoints(self) -> None:
-        newest, before = _newest(self._launcher), self._newest
+        newest, before = self._newest_checkpoint(), self._newest
         self._newest = newest
         if newest is None or newest == before:
             return
@@ -285,11 +283,6 @@ class TrainerObserver:
             self._save_missing()
         if self._missing:
             log.warning("%s", self._missing)
-
-
-def _newest(launcher: TrainerLauncher) -> TrainerCheckpoint | None:
-    newest = list_trainer_checkpoints(launcher.run, launcher.command, newest_only=True)
-    return newest[-1] if newest else None
 
 
 def _prepare_child(stop_signal: signal.Signals | None) -> None:

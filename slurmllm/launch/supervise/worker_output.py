@@ -52,20 +52,16 @@ class _Stream:
             begin = data.rfind(b"\r")
             if data.find(b"\n", begin) < 0 and len(data) - begin < _TAIL_BYTES:
                 data, self._bar = data[:begin], data[begin:]  # a bar's last text, so far
-        self._put(data)
+        self._write(data, max(MAX_LOG_BYTES - self.written, 0))
 
-    def _put(self, data: bytes) -> None:
-        room = max(MAX_LOG_BYTES - self.written, 0)
-        self.left_out += len(data) - self._write(data[:room])
-
-    def _write(self, data: bytes) -> int:
-        done = 0
+    def _write(self, data: bytes, room: int) -> None:
+        begin, end = 0, min(room, len(data))
         with suppress(OSError):
-            while done < len(data):
-                done += os.write(self.log, data[done:])
-        self.written += done
-        self._last = data[done - 1 : done] if done else self._last
-        return done
+            while begin < end:
+                begin += os.write(self.log, data[begin:end])
+        self.written += begin
+        self.left_out += len(data) - begin
+        self._last = data[begin - 1 : begin] or self._last
 
     def lines(self) -> list[OutputLine]:
         lines, tail = list[OutputLine](), ""
@@ -75,12 +71,13 @@ class _Stream:
         return [*lines, OutputLine(self.tail[-1][0], tail)] if tail else lines
 
     def close(self) -> None:
-        self._put(self._bar)
+        self._write(self._bar, max(MAX_LOG_BYTES - self.written, 0))
         if self.left_out:
             last = b"".join(data for _, data in self.tail)[-_TAIL_BYTES:]
-            self._write(b"\n[%d bytes left out]\n" % max(self.left_out - len(last), 0) + last)
+            note = b"\n[%d bytes left out]\n" % max(self.left_out - len(last), 0)
+            self._write(note + last, len(note + last))
         if self._last != b"\n":  # rank 0 shares the log with what follows
-            self._write(b"\n")
+            self._write(b"\n", 1)
         os.close(self.log)
 
 

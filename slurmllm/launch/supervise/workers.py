@@ -371,13 +371,11 @@ def prepare_child() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def run_command(
-    command: list[str], stop: Callable[[], bool], on_stop: Callable[[int], None]
-) -> int:
+def run_command(command: list[str], stop: Callable[[], bool], on_stop: signal.Signals) -> int:
     """Run a command in its own process group; returns its exit code, negative for a signal.
 
-    When `stop` returns True, calls `on_stop` with the group's id, and again every few seconds.
-    Raises an OSError if the command cannot be started.
+    When `stop` returns True, sends the group `on_stop`, and again every few seconds. Raises an
+    OSError if the command cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -391,7 +389,8 @@ def run_command(
         while process.poll() is None:
             if stop() and time.monotonic() - stopped_at >= REPEAT_SIGNAL_S:
                 stopped_at = time.monotonic()
-                on_stop(process.pid)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, on_stop)
             time.sleep(POLL_S)
     finally:
         if process.poll() is None:

@@ -215,12 +215,14 @@ def test_nothing_is_written_through_another_users_link(tmp_path: Path) -> None:
         (paths.path / inside).symlink_to(victim)
     for inside in ("events", "metrics"):
         (run.path / inside).symlink_to(victim)
+    (paths.path / "health").symlink_to(victim / "missing")
     (paths.path / ".attempt.json.tmp").symlink_to(victim / "x")
     for link in run.path.rglob("*"):
         if link.is_symlink():
             os.chown(link, NOBODY.pw_uid, NOBODY.pw_gid, follow_symlinks=False)
-    with pytest.raises(StorageError, match=r"nodes is a link of nobody \(uid \d+\); remove it"):
-        write_atomic(paths.node("n1"), "{}")
+    for path in (paths.node("n1"), paths.health("n1")):
+        with pytest.raises(StorageError, match=r"(nodes|health) is a link of nobody .*; remove"):
+            write_atomic(path, "{}")
     beats = Heartbeats(paths, "n1", WatchdogConfig())
     beats.update({0: os.getpid()})
     beats.dump_stacks({})

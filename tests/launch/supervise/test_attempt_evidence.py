@@ -77,9 +77,7 @@ def test_a_launcher_that_could_not_end_its_workers_hung(ended: Ended) -> None:
     assert hang.suspects == hang.unresponsive_nodes == ("n2",)
 
 
-def test_without_suspects_the_node_whose_stack_differs_is_one(
-    ended: Ended,
-) -> None:
+def test_without_suspects_the_node_whose_stack_differs_is_one(ended: Ended) -> None:
     paths = ended[0].attempt("train", 0)
     NodeRecord(node="n2", pids={1: 6}, exit_codes={1: -9}).save(paths.node("n2"))
     paths.stacks(0).parent.mkdir()

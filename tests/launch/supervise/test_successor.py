@@ -94,9 +94,7 @@ def test_auto_finds_out(chained: Chained) -> None:
     assert choose_restart("auto", None, cluster) == "requeue"
 
 
-def test_a_job_has_one_successor_whatever_was_recorded(
-    chained: Chained,
-) -> None:
+def test_a_job_has_one_successor_whatever_was_recorded(chained: Chained) -> None:
     run, cluster = chained
     this_allocation = start_of(cluster, "1", NODES)
     job = ensure_successor(run, this_allocation, SCRIPT, ["n3"])
@@ -183,9 +181,7 @@ def test_the_successor_of_a_cancelled_job_records_that(
 
 
 def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
-    chained: Chained,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    chained: Chained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, cluster = chained
     monkeypatch.setattr(run_lock, "RECORDED_S", 0.0)
@@ -218,9 +214,7 @@ def test_a_refused_requeue_becomes_a_chain(
     assert cluster.jobs["2"].delay_s == 60.0
 
 
-def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
-    chained: Chained,
-) -> None:
+def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(chained: Chained) -> None:
     run, cluster = chained
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
     this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))

@@ -134,9 +134,7 @@ def supervisor(run: RunDir, cluster: FakeSlurm, stage: Stage, job: str) -> Super
     return Supervisor(run, stage, start_of(cluster, job, ("n2",)))
 
 
-def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(
-    lost: Lost,
-) -> None:
+def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(lost: Lost) -> None:
     run, cluster = lost
     assert supervisor(run, cluster, "precompile", "1").main() == 75
     (sent,) = JobsRecord.load(run.jobs).submissions
@@ -172,9 +170,7 @@ def test_an_open_attempt_of_the_same_job(
 
 
 def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
-    lost: Lost,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, cluster = lost
     monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
@@ -187,9 +183,7 @@ def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
 
 
 def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
-    lost: Lost,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, cluster = lost
     monkeypatch.setattr(run_lock, "RECORDED_S", 0.0)

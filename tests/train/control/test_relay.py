@@ -12,7 +12,6 @@ from train.control.gangs import Gang, failure, gang
 
 from slurmllm.core.errors import ConfigError
 from slurmllm.train.control.plane import SOCKET, ControlPlane, open_control
-from slurmllm.train.control.wire import Kind, combine, encode_numbers, shares
 
 SHAPES = [(1, 1), (1, 3), (4, 2)]  # nodes, workers a node
 
@@ -86,15 +85,6 @@ def test_long_values_and_a_slow_reader() -> None:
 
     with gang(2, 2) as workers:
         assert workers.run(work) == [True] * 4
-
-
-def test_those_that_do_not_take_part_in_a_part_get_none() -> None:
-    owners = {0: "a", 1: "b"}
-    assert shares(Kind.GATHER, b"all", owners) == {"a": b"all"}
-    assert shares(Kind.GATHER, b"all", {1: "b"}) == {}
-    assert shares(Kind.MAX, b"[1]", owners) is None
-    with pytest.raises(ValueError, match="zip"):
-        combine(Kind.SUM, [encode_numbers([1, 2]), encode_numbers([1])])
 
 
 def test_nothing_is_left_after_the_end(tmp_path: Path) -> None:
