@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # name is first used. For type checkers: __init__.pyi.
 _PUBLIC = {
     "api": "load_recipe plan_run submit_run read_status read_statuses read_curves compare_runs",
-    "analysis.compare.comparison": "Comparison",
+    "analysis.compare.result": "Comparison",
     "core.config.resolve": "RunConfig",
     "core.errors": "SlurmllmError",
     "core.metrics.curves": "Curve",

@@ -1,4 +1,4 @@
-from slurmllm.analysis.compare.comparison import Comparison
+from slurmllm.analysis.compare.result import Comparison
 from slurmllm.analysis.status.runs import RunState, RunStates
 from slurmllm.api import (
     compare_runs,

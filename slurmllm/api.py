@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slurmllm.core import errors
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.compare.comparison import BasisKind, Comparison
+    from slurmllm.analysis.compare.result import BasisKind, Comparison
     from slurmllm.analysis.status.runs import RunState, RunStates
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.metrics.curves import Axis, Curve
@@ -253,7 +253,7 @@ def compare_runs(
         ('differ', 'seed', ['loss', 'grad_norm'])
     """
     from slurmllm.analysis.compare.compare import compare
-    from slurmllm.analysis.compare.comparison import Tolerances, refuse_incomplete_logs
+    from slurmllm.analysis.compare.result import Tolerances, refuse_incomplete_logs
     from slurmllm.core.metrics.curves import Curve
 
     if tolerance is not None and not 0 <= tolerance < float("inf"):

@@ -17,7 +17,7 @@ from slurmllm.core.errors import EXIT_NEGATIVE, StorageError, UserError
 from slurmllm.core.run.rundir import find_sweep
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.compare.comparison import Comparison, Overlap, Side
+    from slurmllm.analysis.compare.result import Comparison, Overlap, Side
     from slurmllm.core.metrics.curves import Curve
 
 
@@ -140,7 +140,7 @@ def compare(
     curves, seeds = _read((a, *others), choices, runs_dir)
     comparisons = _compare(curves, seeds, choices)
     comparisons = _write_files(curves, comparisons, seeds, choices)
-    from slurmllm.analysis.compare.comparison import curve_letter
+    from slurmllm.analysis.compare.result import curve_letter
 
     by_letter = {curve_letter(number): row for number, row in enumerate(comparisons, start=1)}
     if as_json:
@@ -173,7 +173,7 @@ def _refuse_options(ctx: click.Context, sweep: str) -> None:
 
 def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:
     """Return whether no verdict is weaker than required; say which are, if the user requires it."""
-    from slurmllm.analysis.compare.comparison import VERDICTS
+    from slurmllm.analysis.compare.result import VERDICTS
 
     require = "identical" if choices.exact else choices.require
     required = VERDICTS.index(require or "equivalent")
@@ -224,7 +224,7 @@ def _read(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
-    from slurmllm.analysis.compare.comparison import refuse_incomplete_logs
+    from slurmllm.analysis.compare.result import refuse_incomplete_logs
     from slurmllm.core.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
@@ -252,7 +252,7 @@ def _compare(
     curves: Sequence[Curve], seeds: Sequence[Curve], choices: _Choices
 ) -> list[Comparison]:
     from slurmllm.analysis.compare.compare import compare
-    from slurmllm.analysis.compare.comparison import Tolerances, curve_letter
+    from slurmllm.analysis.compare.result import Tolerances, curve_letter
 
     basis = choices.basis
     if choices.precision is not None:
@@ -312,7 +312,7 @@ def _write_files(
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     from rich.text import Text
 
-    from slurmllm.analysis.compare.comparison import format_figure
+    from slurmllm.analysis.compare.result import format_figure
 
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
     print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
@@ -367,7 +367,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 
 
 def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
-    from slurmllm.analysis.compare.comparison import curve_letter
+    from slurmllm.analysis.compare.result import curve_letter
 
     shifts: dict[str, int | None] = dict.fromkeys(map(curve_letter, range(count)))
     for value in values:
@@ -385,7 +385,7 @@ def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
 
 def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
     """Return a row for each metric, by heading; those that decide the verdict come first."""
-    from slurmllm.analysis.compare.comparison import format_figure
+    from slurmllm.analysis.compare.result import format_figure
 
     def figure(value: float | None) -> str:
         return "-" if value is None else format_figure(value)

@@ -97,7 +97,7 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
-    from slurmllm.analysis.compare.comparison import Tolerances
+    from slurmllm.analysis.compare.result import Tolerances
     from slurmllm.analysis.drill.drill import Drill, LocalRunner, SlurmRunner
     from slurmllm.analysis.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.core.slurm.client import SlurmClient

@@ -121,7 +121,7 @@ class LogOptions(NamedTuple):
 
     def arguments(self, count: int) -> list[dict[str, Any]]:
         """Return the arguments of `read_curve` for each of `count` sources."""
-        from slurmllm.analysis.compare.comparison import curve_letter
+        from slurmllm.analysis.compare.result import curve_letter
         from slurmllm.core.metrics.tags import check_pattern, parse_tags
 
         letters = [curve_letter(number) for number in range(count)]
@@ -156,7 +156,7 @@ class LogOptions(NamedTuple):
 
     def refuse_unused(self, curves: Sequence[Curve]) -> None:
         """Raise UserError if a value is for our own runs only, which need none."""
-        from slurmllm.analysis.compare.comparison import curve_letter
+        from slurmllm.analysis.compare.result import curve_letter
 
         of_letter = {curve_letter(number): curve for number, curve in enumerate(curves)}
         for value in chain(*self):

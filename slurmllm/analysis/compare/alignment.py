@@ -12,10 +12,12 @@ from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import (
     Axis,
     Curve,
+    Flags,
     Floats,
     Ints,
     Range,
     SourceKind,
+    bit_identical,
     describe_ranges,
 )
 
@@ -48,6 +50,11 @@ class Points:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def same(self) -> Flags:
+        """Whether both values have the same bits. [points]"""
+        return bit_identical(self.a, self.b)
 
     def as_printed(self, a: Curve, b: Curve) -> Points:
         """Replace values of B by those of A if the printed digits do not tell them apart."""

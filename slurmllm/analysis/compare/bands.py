@@ -20,8 +20,8 @@ import numpy as np
 from scipy.ndimage import median_filter
 
 from slurmllm.analysis.compare.alignment import Alignment, Points
-from slurmllm.analysis.compare.causes import SettingDifference
-from slurmllm.analysis.compare.comparison import Band, BandOfMetric, Basis, Tolerances
+from slurmllm.analysis.compare.recorded import SettingDifference
+from slurmllm.analysis.compare.result import Band, BandOfMetric, Basis, Tolerances
 from slurmllm.analysis.compare.statistics import (
     extrapolated,
     largest,

@@ -1,278 +1,248 @@
-"""Causes of different curves, and the recorded settings of two runs that can be one."""
+"""The causes of a difference between two curves: a ranked list, each with its evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path, PurePath
-from typing import Literal
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import yaml
 
-from slurmllm.analysis.compare.alignment import Alignment, Points
-from slurmllm.core.metrics.curves import (
-    LR_TOLERANCE,
-    Curve,
-    Floats,
-    Ints,
-    bit_identical,
-    describe_ranges,
-    relative_difference,
+from slurmllm.analysis.compare.alignment import Points
+from slurmllm.analysis.compare.columns import (
+    EARLY_POINTS,
+    ROUNDED,
+    SLACK_POINTS,
+    SMALL,
+    TINY,
+    Observation,
+    clue_table,
+    describe_steps,
 )
-from slurmllm.core.run.records import Record
+from slurmllm.analysis.compare.recorded import SettingDifference
+from slurmllm.analysis.compare.result import Cause, Confidence, Kind
+from slurmllm.core.metrics.curves import Curve, Floats
 
-_Change = Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"]
-Kind = (
-    _Change | Literal["mesh", "gradient", "not_finite", "transient", "resume", "logging", "unknown"]
-)
-Confidence = Literal["certain", "likely", "possible"]
-
-# Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.
-_LR_TOLERANCE_INTERPOLATED = 2e-2
-_CORNER_POINTS = 2
-
-# data.json has these more exactly.
-_DATA_RECORD_SETTINGS = ("data.", "model.seq_len", "train.global_batch")
-# The text of their kind names these settings.
-_NAMED_BY_KIND = ("train.precision", "train.seed", "train.global_batch")
+_LIKELY = 6  # points from which the first cause is likely, not only possible
+_ROUNDING_KINDS: tuple[Kind, ...] = ("precision", "mesh", "rounding")
+_ORDER = ("data", "model", "batches", "seed", "precision", "lr", "optimizer", "mesh", "rounding")
 
 
-class SettingGroup(Record):
-    """Settings that can be a cause of one kind; see settings.yaml."""
+def explain(
+    a: Curve,
+    b: Curve,
+    points: Mapping[str, Points],
+    differences: Mapping[str, Floats],
+    settings: Sequence[SettingDifference],
+    onset: int | None,
+    *,
+    exact: bool = True,
+    shared: bool = True,
+    letter: str = "B",
+) -> tuple[Cause, ...]:
+    """Rank the causes of a difference, the likeliest first.
 
-    text: str
-    settings: tuple[str, ...]
-
-
-@cache
-def setting_table() -> Mapping[Kind, SettingGroup]:
-    rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
-    return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
-
-
-class Cause(Record):
-    """What can have made two curves differ."""
-
-    kind: Kind
-    # certain: a recorded setting differs, or an identity of the columns proves it.
-    confidence: Confidence
-    step: int  # first step with it, or the first point that shows it
-    evidence: str
-
-
-@dataclass(frozen=True, order=True)
-class SettingDifference:
-    """A recorded setting of two runs that differs."""
-
-    step: int  # the first with it
-    text: str
-    kind: Kind
-    weak: bool = False  # changes roundings at most
-
-
-def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
-    """Find the differences at the compared points, the earliest first."""
-    first, last = int(alignment.steps[0]), int(alignment.steps[-1])
-    candidates = (
-        _compare_data(a, b, first),
-        *(
-            difference
-            for difference in compare_skips(a, b, alignment.letter)
-            if difference.step <= last
-        ),
-        _compare_learning_rates(a, b, alignment),
-        _compare_tokens(a, b, alignment),
+    Args:
+        points: Their columns at the compared points.
+        differences: Signed relative differences of these; NaN if a value is not finite.
+        settings: Recorded settings that differ.
+        onset: Step at which the curves begin to diverge; None if they are equivalent.
+        exact: The points are steps that both logged; else only recorded settings are used.
+        shared: The curves would be the same without a cause; False for other seeds, which differ.
+        letter: Name of B in texts.
+    """
+    observation = Observation(points, differences, onset)
+    first = _not_finite(observation, letter)
+    within = bool(first) and onset == first[0].step  # what differed before is no cause of it
+    starts = [start for start in (onset, observation.first) if start is not None]
+    step = min(starts, default=int(points["loss"].steps[0]))
+    if onset is not None and (within or not shared):
+        step = onset
+    clues: list[str] = []
+    if exact and shared:
+        first += _of_columns(observation, onset, step, ((letter, b), ("A", a)))
+        if any(c.kind in ("transient", "logging") and c.confidence != "possible" for c in first):
+            return tuple(first)
+        clues = observation.clues()
+    of_settings = _of_settings(
+        select_settings(settings, step, onset, observation, a, b), observation, clues
     )
-    differences = [difference for difference in candidates if difference is not None]
-    kinds = {difference.kind for difference in differences}
-    differences += [
-        difference for difference in _compare_settings(a, b, first) if difference.kind not in kinds
+    recorded = [cause for cause in of_settings if cause.confidence != "possible"]
+    if any(cause.confidence == "certain" for cause in recorded):
+        return (*first, *recorded)
+    seen = _of_clues(clues, observation, b, letter)
+    if within:
+        seen = [_before_not_finite(observation, step)]
+        of_settings, recorded = [*recorded, *of_settings], []
+    # A loss by itself does not show which part of a step differs.
+    is_likely = any(cause.confidence == "likely" for cause in seen)
+    undecided = len(observation.points) == 1 and not is_likely
+    if onset is None:
+        seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
+    seen += [cause for cause in of_settings if cause.confidence == "possible"]
+    kinds = {cause.kind for cause in recorded}
+    seen = [cause for cause in seen if cause.kind not in kinds]
+    position = observation.moment if step == observation.first else f"at step {step}"
+    evidence = f"the settings and values recorded do not decide what differs {position}"
+    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=evidence)
+    if undecided and not recorded and not first:
+        return (unknown, *seen)
+    return (*first, *recorded, *seen, unknown)
+
+
+def _of_columns(
+    observation: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
+) -> list[Cause]:
+    """Return what columns and attempts show by themselves."""
+    transient, causes = observation.transient(), _resume(observation, onset, curves)
+    if transient is not None and transient.confidence != "possible":
+        return [transient]
+    if (name := observation.identity()) is not None:
+        confidence: Confidence = "likely" if name == "digits" else "certain"
+        evidence, step = clue_table()[name].text, observation.first or step
+        causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=evidence))
+    return causes if transient is None else [transient, *causes]
+
+
+def _not_finite(observation: Observation, letter: str) -> list[Cause]:
+    """Return the cause if values are not finite."""
+    causes = []
+    for name, points in observation.points.items():
+        sides = {"A": ~np.isfinite(points.a), letter: ~np.isfinite(points.b)}
+        bad = points.steps[np.logical_or(*sides.values())]
+        if len(bad):
+            lasts = len(bad) > 1 and bad[0] == points.steps[-len(bad)]
+            span = f"from step {bad[0]} on" if lasts else describe_steps(bad, points.steps)
+            who = " and ".join(side for side, flags in sides.items() if flags.any())
+            evidence = f"{name} is not a finite number in {who} {span}"
+            cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=evidence)
+            causes.append(cause)
+    return sorted(causes, key=lambda cause: cause.step)[:1]
+
+
+def _before_not_finite(observation: Observation, step: int) -> Cause:
+    """Return what can have made values not finite; finite gradient norms rule out the weights."""
+    kind: Kind = "gradient"
+    evidence = "a gradient that is not finite makes the weights so"
+    norm = observation.points.get("grad_norm")
+    if norm is not None:
+        later = norm.steps >= step
+        if np.count_nonzero(later) > 1 and np.isfinite([norm.a[later], norm.b[later]]).all():
+            kind = "logging"
+            evidence = "the gradient norms stay finite, and so the weights: what was logged is not"
+    return Cause(kind=kind, confidence="possible", step=step, evidence=evidence)
+
+
+def _resume(
+    observation: Observation, onset: int | None, curves: Sequence[tuple[str, Curve]]
+) -> list[Cause]:
+    """Return the resume of a log without records at which the curves begin to differ."""
+    steps = observation.points["loss"].steps
+    starts = [(observation.first, 0), (onset, SLACK_POINTS)]
+    for letter, curve in curves:
+        for restart in () if curve.kind == "run" or curve.settings else curve.restarts.tolist():
+            row = int(np.searchsorted(steps, restart))
+            for start, slack in starts if row else ():
+                points = -row if start is None else int(np.searchsorted(steps, start)) - row
+                if -slack <= points <= SLACK_POINTS:
+                    confidence: Confidence = "possible" if slack or points > 1 else "likely"
+                    evidence = clue_table()["resume"].text.format(letter=letter, step=restart)
+                    return [
+                        Cause(kind="resume", confidence=confidence, step=restart, evidence=evidence)
+                    ]
+    return []
+
+
+def select_settings(
+    settings: Sequence[SettingDifference],
+    step: int,
+    onset: int | None,
+    observation: Observation,
+    a: Curve,
+    b: Curve,
+) -> list[SettingDifference]:
+    """Select the settings that can have made curves diverge at a step, the likeliest first.
+
+    A difference that existed all along is no cause if the curves were bit-identical at first,
+    unless a restart followed, after which a run may have continued with other settings.
+    """
+    steps = observation.points["loss"].steps
+    row = int(np.searchsorted(steps, step))
+    noisy = observation.jumped or row == 0
+    limit = max(step, int(steps[min(row + noisy * SLACK_POINTS, len(steps) - 1)]))
+    if onset is not None and observation.below(TINY, slice(EARLY_POINTS)):
+        # What made them diverge may have begun after the first difference.
+        limit = max(limit, onset)
+    restarts = np.concatenate((a.restarts, b.restarts))
+    restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
+    all_along = row < SLACK_POINTS or observation.jumped or restarted
+    differences = [
+        setting
+        for setting in settings
+        if setting.step <= limit and (all_along or setting.step > steps[0])
     ]
-    return sorted(differences, key=lambda difference: (difference.weak, difference.step))
-
-
-def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
-    """Find batches that one of the runs skipped and the other did not."""
-    windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
-    if windows[0] == windows[1]:
-        return []
-    texts = [
-        f"{label} skipped batches {describe_ranges(ranges)}"
-        for label, ranges in zip(("A", letter), windows, strict=True)
-        if ranges
-    ]
-    first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
-    return [SettingDifference(first, " and ".join(texts), "data")]
-
-
-def tokens_per_step(curve: Curve) -> float | None:
-    """Return the tokens of most steps; None if the curve has no tokens."""
-    steps, tokens = curve.series("tokens")
-    return _median_tokens(steps, tokens) if len(steps) > 1 else None
-
-
-def _compare_data(a: Curve, b: Curve, first: int) -> SettingDifference | None:
-    if a.data is None or b.data is None:
-        return None
-    differences = a.data.differences(b.data)
-    if not differences:
-        return None
-    names = {
-        name for name in ("seed", "global_batch") if getattr(a.data, name) != getattr(b.data, name)
-    }
-    kind: Kind = "data"
-    if len(differences) == 1 and names:
-        kind = "batches" if names == {"global_batch"} else "seed"
-    start = a.settings.get("train.init_from")
-    if kind == "seed" and start is not None and start == b.settings.get("train.init_from"):
-        kind = "data"  # with the same initial weights the seed only orders the data
-    return SettingDifference(
-        first, f"they did not see the same data: {', '.join(differences)}", kind
+    return sorted(
+        differences, key=lambda setting: (setting.weak, -setting.step, _ORDER.index(setting.kind))
     )
 
 
-def describe_schedule_change(curve: Curve, since: int, until: int) -> str | None:
-    """Describe what resumes changed in the schedule, of attempts after `since` up to `until`."""
-    schedule = setting_table()["lr"].settings
-    texts = []
-    for attempt, changes in sorted(curve.changes.items()):
-        named = [
-            f"{path} {format_setting(old)} → {format_setting(new)}"
-            for path, (old, new) in changes.items()
-            if path in schedule
-        ]
-        if named and since < attempt <= until:
-            texts.append(f"at the resume of attempt {attempt} ({', '.join(named)})")
-    return " and ".join(texts) or None
-
-
-def format_setting(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"{value:.60}" if isinstance(value, str) else str(value).lower()
-
-
-def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
-    lr = alignment.points_of("lr").as_printed(a, b)
-    exact = alignment.method == "exact" and alignment.axis == "step"
-    tolerance = LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
-    different = ~bit_identical(lr.a, lr.b)
-    different &= ~(relative_difference(lr.a, lr.b) <= tolerance)
-    if alignment.method != "exact":
-        for _ in range(_CORNER_POINTS):
-            different &= np.append(different[1:], False)
-    if not different.any():
-        return None
-    i = int(np.argmax(different))
-    step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
-    sentence = f"learning rates differ from step {step} ({values})"
-    if (counts := _step_counts(lr)) is not None:
-        sentence += (
-            ": the learning-rate schedules differ only in how they number steps "
-            f"(optim.step_count): A uses {counts[0]}, {alignment.letter} uses {counts[1]}"
+def _of_settings(
+    settings: Sequence[SettingDifference], observation: Observation, clues: Sequence[str]
+) -> list[Cause]:
+    """Return the settings as causes; those that may not explain the curves are `possible`."""
+    causes = []
+    first = 0 if observation.first is None else observation.first
+    # An update cannot change the loss of its own step.
+    forward = "together" in clues and not observation.jumped
+    strong = [setting for setting in settings if not setting.weak]
+    small = not clues or (observation.below(SMALL, slice(EARLY_POINTS)) and not observation.sudden)
+    jumps = observation.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
+    for setting in settings:
+        step = max(setting.step, first) if setting.kind in _ROUNDING_KINDS else setting.step
+        explains = small and not jumps and not strong
+        if not setting.weak:
+            explains = not (
+                forward and setting.step >= first and setting.kind in ("lr", "optimizer")
+            )
+        alone = len(strong) == 1 and not setting.weak
+        confidence = ("certain" if alone else "likely") if explains else "possible"
+        causes.append(
+            Cause(kind=setting.kind, confidence=confidence, step=step, evidence=setting.text)
         )
-    for letter, curve in (("A", a), (alignment.letter, b)):
-        began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
-        if (changed := describe_schedule_change(curve, 0, began)) is not None:
-            sentence += f": the schedule of {letter} was changed {changed}"
-    return SettingDifference(step, sentence, "lr")
+    return causes
 
 
-def _step_counts(lr: Points) -> list[str] | None:
-    """Return `optim.step_count` of both if nothing else differs; needs the warm-up's end."""
-    if len(lr) < 3 or (np.diff(lr.steps) != 1).any():
-        return None
-    peaks, origins = list[int](), list[float]()
-    for rates in (lr.a, lr.b):
-        peak = int(np.argmax(rates >= (1 - LR_TOLERANCE) * rates.max()))
-        line = np.linspace(rates[0], rates[peak], peak + 1)
-        if not 0 < peak < len(rates) - 1 or not np.allclose(rates[: peak + 1], line, 1e-4, 0):
-            return None
-        peaks.append(peak)
-        origins.append(float(lr.steps[0] - rates[0] * peak / (rates[peak] - rates[0])))
-    length = len(lr) - max(peaks)
-    decay_a, decay_b = lr.a[peaks[0] :][:length], lr.b[peaks[1] :][:length]
-    whole = np.allclose(origins, np.round(origins), 0, 0.05)
-    if abs(peaks[0] - peaks[1]) > 1 or not whole or not np.allclose(decay_a, decay_b, 1e-4, 0):
-        return None
-    counts = [
-        "transformers" if round(origin) else "nemo" if peak == max(peaks) else "from_1"
-        for origin, peak in zip(origins, peaks, strict=True)
-    ]
-    return counts if counts[0] != counts[1] and {*np.round(origins)} <= {0, 1} else None
+def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: str) -> list[Cause]:
+    points: Counter[Kind] = Counter()
+    for name in clues:
+        points.update(clue_table()[name].points)
+    if observation.sudden or not observation.below(ROUNDED, slice(EARLY_POINTS)):
+        del points["precision"], points["rounding"]
+    causes: list[Cause] = []
+    ratio = observation.ratio("first_ratio" in clues)
+    for kind, sum_of_points in points.most_common():
+        best = max((clue_table()[name] for name in clues), key=lambda c: c.points.get(kind, 0))
+        evidence = best.text.format(
+            at=observation.moment,
+            gap=observation.gap,
+            step=observation.first,
+            ratio=f"{ratio:.3g}",
+        )
+        if kind == "gradient" and not causes:
+            evidence += _describe_nodes(observation.first or 0, b, letter)
+        confidence = "likely" if not causes and sum_of_points >= _LIKELY else "possible"
+        causes.append(
+            Cause(kind=kind, confidence=confidence, step=observation.first or 0, evidence=evidence)
+        )
+    return causes
 
 
-def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
-    by_step = alignment.axis == "step" and alignment.method == "exact"
-    tokens, step = alignment.points_of("tokens"), int(alignment.steps[0])
-    sides = [curve.series("tokens") for curve in (a, b)]
-    if by_step:
-        same = bit_identical(tokens.a, tokens.b)
-        if same.all():
-            return None
-        i = int(np.argmin(same))
-        step, sides = int(tokens.steps[i]), [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
-    # On other axes tokens so far differ anyway; their number per step must not.
-    of_a, of_b = (_median_tokens(*side) for side in sides)
-    if of_a is None or of_b is None:
-        return None
-    if of_a != of_b if by_step else not np.isclose(of_a, of_b, rtol=1e-6):
-        sentence = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
-        return SettingDifference(step, sentence, "batches")
-    if not by_step:
-        return None
-    values = f"{tokens.a[i]:,.0f} and {tokens.b[i]:,.0f}"
-    return SettingDifference(step, f"tokens trained on differ from step {step} ({values})", "data")
-
-
-def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
-    """Return the median per step; with a single step, all tokens so far; None without tokens."""
-    finite = np.isfinite(tokens)
-    steps, tokens = steps[finite], tokens[finite]
-    if len(steps) < 2:
-        return float(tokens[0]) if len(steps) else None
-    return float(np.median(np.diff(tokens) / np.diff(steps)))
-
-
-def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDifference]:
-    """Find settings that both runs have and that can change what they compute."""
-    groups: dict[tuple[Kind, bool], list[str]] = {}
-    for key in sorted(a.settings.keys() & b.settings.keys()):
-        values = a.settings[key], b.settings[key]
-        kind = _kind_of_setting(key, a, b) if values[0] != values[1] else None
-        if kind is None:
-            continue
-        name = "" if key in _NAMED_BY_KIND else f"{key.split('.', 1)[-1]} "
-        weak = kind in ("mesh", "rounding") or (key == "train.init_from" and None not in values)
-        sentence = f"{name}{' and '.join(map(format_setting, values))}"
-        groups.setdefault((kind, weak), []).append(sentence)
-    sizes = [{len(nodes) for nodes in curve.nodes.values()} for curve in (a, b)]
-    if all(sizes) and sizes[0] != sizes[1]:
-        of_a, of_b = ("/".join(map(str, sorted(size))) for size in sizes)
-        groups.setdefault(("mesh", True), []).append(f"{of_a} and {of_b} nodes")
-    for (kind, weak), differences in groups.items():
-        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        sentence = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"
-        yield SettingDifference(first, sentence, kind, weak)
-
-
-def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
-    """Return what a setting that differs can cause; None if nothing in a curve."""
-    by_key = {name: kind for kind, group in setting_table().items() for name in group.settings}
-    kind = by_key.get(key, by_key.get(f"{key.partition('.')[0]}.*"))
-    if a.data is not None and b.data is not None:
-        other_seed = key == "train.seed" and a.data.seed != b.data.seed
-        if other_seed or key.startswith(_DATA_RECORD_SETTINGS):
-            return None
-    if kind == "lr" and all("lr" in curve.columns for curve in (a, b)):
-        return None  # the learning rates themselves are compared
-    if key == "train.steps":  # the end of a decay that names none
-        ends = [curve.settings.get("optim.decay_steps") for curve in (a, b)]
-        constant = [curve.settings.get("optim.decay") == "constant" for curve in (a, b)]
-        return kind if ends == [None, None] and not all(constant) else None
-    if key in ("data.corpus", "data.tokenizer"):  # paths
-        names = {PurePath(str(curve.settings[key])).name for curve in (a, b)}
-        return kind if len(names) > 1 else None
-    return kind if key != "parallel.auto" else None
+def _describe_nodes(step: int, b: Curve, letter: str) -> str:
+    row = int(np.searchsorted(b.steps, step))
+    attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
+    near = [int(restart) for restart in b.restarts if 0 <= step - restart <= 2]
+    nodes, description = b.nodes.get(attempt, ()), ""
+    if near or nodes:
+        on = f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
+        made = f" took over at step {near[-1]}" if near else " made it"
+        description = f"; attempt {attempt} of {letter}{on}{made}"
+    return f"{description}; check the nodes with `slurmllm health`"

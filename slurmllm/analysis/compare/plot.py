@@ -11,8 +11,8 @@ import numpy as np
 
 from slurmllm.analysis.compare.alignment import Alignment, match_steps, shift_steps
 from slurmllm.analysis.compare.bands import SeedBand
-from slurmllm.analysis.compare.comparison import Comparison, curve_letter
-from slurmllm.analysis.compare.comparison import format_figure as in_figures
+from slurmllm.analysis.compare.result import Comparison, curve_letter
+from slurmllm.analysis.compare.result import format_figure as in_figures
 from slurmllm.core.display.pictures import (
     PICTURE_STYLE,
     Axes,

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from slurmllm.analysis.compare.compare import METRICS, compare
-from slurmllm.analysis.compare.comparison import Tolerances, format_figure
+from slurmllm.analysis.compare.result import Tolerances, format_figure
 from slurmllm.analysis.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.analysis.status.history import read_history
 from slurmllm.analysis.status.recoveries import find_recoveries

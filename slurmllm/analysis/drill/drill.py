@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from slurmllm.analysis.compare.comparison import Tolerances
+from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.analysis.drill.checks import DrillReport, DrillResult, Unbroken, check_recovery
 from slurmllm.analysis.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.analysis.drill.plan import DrillPlan

@@ -15,7 +15,7 @@ from slurmllm.analysis.spikes.analysis import NAMES
 from slurmllm.core.format import ABSENT, format_plural
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.compare.comparison import Comparison
+    from slurmllm.analysis.compare.result import Comparison
 
 _MAX_NAME = 40  # characters of a name within a file's name
 _SHOWN_SETTINGS = 40
@@ -131,7 +131,7 @@ def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     compared = [(facts.name, c) for facts in runs if (c := facts.comparison) is not None]
     if not compared:
         return []
-    from slurmllm.analysis.compare.comparison import curve_letter  # not loaded for a single run
+    from slurmllm.analysis.compare.result import curve_letter  # not loaded for a single run
 
     return [
         (

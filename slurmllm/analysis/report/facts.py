@@ -30,7 +30,7 @@ from slurmllm.plan.prices import NodePrice, scaling
 from slurmllm.plan.step import peak_flops
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.compare.comparison import Comparison
+    from slurmllm.analysis.compare.result import Comparison
 
 State = Literal["done", "stopped", "cancelled", "requeued", "open", "not started", "log"]
 FIRST_STEPS = 500

@@ -46,7 +46,7 @@ from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, list_ch
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.compare.comparison import Comparison
+    from slurmllm.analysis.compare.result import Comparison
 
 T = TypeVar("T")
 
@@ -319,7 +319,7 @@ def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
     if len(runs) == 1:
         return [*runs]
     from slurmllm.analysis.compare.compare import compare  # not loaded for a single run
-    from slurmllm.analysis.compare.comparison import curve_letter
+    from slurmllm.analysis.compare.result import curve_letter
 
     curves = [facts.curve if facts.loss is not None else None for facts in runs]
     first = next((curve for curve in curves if curve is not None), None)

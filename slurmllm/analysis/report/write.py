@@ -17,8 +17,8 @@ import numpy as np
 import pydantic_core
 
 from slurmllm import __version__
-from slurmllm.analysis.compare.comparison import Comparison
 from slurmllm.analysis.compare.plot import LABELS, Drawn, align
+from slurmllm.analysis.compare.result import Comparison
 from slurmllm.analysis.report.document import (
     Block,
     Bullets,

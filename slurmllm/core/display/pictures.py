@@ -1,38 +1,44 @@
 """matplotlib, with this package's plot style.
 
 Modules that draw import matplotlib's names from here only (`as` marks them for export). At its
-import matplotlib prefers a `matplotlibrc` in the working directory, which other users may be able
-to write to: that name is hidden from it.
+import matplotlib reads a `matplotlibrc` in the working directory: one that other users may have
+written is refused.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from pathlib import Path
 
+from slurmllm.core.errors import UserError
 from slurmllm.core.run.rundir import write_bytes
+from slurmllm.core.run.safe_files import open_trusted, os_error_text
 
-_path_exists = os.path.exists
-# The lookup is replaced, not the working directory: other threads resolve relative paths.
-os.path.exists = lambda path: path != "matplotlibrc" and _path_exists(path)
-try:
-    from matplotlib import rc_context as rc_context
-    from matplotlib.axes import Axes as Axes
-    from matplotlib.figure import Figure as Figure
-    from matplotlib.figure import SubFigure as SubFigure
-    from matplotlib.lines import Line2D as Line2D
-    from matplotlib.ticker import EngFormatter as EngFormatter
-    from matplotlib.ticker import FuncFormatter as FuncFormatter
-    from matplotlib.ticker import LogFormatter as LogFormatter
-    from matplotlib.ticker import LogLocator as LogLocator
-    from matplotlib.ticker import MaxNLocator as MaxNLocator
-    from matplotlib.ticker import NullFormatter as NullFormatter
-    from matplotlib.ticker import NullLocator as NullLocator
-    from matplotlib.ticker import StrMethodFormatter as StrMethodFormatter
-finally:
-    os.path.exists = _path_exists
+_SETTINGS = Path("matplotlibrc")
+if _SETTINGS.exists():
+    try:
+        open_trusted(_SETTINGS).close()
+    except OSError as error:
+        raise UserError(
+            f"{_SETTINGS.absolute()}: {os_error_text(error)}; matplotlib would read it: remove "
+            "it, work in another directory, or draw no picture"
+        ) from error
+
+# ruff: noqa: E402
+from matplotlib import rc_context as rc_context
+from matplotlib.axes import Axes as Axes
+from matplotlib.figure import Figure as Figure
+from matplotlib.figure import SubFigure as SubFigure
+from matplotlib.lines import Line2D as Line2D
+from matplotlib.ticker import EngFormatter as EngFormatter
+from matplotlib.ticker import FuncFormatter as FuncFormatter
+from matplotlib.ticker import LogFormatter as LogFormatter
+from matplotlib.ticker import LogLocator as LogLocator
+from matplotlib.ticker import MaxNLocator as MaxNLocator
+from matplotlib.ticker import NullFormatter as NullFormatter
+from matplotlib.ticker import NullLocator as NullLocator
+from matplotlib.ticker import StrMethodFormatter as StrMethodFormatter
 
 PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
 

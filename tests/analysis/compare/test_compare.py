@@ -9,7 +9,7 @@ import pytest
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.comparison import Comparison, Tolerances, format_figure
+from slurmllm.analysis.compare.result import Comparison, Tolerances, format_figure
 from slurmllm.core.config.recipe import OptimConfig
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import Curve

@@ -11,8 +11,8 @@ from PIL import Image
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.comparison import Tolerances
 from slurmllm.analysis.compare.plot import default_path, draw
+from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.core.errors import StorageError
 from slurmllm.core.metrics.source import read_curve
 

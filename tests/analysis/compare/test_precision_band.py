@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from slurmllm.analysis.compare.bands import precision_limits
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.comparison import Comparison, Tolerances
+from slurmllm.analysis.compare.result import Comparison, Tolerances
 from slurmllm.cli.compare import compare as command
 from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.metrics.curves import Curve, Floats

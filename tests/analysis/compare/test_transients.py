@@ -12,7 +12,7 @@ import pytest
 
 from slurmllm.analysis.compare.alignment import Points
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.comparison import Comparison, Tolerances
+from slurmllm.analysis.compare.result import Comparison, Tolerances
 from slurmllm.core.metrics.curves import Floats
 from slurmllm.core.metrics.source import read_curve
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fake_slurm import FakeSlurm
 from made_records import save_attempt, save_manifest
 
-from slurmllm.analysis.compare.comparison import Tolerances
+from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.analysis.drill.checks import DrillResult, check_recovery
 from slurmllm.analysis.drill.drill import LocalRunner, Runner, SlurmRunner
 from slurmllm.analysis.drill.injector import Injection

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import save_attempt, save_submission
 
-from slurmllm.analysis.compare.comparison import Tolerances
+from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.analysis.drill.checks import DrillResult
 from slurmllm.analysis.drill.drill import Drill, SlurmRunner
 from slurmllm.analysis.drill.injector import FAULT_KINDS, FAULTS, FaultKind

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from made_records import make_attempt, save_attempt
 
-from slurmllm.analysis.compare.comparison import Tolerances
+from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.analysis.drill import injector
 from slurmllm.analysis.drill.checks import Resumption, Unbroken, judge_resume
 from slurmllm.analysis.drill.injector import FAULT_KINDS, FaultKind, FaultSpec, Injection

@@ -47,12 +47,18 @@ def test_doctor_imports_nothing_from_the_working_directory(
     assert not (tmp_path / "ran").exists()
 
 
-def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "matplotlibrc")
-    modules = ("compare.plot", "plan.plot", "spikes.plot")
-    code = "import " + ", ".join(f"slurmllm.{module}" for module in modules)
-    command = [sys.executable, "-P", "-c", code]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+@pytest.mark.parametrize("kind", ["fifo", "writable", "own"])
+def test_pictures_read_no_settings_of_other_users(tmp_path: Path, kind: str) -> None:
+    settings = tmp_path / "matplotlibrc"
+    if kind == "fifo":
+        os.mkfifo(settings)
+    else:
+        settings.write_text("font.size: 11\n")
+        settings.chmod(0o666 if kind == "writable" else 0o644)
+    command = [sys.executable, "-P", "-c", "import slurmllm.analysis.compare.plot"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    assert (done.returncode == 0) is (kind == "own"), done.stderr
+    assert kind == "own" or "remove it, work in another directory" in done.stderr
 
 
 def test_measuring_workers_compile_in_a_folder_of_their_own(

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 from slurmllm.analysis.compare.alignment import Alignment, Points
-from slurmllm.analysis.compare.causes import Cause, describe_schedule_change, tokens_per_step
-from slurmllm.analysis.compare.comparison import (
+from slurmllm.analysis.compare.recorded import describe_schedule_change, tokens_per_step
+from slurmllm.analysis.compare.result import (
     Band,
     Basis,
+    Cause,
     MetricComparison,
     Verdict,
     format_figure,

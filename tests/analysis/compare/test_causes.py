@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from training_rows import MakeFile, Row, make_rows
 
-from slurmllm.analysis.compare import observation
+from slurmllm.analysis import compare as package
 from slurmllm.analysis.compare.alignment import Alignment
-from slurmllm.analysis.compare.causes import find_differences
+from slurmllm.analysis.compare.columns import clue_table
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.comparison import Comparison
+from slurmllm.analysis.compare.recorded import find_differences
+from slurmllm.analysis.compare.result import Comparison
 from slurmllm.core.metrics.curves import Setting
 from slurmllm.core.metrics.source import read_curve
 
@@ -361,9 +362,9 @@ def test_values_one_point_later_are_another_count(asked) -> None:
 
 
 def test_every_clue_is_used_and_named_once() -> None:
-    folder = Path(observation.__file__).parent
+    folder = Path(package.__file__).parent
     source = "".join(path.read_text() for path in folder.glob("*.py"))
-    for name, clue in observation.clue_table().items():
+    for name, clue in clue_table().items():
         assert f'"{name}"' in source, name
         texts = dict.fromkeys(("columns", "steps", "letter", "before", "ratio"), "")
         assert clue.text.format(at="at step 1", gap=10, step=1, **texts)

@@ -15,9 +15,9 @@ import numpy as np
 import yaml
 
 from slurmllm.analysis.compare.alignment import Points, ranges
-from slurmllm.analysis.compare.causes import Cause, Confidence, Kind
+from slurmllm.analysis.compare.result import Cause, Confidence, Kind
 from slurmllm.analysis.compare.statistics import largest_rise
-from slurmllm.core.metrics.curves import Floats, Ints, bit_identical, describe_ranges
+from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges
 from slurmllm.core.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
@@ -189,7 +189,7 @@ class Observation:
             for name, limit in largest.items():
                 if name in self.r:
                     points, size = self.points[name], np.abs(self.r[name])
-                    off[name] = points.steps[~(size <= limit) & ~bit_identical(points.a, points.b)]
+                    off[name] = points.steps[~(size <= limit) & ~points.same]
                     of_digits = np.abs(points.b - points.a) < _UNITS * points.unit
                     clear |= bool(np.any(~(size <= _UNITS * limit) & ~of_digits))
             steps = np.unique(np.concatenate(list(off.values())))

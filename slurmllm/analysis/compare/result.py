@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
 
-from slurmllm.analysis.compare.causes import Cause, Kind
 from slurmllm.analysis.compare.statistics import Statistics
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import RunError, UserError
@@ -22,7 +21,22 @@ if TYPE_CHECKING:
 Verdict = Literal["identical", "match", "equivalent", "differ"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # from the strongest
 BasisKind = Literal["tolerance", "precision", "seeds", "exact"]
+Kind = (
+    Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"]
+    | Literal["mesh", "gradient", "not_finite", "transient", "resume", "logging", "unknown"]
+)
+Confidence = Literal["certain", "likely", "possible"]
 RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outlier", "band"]
+
+
+class Cause(Record):
+    """What can have made two curves differ."""
+
+    kind: Kind
+    # certain: a recorded setting differs, or an identity of the columns proves it.
+    confidence: Confidence
+    step: int  # first step with it, or the first point that shows it
+    evidence: str
 
 
 class Tolerances(Record):

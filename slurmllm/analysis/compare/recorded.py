@@ -1,0 +1,262 @@
+"""Recorded settings and columns of two runs that differ, each with the kind of cause it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePath
+
+import numpy as np
+import yaml
+
+from slurmllm.analysis.compare.alignment import Alignment, Points
+from slurmllm.analysis.compare.result import Kind
+from slurmllm.core.metrics.curves import (
+    LR_TOLERANCE,
+    Curve,
+    Floats,
+    Ints,
+    bit_identical,
+    describe_ranges,
+    relative_difference,
+)
+from slurmllm.core.run.records import Record
+
+# Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.
+_LR_TOLERANCE_INTERPOLATED = 2e-2
+_CORNER_POINTS = 2
+
+# data.json has these more exactly.
+_DATA_RECORD_SETTINGS = ("data.", "model.seq_len", "train.global_batch")
+# The text of their kind names these settings.
+_NAMED_BY_KIND = ("train.precision", "train.seed", "train.global_batch")
+
+
+class SettingGroup(Record):
+    """Settings that can be a cause of one kind; see settings.yaml."""
+
+    text: str
+    settings: tuple[str, ...]
+
+
+@cache
+def setting_table() -> Mapping[Kind, SettingGroup]:
+    rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+    return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
+
+
+@dataclass(frozen=True, order=True)
+class SettingDifference:
+    """A recorded setting of two runs that differs."""
+
+    step: int  # the first with it
+    text: str
+    kind: Kind
+    weak: bool = False  # changes roundings at most
+
+
+def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
+    """Find the differences at the compared points, the earliest first."""
+    first, last = int(alignment.steps[0]), int(alignment.steps[-1])
+    candidates = (
+        _compare_data(a, b, first),
+        *(
+            difference
+            for difference in compare_skips(a, b, alignment.letter)
+            if difference.step <= last
+        ),
+        _compare_learning_rates(a, b, alignment),
+        _compare_tokens(a, b, alignment),
+    )
+    differences = [difference for difference in candidates if difference is not None]
+    kinds = {difference.kind for difference in differences}
+    differences += [
+        difference for difference in _compare_settings(a, b, first) if difference.kind not in kinds
+    ]
+    return sorted(differences, key=lambda difference: (difference.weak, difference.step))
+
+
+def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
+    """Find batches that one of the runs skipped and the other did not."""
+    windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
+    if windows[0] == windows[1]:
+        return []
+    texts = [
+        f"{label} skipped batches {describe_ranges(ranges)}"
+        for label, ranges in zip(("A", letter), windows, strict=True)
+        if ranges
+    ]
+    first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
+    return [SettingDifference(first, " and ".join(texts), "data")]
+
+
+def tokens_per_step(curve: Curve) -> float | None:
+    """Return the tokens of most steps; None if the curve has no tokens."""
+    steps, tokens = curve.series("tokens")
+    return _median_tokens(steps, tokens) if len(steps) > 1 else None
+
+
+def _compare_data(a: Curve, b: Curve, first: int) -> SettingDifference | None:
+    if a.data is None or b.data is None:
+        return None
+    differences = a.data.differences(b.data)
+    if not differences:
+        return None
+    names = {
+        name for name in ("seed", "global_batch") if getattr(a.data, name) != getattr(b.data, name)
+    }
+    kind: Kind = "data"
+    if len(differences) == 1 and names:
+        kind = "batches" if names == {"global_batch"} else "seed"
+    start = a.settings.get("train.init_from")
+    if kind == "seed" and start is not None and start == b.settings.get("train.init_from"):
+        kind = "data"  # with the same initial weights the seed only orders the data
+    return SettingDifference(
+        first, f"they did not see the same data: {', '.join(differences)}", kind
+    )
+
+
+def describe_schedule_change(curve: Curve, since: int, until: int) -> str | None:
+    """Describe what resumes changed in the schedule, of attempts after `since` up to `until`."""
+    schedule = setting_table()["lr"].settings
+    texts = []
+    for attempt, changes in sorted(curve.changes.items()):
+        named = [
+            f"{path} {format_setting(old)} → {format_setting(new)}"
+            for path, (old, new) in changes.items()
+            if path in schedule
+        ]
+        if named and since < attempt <= until:
+            texts.append(f"at the resume of attempt {attempt} ({', '.join(named)})")
+    return " and ".join(texts) or None
+
+
+def format_setting(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:.60}" if isinstance(value, str) else str(value).lower()
+
+
+def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
+    lr = alignment.points_of("lr").as_printed(a, b)
+    exact = alignment.method == "exact" and alignment.axis == "step"
+    tolerance = LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
+    different = ~bit_identical(lr.a, lr.b)
+    different &= ~(relative_difference(lr.a, lr.b) <= tolerance)
+    if alignment.method != "exact":
+        for _ in range(_CORNER_POINTS):
+            different &= np.append(different[1:], False)
+    if not different.any():
+        return None
+    i = int(np.argmax(different))
+    step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
+    sentence = f"learning rates differ from step {step} ({values})"
+    if (counts := _step_counts(lr)) is not None:
+        sentence += (
+            ": the learning-rate schedules differ only in how they number steps "
+            f"(optim.step_count): A uses {counts[0]}, {alignment.letter} uses {counts[1]}"
+        )
+    for letter, curve in (("A", a), (alignment.letter, b)):
+        began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
+        if (changed := describe_schedule_change(curve, 0, began)) is not None:
+            sentence += f": the schedule of {letter} was changed {changed}"
+    return SettingDifference(step, sentence, "lr")
+
+
+def _step_counts(lr: Points) -> list[str] | None:
+    """Return `optim.step_count` of both if nothing else differs; needs the warm-up's end."""
+    if len(lr) < 3 or (np.diff(lr.steps) != 1).any():
+        return None
+    peaks, origins = list[int](), list[float]()
+    for rates in (lr.a, lr.b):
+        peak = int(np.argmax(rates >= (1 - LR_TOLERANCE) * rates.max()))
+        line = np.linspace(rates[0], rates[peak], peak + 1)
+        if not 0 < peak < len(rates) - 1 or not np.allclose(rates[: peak + 1], line, 1e-4, 0):
+            return None
+        peaks.append(peak)
+        origins.append(float(lr.steps[0] - rates[0] * peak / (rates[peak] - rates[0])))
+    length = len(lr) - max(peaks)
+    decay_a, decay_b = lr.a[peaks[0] :][:length], lr.b[peaks[1] :][:length]
+    whole = np.allclose(origins, np.round(origins), 0, 0.05)
+    if abs(peaks[0] - peaks[1]) > 1 or not whole or not np.allclose(decay_a, decay_b, 1e-4, 0):
+        return None
+    counts = [
+        "transformers" if round(origin) else "nemo" if peak == max(peaks) else "from_1"
+        for origin, peak in zip(origins, peaks, strict=True)
+    ]
+    return counts if counts[0] != counts[1] and {*np.round(origins)} <= {0, 1} else None
+
+
+def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
+    by_step = alignment.axis == "step" and alignment.method == "exact"
+    tokens, step = alignment.points_of("tokens"), int(alignment.steps[0])
+    sides = [curve.series("tokens") for curve in (a, b)]
+    if by_step:
+        same = bit_identical(tokens.a, tokens.b)
+        if same.all():
+            return None
+        i = int(np.argmin(same))
+        step, sides = int(tokens.steps[i]), [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
+    # On other axes tokens so far differ anyway; their number per step must not.
+    of_a, of_b = (_median_tokens(*side) for side in sides)
+    if of_a is None or of_b is None:
+        return None
+    if of_a != of_b if by_step else not np.isclose(of_a, of_b, rtol=1e-6):
+        sentence = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
+        return SettingDifference(step, sentence, "batches")
+    if not by_step:
+        return None
+    values = f"{tokens.a[i]:,.0f} and {tokens.b[i]:,.0f}"
+    return SettingDifference(step, f"tokens trained on differ from step {step} ({values})", "data")
+
+
+def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
+    """Return the median per step; with a single step, all tokens so far; None without tokens."""
+    finite = np.isfinite(tokens)
+    steps, tokens = steps[finite], tokens[finite]
+    if len(steps) < 2:
+        return float(tokens[0]) if len(steps) else None
+    return float(np.median(np.diff(tokens) / np.diff(steps)))
+
+
+def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDifference]:
+    """Find settings that both runs have and that can change what they compute."""
+    groups: dict[tuple[Kind, bool], list[str]] = {}
+    for key in sorted(a.settings.keys() & b.settings.keys()):
+        values = a.settings[key], b.settings[key]
+        kind = _kind_of_setting(key, a, b) if values[0] != values[1] else None
+        if kind is None:
+            continue
+        name = "" if key in _NAMED_BY_KIND else f"{key.split('.', 1)[-1]} "
+        weak = kind in ("mesh", "rounding") or (key == "train.init_from" and None not in values)
+        sentence = f"{name}{' and '.join(map(format_setting, values))}"
+        groups.setdefault((kind, weak), []).append(sentence)
+    sizes = [{len(nodes) for nodes in curve.nodes.values()} for curve in (a, b)]
+    if all(sizes) and sizes[0] != sizes[1]:
+        of_a, of_b = ("/".join(map(str, sorted(size))) for size in sizes)
+        groups.setdefault(("mesh", True), []).append(f"{of_a} and {of_b} nodes")
+    for (kind, weak), differences in groups.items():
+        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+        sentence = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"
+        yield SettingDifference(first, sentence, kind, weak)
+
+
+def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
+    """Return what a setting that differs can cause; None if nothing in a curve."""
+    by_key = {name: kind for kind, group in setting_table().items() for name in group.settings}
+    kind = by_key.get(key, by_key.get(f"{key.partition('.')[0]}.*"))
+    if a.data is not None and b.data is not None:
+        other_seed = key == "train.seed" and a.data.seed != b.data.seed
+        if other_seed or key.startswith(_DATA_RECORD_SETTINGS):
+            return None
+    if kind == "lr" and all("lr" in curve.columns for curve in (a, b)):
+        return None  # the learning rates themselves are compared
+    if key == "train.steps":  # the end of a decay that names none
+        ends = [curve.settings.get("optim.decay_steps") for curve in (a, b)]
+        constant = [curve.settings.get("optim.decay") == "constant" for curve in (a, b)]
+        return kind if ends == [None, None] and not all(constant) else None
+    if key in ("data.corpus", "data.tokenizer"):  # paths
+        names = {PurePath(str(curve.settings[key])).name for curve in (a, b)}
+        return kind if len(names) > 1 else None
+    return kind if key != "parallel.auto" else None
