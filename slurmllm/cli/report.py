@@ -68,11 +68,7 @@ def report(
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
-    from slurmllm.analysis.report.sources import (
-        compare_with_first,
-        make_names_unique,
-        read_run_facts,
-    )
+    from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
     from slurmllm.analysis.report.write import default_path, to_json
     from slurmllm.cli.sweep import ranking_json
     from slurmllm.core.slurm.client import SlurmClient
@@ -90,7 +86,7 @@ def report(
     rankings, paths = _locate(sources, runs_dir, client)
     logs = zip(paths, of_logs.arguments(len(paths)), strict=True)
     facts = [read_run_facts(*log, choice, client) for log in logs]
-    runs = compare_with_first(make_names_unique(facts))
+    runs = name_and_compare(facts)
     only_sweeps = len(rankings) == len(sources)
     if not as_json:  # before the page, which may fail
         _print_rankings(rankings)

@@ -20,6 +20,7 @@ from slurmllm.analysis.compare.columns import (
 )
 from slurmllm.analysis.compare.recorded import SettingDifference
 from slurmllm.analysis.compare.result import Cause, Confidence, Kind
+from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import Curve, Floats
 
 _LIKELY = 6  # points from which the first cause is likely, not only possible
@@ -203,7 +204,7 @@ def _of_settings(
             explains = not (
                 forward and setting.step >= first and setting.kind in ("lr", "optimizer")
             )
-        alone = len(strong) == 1 and not setting.weak
+        alone = len(strong) == 1 and not (setting.weak or setting.shifted)
         confidence = ("certain" if alone else "likely") if explains else "possible"
         causes.append(
             Cause(kind=setting.kind, confidence=confidence, step=step, evidence=setting.text)
@@ -239,10 +240,8 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
 def _describe_nodes(step: int, b: Curve, letter: str) -> str:
     row = int(np.searchsorted(b.steps, step))
     attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
-    near = [int(restart) for restart in b.restarts if 0 <= step - restart <= 2]
     nodes, description = b.nodes.get(attempt, ()), ""
-    if near or nodes:
-        on = f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
-        made = f" took over at step {near[-1]}" if near else " made it"
-        description = f"; attempt {attempt} of {letter}{on}{made}"
+    if nodes:
+        names = format_names(nodes, 8)
+        description = f"; attempt {attempt} of {letter} on {names} made it"
     return f"{description}; check the nodes with `slurmllm health`"

@@ -155,7 +155,7 @@ def compare(
         warnings += [
             f"the curves match although {setting.text}"
             for setting in settings
-            if not setting.weak and setting.kind != measure.kind
+            if not (setting.weak or setting.shifted) and setting.kind != measure.kind
         ]
     steps = points["loss"].steps
     reason = sentences.reason(

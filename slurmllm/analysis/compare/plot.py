@@ -24,6 +24,7 @@ from slurmllm.core.display.pictures import (
     rc_context,
     write_picture,
 )
+from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import (
     Axis,
     Curve,
@@ -215,8 +216,7 @@ def _mark_restarts(
         middle = (positions[row] + positions[row - 1]) / 2
         if np.isfinite(middle):
             axes.axvline(middle, color=color, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
-    numbers = ", ".join(str(step) for step in curve.steps[inside[:4]])
-    name = f"{label} restarted at {numbers}{' …' if inside.size > 4 else ''}"
+    name = f"{label} restarted at {format_names([*map(str, curve.steps[inside])], 4)}"
     return [Line2D([], [], color=color, linewidth=1.2, linestyle=(0, (2, 2)), label=name)]
 
 
@@ -231,11 +231,10 @@ def _mark_departure(
     row = min(int(np.searchsorted(steps, step)), len(steps) - 1)
     position = float(each.alignment.positions[row])
     axes.axvline(position, color=color, linewidth=1.0, zorder=1)
-    right = position <= (span[0] + span[1]) / 2  # on the side of the line with more room
-    layout: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    layout |= {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
-    layout["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
-    axes.annotate(f"diverges at step {step}", (position, 0.03), color=color, fontsize=9, **layout)
+    # On the side of the line with more room.
+    side = "left" if position <= (span[0] + span[1]) / 2 else "right"
+    label = f" diverges at step {step} "
+    axes.text(position, 0.03, label, color=color, ha=side, transform=axes.get_xaxis_transform())
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:

@@ -54,6 +54,7 @@ class SettingDifference:
     text: str
     kind: Kind
     weak: bool = False  # changes roundings at most
+    shifted: bool = False  # the same one step apart, so that it may be in the log only
 
 
 def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
@@ -152,40 +153,23 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     i = int(np.argmax(different))
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     sentence = f"learning rates differ from step {step} ({values})"
-    if (counts := _step_counts(lr)) is not None:
-        sentence += (
-            ": the learning-rate schedules differ only in how they number steps "
-            f"(optim.step_count): A uses {counts[0]}, {alignment.letter} uses {counts[1]}"
-        )
+    shifted = _is_shifted(lr, tolerance)
+    if shifted:
+        sentence += ": they are the same one step apart, logged or counted so (optim.step_count)"
     for letter, curve in (("A", a), (alignment.letter, b)):
         began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
         if (changed := describe_schedule_change(curve, 0, began)) is not None:
             sentence += f": the schedule of {letter} was changed {changed}"
-    return SettingDifference(step, sentence, "lr")
+    return SettingDifference(step, sentence, "lr", shifted=shifted)
 
 
-def _step_counts(lr: Points) -> list[str] | None:
-    """Return `optim.step_count` of both if nothing else differs; needs the warm-up's end."""
-    if len(lr) < 3 or (np.diff(lr.steps) != 1).any():
-        return None
-    peaks, origins = list[int](), list[float]()
-    for rates in (lr.a, lr.b):
-        peak = int(np.argmax(rates >= (1 - LR_TOLERANCE) * rates.max()))
-        line = np.linspace(rates[0], rates[peak], peak + 1)
-        if not 0 < peak < len(rates) - 1 or not np.allclose(rates[: peak + 1], line, 1e-4, 0):
-            return None
-        peaks.append(peak)
-        origins.append(float(lr.steps[0] - rates[0] * peak / (rates[peak] - rates[0])))
-    length = len(lr) - max(peaks)
-    decay_a, decay_b = lr.a[peaks[0] :][:length], lr.b[peaks[1] :][:length]
-    whole = np.allclose(origins, np.round(origins), 0, 0.05)
-    if abs(peaks[0] - peaks[1]) > 1 or not whole or not np.allclose(decay_a, decay_b, 1e-4, 0):
-        return None
-    counts = [
-        "transformers" if round(origin) else "nemo" if peak == max(peaks) else "from_1"
-        for origin, peak in zip(origins, peaks, strict=True)
-    ]
-    return counts if counts[0] != counts[1] and {*np.round(origins)} <= {0, 1} else None
+def _is_shifted(lr: Points, tolerance: float) -> bool:
+    """Return whether the rates are the same one point earlier or later: it may be the logging."""
+    for a, b in ((lr.a[:-1], lr.b[1:]), (lr.a[1:], lr.b[:-1])):
+        allowed = tolerance * np.abs(a) + np.max(lr.unit)
+        if len(a) > _CORNER_POINTS and np.all(np.abs(a - b) <= allowed):
+            return True
+    return False
 
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:

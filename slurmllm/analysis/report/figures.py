@@ -19,7 +19,7 @@ import yaml
 
 from slurmllm.analysis.evaluate.scores import HELD_OUT
 from slurmllm.analysis.report.facts import RunFacts, per_s, scaling_rows
-from slurmllm.core.format import format_elapsed, format_names, format_number
+from slurmllm.core.format import format_number
 from slurmllm.core.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
 from slurmllm.core.run.records import TIME_PARTS, TimePart
 
@@ -73,7 +73,6 @@ class CurveFigure:
     limit: float = 0.0
     _traces: list[Json] = field(default_factory=list)
     _axes: list[Axes] = field(default_factory=list)
-    _ranges: list[Floats] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self._traces)
@@ -81,7 +80,6 @@ class CurveFigure:
     def add(self, trace: Json, axes: Axes, y: Floats) -> None:
         self._traces.append({"type": "scatter", "y": packed(y), **trace})
         self._axes.append(axes)
-        self._ranges.append(y[np.isfinite(y)])
 
     def finish(self) -> Json:
         """Return the figure, whose first axis is the one that all curves have."""
@@ -92,10 +90,10 @@ class CurveFigure:
         }
         for trace, x in zip(self._traces, positions[names[0]], strict=True):
             trace["x"] = x
-        range_ = self._y_range()
-        linear = {"yaxis.type": "linear", "yaxis.autorange": range_ is None}
-        if range_ is not None:
-            linear["yaxis.range"] = range_
+        linear: Json = {"yaxis.type": "linear", "yaxis.autorange": self.top is None}
+        y_axis: Json = {"title": {"text": self.unit}, "type": "log" if self.log else "linear"}
+        if self.top is not None:
+            linear["yaxis.range"] = y_axis["range"] = [0.0, self.top]
         logarithmic = {"yaxis.type": "log", "yaxis.autorange": True}
         menus = [
             [
@@ -104,9 +102,6 @@ class CurveFigure:
             ],
             [_button("linear", "relayout", linear), _button("log", "relayout", logarithmic)],
         ]
-        y_axis: Json = {"title": {"text": self.unit}, "type": "log" if self.log else "linear"}
-        if range_ is not None and not self.log:
-            y_axis["range"] = range_
         return _figure(
             self._traces,
             {"title": {"text": _AXIS_TITLES[names[0]]}},
@@ -115,16 +110,6 @@ class CurveFigure:
             shapes=[_LOOK["limit"] | {"y0": self.limit, "y1": self.limit}] if self.limit else [],
             updatemenus=[_menu(menus[0], 0, 0), _menu(menus[1], 1, int(self.log))],
         )
-
-    def _y_range(self) -> list[float] | None:
-        """Return the range of a linear axis: without outliers, or around a constant."""
-        if self.top is not None:
-            return [0.0, self.top]
-        values = np.concatenate([*self._ranges, np.empty(0)])
-        if not values.size or np.ptp(values) > 1e-6 * np.abs(values).max():
-            return None
-        double = 2 * float(np.clip(values[0], -1e300, 1e300))
-        return sorted((0.0, double)) if double else None
 
 
 def _button(label: str, method: str, *arguments: Json) -> Json:
@@ -304,12 +289,18 @@ def _add_marks(
         return
     marks = {"restart": _restarts(runs[number], curve)}
     if metric == "loss":
-        marks |= {"save": _saves(runs[number]), "spike": _spikes(runs[number])}
-    if figure.top is not None:
-        marks["far"] = [
-            (int(step), f"{runs[number].name}: {format_number(value)} {figure.unit} at step {step}")
-            for step, value in zip(curve.steps, values, strict=True)
-            if value > figure.top
+        facts = runs[number]
+        spikes = () if facts.spikes is None else facts.spikes.spikes
+        marks["save"] = [
+            (save.step, f"{facts.name}: saved step {save.step}") for save in facts.saved
+        ]
+        marks["spike"] = [
+            (
+                spike.peak_step,
+                f"{facts.name}: spike at step {spike.peak_step}, "
+                f"{format_number(spike.height)} above the mean",
+            )
+            for spike in spikes
         ]
     rows = np.flatnonzero(curve.present(metric))
     for kind, texts in marks.items():
@@ -318,8 +309,6 @@ def _add_marks(
             continue
         steps = np.array([step for step, _ in latest])
         y = np.interp(steps, curve.steps[rows], values[rows])
-        if kind == "far":
-            y = np.full(len(steps), 0.97 * (figure.top or 0.0))
         color = RUN_COLORS[number % len(RUN_COLORS)]
         look: Json = {
             **_LOOK["mark"],
@@ -334,36 +323,17 @@ def _add_marks(
 
 
 def _restarts(facts: RunFacts, curve: Curve) -> list[tuple[int, str]]:
-    records = {attempt.attempt: attempt for attempt in facts.train}
+    endings = {attempt.attempt: attempt for attempt in facts.train}
     restarts = []
     for row in (np.flatnonzero(np.diff(curve.attempts) != 0) + 1).tolist():
         before, after = int(curve.attempts[row - 1]), int(curve.attempts[row])
         lines = [f"{facts.name}: attempt {after} from step {curve.steps[row]}"]
         for attempt in range(before, after):  # attempts without a step have no row
-            record = records.get(attempt)
-            if record is not None and record.ending is not None:
-                why = f" ({'; '.join(record.evidence):.150})" if record.evidence else ""
-                lines.append(f"attempt {attempt} ended: {record.ending}{why}")
-        if after in records:
-            lines.append(f"nodes: {format_names(records[after].nodes)}")
+            if attempt in endings and endings[attempt].ending is not None:
+                evidence = "; ".join(endings[attempt].evidence)
+                lines.append(f"attempt {attempt} ended: {endings[attempt].ending} {evidence:.150}")
         restarts.append((int(curve.steps[row]), "\n".join(lines)))
     return restarts
-
-
-def _saves(facts: RunFacts) -> list[tuple[int, str]]:
-    saves = []
-    for save in facts.saved:
-        duration = "" if save.seconds is None else f", {format_elapsed(save.seconds)} s"
-        saves.append((save.step, f"{facts.name}: saved step {save.step}{duration}"))
-    return saves
-
-
-def _spikes(facts: RunFacts) -> list[tuple[int, str]]:
-    spikes = []
-    for spike in () if facts.spikes is None else facts.spikes.spikes:
-        height = f"{format_number(spike.height)} above the mean"
-        spikes.append((spike.peak_step, f"{facts.name}: spike at step {spike.peak_step}, {height}"))
-    return spikes
 
 
 def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:

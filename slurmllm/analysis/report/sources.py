@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PARTS_OF_A_RUN = ("config.yaml", "jobs.json", "attempts", "metrics")
-# Files that several readers read, each with its own warning.
-_SHARED = r"/(config\.yaml|data\.json|skips\.json|attempts/\d+/attempt\.json)"
 
 
 def find_run_directory(source: str, root: Path) -> Path | None:
@@ -133,7 +130,13 @@ def _read_run(
     attempts = tuple(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
-    warnings += _attempts_without_metrics(run, history)
+    for attempt in history.attempts:
+        number, last = attempt.attempt, attempt.last_step
+        if attempt.stage == "train" and last is not None and number not in history.steps:
+            warnings.append(
+                f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
+                f"{run.metrics(number)} lacks them: none of its time is productive"
+            )
     paid = _price(configuration.config, price)
     usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
@@ -172,18 +175,8 @@ def _read_run(
         versions=warn_on_error(lambda: _read_versions(run, attempts, warnings), warnings) or {},
         events=events,
         price=paid,
-        warnings=tuple(_without_repeats(run, [*warnings, *used.warnings])),
+        warnings=tuple(dict.fromkeys([*warnings, *used.warnings])),
     )
-
-
-def _attempts_without_metrics(run: RunDir, history: RunHistory) -> Iterator[str]:
-    for attempt in history.attempts:
-        number, last = attempt.attempt, attempt.last_step
-        if attempt.stage == "train" and last is not None and number not in history.steps:
-            yield (
-                f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
-                f"{run.metrics(number)} lacks them: none of its time is productive"
-            )
 
 
 def _price(config: RunConfig | None, usd: float | None) -> NodePrice | None:
@@ -249,17 +242,6 @@ def _trainer_checkpoints(
         yield CheckpointFacts(step, attempt, None, None, saved_at, None, None, state)
 
 
-def _without_repeats(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:
-    """Yield each warning once; of a file that several readers read only the first one."""
-    files: set[str] = set()
-    for warning in dict.fromkeys(warnings):
-        about = re.search(re.escape(str(run.path)) + _SHARED, warning)
-        if about is None or about[0] not in files:
-            yield warning
-        if about is not None:
-            files.add(about[0])
-
-
 def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
     """Return the result of a reader; None, with a warning, if its file cannot be read."""
     try:
@@ -314,8 +296,8 @@ def _read_versions(
     return {}
 
 
-def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Compare each run that has a loss with the first one that has."""
+def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Number sources of equal names; compare each run with the first one that has a loss."""
     if len(runs) == 1:
         return [*runs]
     from slurmllm.analysis.compare.compare import compare  # not loaded for a single run
@@ -324,6 +306,7 @@ def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
     curves = [facts.curve if facts.loss is not None else None for facts in runs]
     first = next((curve for curve in curves if curve is not None), None)
     compared: list[RunFacts] = []
+    counts: Counter[str] = Counter()
     letters = map(curve_letter, range(1, len(runs) + 1))
     for facts, curve in zip(runs, curves, strict=True):
         result: Comparison | str | None = None
@@ -332,16 +315,8 @@ def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
                 result = compare(first, curve, letter=next(letters))
             except RunError as error:
                 result = str(error)
-        compared.append(replace(facts, comparison=result))
-    return compared
-
-
-def make_names_unique(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Append a number to the name of every later source of the same name."""
-    counts: Counter[str] = Counter()
-    unique = []
-    for facts in runs:
         counts[facts.name] += 1
         count = counts[facts.name]
-        unique.append(facts if count == 1 else replace(facts, name=f"{facts.name} ({count})"))
-    return unique
+        name = facts.name if count == 1 else f"{facts.name} ({count})"
+        compared.append(replace(facts, name=name, comparison=result))
+    return compared

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import itertools
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -143,40 +143,23 @@ def test_exact_tells_one_bit_and_zero_from_minus_zero(compared) -> None:
     assert "; bit-identical up to step 24" in result.reason
 
 
-def schedule(step_count: str, **fields: object) -> list[float]:
-    values = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "step_count": step_count, **fields}
-    optim = OptimConfig.model_validate(values)
-    return [float(f"{learning_rate(optim, 100, step):.5g}") for step in range(1, 51)]
+def with_rates(rates: Sequence[float]) -> list[Row]:
+    return [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
 
 
-def settings_of(compared, *schedules: list[float]) -> tuple[str, ...]:
-    """The settings that differ, of runs with these learning rates that part at step 21."""
-    a, b = (
-        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
-        for rates in schedules
-    )
-    settings: tuple[str, ...] = compared(a, departed(b, 0.05, 21)).settings
-    return settings
-
-
-@pytest.mark.parametrize("decay", ["cosine", "constant"])
-@pytest.mark.parametrize(
-    "counts", list(itertools.combinations(("from_1", "nemo", "transformers"), 2))
-)
-def test_schedules_that_count_steps_differently(compared, counts, decay: str) -> None:
-    """With the five digits of another framework's log."""
-    (cause,) = settings_of(compared, *(schedule(count, decay=decay) for count in counts))
-    text = "the learning-rate schedules differ only in how they number steps"
-    assert cause.endswith(f": {text} (optim.step_count): A uses {counts[0]}, B uses {counts[1]}")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"warmup_steps": 20}, {"min_lr": 5e-4}, {"lr": 9.9e-4}, {"decay": "linear"}]
-)
-def test_other_schedules_are_not_called_another_count(compared, fields) -> None:
-    (cause,) = settings_of(compared, schedule("from_1"), schedule("nemo", **fields))
-    assert cause.startswith("learning rates differ from step 1 ")
-    assert "count" not in cause
+def test_rates_that_are_the_same_one_step_apart_are_never_certain(compared) -> None:
+    """Some log the rate of the step, others that of the next one, with five digits."""
+    optim = OptimConfig.model_validate({"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10})
+    rates = [float(f"{learning_rate(optim, 100, step):.5g}") for step in range(1, 52)]
+    a, b = with_rates(rates[:-1]), with_rates(rates[1:])
+    for first, second in ((a, b), (b, a)):
+        assert compared(first, second).warnings == ()
+        result = compared(first, departed(second, 0.05, 21))
+        assert "the same one step apart" in result.settings[0]
+        assert {c.confidence for c in result.causes if c.kind == "lr"} == {"likely"}
+    slower = with_rates([0.99 * rate for rate in rates[1:]])
+    result = compared(a, departed(slower, 0.05, 21))
+    assert "apart" not in result.settings[0]
 
 
 def test_another_batch_or_skipped_tokens_are_the_cause(compared) -> None:

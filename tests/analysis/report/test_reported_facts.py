@@ -20,7 +20,7 @@ from training_rows import make_row, write_rows
 from slurmllm.analysis.report.document import sections
 from slurmllm.analysis.report.facts import RunFacts, scaling_rows
 from slurmllm.analysis.report.figures import figures
-from slurmllm.analysis.report.sources import make_names_unique, read_run_facts
+from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
 from slurmllm.analysis.report.write import to_html
 from slurmllm.cli.main import cli
 from slurmllm.core.config.load import load
@@ -66,7 +66,7 @@ def test_scaling_is_against_the_fewest_nodes(tmp_path: Path) -> None:
     sizes = ((16, 54.3), (4, 13.6), (8, 40.0))
     runs = [make_reported_run(RunDir(tmp_path / f"on{n}"), nodes=n, seq_per_s=s) for n, s in sizes]
     facts = [read(run) for run in runs]
-    assert [f.name for f in make_names_unique([*facts, facts[0]])][2:] == ["on8", "on16 (2)"]
+    assert [f.name for f in name_and_compare([*facts, facts[0]])][2:] == ["on8", "on16 (2)"]
     rows = scaling_rows(facts)
     assert [row.rate.nodes for row in rows] == [4, 8, 16]
     assert [row.efficiency for row in rows] == pytest.approx([1.0, 40 / 27.2, 54.3 / 54.4])
