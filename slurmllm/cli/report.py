@@ -160,8 +160,8 @@ def _print_rankings(rankings: Rankings) -> None:
 def _print(runs: Sequence[RunFacts]) -> None:
     """Print the tables, and each run's warnings."""
     from slurmllm.analysis.report import tables
-    from slurmllm.analysis.report.document import comparison_texts
     from slurmllm.analysis.report.facts import scaling_rows
+    from slurmllm.analysis.report.write import comparison_texts
 
     def show(table: Table, before: str = "") -> None:
         click.echo(before)

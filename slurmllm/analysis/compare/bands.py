@@ -20,15 +20,15 @@ import numpy as np
 from scipy.ndimage import median_filter
 
 from slurmllm.analysis.compare.alignment import Alignment, Points
-from slurmllm.analysis.compare.recorded import SettingDifference
-from slurmllm.analysis.compare.result import Band, BandOfMetric, Basis, Tolerances
-from slurmllm.analysis.compare.statistics import (
+from slurmllm.analysis.compare.divergence import (
     extrapolated,
     largest,
     roughness,
     scatter,
     t_quantile,
 )
+from slurmllm.analysis.compare.recorded import SettingDifference
+from slurmllm.analysis.compare.result import Band, BandOfMetric, Basis, Tolerances
 from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.metrics.curves import Axis, Curve, Floats, Ints
 

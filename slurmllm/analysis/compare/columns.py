@@ -15,8 +15,8 @@ import numpy as np
 import yaml
 
 from slurmllm.analysis.compare.alignment import Points, ranges
+from slurmllm.analysis.compare.divergence import largest_rise
 from slurmllm.analysis.compare.result import Cause, Confidence, Kind
-from slurmllm.analysis.compare.statistics import largest_rise
 from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges
 from slurmllm.core.run.records import Record
 

@@ -25,10 +25,22 @@ from slurmllm.analysis.compare.bands import (
     precision_limits,
 )
 from slurmllm.analysis.compare.causes import explain
-from slurmllm.analysis.compare.divergence import IDENTICAL, DivergenceResult, detect_divergence
+from slurmllm.analysis.compare.divergence import (
+    IDENTICAL,
+    DivergenceResult,
+    detect_divergence,
+    roughness,
+    shared_noise,
+)
 from slurmllm.analysis.compare.recorded import SettingDifference, compare_skips, find_differences
-from slurmllm.analysis.compare.result import Cause, Comparison, MetricComparison, Tolerances
-from slurmllm.analysis.compare.statistics import Statistics, roughness, shared_noise, statistics
+from slurmllm.analysis.compare.result import (
+    Cause,
+    Comparison,
+    MetricComparison,
+    Statistics,
+    Tolerances,
+    statistics,
+)
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import (
     Axis,

@@ -1,18 +1,21 @@
-"""The result of a comparison: its records; and the logs that an exact one refuses."""
+"""The result of a comparison: its records, the figures of each metric, refused logs."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 from pydantic import Field
+from scipy.ndimage import uniform_filter1d
 
-from slurmllm.analysis.compare.statistics import Statistics
+from slurmllm.analysis.compare.alignment import Points
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.metrics.curves import Axis, Curve, DamageWarning, Range
+from slurmllm.core.metrics.curves import Axis, Curve, DamageWarning, Floats, Ints, Range
 from slurmllm.core.run.records import Record
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ Kind = (
     | Literal["mesh", "gradient", "not_finite", "transient", "resume", "logging", "unknown"]
 )
 Confidence = Literal["certain", "likely", "possible"]
+NUM_WINDOWS = 10  # parts of the points, each described by itself
+_SMOOTHING = 1 / 50  # of all points: the width of the running mean that smooths the curves
 RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outlier", "band"]
 
 
@@ -179,6 +184,32 @@ class Band(Record):
     metrics: dict[str, BandOfMetric]
 
 
+class Window(Record):
+    """A tenth of the points compared."""
+
+    first_step: int
+    last_step: int
+    points: int
+    mean_rel_diff: float | None  # None if no point is finite
+    mean_signed_rel_diff: float | None  # above 0 if B is above A
+
+
+class Statistics(Record):
+    """One metric of both curves; None: no figure, as of points that are not finite."""
+
+    points: int  # that both have
+    max_rel_diff: float | None
+    max_rel_diff_step: int | None
+    mean_rel_diff: float | None
+    median_rel_diff: float | None
+    p99_rel_diff: float | None  # 99 % of the points differ by no more
+    correlation: float | None  # Pearson's, of the values
+    correlation_detrended: float | None  # Pearson's, of the values less their running means
+    area_between: float | None  # between the running means of both, over the area under A's
+    ratio: float | None  # median of B / A
+    windows: tuple[Window, ...]
+
+
 class ComparedSteps(Record):
     """The two curves, and the points at which they are compared."""
 
@@ -264,3 +295,80 @@ def format_figure(value: float) -> str:
         return f"{value:g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+@np.errstate(all="ignore")
+def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
+    """Describe how a metric differs, by its points and their signed relative differences.
+
+    `shape`: also correlate and smooth, which is meaningless for times and rates.
+    """
+    finite = np.isfinite(signed)
+    used = slice(None) if finite.all() else finite
+    a, b, size = points.a[used], points.b[used], np.abs(signed[used])
+    if not len(size):
+        none = dict.fromkeys(Statistics.model_fields)
+        return Statistics.model_validate(none | {"points": len(points), "windows": ()})
+    worst = int(np.argmax(size))
+    median, p99 = np.percentile(size, [50, 99])
+    nonzero = a != 0
+    ratio = float(np.median(b[nonzero] / a[nonzero])) if nonzero.any() else None
+    correlation = detrended = area = None
+    if shape:
+        width = max(1, round(len(a) * _SMOOTHING))
+        # Large values must not overflow in a running sum or a product.
+        scale = float(max(np.abs(a).max(), np.abs(b).max())) or 1.0
+        if scale > 1e100:
+            a, b = a / scale, b / scale
+        smooth_a, smooth_b = running_mean(a, width), running_mean(b, width)
+        correlation = _correlation(a, b)
+        detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
+        under, between = np.abs(smooth_a), np.abs(smooth_b - smooth_a)
+        if len(a) > 1:
+            positions = points.positions[used]
+            under, between = (np.trapezoid(y, positions) for y in (under, between))
+        area = float(between.sum() / under.sum()) if under.sum() > 0 else None
+    count = min(NUM_WINDOWS, len(points))
+    bounds = np.linspace(0, len(points), count + 1).round().astype(int).tolist()
+    return Statistics(
+        points=len(points),
+        max_rel_diff=float(size[worst]),
+        max_rel_diff_step=int(points.steps[used][worst]),
+        mean_rel_diff=float(size.mean()),
+        median_rel_diff=float(median),
+        p99_rel_diff=float(p99),
+        correlation=correlation,
+        correlation_detrended=detrended,
+        area_between=area,
+        ratio=ratio,
+        windows=tuple(_window(points.steps[i:j], signed[i:j]) for i, j in pairwise(bounds)),
+    )
+
+
+def running_mean(values: Floats, width: int) -> Floats:
+    """Return means over `width` neighbours, centred; fewer at the ends. [points]"""
+    sums, counts = (
+        uniform_filter1d(x, width, mode="constant", origin=width % 2 - 1)
+        for x in (values, np.ones(len(values)))
+    )
+    means: Floats = sums / counts
+    return means
+
+
+def _correlation(a: Floats, b: Floats) -> float | None:
+    """Return Pearson's correlation; None of fewer than 3 points or of a constant."""
+    # The deviation of a constant is rounding.
+    if len(a) < 3 or any(x.std() <= 1e-13 * abs(x.mean()) for x in (a, b)):
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _window(steps: Ints, r: Floats) -> Window:
+    r = r[np.isfinite(r)]
+    return Window(
+        first_step=int(steps[0]),
+        last_step=int(steps[-1]),
+        points=len(steps),
+        mean_rel_diff=float(np.abs(r).mean()) if len(r) else None,
+        mean_signed_rel_diff=float(r.mean()) if len(r) else None,
+    )

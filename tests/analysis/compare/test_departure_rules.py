@@ -10,8 +10,12 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.analysis.compare.divergence import detect_divergence
-from slurmllm.analysis.compare.statistics import extrapolated, largest, shared_noise
+from slurmllm.analysis.compare.divergence import (
+    detect_divergence,
+    extrapolated,
+    largest,
+    shared_noise,
+)
 from slurmllm.core.metrics.curves import Floats
 
 TAU = 1.0

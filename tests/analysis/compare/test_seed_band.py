@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from slurmllm.analysis.compare.alignment import Points
 from slurmllm.analysis.compare.bands import BandResult, compare_with_band
-from slurmllm.analysis.compare.statistics import Statistics, running_mean, statistics, t_quantile
+from slurmllm.analysis.compare.divergence import t_quantile
+from slurmllm.analysis.compare.result import Statistics, running_mean, statistics
 from slurmllm.core.metrics.curves import Floats, signed_difference, thin_rows
 
 

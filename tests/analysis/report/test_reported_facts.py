@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from reported_runs import make_reported_run
 from training_rows import make_row, write_rows
 
-from slurmllm.analysis.report.document import sections
 from slurmllm.analysis.report.facts import RunFacts, scaling_rows
 from slurmllm.analysis.report.figures import figures
 from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
-from slurmllm.analysis.report.write import to_html
+from slurmllm.analysis.report.write import sections, to_html
 from slurmllm.cli.main import cli
 from slurmllm.core.config.load import load
 from slurmllm.core.metrics.curves import piece_means, thin_rows
