@@ -32,6 +32,7 @@ _FAR = 0.5
 _MIN_POINTS = 8
 _MAX_OFFSET = 16  # steps by which logs are shifted to try whether their values coincide
 _MAX_ROWS = 4096  # suffice to judge
+_MAX_BEGINS = 64  # points that have the other curve's first loss
 _DIGITS_SAMPLE = 512  # values that show how many digits a log prints
 _SAME_AT_FIRST = 3  # points
 _PRINTED_DIGITS = range(3, 10)  # fewer are no precision of a log, more are not printed
@@ -183,6 +184,28 @@ def _coincide(
         if both and distance(metric, shift) > distance(metric, far_from):
             return False
     return distance("loss", far_from) > _FAR * scatter
+
+
+def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
+    """Return a step of A, and of B the one with its loss, if only the count of steps differs.
+
+    The losses are the same in their order, from the first point of one of the curves on, and
+    neither a shift nor a factor of the steps was found before.
+    """
+    (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
+    units = np.append(_printed_unit(losses_a, a.kind), _printed_unit(losses_b, b.kind))
+    digit = max(float(np.max(units)), 1e-7 * float(np.median(np.abs(losses_a))))
+    begins = [(int(row), 0) for row in np.flatnonzero(np.abs(losses_a - losses_b[0]) <= digit)]
+    begins += [(0, int(row)) for row in np.flatnonzero(np.abs(losses_b - losses_a[0]) <= digit)]
+    for row_a, row_b in begins[:_MAX_BEGINS]:
+        count = min(len(losses_a) - row_a, len(losses_b) - row_b)
+        values = losses_a[row_a : row_a + count]
+        same = np.abs(values - losses_b[row_b : row_b + count]) <= digit
+        apart = steps_a[row_a : row_a + count] != steps_b[row_b : row_b + count]
+        if same.all() and apart.any() and len(np.unique(values)) >= _MIN_POINTS:
+            row = int(np.argmax(apart))
+            return int(steps_a[row_a + row]), int(steps_b[row_b + row])
+    return None
 
 
 def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:

@@ -149,13 +149,6 @@ class Observation:
             varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
             if varied and not np.any(same) and not self.factor("grad_norm"):
                 return clue
-        for clue, of_a, of_b in (
-            ("shifted_later", slice(-1), slice(1, None)),
-            ("shifted_earlier", slice(1, None), slice(-1)),
-        ):
-            pairs = [(a[of_a], b[of_b]) for a, b in map(self.values, self.starts)]
-            if all(len(a) >= _MIN_POINTS and np.array_equal(a, b) for a, b in pairs):
-                return clue
         return None
 
     def factor(self, name: str) -> bool:

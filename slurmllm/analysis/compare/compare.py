@@ -14,6 +14,7 @@ from slurmllm.analysis.compare.alignment import (
     Alignment,
     Points,
     StepMatch,
+    counted_apart,
     match_steps,
     no_common_step,
     shift_steps,
@@ -25,6 +26,7 @@ from slurmllm.analysis.compare.bands import (
     precision_limits,
 )
 from slurmllm.analysis.compare.causes import explain
+from slurmllm.analysis.compare.columns import clue_table
 from slurmllm.analysis.compare.divergence import (
     IDENTICAL,
     DivergenceResult,
@@ -258,6 +260,12 @@ def _causes(
     basis: result.Basis,
 ) -> tuple[Cause, ...]:
     a, b = alignment.curves
+    if alignment.axis == "step" and (same_point := counted_apart(a, b)) is not None:
+        evidence = clue_table()["counted_apart"].text.format(
+            letter=alignment.letter, step_a=same_point[0], step_b=same_point[1]
+        )
+        step = int(alignment.steps[0])
+        return (Cause(kind="logging", confidence="certain", step=step, evidence=evidence),)
     departing = [metric for metric in results.values() if metric.departs]
     onsets = [metric.onset_step for metric in departing if metric.onset_step is not None]
     # Scatter came before the departure: its causes are not those of the scatter.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -349,16 +348,14 @@ def test_weights_rounded_after_each_update(asked) -> None:
     assert first(asked(make_rows(1, 120), b))[0] == "precision"
 
 
-def test_values_one_point_later_are_another_count(asked) -> None:
-    rows = noisy(make_rows(1, 121))
-    moved = [
-        row | {name: before[name] for name in ("loss", "grad_norm", "param_norm")}
-        for before, row in pairwise(rows)
-    ]
-    comparison = asked(rows[1:], moved)
-    if not comparison.match:  # else the comparison itself has found the shift
-        assert first(comparison)[:2] == ("logging", "certain")
-        assert "one point later" in comparison.reason
+@pytest.mark.parametrize("count", [lambda s: s + 30, lambda s: 4 * s, lambda s: s + s // 7])
+def test_the_same_losses_at_other_steps_are_another_count(asked, count) -> None:
+    rows = noisy(make_rows(1, 120))
+    moved = [row | {"step": count(row["step"])} for row in rows[10:100]]
+    comparison = asked(rows, moved)
+    assert first(comparison)[:2] == ("logging", "certain")
+    assert len(comparison.causes) == 1
+    assert f"step {count(11)} of B is step 11 of A" in comparison.reason
 
 
 def test_every_clue_is_used_and_named_once() -> None:
@@ -366,6 +363,8 @@ def test_every_clue_is_used_and_named_once() -> None:
     source = "".join(path.read_text() for path in folder.glob("*.py"))
     for name, clue in clue_table().items():
         assert f'"{name}"' in source, name
-        texts = dict.fromkeys(("columns", "steps", "letter", "before", "ratio"), "")
+        texts = dict.fromkeys(
+            ["columns", "steps", "letter", "before", "ratio", "step_a", "step_b"], ""
+        )
         assert clue.text.format(at="at step 1", gap=10, step=1, **texts)
         assert all(points > 0 for points in clue.points.values())
