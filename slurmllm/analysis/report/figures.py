@@ -228,6 +228,10 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         if not logged or (metric == "tokens_per_s" and all_sequences):
             continue
         top = _axis_top(logged) if metric == "step_time_s" else None
+        values = np.concatenate(logged)
+        values = values[np.isfinite(values)]
+        if top is None and 0 < values[0] < 1e300 and np.ptp(values) <= 1e-6 * values[0]:
+            top = 2 * float(values[0])  # around a constant
         figure = CurveFigure(unit or title, top)
         for number, position in enumerate(positions):
             _add_lines(figure, runs, number, position, metric, max_rows)
