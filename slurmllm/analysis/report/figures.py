@@ -401,13 +401,9 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
         if len(set(nodes)) < 2:
             continue
         color = RUN_COLORS[number % len(RUN_COLORS)]
-        first, speed, _ = points[0]
         line = {"x": nodes, "y": [point[1] for point in points]}
         notes = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
         data.append({"name": escape(label), "text": notes, "line": {"color": color}, **line})
-        ends = {"x": [first, max(nodes)], "y": [speed, speed * max(nodes) / first]}
-        look = {"color": color, "dash": "dot", "width": 1}
-        data.append({"name": "linear", "mode": "lines", "hoverinfo": "skip", "line": look, **ends})
     if data:
         figure = _fixed_figure("scaling", data)
         yield PlotData("scaling", "Throughput by nodes", "throughput", figure)

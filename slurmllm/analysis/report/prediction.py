@@ -7,7 +7,6 @@ measured separately are combined, with a note.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from statistics import mean, median
 
 from pydantic import BaseModel, ConfigDict, computed_field
@@ -36,18 +35,8 @@ from slurmllm.plan.step import peak_flops
 _OPTIMIZER = {"native": ("optimizer",), "nxd": ("data", "optimizer")}
 
 
-@dataclass(frozen=True)
-class ExpectedOverheads:
-    """Predictions for a run other than its step time."""
-
-    start_up_s: float  # from a worker's start to the start of its first step
-    first_step_s: float  # excess of a first step over later ones
-    save_waited_s: float  # wait of training for a save
-    effective: float | None  # productive node hours / node hours; None: no progress is expected
-
-
-def expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
-    """Return the expected overheads of a run outside its steps."""
+def expected_overheads(candidate: LayoutEstimate) -> dict[str, float | None]:
+    """Return the figures of a run outside its steps, by row; None if no progress is expected."""
     config, nodes = candidate.config, candidate.mesh.nodes
     size = parameters(config.recipe.model)
     asynchronous = config.recipe.checkpoint.asynchronous
@@ -56,8 +45,12 @@ def expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
         effective = lost_time(config, nodes, candidate.step.total).effective
     except ConfigError:  # no progress by the assumptions, but the run made some
         effective = None
-    start_up_s, first_step_s = durations.start_up[0], durations.first_step[0]
-    return ExpectedOverheads(start_up_s, first_step_s, save.waited_s, effective)
+    return {
+        "start-up": durations.start_up[0],
+        "first step, longer by": durations.first_step[0],  # than later ones
+        "save, training waits": save.waited_s,
+        "effective utilization": effective,
+    }
 
 
 class PredictedFigure(BaseModel):
@@ -120,7 +113,8 @@ def check_run_prediction(run: RunDir, cluster: str | None = None) -> PredictionC
     ]
     if used.effective is not None:
         hours = f"of {used.node_hours:.4g} node hours, all attempts"
-        rows.append(_row("effective utilization", expected.effective, used.effective, "", hours))
+        name = "effective utilization"
+        rows.append(_row(name, expected[name], used.effective, "", hours))
     warnings = [*steady.warnings, *used.warnings]
     if config.cluster.hardware is not None and config.cluster.hardware.rough:
         warnings.append(
@@ -224,7 +218,7 @@ def _memory(
 
 
 def _overhead_rows(
-    run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
+    run: RunDir, steady: SteadySteps, expected: Mapping[str, float | None]
 ) -> Iterator[PredictedFigure]:
     """Yield the start-up of the slowest workers, as mean over the attempts, and of saves."""
     slowest = []
@@ -237,13 +231,14 @@ def _overhead_rows(
         note = "" if len(slowest) == 1 else f"mean of {len(slowest)} starts"
         start_up_s = mean(record.start_up_s for record in slowest)
         longer_s = mean(max(0.0, record.first_step_s - steady.step_s) for record in slowest)
-        yield _row("start-up", expected.start_up_s, start_up_s, "s", note)
-        yield _row("first step, longer by", expected.first_step_s, longer_s, "s", note)
+        for name, seconds in (("start-up", start_up_s), ("first step, longer by", longer_s)):
+            yield _row(name, expected[name], seconds, "s", note)
     events = [event for attempt in steady.attempts for event in read_events(run, attempt)]
     waits = [e.waited_s for e in events if e.kind == "save" and e.waited_s is not None]
     if waits:
         note = f"median of {len(waits)} saves"
-        yield _row("save, training waits", expected.save_waited_s, median(waits), "s", note)
+        name = "save, training waits"
+        yield _row(name, expected[name], median(waits), "s", note)
 
 
 def _row(

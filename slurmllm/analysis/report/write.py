@@ -178,30 +178,31 @@ def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
     comparisons = [facts.comparison for facts in runs if facts.comparison is not None]
     for comparison, (verdict, title) in zip(comparisons, comparison_texts(runs), strict=True):
         yield Paragraph(verdict, strong=title)
-        if not isinstance(comparison, str) and comparison.causes:
-            yield causes_table(comparison)
-    table = settings_table({f.name: f.curve.settings for f in runs if f.curve})
-    if table is not None:
-        yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
-        yield table
+        if not isinstance(comparison, str):
+            yield from _causes(comparison)
+    yield from _settings(runs)
 
 
-def causes_table(comparison: Comparison) -> Table:
+def _causes(comparison: Comparison) -> Iterator[Table]:
     causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in comparison.causes]
-    return Table(("cause", "confidence", "step", "evidence"), causes)
+    if causes:
+        yield Table(("cause", "confidence", "step", "evidence"), causes)
 
 
-def settings_table(of_runs: Mapping[str, Mapping[str, object]]) -> Table | None:
-    """Return the settings that differ, of the runs with any; None if none do."""
-    settings_of = {name: settings for name, settings in of_runs.items() if settings}
+def _settings(runs: Sequence[RunFacts]) -> Iterator[Block]:
+    """Yield the settings that differ, of the runs with any."""
+    settings_of = {facts.name: facts.curve.settings for facts in runs if facts.curve}
+    settings_of = {name: settings for name, settings in settings_of.items() if settings}
     rows = []
     for key in sorted({key for settings in settings_of.values() for key in settings}):
         values = [settings.get(key) for settings in settings_of.values()]
         if any(value != values[0] for value in values):
             rows.append((key, *(ABSENT if value is None else str(value) for value in values)))
-    more = len(rows) - _SHOWN_SETTINGS
-    caption = f"… and {more} more" if more > 0 else ""
-    return Table(("setting", *settings_of), rows[:_SHOWN_SETTINGS], caption) if rows else None
+    if rows:
+        more = len(rows) - _SHOWN_SETTINGS
+        caption = f"… and {more} more" if more > 0 else ""
+        yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
+        yield Table(("setting", *settings_of), rows[:_SHOWN_SETTINGS], caption)
 
 
 def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
@@ -389,11 +390,8 @@ def write_comparison(
         StorageError: the page cannot be written.
     """
     a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
-    labelled = [("A", a), *((each.label, each.curve) for each in drawn)]
-    runs = [
-        RunFacts(f"{label}: {curve.name}", curve.path, curve.kind, curve=curve)
-        for label, curve in labelled
-    ]
+    labels = [("A", a), *((each.label, each.curve) for each in drawn)]
+    runs = [RunFacts(f"{label}: {c.name}", c.path, c.kind, curve=c) for label, c in labels]
     of_runs = figures(runs)
     names = {name for each in comparisons for name in each.metrics}
     differences: list[Block] = []
@@ -402,15 +400,12 @@ def write_comparison(
         bit_identical = all(metric.bit_identical for metric in of_metric)
         differences.append(_difference(runs, a, drawn, name, bit_identical))
     differences.sort(key=lambda block: isinstance(block, Paragraph))
-    settings = settings_table(
-        {f.name: c.settings for f, (_, c) in zip(runs, labelled, strict=True)}
-    )
     sections = filled(
         {
             "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
             "loss": ("Loss", plots_of("loss", of_runs)),
             "differences": ("Relative differences", differences),
-            "settings": ("Settings that differ", [settings] if settings else []),
+            "settings": ("Settings", _settings(runs)),
             "curves": ("Curves", plots_of("curves", of_runs)),
         }
     )
@@ -425,8 +420,7 @@ def _verdicts(
         title = f"{facts.name} compared with {runs[0].name}"
         yield Paragraph(f"{comparison.verdict}: {comparison.reason}", strong=title)
         yield table
-        if comparison.causes:
-            yield causes_table(comparison)
+        yield from _causes(comparison)
         if comparison.data is not None:
             same = "the same in both runs"
             yield Paragraph("; ".join(comparison.data.differences) or same, strong="data")

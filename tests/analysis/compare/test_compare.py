@@ -9,7 +9,7 @@ import pytest
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.result import Comparison, Tolerances, format_figure
+from slurmllm.analysis.compare.result import Comparison, Tolerances
 from slurmllm.core.config.recipe import OptimConfig
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import Curve
@@ -260,14 +260,6 @@ def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
     for metric, mirrored in zip(result.metrics.values(), other.metrics.values(), strict=True):
         assert metric == mirrored.model_copy(update={"bias": -mirrored.bias})
     assert (result.only_in_a, result.only_in_b) == (other.only_in_b, other.only_in_a)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (1e-3, "1e-3"), (0.01234, "1.23e-2"), (2.0, "2e0"), (1e-10, "1e-10")],
-)
-def test_figures(value: float, text: str) -> None:
-    assert format_figure(value) == text
 
 
 def data_record(**changed: object) -> DataRecord:

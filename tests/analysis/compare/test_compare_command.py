@@ -130,16 +130,6 @@ def test_runs_by_directory_by_file_and_under_another_root(run_command, three_run
     assert copied.exit_code == 0
 
 
-@pytest.mark.usefixtures("three_runs")
-def test_the_picture_goes_where_it_is_wanted(run_command, tmp_path: Path) -> None:
-    answer = parsed(run_command("unbroken", "other", "--json", "--plot", "new/p.PNG"))
-    assert answer["plot"] == "new/p.PNG"
-    assert (tmp_path / "new" / "p.PNG").read_bytes().startswith(b"\x89PNG")
-    answer = parsed(run_command("unbroken", "other", "--json", "--no-plot"))
-    assert answer["plot"] is None
-    assert not list(tmp_path.glob("runs/*/reports"))
-
-
 def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> None:
     three_runs[0].reports.write_text("in the way")
     result = run_command("unbroken", "requeued", "--json")

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from slurmllm.analysis.compare.alignment import Points
 from slurmllm.analysis.compare.bands import BandResult, compare_with_band
-from slurmllm.analysis.compare.divergence import t_quantile
 from slurmllm.analysis.compare.result import Statistics, running_mean, statistics
-from slurmllm.core.metrics.curves import Floats, signed_difference, thin_rows
+from slurmllm.core.metrics.curves import Floats, signed_difference
 
 
 def seed(
@@ -65,18 +64,6 @@ def test_a_curve_that_turns_away_late_is_found_there() -> None:
     runs[-1, 250] *= 2
     result = judge(runs[:-1], runs[-1])
     assert (result.record.width, result.record.first_outside_step is not None) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("chance", "degrees", "value"),
-    # Tables of Student's t, both tails.
-    [
-        *((0.05, 1, 12.706), (0.01, 2, 9.925), (0.05, 3, 3.182), (0.001, 4, 8.610)),
-        *((0.01, 10, 3.169), (0.05, 30, 2.042), (0.001, 120, 3.373), (0.01, 1e6, 2.5758)),
-    ],
-)
-def test_quantiles_of_t(chance: float, degrees: float, value: float) -> None:
-    assert t_quantile(chance, degrees) == pytest.approx(value, rel=1e-3)
 
 
 def test_an_excursion_of_one_seed_widens_the_band_only_there() -> None:
@@ -131,16 +118,3 @@ def test_running_mean_is_the_mean_of_the_neighbours(values: list[float], width: 
             values[max(0, i - (width - 1) // 2) : i + width // 2 + 1] if width > 1 else [values[i]]
         )
         assert mean == pytest.approx(np.mean(near), abs=1e-6)
-
-
-@given(
-    st.lists(st.floats(-9, 9) | st.just(float("nan")), min_size=1, max_size=400),
-    st.integers(4, 40),
-)
-def test_thinned_lines_keep_their_extremes(values: list[float], most: int) -> None:
-    y = np.array(values)
-    rows = thin_rows(y, most, keep_short_gaps=False)
-    assert len(rows) <= 2 * most
-    assert (np.diff(rows) > 0).all()
-    if not np.isnan(y).all():
-        assert (np.nanmin(y[rows]), np.nanmax(y[rows])) == (np.nanmin(y), np.nanmax(y))

@@ -15,7 +15,6 @@ from training_rows import make_row, write_rows
 
 from slurmllm.analysis.report import prediction as module
 from slurmllm.analysis.report.prediction import (
-    ExpectedOverheads,
     PredictionCheck,
     check_run_prediction,
 )
@@ -114,7 +113,8 @@ def test_each_figure_beside_its_prediction(tmp_path: Path, monkeypatch: pytest.M
         worker = WorkerRecord(rank=rank, node=f"n{rank}", cache_hits=0, cache_misses=0, **times)
         worker.save(run.dir.attempt("train", 0).worker(rank))
     candidate = candidate_of(config)
-    expected = ExpectedOverheads(15.0, 17.0, save_waited_s=0.5, effective=None)
+    names = ("start-up", "first step, longer by", "save, training waits")
+    expected = dict(zip(names, (15.0, 17.0, 0.5), strict=True)) | {"effective utilization": None}
     monkeypatch.setattr(module, "predict", lambda *_: candidate)
     monkeypatch.setattr(module, "expected_overheads", lambda _: expected)
     check = check_run_prediction(run.dir)

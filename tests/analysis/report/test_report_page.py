@@ -103,7 +103,6 @@ def test_a_log_on_a_narrow_page(tmp_path: Path) -> None:
     assert plots["lr"]["range"] == pytest.approx([0, 0.0006])
     assert "0.0003" in plots["lr"]["ticks"]
     assert plots["step_time_s"]["range"] == [0, 0.75]
-    assert plots["step_time_s"]["hover"] == "gpt: 40 s at step 20000"
     assert any(re.fullmatch(r"20,0\d\d", tick) for tick in plots["loss"]["ticks"])
     assert "<h1>Report of gpt</h1>" in page.read_text()
 

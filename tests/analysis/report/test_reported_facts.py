@@ -172,14 +172,6 @@ def test_what_is_left_is_reported(
     assert ("Warnings</h2>" in page) is bool(shown["warnings"])
 
 
-def test_nothing_at_all_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    done = CliRunner().invoke(cli, ["report", str(tmp_path / "empty")])
-    assert done.exit_code != 0
-    assert isinstance(done.exception, SystemExit)
-    assert "empty" in done.output
-
-
 _VALUES = st.lists(
     st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=300
 ).map(np.array)
