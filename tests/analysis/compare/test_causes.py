@@ -309,23 +309,6 @@ def test_factors_of_a_noisy_loss(asked) -> None:
     assert first(asked(a, b, "loss")) == ("logging", "likely", 1)
 
 
-def test_a_lost_optimizer_state_without_parameter_norm(asked) -> None:
-    b = changed(loss=(K + 1, drift(0.2)), grad_norm=(K + 1, drift(0.4)))
-    comparison = asked(make_rows(1, 120), b, "three")
-    assert "optimizer" in kinds(comparison)
-    assert comparison.causes[0].confidence == "possible"
-    assert comparison.causes[0].step == K + 1
-    assert "the update before" in comparison.causes[0].evidence
-
-
-@pytest.mark.parametrize("columns", ["three", "loss"])
-def test_other_seeds_are_no_other_hardware(asked, columns: str) -> None:
-    a = [row | {"loss": row["loss"] * 1.01} for row in noisy(make_rows(1, 120), 1)]
-    comparison = asked(noisy(make_rows(1, 120)), a, columns)
-    assert first(comparison)[0] == "seed"
-    assert not {"rounding"} & set(kinds(comparison)[:4])
-
-
 def test_points_ten_steps_apart_and_the_loss_by_itself_name_nothing(asked) -> None:
     b = changed(grad_norm=(K, drift(0.5)), loss=(K + 1, drift(0.3)), param_norm=(K, drift(1e-3)))
     comparison = asked(make_rows(1, 120), b, every=10)

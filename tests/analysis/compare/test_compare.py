@@ -39,21 +39,6 @@ def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
     return run
 
 
-def test_identical_runs(compared) -> None:
-    result = compared(make_rows(1, 50), make_rows(1, 50))
-    assert (result.verdict, result.match) == ("identical", True)
-    assert result.bit_identical_to_step == 50
-    assert result.reason == "loss and grad_norm are bit-identical at all 50 steps compared"
-    assert (result.steps_compared, result.first_step, result.last_step) == (50, 1, 50)
-    for metric in result.metrics.values():
-        assert (metric.max_rel_diff, metric.mean_rel_diff) == (0, 0)
-        assert metric.bit_identical
-        assert metric.first_departure_step is None
-    assert not result.warnings
-    assert not result.settings
-    assert (result.only_in_a, result.only_in_b) == ((), ())
-
-
 def test_a_restarted_run_is_the_unbroken_one(make_run: MakeRun) -> None:
     a = read_curve(make_run("a", make_rows(1, 50)).path)
     b = read_curve(make_run("b", make_rows(1, 30), make_rows(21, 50, 1)).path)

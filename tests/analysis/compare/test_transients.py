@@ -213,21 +213,6 @@ def test_a_log_that_was_resumed_where_the_curves_part(a, tmp_path, write, first:
     assert {"optimizer", "data", "unknown"} <= {cause.kind for cause in result.causes}
 
 
-def test_a_resume_of_a_that_keeps_the_learning_rate_for_the_second_place(tmp_path) -> None:
-    files = []
-    for name, rows, steps in (("a", resumed(51, 3e-3), RESUMED), ("b", trained(), range(1, N + 1))):
-        rates = [1e-3 * (2 if name == "a" and place >= 60 else 1) for place in range(len(rows))]
-        lines = [
-            json.dumps({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
-            for step, (loss, norm), lr in zip(steps, rows, rates, strict=True)
-        ]
-        files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text("\n".join(lines))
-    result = of_files(*files)
-    assert causes(result) == [("resume", "likely", 51), ("lr", "certain", 51)]
-    assert result.causes[0].evidence.startswith("A was resumed at step 51")
-
-
 def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(a, tmp_path) -> None:
     noisy = resumed(53, 2e-3, scatter=1e-6)
     assert causes(of_files(a, jsonl(tmp_path / "b.jsonl", noisy, RESUMED)))[0][0] == "resume"
