@@ -194,7 +194,8 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     """
     (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
     units = np.append(_printed_unit(losses_a, a.kind), _printed_unit(losses_b, b.kind))
-    digit = max(float(np.max(units)), 1e-7 * float(np.median(np.abs(losses_a))))
+    # Infinite values have no digits.
+    digit = max(float(np.max(units[np.isfinite(units)], initial=0.0)), 1e-7 * abs(losses_a[0]))
     begins = [(int(row), 0) for row in np.flatnonzero(np.abs(losses_a - losses_b[0]) <= digit)]
     begins += [(0, int(row)) for row in np.flatnonzero(np.abs(losses_b - losses_a[0]) <= digit)]
     for row_a, row_b in begins[:_MAX_BEGINS]:
