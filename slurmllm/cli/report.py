@@ -70,7 +70,7 @@ def report(
     """
     from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
     from slurmllm.analysis.report.write import default_path, to_json
-    from slurmllm.cli.sweep import ranking_json
+    from slurmllm.cli.sweep import print_ranking, ranking_json
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.plan.prices import parse_price
 
@@ -89,7 +89,10 @@ def report(
     runs = name_and_compare(facts)
     only_sweeps = len(rankings) == len(sources)
     if not as_json:  # before the page, which may fail
-        _print_rankings(rankings)
+        for state, ranked in rankings:
+            print_ranking(state, ranked)
+            if len(ranked) > _MOST_OF_SWEEP:
+                click.echo(f"the report has the best {_MOST_OF_SWEEP} of {len(ranked)} runs")
         if not only_sweeps:
             _print(runs)
     page = default_path(runs) if out is None else Path(out)
@@ -146,15 +149,6 @@ def _locate(
         paths += [Path(run.state.run_dir) for run in ranked[:_MOST_OF_SWEEP]]
     # A run named twice, by its name and its directory, is one.
     return rankings, list(dict.fromkeys(paths))
-
-
-def _print_rankings(rankings: Rankings) -> None:
-    from slurmllm.cli.sweep import print_ranking
-
-    for state, ranked in rankings:
-        print_ranking(state, ranked)
-        if len(ranked) > _MOST_OF_SWEEP:
-            click.echo(f"the report has the best {_MOST_OF_SWEEP} of {len(ranked)} runs")
 
 
 def _print(runs: Sequence[RunFacts]) -> None:

@@ -110,10 +110,21 @@ def shift_steps(curve: Curve, by: int) -> Curve:
 
 
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
-    firsts = [_first_count(curve) for curve in (a, b)]
-    unknown = None in firsts
-    usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A
-    candidates = _offsets(a, b) if unknown else {0} if usual else set[int]()
+    firsts = list[int]()  # what each log calls its first step: its own, else that of its format
+    for curve in (a, b):
+        if curve.convention is not None and curve.convention.counts == "steps":
+            first: int | None = int(curve.steps[0])
+            if first not in (0, 1):
+                first = curve.convention.steps_from
+            if first is not None:
+                firsts.append(first)
+    usual, candidates = 0, set[int]()
+    if len(firsts) == 2:
+        usual = firsts[0] - firsts[1]  # of B relative to A
+        candidates = {0} if usual else candidates
+    else:  # a few steps, and those that make the ends equal
+        ends = {int(a.steps[end] - b.steps[end]) for end in (0, -1)}
+        candidates = {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends} - {0}
     shift, scatter = usual, _scatter(a, b) if candidates else 0.0
     if scatter and not _coincide(a, b, usual, scatter):
         matching = [
@@ -125,21 +136,6 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     if shift == usual and lower.convention is not None:
         reason = f"{lower.convention.format} counts steps from 0"
     return (max(-shift, 0), max(shift, 0)), reason
-
-
-def _first_count(curve: Curve) -> int | None:
-    """Return what a log calls its first step: its own, else that of its format."""
-    rule = curve.convention
-    if rule is None or rule.counts != "steps":
-        return None
-    first = int(curve.steps[0])
-    return first if first in (0, 1) else rule.steps_from
-
-
-def _offsets(a: Curve, b: Curve) -> set[int]:
-    """Return the shifts of B that are tried: a few steps, and those that make the ends equal."""
-    ends = {int(a.steps[end] - b.steps[end]) for end in (0, -1)}
-    return {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends} - {0}
 
 
 def _scatter(a: Curve, b: Curve) -> float:

@@ -169,23 +169,15 @@ def _independent(means: Floats) -> float:
     blocks = means.shape[1]
     if blocks < 3 or not means.any():
         return 1.0
-    correlation = _autocorrelation(means)[1:]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
-    pairs = 1 - np.arange(1, len(correlation) + 1) / blocks
+    # Up to where the correlation is lost in its own noise: its first value that is not above 0
+    # (Geyer, Practical Markov chain Monte Carlo, Statistical Science 7, 1992).
+    size = 1 << (2 * blocks - 1).bit_length()
+    power = (np.abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
+    products = np.fft.irfft(power, size)[:blocks]
+    end = int(np.argmax(products <= 0)) or blocks
+    correlation = products[1:end] / products[0]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
+    pairs = 1 - np.arange(1, end) / blocks
     return float(blocks / (1 + 2 * (correlation**2 / pairs).sum()))
-
-
-def _autocorrelation(rows: Floats) -> Floats:
-    """Return the correlation of values so many points apart, of all rows together. [lags]
-
-    Up to where it is lost in its own noise: its first value that is not above 0 (Geyer, Practical
-    Markov chain Monte Carlo, Statistical Science 7, 1992). `rows`: of mean 0 [rows, points]
-    """
-    count = rows.shape[1]
-    size = 1 << (2 * count - 1).bit_length()
-    power = (np.abs(np.fft.rfft(rows, size, axis=1)) ** 2).sum(axis=0)
-    products = np.fft.irfft(power, size)[:count]
-    correlation: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
-    return correlation
 
 
 class SeedBand:
@@ -317,11 +309,13 @@ def precision_basis(
 def precision_limits(
     a: Curve,
     precisions: Sequence[str],
-    points: Mapping[str, Points],
-    differences: Mapping[str, Floats],
+    metrics: Mapping[str, tuple[Points, Floats]],
     tolerances: Tolerances,
 ) -> dict[str, PrecisionLimits]:
-    """Return the limits of each metric; raise RunError without A's rate or gradient norm."""
+    """Return the limits of each metric, of its points and their relative differences.
+
+    Raises RunError without A's rate or gradient norm.
+    """
     for name in ("lr", "grad_norm"):
         if not len(a.series(name)[0]):
             raise RunError(
@@ -337,12 +331,12 @@ def precision_limits(
     # Medians: the estimate is linear, and does not hold in a spike of the gradient norm.
     weights, losses = (float(np.median(x[np.isfinite(x)])) for x in (walk, moves))
     limits = {}
-    for name, of_metric in points.items():
+    for name, (points, r) in metrics.items():
         bias, maximum, over_scatter, share = _FACTORS[name]
         unit = weights if name == "param_norm" else losses
         if _BIASED in precisions and name != "param_norm":
             unit = share = 0.0
-        r, rough = differences[name], roughness(of_metric.a, of_metric.b)
+        rough = roughness(points.a, points.b)
         noise = scatter(r[np.isfinite(r)]) if np.isfinite(r).sum() > 2 else None
         bias = max(bias * unit, tolerances.limit(name))
         allowed, unstable = max(bias, min(maximum * unit, rough / 2)), False

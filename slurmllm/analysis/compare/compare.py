@@ -127,7 +127,13 @@ def compare(
         measure = (
             precision_basis(alignment.curves, precisions, settings, requested, letter) or measure
         )
-    limits = _limits(a, metrics, measure, tolerances)
+    deciding = [name for name in (*METRICS, "param_norm") if name in metrics]
+    if measure.precisions is None:
+        deciding = [name for name in deciding if name != "param_norm"]
+        limits = {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
+    else:
+        by_name = {name: (points[name], metrics[name].signed) for name in deciding}
+        limits = precision_limits(a, measure.precisions, by_name, tolerances)
     band: result.Band | None = None
     if seeds:
         shifted = [shift_steps(seed, matches[0].shift) for seed in seeds]
@@ -237,19 +243,6 @@ def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
             f"{a.name} and {b.name} have a loss at different steps only; log it at the same steps"
         )
     return metrics
-
-
-def _limits(
-    a: Curve, metrics: Mapping[str, _Metric], basis: result.Basis, tolerances: Tolerances
-) -> dict[str, PrecisionLimits]:
-    """Return the limits of the metrics that decide the verdict."""
-    names = METRICS if basis.precisions is None else (*METRICS, "param_norm")
-    deciding = [name for name in names if name in metrics]
-    if basis.precisions is None:
-        return {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
-    points = {name: metrics[name].points for name in deciding}
-    differences = {name: metrics[name].signed for name in deciding}
-    return precision_limits(a, basis.precisions, points, differences, tolerances)
 
 
 def _causes(

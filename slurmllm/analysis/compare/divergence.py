@@ -17,7 +17,7 @@ freedom, white and slow, 50 to 20,000 points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
@@ -126,27 +126,21 @@ def detect_divergence(
     is_segment = hits[0].rule == "lasting" and 4 * (hits[0].end - hits[0].first) >= len(r) - 3
     if is_segment and len(before) and len(after) and before.mean() / after.mean() > 0.5:
         onset = hits[0].first  # the bias is there already
+    rule = hits[0].rule
+    if {hit.rule for hit in hits} >= {"noise", "lasting"} and len(r) - onset > 2:
+        is_bias = abs(np.median(r[onset:])) > scatter(r[onset:]).median
+        rule = "lasting" if is_bias else "noise"
+    last = max((hit.last for hit in hits if hit.last is not None), default=-1)
+    lasting = None
+    if last >= onset:
+        lasting = Stretch(onset, last, float(np.median(np.abs(r[onset : last + 1]))))
     return replace(
         result,
-        rule=_choose_rule(hits, r[onset:]),
+        rule=rule,
         onset=onset,
-        lasting=_stretch(r, hits, onset),
+        lasting=lasting,
         scattered=scattered and onset >= _LATE,
     )
-
-
-def _choose_rule(hits: Sequence[_Hit], after: Floats) -> Rule:
-    rules = {hit.rule for hit in hits}
-    if rules >= {"noise", "lasting"} and len(after) > 2:
-        return "lasting" if abs(np.median(after)) > scatter(after).median else "noise"
-    return hits[0].rule
-
-
-def _stretch(r: Floats, hits: Sequence[_Hit], onset: int) -> Stretch | None:
-    ends = [hit.last for hit in hits if hit.last is not None and hit.last >= onset]
-    if not ends:
-        return None
-    return Stretch(onset, max(ends), float(np.median(np.abs(r[onset : max(ends) + 1]))))
 
 
 def _lasting(r: Floats, tolerance: float, spread: Scatter) -> Iterator[_Hit]:
@@ -181,6 +175,8 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
 
     By Wilcoxon's signed-rank test of r - τ; neighbours on the same side of τ count as fewer.
     """
+    from scipy.stats import wilcoxon  # takes a second to import
+
     splits = [count for count in (1, 2, 4) if count == 1 or len(r) >= 10 * count]
     needed = NormalDist().inv_cdf(1 - 10 * FALSE_ALARMS / 2 / sum(splits))
     for count in splits:
@@ -196,17 +192,11 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
             if share < 1:
                 together = float(np.mean(beyond[1:] & beyond[:-1]))
                 alike = max(0.0, (together - share**2) / (share - share**2))
-            if _signed_rank(side - tolerance) * np.sqrt((1 - alike) / (1 + alike)) > needed:
+            chance = float(wilcoxon(side - tolerance, alternative="greater").pvalue)
+            quantile = NormalDist().inv_cdf(1 - min(max(chance, 1e-9), 1 - 1e-9))
+            if quantile * np.sqrt((1 - alike) / (1 + alike)) > needed:
                 yield _Hit("lasting", first, end, end - 1)
                 return
-
-
-def _signed_rank(values: Floats) -> float:
-    """Return how far above 0 values are, as the normal quantile of the signed-rank test."""
-    from scipy.stats import wilcoxon  # takes a second to import
-
-    chance = float(wilcoxon(values, alternative="greater").pvalue)
-    return NormalDist().inv_cdf(1 - min(max(chance, 1e-9), 1 - 1e-9))
 
 
 def _after_identical(r: Floats, tolerance: float, identical: int) -> Iterator[_Hit]:

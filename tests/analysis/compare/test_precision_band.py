@@ -97,9 +97,9 @@ def limits_of(curve: Curve, *precisions: str) -> dict[str, Any]:
     from slurmllm.analysis.compare.alignment import Alignment
 
     alignment = Alignment(curve, curve, "step", None, None)
-    points = {name: alignment.points_of(name) for name in COLUMNS}
-    nothing = {name: np.zeros(len(curve.steps)) for name in COLUMNS}
-    return precision_limits(curve, precisions, points, nothing, Tolerances(loss=0, grad_norm=0))
+    nothing = np.zeros(len(curve.steps))
+    points = {name: (alignment.points_of(name), nothing) for name in COLUMNS}
+    return precision_limits(curve, precisions, points, Tolerances(loss=0, grad_norm=0))
 
 
 def test_limits_grow_with_the_walk_of_the_weights(runs: dict[str, Floats]) -> None:
