@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slurmllm.analysis.compare.alignment import Alignment, match_steps, shift_steps
+from slurmllm.analysis.compare.alignment import Alignment, Points, match_steps, shift_steps
 from slurmllm.analysis.compare.bands import SeedBand
 from slurmllm.analysis.compare.result import Comparison, curve_letter
 from slurmllm.analysis.compare.result import format_figure as in_figures
@@ -55,6 +55,17 @@ class Drawn(NamedTuple):
     comparison: Comparison  # with A
     color: str
     alignment: Alignment  # with A
+
+    def differences(self, metric: str) -> tuple[Points, Floats]:
+        """Return the points of a metric and their relative differences; NaN for 0 or none."""
+        points = self.alignment.points_of(metric)
+        values = relative_difference(points.a, points.b)
+        return points, np.where(np.isfinite(values) & (values > 0), values, np.nan)
+
+    def tolerance(self, metric: str) -> float:
+        """Return the tolerance that a line shows; 0 of a band, or if nothing was compared."""
+        compared = self.comparison.metrics.get(metric)
+        return 0.0 if compared is None or self.comparison.band else compared.tolerance
 
 
 def default_path(a: Curve, *other_curves: Curve) -> Path:
@@ -241,10 +252,8 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     smallest = []
     for each in drawn:
         for metric in metrics:
-            points = each.alignment.points_of(metric)
-            difference = relative_difference(points.a, points.b)
-            curve = np.where(difference > 0, difference, np.nan)
-            if not np.isfinite(curve).any():
+            points, curve = each.differences(metric)
+            if np.isnan(curve).all():
                 continue
             smallest.append(float(np.nanmin(curve)))
             label = LABELS[metric].split(" (")[0]
@@ -255,9 +264,7 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             style |= {"marker": "." if len(points) <= 500 else "", "markersize": 3}
             _draw_line(axes, points.positions, curve, linewidth=0.9, **style)
     for metric in metrics:
-        first = drawn[0].comparison
-        tolerance = first.metrics[metric].tolerance if metric in first.metrics else 0.0
-        if tolerance > 0 and first.band is None:
+        if (tolerance := drawn[0].tolerance(metric)) > 0:
             label = f"tolerance {in_figures(tolerance)}, {LABELS[metric].split(' (')[0]}"
             color, dashed = _METRIC_COLORS[metric], (0, (5, 3))
             axes.axhline(tolerance, color=color, linewidth=1.2, linestyle=dashed, label=label)

@@ -34,7 +34,7 @@ from slurmllm.analysis.spikes.analysis import NAMES
 from slurmllm.analysis.status.recoveries import sum_by_ending
 from slurmllm.analysis.status.utilization import sum_utilization
 from slurmllm.core.format import ABSENT, format_names, format_plural, format_utc
-from slurmllm.core.metrics.curves import Curve, relative_difference, thin_rows
+from slurmllm.core.metrics.curves import Curve, thin_rows
 from slurmllm.core.run.rundir import report_path, write_atomic
 
 _HERE = Path(__file__).parent
@@ -432,20 +432,14 @@ def _difference(
     runs: Sequence[RunFacts], a: Curve, drawn: Sequence[Drawn], metric: str, bit_identical: bool
 ) -> Block:
     """Return the plot of a metric's relative differences; or a sentence, if none."""
-    first = drawn[0].comparison
-    limit = first.metrics[metric].tolerance if metric in first.metrics else 0.0
-    if first.band is not None:
-        limit = 0.0
+    limit = drawn[0].tolerance(metric)
     figure = CurveFigure("relative difference", log=True, limit=limit)
     for number, each in enumerate(drawn, 1):
-        points = each.alignment.points_of(metric)
-        values = relative_difference(points.a, points.b)
-        rows = thin_rows(values, _MAX_ROWS)
-        # 0 has no place on a logarithmic axis.
-        positive = np.where(values[rows] > 0, values[rows], np.nan)
-        if np.isfinite(positive).any():
+        points, values = each.differences(metric)
+        if not np.isnan(values).all():
+            rows = thin_rows(values, _MAX_ROWS)
             axes = CurvePositions(a).select_steps(a, points.steps[rows])
-            figure.add(run_line(runs, number, len(rows)), axes, positive)
+            figure.add(run_line(runs, number, len(rows)), axes, values[rows])
     title = LABELS[metric].split(" (")[0].capitalize()
     if not figure:
         reason = "every difference is 0" if bit_identical else "none is a finite number above 0"
