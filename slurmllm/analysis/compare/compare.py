@@ -113,12 +113,11 @@ def compare(
         raise RunError(no_common_step(a, b, from_step, to_step))
     metrics = _common_metrics(alignment)
     points = {name: metric.points for name, metric in metrics.items()}
-    warnings = sentences.warnings_of(alignment, points)
+    warnings = sentences.warnings_of(alignment, points, tolerances.exact)
     settings = find_differences(a, b, alignment)
     measure = result.Basis(kind="tolerance")
     if tolerances.exact:
         measure = result.Basis(kind="exact")
-        warnings += sentences.precision_warnings(alignment.curves, letter)
     elif seeds:  # they allow for another seed
         measure = result.Basis(kind="seeds")
         settings = [setting for setting in settings if setting.kind != "seed"]
@@ -210,18 +209,7 @@ def compare(
         metrics=results,
         statistics=described,
         band=band,
-        overlaps={
-            "a": result.Overlap(
-                rows=a.overlap_rows,
-                identical=a.overlap_identical,
-                max_rel_diff=a.overlap_max_rel_diff,
-            ),
-            "b": result.Overlap(
-                rows=b.overlap_rows,
-                identical=b.overlap_identical,
-                max_rel_diff=b.overlap_max_rel_diff,
-            ),
-        },
+        overlaps={"a": _overlap(a), "b": _overlap(b)},
         warnings=tuple(warnings),
     )
 
@@ -419,3 +407,8 @@ def _side(match: StepMatch) -> result.Side:
         shift_reason=match.reason if match.shift else "",
         averaged=match.averaged,
     )
+
+
+def _overlap(curve: Curve) -> result.Overlap:
+    identical, largest = curve.overlap_identical, curve.overlap_max_rel_diff
+    return result.Overlap(rows=curve.overlap_rows, identical=identical, max_rel_diff=largest)

@@ -149,13 +149,21 @@ def _describe_beginning(metrics: Mapping[str, MetricComparison], steps: Ints) ->
     return [f"the first difference is at step {first:.0f}"]
 
 
-def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:
+def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool) -> list[str]:
     a, b = alignment.curves
     letters = ("A", alignment.letter)
     warnings = []
     for label, curve, only in zip(letters, (a, b), alignment.only, strict=True):
         who = f"{label} ({curve.name})"
         warnings += [f"{who}: {warning}" for warning in curve.warnings]
+        if exact and curve.kind in ("tensorboard", "text"):
+            source = "TensorBoard, which stores float32 (6e-8 relative)"
+            if curve.kind == "text":
+                source = "text, whose numbers are rounded"
+            warnings.append(
+                f"{who} is read from {source}: --exact compares no more digits; for all of them "
+                "give a run with its metrics/attempt_NNN.jsonl"
+            )
         if curve.gaps:
             warnings.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
         for new in curve.schedules:
@@ -216,18 +224,3 @@ def command_differences(a: Curve, b: Curve) -> list[str]:
         if how != "equal"
     ]
     return [f"the commands differ: {'; '.join(texts)}"]
-
-
-def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:
-    """Return what an exact comparison cannot see, because a log holds fewer digits."""
-    warnings = []
-    for label, curve in zip(("A", letter), curves, strict=True):
-        if curve.kind in ("tensorboard", "text"):
-            source = "TensorBoard, which stores float32 (6e-8 relative)"
-            if curve.kind == "text":
-                source = "text, whose numbers are rounded"
-            warnings.append(
-                f"{label} ({curve.name}) is read from {source}: --exact compares no more digits; "
-                "for all of them give a run with its metrics/attempt_NNN.jsonl"
-            )
-    return warnings
