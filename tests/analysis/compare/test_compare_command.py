@@ -164,7 +164,6 @@ def test_options_that_make_no_sense(run_command, options: tuple[str, ...], expec
 def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile) -> None:
     make_run("good", make_rows(1, 9))
     make_run("silent")
-    make_run("empty", [])
     make_run("later", make_rows(20, 29))
     broken = make_run("broken", make_rows(1, 9))
     broken.metrics(0).write_text('{"step": 1, "loss": 2.0}\n{"step"\n{"step": 3, "loss": 2.0}\n')
@@ -177,38 +176,10 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "an empty name is not a run" in refusal(run_command("good", ""))
     assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
     assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
-    assert "without one whole row" in refusal(run_command("good", "empty"))
-    make_run("floats", [row | {"step": float(row["step"])} for row in make_rows(1, 3)])
-    assert "attempt_000.jsonl:1: step is 1.0" in refusal(run_command("good", "floats"))
     assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken", "--exact"))
     assert "no step in common" in refusal(run_command("good", "later"))
-    assert (
-        "binary.jsonl:1: not a JSON object, and no other line is one; give JSON lines, or name a "
-        "text log binary.log" in refusal(run_command("good", binary))
-    )
+    assert "binary.jsonl:1: not a JSON object" in refusal(run_command("good", binary))
     assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
-    assert "cannot look up" in refusal(run_command("good", "x" * 5000))
-
-
-def test_what_is_damaged_or_newer_is_read_as_far_as_it_goes(run_command, make_run: MakeRun) -> None:
-    make_run("good", make_rows(1, 9))
-    rows = make_rows(1, 9)
-    rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
-    odd = make_run("odd", rows)
-    lines = odd.metrics(0).read_text().splitlines(keepends=True)
-    odd.metrics(0).write_text("".join([*lines[:6], "garbage\n", *lines[6:], '{"step"']))
-    result = run_command("good", "odd", "--no-plot")
-    assert result.exit_code == 0
-    damage = "attempt_000.jsonl:7: not one whole JSON value; skipped this line"
-    newer = "attempt_000.jsonl:4: param_norm is {'mean'"
-    cut = "attempt_000.jsonl:11: skipped the truncated last line"
-    for text in (damage, newer, "a newer version of slurmllm may have written the file", cut):
-        assert text in result.stdout
-    for verdict in ("identical", "match"):
-        message = refusal(run_command("good", "odd", "--require", verdict))
-        assert message.startswith(f"--require {verdict}: not all of odd can be read: ")
-        assert damage in message
-        assert "skipped the truncated last line" not in message
 
 
 def test_a_run_and_itself_whose_name_looks_like_markup(run_command, make_run: MakeRun) -> None:
