@@ -164,6 +164,7 @@ def test_options_that_make_no_sense(run_command, options: tuple[str, ...], expec
 def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile) -> None:
     make_run("good", make_rows(1, 9))
     make_run("silent")
+    make_run("empty", [])
     make_run("later", make_rows(20, 29))
     broken = make_run("broken", make_rows(1, 9))
     broken.metrics(0).write_text('{"step": 1, "loss": 2.0}\n{"step"\n{"step": 3, "loss": 2.0}\n')
@@ -176,6 +177,9 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "an empty name is not a run" in refusal(run_command("good", ""))
     assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
     assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
+    assert "without one whole row" in refusal(run_command("good", "empty"))
+    make_run("floats", [row | {"step": float(row["step"])} for row in make_rows(1, 3)])
+    assert "attempt_000.jsonl:1: step is 1.0" in refusal(run_command("good", "floats"))
     assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken", "--exact"))
     assert "no step in common" in refusal(run_command("good", "later"))
     assert "binary.jsonl:1: not a JSON object" in refusal(run_command("good", binary))
