@@ -30,6 +30,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import LenientConfig, load_leniently
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import RunError, SlurmllmError
+from slurmllm.core.format import format_plural
 from slurmllm.core.metrics.curves import Curve
 from slurmllm.core.metrics.merge import FileRows
 from slurmllm.core.metrics.row_reader import read_events
@@ -254,19 +255,15 @@ def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
 
 
 def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
-    def read(number: int) -> tuple[list[Event], list[int]]:
-        left_out: list[int] = []
-        return list(read_events(run, number, left_out)), left_out
-
     attempts = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
-    numbers = sorted(attempts | set(history.steps))
-    for number, (events, left_out) in zip(numbers, read_all(read, numbers), strict=True):
-        yield from events
+    for number in sorted(attempts | set(history.steps)):
+        left_out: list[int] = []
+        yield from read_events(run, number, left_out)
         if left_out:
-            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            lines = format_plural(len(left_out), "line")
             warnings.append(
-                f"{run.events(number)}:{left_out[0]}: ignoring the line{more}: not an event, cut "
-                "off, or of a newer version of slurmllm"
+                f"{run.events(number)}:{left_out[0]}: ignoring {lines}: not an event, "
+                "cut off, or of a newer version of slurmllm"
             )
 
 
