@@ -244,7 +244,7 @@ class _LineReader:
             numbers = ((name.strip(), parse_value(name, value)) for name, value in texts)
             pairs = {name: number for name, number in numbers if number is not None}
             if values is not None:
-                if not (pairs or self._following or values.keys() - _PLACES):
+                if not (pairs or unread or self._following or values.keys() - _PLACES):
                     continue  # a line of another format, which has the values
                 self.end_row()
                 self.row, self._number = pairs | values, number
