@@ -112,6 +112,13 @@ class Share(NamedTuple):
         """Length of the part along `dim`."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
+    def regions(self, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+        """Return the pieces as regions of the whole parameter, in their order on the worker."""
+        whole = tuple(slice(0, size) for size in shape)
+        if self.dim is None:
+            return [whole]
+        return [(*whole[: self.dim], piece, *whole[self.dim + 1 :]) for piece in self.pieces]
+
 
 WHOLE = Share(None, ())
 

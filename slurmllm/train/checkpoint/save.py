@@ -77,8 +77,10 @@ class Save:
         """Publish the checkpoint when all files are written (collective); return seconds."""
         with self._all_or_nothing():
             _agree(self._backend, self._files.result)
-            described = _agree(self._backend, self._complete)
-            files = self._backend.control.gather(described)
+            shards = self._shards
+            assert shards is not None
+            more = _agree(self._backend, lambda: self._describe(shards, shards.finish()))
+            files = self._backend.control.gather(self._files.result() + more)
             manifest = None if files is None else self._manifest(files)
             _agree(self._backend, lambda: self._publish(manifest) if manifest else None)
         if manifest is not None:
@@ -121,17 +123,12 @@ class Save:
         if self._first:
             self._state.save(self._temporary / TRAIN_STATE)
             names.append(TRAIN_STATE)
-        return [self._describe(shards, name) for name in names + shards.wait()]
+        return self._describe(shards, names + shards.wait())
 
-    def _complete(self) -> list[CheckpointFile]:
-        assert self._shards is not None
-        names = self._shards.finish()
-        return self._files.result() + [self._describe(self._shards, name) for name in names]
-
-    def _describe(self, shards: ShardWrite, name: str) -> CheckpointFile:
-        # Whoever wrote the file may have closed it without an fsync.
-        fsync_file(self._temporary / name)
-        return describe(self._temporary, name, shards.sha256(name))
+    def _describe(self, shards: ShardWrite, names: Sequence[str]) -> list[CheckpointFile]:
+        for name in names:  # who wrote the file may have closed it without an fsync
+            fsync_file(self._temporary / name)
+        return [describe(self._temporary, name, shards.sha256(name)) for name in names]
 
     def _publish(self, manifest: CheckpointManifest) -> None:
         # The files are durable already; without these their names may be lost in a power failure.
@@ -150,7 +147,7 @@ class Save:
         except NodeError:
             self._give_up()
             raise
-        except _SaveFailed as failure:
+        except StorageError as failure:
             message = f"cannot save {self._target}: {failure}"
             if self._first:  # before the clean-up, which frees the space that was missing
                 free = shutil.disk_usage(self._run.path).free
@@ -171,28 +168,21 @@ class Save:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-class _SaveFailed(Exception):
-    """A part of the save failed on at least one worker."""
-
-
 def _agree(backend: ShardBackend, work: Callable[[], T]) -> T:
     """Run a part of the save on every worker; if one fails, all raise. Results stay local."""
     result: list[T] = []
-    fault: tuple[str, bool] | None = None  # text, and whether a newer attempt has begun
+    fault: NodeError | StorageError | None = None
     try:
         result.append(work())
-    except NodeError as error:
-        fault = str(error), True
+    except (NodeError, StorageError) as error:
+        fault = error
     except OSError as error:
         worker = backend.worker
-        fault = f"{error.strerror or error} (rank {worker.rank} on {worker.node})", False
-    except StorageError as error:
-        fault = str(error), False
+        reason = error.strerror or error
+        fault = StorageError(f"{reason} (rank {worker.rank} on {worker.node})")
     # Reached whatever happened: a worker that raised before would leave the others waiting.
-    first = backend.control.first(fault)
-    if first is not None:
-        message, superseded = first
-        raise NodeError(message) if superseded else _SaveFailed(message)
+    if first := backend.control.first(fault):
+        raise first
     return result[0]
 
 

@@ -61,12 +61,8 @@ class ParameterShards:
 
     def read(self, name: str, read: WeightReader) -> Tensor:
         share, shape = self.share(name), self.shapes[name]
-        whole = tuple(slice(0, size) for size in shape)
-        if share.dim is None:
-            return read(name, whole)
-        before, after = whole[: share.dim], whole[share.dim + 1 :]
-        pieces = [read(name, (*before, piece, *after)) for piece in share.pieces]
-        return torch.cat(pieces, share.dim) if len(pieces) > 1 else pieces[0]
+        pieces = [read(name, region) for region in share.regions(shape)]
+        return torch.cat(pieces, share.dim or 0) if len(pieces) > 1 else pieces[0]
 
     def initializer(self, seed: int) -> Callable[[nn.Module, torch.device], None]:
         """Return NxD's `param_init_fn`: it sets one module's parameters, without its children."""

@@ -91,16 +91,12 @@ def part_of_worker(
 ) -> StoredPart:
     """Return the part of a parameter that a tensor-parallel worker holds."""
     share = share_of(name, shape, model, tensor, tensor_rank)
-    whole = tuple(slice(0, size) for size in shape)
-    if share.dim is None:
-        return StoredPart(shape, (RegionPart(whole, whole),))
-    before, after = whole[: share.dim], whole[share.dim + 1 :]
-    parts, end = [], 0
-    for piece in share.pieces:
-        local = slice(end, end + piece.stop - piece.start)
-        parts.append(RegionPart((*before, piece, *after), (*before, local, *after)))
+    dim, parts, end = share.dim or 0, [], 0
+    for region in share.regions(shape):
+        local = slice(end, end + region[dim].stop - region[dim].start)
+        parts.append(RegionPart(region, (*region[:dim], local, *region[dim + 1 :])))
         end = local.stop
-    return StoredPart((*shape[: share.dim], end, *shape[share.dim + 1 :]), tuple(parts))
+    return StoredPart((*shape[:dim], end, *shape[dim + 1 :]), tuple(parts))
 
 
 def shard_of_replica(stored_part: StoredPart, data: int, data_rank: int) -> StoredPart:
@@ -121,12 +117,8 @@ def shard_of_replica(stored_part: StoredPart, data: int, data_rank: int) -> Stor
     return StoredPart((each, *stored_part.shape[1:]), tuple(parts))
 
 
-class _Source(NamedTuple):
-    """A tensor of a file, and the part of a parameter in it."""
-
-    file: str
-    key: Key
-    stored_part: StoredPart
+# A file, the key of a tensor in it, and the part of a parameter that the tensor is.
+_Source = tuple[str, Key, StoredPart]
 
 
 class NxdFiles:
@@ -165,7 +157,7 @@ class NxdFiles:
             sources = self._optimizer_sources(name, (MASTERS, number))
         else:
             sources = (
-                _Source(model_file(rank, stage), (name,), self._part(name, rank))
+                (model_file(rank, stage), (name,), self._part(name, rank))
                 for rank in range(self._layout.tensor)
             )
         return self._assemble(self.tensors[name], sources, region, name)
@@ -182,12 +174,10 @@ class NxdFiles:
         for rank in range(layout.tensor):
             stored_part = self._part(name, rank)
             for replica in range(layout.data if layout.zero else 1):
-                shard = (
-                    shard_of_replica(stored_part, layout.data, replica)
-                    if layout.zero
-                    else stored_part
-                )
-                yield _Source(optimizer_file(replica, rank, stage), key, shard)
+                shard = stored_part
+                if layout.zero:
+                    shard = shard_of_replica(stored_part, layout.data, replica)
+                yield optimizer_file(replica, rank, stage), key, shard
 
     def _part(self, name: str, rank: int) -> StoredPart:
         return part_of_worker(name, self._shapes[name], self._model, self._layout.tensor, rank)
@@ -200,8 +190,8 @@ class NxdFiles:
         out = torch.empty([bounds.stop - bounds.start for bounds in region], dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
         missing = out.numel()
-        for source in sources:
-            for held in source.stored_part.parts:
+        for name, stored_key, stored_part in sources:
+            for held in stored_part.parts:
                 key = tuple((piece.start, piece.stop) for piece in held.whole)
                 common = intersection(held.whole, region)
                 # Several workers hold the same values.
@@ -212,14 +202,14 @@ class NxdFiles:
                     slice(x.start + target.start, x.stop + target.start)
                     for x, target in zip(shifted(common, held.whole), held.local, strict=True)
                 )
-                file = self._open(source.file)
-                shape = file.shape(source.key)
-                if shape is not None and shape != source.stored_part.shape:
+                file = self._open(name)
+                shape = file.shape(stored_key)
+                if shape is not None and shape != stored_part.shape:
                     raise StorageError(
-                        f"{file.path}: {'.'.join(map(str, source.key))} is {list(shape)}, but the "
-                        f"mesh and the model require {list(source.stored_part.shape)}; restore it"
+                        f"{file.path}: {'.'.join(map(str, stored_key))} is {list(shape)}, but the "
+                        f"mesh and the model require {list(stored_part.shape)}; restore it"
                     )
-                values = file.read(source.key, local)
+                values = file.read(stored_key, local)
                 out[shifted(common, region)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
