@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
@@ -25,12 +26,8 @@ if TYPE_CHECKING:
 
 def _parse_size(ctx: click.Context, _: click.Parameter, size_text: str) -> int:
     """Return the bytes of `5GB`, `500MB` or `2GiB`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size_text, re.IGNORECASE)
-    if match is not None:
-        number, unit, binary = match.groups()
-        power = "KMGT".index(unit.upper()) + 1 if unit else 0
-        size = int(float(number) * (1024 if binary else 1000) ** power)
-        if size > 0:
+    with suppress(ValidationError):
+        if size := TypeAdapter(ByteSize).validate_python(size_text):
             return size
     raise UserError(f"--shard-size {size_text}: write a size such as 5GB, 500MB or 2GiB")
 

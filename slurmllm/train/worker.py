@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, PluginError, SlurmllmError
@@ -23,13 +24,15 @@ from slurmllm.train.exits import (
     failure_record,
     format_failure,
 )
-from slurmllm.train.hooks import Evaluation, Hook, HookContext, StepEnd
+from slurmllm.train.hooks import Hook, HookContext
 from slurmllm.train.job import Job, make_job, open_job
 
 if TYPE_CHECKING:
     from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
 log = logging.getLogger(__name__)
+
+_HOOK_METHODS = ("reads_model", "before_training", "after_evaluation", "before_step", "after_step")
 
 
 def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
@@ -177,33 +180,20 @@ class PluginHook(Hook):
 
     def __init__(self, job: Job, name: str, hook: Hook) -> None:
         self._job, self._name, self._hook = job, name, hook
+        for method in _HOOK_METHODS:
+            setattr(self, method, partial(self._call, method))
 
     def __str__(self) -> str:
         return type(self._hook).__name__
-
-    def reads_model(self, step: int) -> bool:
-        return bool(self._call("reads_model", step, step))
-
-    def before_training(self) -> None:
-        self._call("before_training", self._job.step)
-
-    def after_evaluation(self, evaluation: Evaluation) -> None:
-        self._call("after_evaluation", evaluation.step, evaluation)
-
-    def before_step(self, step: int) -> None:
-        self._call("before_step", step, step)
-
-    def after_step(self, end: StepEnd) -> None:
-        self._call("after_step", end.row.step, end)
 
     def close(self) -> None:
         # What it raises is logged, since it would hide how the training ended.
         try:
             self._hook.close()
         except Exception as error:
-            log.exception("%s", self._text("close", self._job.step, error))
+            log.exception("%s", self._text("close", error))
 
-    def _call(self, method: str, step: int, *arguments: object) -> object:
+    def _call(self, method: str, *arguments: object) -> object:
         try:
             return getattr(self._hook, method)(*arguments)
         except SlurmllmError:
@@ -211,13 +201,13 @@ class PluginHook(Hook):
         except Exception as error:
             if classify_error(error).blame == "infrastructure":
                 raise
-            raise PluginError(self._text(method, step, error)) from error
+            raise PluginError(self._text(method, error)) from error
 
-    def _text(self, method: str, step: int, error: Exception) -> str:
+    def _text(self, method: str, error: Exception) -> str:
         path = f"hooks.{self._name}"
         return (
             f"{path}: {self}.{method} of module {type(self._hook).__module__} raised "
-            f"{type(error).__name__} at step {step}: {error}; a hook must not raise: correct it "
-            "(the traceback is in this worker's log), or train without it: `slurmllm resume "
-            f"{self._job.run.name} --set {path}=null`"
+            f"{type(error).__name__} after step {self._job.step}: {error}; a hook must not raise: "
+            "correct it (the traceback is in this worker's log), or train without it: `slurmllm "
+            f"resume {self._job.run.name} --set {path}=null`"
         )

@@ -332,8 +332,8 @@ def test_a_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(PluginError) as raised:
         hook.before_step(5)
     assert str(raised.value) == (
-        f"hooks.noisy: Noisy.before_step of module {__name__} raised KeyError at step 5: 'lr'; a "
-        "hook must not raise: correct it (the traceback is in this worker's log), or train without "
+        f"hooks.noisy: Noisy.before_step of module {__name__} raised KeyError after step 4: 'lr'; "
+        "a hook must not raise: correct it (the traceback is in this worker's log), or train without "
         "it: `slurmllm resume r --set hooks.noisy=null`"
     )
     record = failure_record(raised.value, Worker(0, 1, 0, "n"), 4)
@@ -342,7 +342,9 @@ def test_a_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert str(hook) == "Noisy"
     hook.close()  # would hide how the training ended
     (message,) = caplog.messages
-    assert message.startswith(f"hooks.noisy: Noisy.close of module {__name__} raised KeyError at")
+    assert message.startswith(
+        f"hooks.noisy: Noisy.close of module {__name__} raised KeyError after"
+    )
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NodeError("lost")])

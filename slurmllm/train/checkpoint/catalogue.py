@@ -332,6 +332,3 @@ def remove_expired(
             shutil.rmtree(hidden)
         except OSError as error:
             log.warning("cannot remove %s: %s", directory, error.strerror)
-            with suppress(OSError, StorageError):  # still complete: it may serve a resume
-                if not file_faults(hidden, read_manifest(hidden).files, checksums=False):
-                    hidden.rename(directory)

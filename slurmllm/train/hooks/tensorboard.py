@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -23,11 +23,8 @@ from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-u
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 from slurmllm.core.config.yaml_source import flatten
-from slurmllm.core.errors import StorageError
-from slurmllm.core.format import format_plural
 from slurmllm.core.metrics.curves import TAGS
 from slurmllm.core.metrics.row_reader import evaluation_values
-from slurmllm.core.run.records import AttemptRecord
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
@@ -86,8 +83,11 @@ class TensorBoardHook(Hook):
             # Steps after the checkpoint are recomputed: at a START, TensorBoard drops the steps
             # from this one on that an earlier attempt wrote.
             self._write(now, job.step + 1, session_log=SessionLog(status=SessionLog.START))
-            for step, value in start_values(job):
-                self._write(now, step, summary=Summary(value=[value]))
+            # An id for each run: two runs of one recipe are two rows of the table, not their mean.
+            session = hparams_pb(hyperparameters(job), trial_id=str(job.run.path))
+            self._write(now, job.step, summary=Summary(value=[session.value[0]]))
+            recipe = text_pb("run/recipe", [f"```yaml\n{job.config.to_yaml()}```"], "as resolved")
+            self._write(now, job.step, summary=Summary(value=[recipe.value[0]]))
 
     def _add_scalars(self, wall_time: float, step: int, values: Mapping[str, float]) -> None:
         summaries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
@@ -107,79 +107,30 @@ class TensorBoardHook(Hook):
             self._stream.flush()
 
 
-# The same for every run, whatever its recipe: columns of TensorBoard's table of runs.
-_FROM_RECIPE = (
-    *("model.family", "model.num_layers", "model.hidden_size", "model.num_heads"),
-    *("model.num_kv_heads", "model.ffn_hidden_size", "model.vocab_size", "model.seq_len"),
-    *("train.steps", "train.global_batch", "train.seed", "train.precision"),
-    *("train.activation_checkpointing", "train.z_loss"),
-    *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.warmup_ratio"),
-    *("optim.step_count", "optim.decay", "optim.decay_start", "optim.decay_steps"),
-    *("optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
-    *("parallel.sequence", "parallel.zero", "parallel.shard_nodes"),
-)
-_MAX_RESTARTS = 20  # rows of the table of attempts
+# Sections of the recipe whose settings are columns of TensorBoard's table of runs.
+_SECTIONS = ("model.", "train.", "optim.", "parallel.")
 
 Setting = str | int | float | bool
-
-
-def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
-    """Yield (step, value) of what an attempt writes before its first step."""
-    # An id for each run: two runs of one recipe are two rows of the table, not their mean.
-    session = hparams_pb(hyperparameters(job), trial_id=str(job.run.path))
-    yield job.step, session.value[0]
-    recipe = f"```yaml\n{job.config.to_yaml()}```"
-    yield job.step, text_pb("run/recipe", [recipe], "as resolved").value[0]
-    if job.attempt > 0:
-        attempts = text_pb("run/restarts", [restarts(job)], "the attempts up to this one")
-        yield job.step + 1, attempts.value[0]
 
 
 def hyperparameters(job: Job) -> dict[str, Setting]:
     """Return the hyperparameters by dotted path; the mesh as resolved, not as in the recipe."""
     config, mesh = job.config, job.mesh
-    values = flatten(config.values())
-    settings: dict[str, Setting] = {
+    settings: dict[str, Setting] = {}
+    for path, value in flatten(config.values()).items():
+        if path.startswith(_SECTIONS) and value is not None:
+            plain = isinstance(value, str | int | float)
+            settings[path] = value if plain else ", ".join(map(str, value))
+    return settings | {
         "recipe": config.recipe.name,
         "cluster": config.cluster.name,
         "backend": config.backend,
         "nodes": mesh.nodes,
         "world_size": mesh.world_size,
-    }
-    values["model.num_kv_heads"] = config.recipe.model.kv_heads
-    for path in _FROM_RECIPE:
-        value = values[path]
-        if value is not None:
-            listed = isinstance(value, list | tuple)
-            settings[path] = ", ".join(str(element) for element in value) if listed else value
-    settings |= {
+        "model.num_kv_heads": config.recipe.model.kv_heads,
         "train.micro_batch": mesh.micro_batch,
         "parallel.tensor": mesh.tensor,
         "parallel.pipeline": mesh.pipeline,
         "parallel.virtual_pipeline": mesh.virtual_pipeline,
         "parallel.data": mesh.data,
     }
-    return settings
-
-
-def restarts(job: Job) -> str:
-    lines = [
-        "| attempt | nodes | resumed from | steps | ending | why |",
-        "|---|---|---|---|---|---|",
-    ]
-    for number in range(max(0, job.attempt - _MAX_RESTARTS), job.attempt + 1):
-        before: int | None = None
-        nodes, steps, ending, why = "?", "", "?", ""
-        with suppress(StorageError):
-            record = AttemptRecord.load(job.run.attempt("train", number).record)
-            nodes, before = " ".join(record.nodes), record.checkpoint_before
-            if record.first_step is not None:
-                steps = f"{record.first_step}–{record.last_step}"
-            ending = record.ending or "?"
-            why = " ".join(record.evidence[:1]).replace("|", "/").replace("\n", " ")
-        if number == job.attempt:
-            before, steps, ending, why = job.resumed_from, "", "running", ""
-            nodes = nodes if nodes != "?" else format_plural(job.mesh.nodes, "node")
-        origin = "the start" if before is None else f"step {before}"
-        lines.append(f"| {number} | {nodes} | {origin} | {steps} | {ending} | {why} |")
-    return "\n".join(lines)

@@ -24,38 +24,22 @@ def model_folder(source: str) -> Path:
     from huggingface_hub import constants, errors, snapshot_download  # 0.3 s of imports
 
     name, _, revision = source.removeprefix(_PREFIX).partition("@")
-    page = f"{constants.ENDPOINT}/{name}"
-    login = "log in with `hf auth login`, or set HF_TOKEN"
-    # The first that fits: a gated model is also one that is not seen.
-    refusals: dict[type[Exception], str] = {
-        errors.HFValidationError: f" names no model; write {_PREFIX}ORG/NAME[@REVISION]",
-        errors.GatedRepoError: f" is gated: accept its terms on {page}, then {login}",
-        errors.RevisionNotFoundError: f": no such branch, tag or commit; see {page}/tree/main",
-        errors.RepositoryNotFoundError: (
-            f": no such model, or a private one; check the name on {constants.ENDPOINT}, and for a "
-            f"private model {login}"
-        ),
-    }
     try:
         folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=_PATTERNS))
-    except tuple(refusals) as error:
-        reason = next(hint for kind, hint in refusals.items() if isinstance(error, kind))
-        raise UserError(f"{source}{reason}") from error
-    except errors.LocalEntryNotFoundError as error:
-        offline = constants.HF_HUB_OFFLINE
-        silent = f"{constants.ENDPOINT} cannot be reached; try again"
-        reason = "HF_HUB_OFFLINE is set; unset it" if offline else silent
-        version = f" --revision {revision}" if revision else ""
-        raise (DataError if offline else InfrastructureError)(
-            f"{source} is not fully cached, and {reason}, or run `hf download {name}{version} "
-            f"--exclude '*.bin'` on a machine with internet access and copy its cache to "
-            f"{constants.HF_HUB_CACHE}"
+    except (errors.HFValidationError, errors.RepositoryNotFoundError) as error:
+        raise UserError(
+            f"{source} cannot be downloaded: {error}; write {_PREFIX}ORG/NAME[@REVISION], and for "
+            "a private or gated model log in with `hf auth login`, or set HF_TOKEN"
         ) from error
-    # The base of the errors of the hub's http library, which need not be OSErrors.
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{source}: no such branch, tag or commit: {error}") from error
+    # The base of the errors of the hub's http library need not be an OSError.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
-        raise InfrastructureError(
-            f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {error}; run the same "
-            "command again, if the disk is full with HF_HOME in another place"
+        offline = constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set; unset it" if offline else f"{error}; try again"
+        raise (DataError if offline else InfrastructureError)(
+            f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {reason}, or copy there "
+            f"what `hf download {name}` caches on a machine with internet access"
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise DataError(

@@ -14,7 +14,7 @@ import numpy as np
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.rundir import RunDir, is_run
-from slurmllm.core.run.safe_files import open_regular, read_limited
+from slurmllm.core.run.safe_files import open_regular
 from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_tokenizer
 
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
@@ -54,26 +54,12 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
     allowed = [Path(os.path.realpath(folder))]
     if allowed[0].parent.name == "snapshots":
         allowed.append(allowed[0].parent.parent / "blobs")
-    for name, path in files.items():
+    for path in files.values():
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(root) for root in allowed):
             raise DataError(
                 f"{path} is a link to {real}, outside the model's folder; replace it by a copy if "
                 "it belongs to the tokenizer"
-            )
-        if not name.endswith(".json") or name == TOKENIZER:
-            continue
-        try:
-            reason = (
-                "" if isinstance(json.loads(read_limited(path)), dict) else "it holds no mapping"
-            )
-        except OSError as error:
-            reason = error.strerror or str(error)
-        except (ValueError, RecursionError) as error:
-            reason = str(error)
-        if reason:
-            raise DataError(
-                f"{path} is no file of transformers: {reason}; remove it or fetch it again"
             )
     generation = files.pop(GENERATION, None)
     num_ids = count_ids(read_tokenizer(files[TOKENIZER])[0]) if TOKENIZER in files else 0
