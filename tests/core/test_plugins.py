@@ -333,8 +333,8 @@ def test_a_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
         hook.before_step(5)
     assert str(raised.value) == (
         f"hooks.noisy: Noisy.before_step of module {__name__} raised KeyError after step 4: 'lr'; "
-        "a hook must not raise: correct it (the traceback is in this worker's log), or train without "
-        "it: `slurmllm resume r --set hooks.noisy=null`"
+        "a hook must not raise: correct it (the traceback is in this worker's log), or train "
+        "without it: `slurmllm resume r --set hooks.noisy=null`"
     )
     record = failure_record(raised.value, Worker(0, 1, 0, "n"), 4)
     assert (record.exit_code, record.blame, record.error) == (70, "code", "PluginError")
