@@ -105,7 +105,7 @@ def test_ctrl_c_saves_and_resume_continues(
     assert "is done: it has trained all its" in bench.call("resume", "stopped", code=2)
 
 
-@pytest.mark.long  # tests/train/test_schedule.py has the rules; the tests above resume
+@pytest.mark.long  # tests/train/test_checkpoint_hook.py has the rules; the tests above resume
 def test_a_decay_that_is_set_at_a_resume_has_the_bits_of_a_planned_one(
     bench: Bench, rehearse: tuple[str, ...]
 ) -> None:

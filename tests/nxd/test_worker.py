@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 from pathlib import Path
 
 import pytest
+from mesh_pool import Case, MeshPool, evaluated, small_run
 from train.gang import Gang, curve, make_data, make_run
 
 from nxd.conftest import nxd_environment
+from slurmllm.analysis.evaluate.validation_loss import held_out_loss
+from slurmllm.analysis.evaluate.validation_text import stream_spec, validation_text
 from slurmllm.core.errors import EXIT_REQUEUE, CheckpointError
+from slurmllm.core.metrics.row_reader import read_evaluations
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 
@@ -165,3 +171,73 @@ def test_a_write_that_fails_on_one_worker_ends_all(data: tuple[str, str], tmp_pa
     assert gang.wait(120) == [CheckpointError.exit_code] * 2, gang.output()
     assert "cannot save" in gang.output(0)
     assert run.checkpoint_steps() == []
+
+
+OPTIONS = (
+    "backend=nxd",
+    "cluster.devices_per_node=2",
+    "train.steps=5",
+    "checkpoint.every_steps=100",
+    "parallel.pipeline=2",
+)
+
+
+def test_a_profile_changes_no_number(tmp_path: Path) -> None:
+    data, env = make_data(tmp_path), nxd_environment()
+    plain = Gang(make_run(tmp_path / "plain", data, *OPTIONS), world=2, env=env).finish()
+    profile = ("profile.steps=[3, 4]", "profile.ranks=[0, 1]")
+    run = Gang(make_run(tmp_path / "run", data, *OPTIONS, *profile), world=2, env=env).finish()
+    assert curve(run) == curve(plain)
+    for rank in (0, 1):
+        with gzip.open(run.profile(0, rank).trace) as stream:
+            names = {event.get("name") for event in json.load(stream)["traceEvents"]}
+        expected = ("step 3", "step 4", "forward", "backward", "optimizer")
+        assert {f"slurmllm.{name}" for name in expected} <= names
+
+
+DOCUMENTS, SEQUENCE = "data.mask=document", "parallel.sequence=true"
+MESHES = [
+    ("neox", 2, 1, 2, DOCUMENTS, SEQUENCE, "train.activation_checkpointing=selective"),
+    ("llama", 1, 1, 2, DOCUMENTS, "train.activation_checkpointing=full"),
+    ("gpt3", 2, 2, 1, SEQUENCE),
+    ("neox", 1, 2, 2, DOCUMENTS, "parallel.virtual_pipeline=2"),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
+def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
+    documents = [part for part in mesh if part == DOCUMENTS]
+    (expected,) = pool.run(Case(small_run(mesh[0], 1, 1, 1, *documents), last=3, between=evaluated))
+    plain = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3))
+    outcomes = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3, between=evaluated))
+    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in plain], (
+        "bit-identical"
+    )
+    for outcome in outcomes:
+        assert outcome.between == pytest.approx(expected.between, rel=1e-5)
+
+
+def test_a_run_has_the_numbers_of_evaluate(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    overrides = (
+        "backend=nxd",
+        "cluster.devices_per_node=2",
+        "parallel.pipeline=2",
+        "train.steps=8",
+        "checkpoint.every_steps=4",
+        "data.validation=0.1",
+    )
+    plain = Gang(
+        make_run(tmp_path / "plain", data, *overrides), world=2, env=nxd_environment()
+    ).finish()
+    evaluates = ("eval.every_steps=4", "eval.sequences=13")
+    run = make_run(tmp_path / "run", data, *overrides, *evaluates)
+    Gang(run, world=2, env=nxd_environment()).finish()
+    assert curve(run) == curve(plain), "bit-identical"
+    evaluations = read_evaluations(run, run.metrics_files())
+    assert sorted(evaluations) == [4, 8]
+    for step, event in evaluations.items():
+        directory = run.checkpoint(step)
+        with stream_spec(validation_text(run, None), directory, None) as spec:
+            expected = held_out_loss(directory, spec, 13, None, "cpu")
+        assert event.values["held_out"] == pytest.approx(expected.loss, rel=1e-6)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from slurmllm.cli.main import cli
+from slurmllm.core.run.host_memory import Memory
 from slurmllm.core.run.records import MetricsRow
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import EventLog
 from slurmllm.train.backends.base import Backend, Worker
 from slurmllm.train.hooks import StepEnd
-from slurmllm.train.hooks.monitoring import MetricsHook, ProgressHook
+from slurmllm.train.hooks.monitoring import MemoryHook, MetricsHook, ProgressHook
 from slurmllm.train.hooks.profiling import ProfilingHook
 
-from .gang import small_config
+from .gang import Gang, control_planes, curve, make_data, make_run, small_config
 
 
 def moment(step: int, *, last: bool = False, saving: bool = False) -> StepEnd:
@@ -167,3 +172,110 @@ def test_files_that_cannot_be_written(
     job.run.profiles.write_text("a file in the folder's place")
     train(10, 13).close()
     assert "the profile of rank 1 failed: " in caplog.text
+
+
+TWO = ("cluster.devices_per_node=2", "train.steps=6", "checkpoint.every_steps=3")
+
+
+def test_training_is_bit_identical_and_each_rank_has_a_trace(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    plain = Gang(make_run(tmp_path / "plain", data, *TWO), world=2)
+    profile = ("profile.steps=[3, 4]", "profile.ranks=[0, 1]", "profile.memory=true")
+    profiled = Gang(make_run(tmp_path / "run", data, *TWO, *profile), world=2)
+    run, reference = profiled.finish(), plain.finish()
+    assert curve(run) == curve(reference)
+    assert len(curve(run)) == 6
+    assert not reference.profiles.exists()
+    for rank in (0, 1):
+        with gzip.open(run.profile(0, rank).trace) as stream:
+            names = {event.get("name") for event in json.load(stream)["traceEvents"]}
+        parts = ("step 3", "step 4", "data", "forward", "backward", "optimizer")
+        assert {"aten::mm", "[memory]", *(f"slurmllm.{part}" for part in parts)} <= names
+        assert not {"slurmllm.step 2", "slurmllm.step 5"} & names
+
+
+def test_ranks_that_do_not_exist_are_refused_before_submission(tmp_path: Path) -> None:
+    verb = f"submit tiny_neox --nodes 2 --dry-run --runs-dir {tmp_path}".split()
+    result = CliRunner().invoke(cli, [*verb, "profile.steps=[3, 4]", "profile.ranks=[1, 2]"])
+    assert "profile.ranks: 2: the run has 2 workers; choose ranks from 0 to 1" in result.output
+
+
+GB = 10**9
+
+
+def unreadable() -> Memory:
+    raise KeyError("VmHWM")
+
+
+def memory_events(
+    folder: Path, steps: Sequence[StepEnd], *, first_step: int = 0, fails: bool = False
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The events of rank 0 of two workers, and after which steps memory was read."""
+    path, read_after, at = folder / "events.jsonl", [], [0]
+
+    def memory() -> Memory:
+        read_after.append(at[0])
+        if fails:
+            unreadable()
+        return Memory(at[0] * GB, 20 * GB)
+
+    job: Any = SimpleNamespace(
+        first_step=first_step,
+        backend=SimpleNamespace(memory=memory),
+        events=EventLog(path, 0),
+    )
+    with control_planes(2) as controls:
+        job.control, other = controls
+        hook = MemoryHook(job)
+        peer: Any = SimpleNamespace(
+            first_step=first_step,
+            control=other,
+            events=EventLog(None, 0),
+            backend=SimpleNamespace(memory=lambda: Memory((at[0] + 1) * GB, 19 * GB)),
+        )
+        if fails:
+            peer.backend.memory = unreadable
+        peer_hook = MemoryHook(peer)
+        for step in steps:
+            at[0] = step.row.step
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(peer_hook.after_step, step)
+                hook.after_step(step)
+                done.result()
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines], read_after
+
+
+def test_steps_first_then_all_with_their_saves(tmp_path: Path) -> None:
+    steps = [moment(step, saving=step == 20, last=step == 23) for step in range(11, 24)]
+    events, read_after = memory_events(tmp_path, steps, first_step=10)
+    assert read_after == [12, 15, 23]
+    assert [event["step"] for event in events] == [15, 23]
+    assert events[0]["values"] == {"peak_bytes": 16 * GB, "limit_bytes": 19 * GB, "rank": 1}
+    assert events[0]["message"] == "rank 1 used 16.00 of 19.00 GB at most"
+    assert events[1]["message"].endswith("24.00 of 19.00 GB at most, saves included")
+
+
+@pytest.mark.parametrize(
+    ("saves", "last", "read_after"),
+    [
+        ((4,), 9, [2, 4, 9]),  # before the save takes some
+        ((2, 3), 6, [4, 6]),
+        ((1, 2, 3), 3, []),
+        ((), 2, [2]),
+        ((), 3, [2, 3]),
+    ],
+)
+def test_no_save_is_counted_before(
+    tmp_path: Path, saves: tuple[int, ...], last: int, read_after: list[int]
+) -> None:
+    steps = [moment(s, saving=s in saves, last=s == last) for s in range(1, last + 1)]
+    assert memory_events(tmp_path, steps)[1] == read_after
+
+
+def test_no_event_if_memory_cannot_be_read(tmp_path: Path) -> None:
+    events, read_after = memory_events(
+        tmp_path, [moment(s, last=s == 9) for s in range(1, 10)], fails=True
+    )
+    assert not events
+    assert read_after == [2, 5, 9]

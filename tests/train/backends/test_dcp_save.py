@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from amounts import sample
+from mesh_pool import Case, MeshPool
+from mesh_pool import small_run as small
+from torch.distributed.checkpoint import FileSystemReader, save
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.native import dcp
-from slurmllm.train.backends.native.dcp import DcpSave
+from slurmllm.train.backends.native.dcp import DcpSave, own_tensors
 from slurmllm.train.backends.native.runtime import NativeBackend
+from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
+from slurmllm.train.checkpoint.formats.dcp_write import Chunk, Place, pack_part
 from slurmllm.train.model.init import local_part
 from train.backends.conftest import LABELS, NewBackend, batch, micro_batches, train
 
@@ -120,3 +137,112 @@ def test_several_files_of_one_worker(
     resumed = new_backend()
     resumed.load_shards(tmp_path)
     assert train(resumed, 2, first=2) == expected
+
+
+FEW = "train.micro_batch=4"
+INTERLEAVED = "parallel.virtual_pipeline=2"
+MESHES = {
+    "tp2-pp2 tied": small("gpt3", 2, 2, 1, FEW, INTERLEAVED),
+    "tp2-dp2 bf16": small("llama", 2, 1, 2, FEW, "train.precision=bf16_sr"),
+    "copies": small("llama", 1, 1, 4, "cluster.devices_per_node=2", "parallel.shard_nodes=1"),
+    "dp4": small("llama", 1, 1, 4),
+    "tp2-dp2": small("neox", 2, 1, 2, FEW),
+    "tp4": small("llama", 4, 1, 1, FEW),
+    "pp2-dp2 tied": small("gpt3", 1, 2, 2, FEW),
+}
+
+
+def save_both_ways(folder: Path, backend: NativeBackend) -> list[tuple[int, int]]:
+    """By DCP's own `save` into `dcp`, and three times by ours; the latter's traffic each time."""
+    state = dcp.state_of(backend.model, backend.optimizer, backend.worker.rank)
+    save(state, checkpoint_id=folder / "dcp")
+    results = []
+    for number in range(3):
+        ours = folder / f"ours_{number}"
+        ours.mkdir(exist_ok=True)
+        backend.control.barrier()
+        before = backend.control.traffic
+        shards = backend.shards.begin(state, ours, asynchronous=number > 0)
+        shards.wait()
+        shards.finish()
+        after = backend.control.traffic
+        results.append((after[0] - before[0], after[1] - before[1]))
+    return results
+
+
+def load(path: Path) -> Metadata:
+    metadata = FileSystemReader(path).read_metadata()
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            # An empty chunk, of a worker for which a small parameter has no part, holds nothing.
+            entry.chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
+            entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+    return metadata
+
+
+def whole(path: Path, out: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp_to_torch_save(path, out)
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("config", sample(1, MESHES.values()), ids=MESHES)
+def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConfig) -> None:
+    nodes = 4 // config.cluster.devices_per_node
+    trained = pool.run(Case(config, nodes, last=1, after=partial(save_both_ways, tmp_path)))
+    expected = load(tmp_path / "dcp")
+    metadata = load(tmp_path / "ours_0")
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert metadata.planner_data == expected.planner_data
+    assert metadata.version == expected.version
+    stored = {
+        MetadataIndex(key, chunk.offsets)
+        for key, entry in expected.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+    assert metadata.storage_data.keys() == stored
+    assert stored <= expected.storage_data.keys()
+    # torch itself reads it, and the tensors are the same.
+    a, b = (whole(tmp_path / name, tmp_path / f"{name}.pt") for name in ("dcp", "ours_0"))
+    torch.testing.assert_close(b, a, rtol=0, atol=0)
+    # A load reads both: DCP's own plan is that of earlier versions.
+    ours, earlier = (DcpFiles(tmp_path / name) for name in ("ours_0", "dcp"))
+    for key in metadata.state_dict_metadata:
+        assert torch.equal(ours.read_key(key), earlier.read_key(key)), key
+    # Later saves are the same file, and only two small operations.
+    contents = [(tmp_path / f"ours_{number}" / ".metadata").read_bytes() for number in range(3)]
+    assert contents[0] == contents[1] == contents[2]
+    for saves in (outcome.after for outcome in trained):
+        # A reduction and the agreement: sent and received, with a header of 17 bytes each.
+        assert all(messages == 4 and num_bytes < 128 for messages, num_bytes in saves[1:]), saves
+
+
+def test_every_tensor_has_one_writer() -> None:
+    """Plain tensors, which all workers of a stage hold; those of the ends are tied."""
+    config = small("gpt3", 2, 2, 2, FEW)
+    mesh = dataclasses.replace(make_mesh(config, 1), replicate=2)
+    stage_shapes = {f"model.blocks.{n}.norm.weight": (8 * (n + 1),) for n in range(20)}
+    tied = {"model.embed.weight": (500, 64), "optimizer.embed.weight.step": ()}
+    writers: dict[tuple[int, str], list[int]] = {}
+    load = dict.fromkeys(range(8), 0)
+    for rank in range(8):
+        shapes = {**stage_shapes, **tied, f"random.rank_{rank:05d}.cpu": (5,)}
+        state = {key: torch.empty(shape) for key, shape in shapes.items()}
+        for key in own_tensors(state, mesh, rank, tied=True):
+            stage = -1 if key in tied else mesh.pipeline_rank(rank)
+            writers.setdefault((stage, key), []).append(rank)
+            load[rank] += 1
+    assert len(writers) == 2 * len(stage_shapes) + len(tied) + 8
+    assert all(len(ranks) == 1 for ranks in writers.values()), writers
+    assert max(load.values()) - min(load.values()) <= 2, load
+
+
+def test_what_a_worker_sends_is_small() -> None:
+    chunks = [
+        Chunk(("model", f"blocks.{n}.attn.qkv.weight"), torch.float32, (64, 64), (0, 0), (64, 64))
+        for n in range(300)
+    ]
+    places = [Place("__17_0.distcp", n * 17_600, 17_600) for n in range(300)]
+    assert len(pack_part(chunks, places)) < 30 * 300

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounding import assert_rounded
+from amounts import amount
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mesh_pool import small_run
+from rounding import assert_rounded, forward_terms
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from slurmllm.train.model.attention import rotary_table, rotate, slice_order
+from slurmllm.core.config.families import FAMILIES
+from slurmllm.train.model.attention import (
+    document_blocks,
+    document_mask,
+    rotary_table,
+    rotate,
+    slice_order,
+)
+from slurmllm.train.model.decoder import CausalCore, build_model
+from slurmllm.train.model.init import initialize
 
 pytestmark = pytest.mark.numerics
 
@@ -46,3 +60,86 @@ def test_unturned_pairs_pass_unchanged() -> None:
 def test_precision_of_the_input_is_kept() -> None:
     x = torch.randn(1, 5, 2, 8, dtype=torch.bfloat16)
     assert rotate(x, rotary_table(5, 8, 1.0, 10000.0)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=amount(3, of=20), derandomize=True)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
+def test_packed_documents_equal_single_ones(family: str, lengths: list[int]) -> None:
+    config = small_run(family, 1, 1, 1, "model.seq_len=108", "model.init_std=0.3").recipe.model
+    decoder, terms = build_model(config), forward_terms(config)
+    initialize(decoder, config, seed=1)
+    text = torch.randint(0, 61, (sum(lengths),), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    # The second row is one document over all.
+    packed = decoder(
+        text.expand(2, -1), positions=torch.stack([positions, torch.arange(len(text))])
+    )
+    single = [decoder(document.unsqueeze(0)) for document in text.split(lengths)]
+    assert_rounded(packed[:1], torch.cat(single, dim=1), terms)
+    assert_rounded(packed[1:], decoder(text.unsqueeze(0)), terms)
+
+
+def test_mask() -> None:
+    mask = document_mask(torch.tensor([[0, 1, 0, 1, 0]]), torch.bfloat16)
+    assert mask.dtype == torch.bfloat16
+    assert mask[0, 0].exp().int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+def packed(length: int, longest: int, seed: int) -> Tensor:
+    """Positions in random documents, of which the last one is cut."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces, total = [], 0
+    while total < length:
+        pieces.append(torch.arange(int(torch.randint(1, longest + 1, (), generator=generator))))
+        total += len(pieces[-1])
+    return torch.cat(pieces)[:length]
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300, 768])
+@pytest.mark.parametrize("longest", [3, 140, 400, 2000])
+def test_blocks_are_those_that_torch_finds_token_by_token(length: int, longest: int) -> None:
+    positions = torch.stack([packed(length, longest, seed) for seed in range(3)])
+    mask = document_blocks(positions)
+    rows, columns = torch.arange(length).unsqueeze(1), torch.arange(length)
+    for row in range(3):
+        visible = mask.mask_mod(torch.tensor(row), torch.tensor(0), rows, columns)
+        assert torch.equal(visible, document_mask(positions, torch.float32)[row, 0] == 0)
+    expected = create_block_mask(mask.mask_mod, 3, None, length, length, device="cpu")
+    assert mask.shape == expected.shape
+    for name in BlockMask._TENSOR_ATTRS:
+        tensor, other = getattr(mask, name), getattr(expected, name)
+        assert other is None if tensor is None else torch.equal(tensor, other), name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own
+@pytest.mark.parametrize(
+    ("compiler", "length", "queries", "keys"),
+    [
+        *(("eager", 128, 4, 4), ("eager", 301, 4, 4), ("eager", 301, 6, 2)),
+        pytest.param("inductor", 301, 6, 2, marks=pytest.mark.long),
+    ],
+)
+def test_attention_by_blocks_equals_the_dense_mask(
+    compiler: str, length: int, queries: int, keys: int
+) -> None:
+    positions = torch.stack([packed(length, longest, 5) for longest in (9, 150, 2000)])
+    torch.compiler.reset()  # Dynamo has at most eight graphs of a function
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, length, n, 16, generator=generator) for n in (queries, keys, keys))
+    core, none = CausalCore(use_rotary=False, grouped=keys < queries), torch.empty(0)
+    compiled = torch.compile(core, fullgraph=True, dynamic=False, backend=compiler)
+    make_mask = torch.compile(document_blocks, fullgraph=True, dynamic=False, backend=compiler)
+    mask = make_mask(positions)
+    with torch.no_grad():  # torch has no backward pass of it on CPUs
+        expected = core(q, k, v, none, document_mask(positions, torch.float32))
+        for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+            inputs = (x.to(dtype) for x in (q, k, v))
+            out = compiled(*inputs, none, mask)
+            assert torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance)
