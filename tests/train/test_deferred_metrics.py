@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from statistics import median
 
 import pytest
 from amounts import sample
@@ -87,40 +85,6 @@ loop.run_step = watched
 NativeBackend.deferred_metrics = True
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 """
-# A device that computes what the host has enqueued: the host needs HOST_S to enqueue a step, the
-# device DEVICE_S to compute it.
-_DEVICE = """
-import os, sys, time
-from pathlib import Path
-from slurmllm.train.backends.rehearsal.runtime import RehearsalBackend
-from slurmllm.core.run.rundir import RunDir
-
-class Device:
-    idle_at = 0.0
-
-class Result:
-    def __init__(self, value=0.0):
-        self.value, self.at = value, max(time.perf_counter(), Device.idle_at)
-    def __float__(self):
-        time.sleep(max(0.0, self.at - time.perf_counter()))
-        return self.value
-    def __sub__(self, earlier):
-        float(self)
-        return self.at - earlier.at
-
-optimizer_step = RehearsalBackend.optimizer_step
-
-def enqueue(self, lr):
-    time.sleep(float(os.environ["HOST_S"]))
-    Device.idle_at = Result().at + float(os.environ["DEVICE_S"])
-    return Result(optimizer_step(self, lr))
-
-RehearsalBackend.deferred_metrics = True
-RehearsalBackend.optimizer_step = enqueue
-RehearsalBackend.mark = lambda self: Result()
-from slurmllm.train.worker import run_worker
-sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
-"""
 STEPS = ("train.steps=9", "checkpoint.every_steps=4")
 
 
@@ -185,30 +149,3 @@ def test_no_number_is_found_before_the_save_that_would_hold_it(
     assert gang.wait() == [DivergenceError.exit_code]
     assert "the loss of step 7 is nan" in gang.output()
     assert run.checkpoint_steps() == [4]
-
-
-@pytest.mark.parametrize(("host_s", "device_s"), [(0.02, 0.004), (0.004, 0.02)])
-def test_saves_do_not_show_in_the_rates(
-    tmp_path: Path, data: tuple[str, str], host_s: float, device_s: float
-) -> None:
-    """A step takes what the slower of host and device needs for it, whenever it is read."""
-    options = ("backend=rehearsal", "train.steps=60", "train.log_every=10")
-    run = make_run(tmp_path / "run", data, *options, "checkpoint.every_steps=10")
-    env = {"HOST_S": str(host_s), "DEVICE_S": str(device_s), "SLURMLLM_REHEARSAL_STEP_S": "0"}
-    gang = Gang(run, env=env, entry=_DEVICE)
-    gang.finish()
-    times = [row["step_time_s"] for row in rows(run, 0)]
-    assert len(times) == 60
-    assert min(times) >= 0.99 * max(host_s, device_s), "none is read as if it had taken nothing"
-    after_saves = times[10::10]
-    assert min(after_saves) < 1.7 * median(times), "nor all as if they had taken two steps' time"
-    for row in rows(run, 0):
-        assert row["seq_per_s"] == pytest.approx(8 / row["step_time_s"])
-    logged = re.findall(r"step (\d+)/60 .* ([\d.]+) seq/s +([\d,]+) tokens/s", gang.output())
-    assert [int(step) for step, _, _ in logged] == [1, 2, 3, 10, 20, 30, 40, 50, 60]
-    before = 0
-    for step, sequences, tokens in logged:
-        since = times[before : int(step)]
-        before = int(step)
-        assert float(sequences) == pytest.approx(8 * len(since) / sum(since), abs=0.06)
-        assert float(tokens.replace(",", "")) == pytest.approx(32 * float(sequences), abs=3)

@@ -69,18 +69,16 @@ def assert_holds(files: TrainingFiles, whole: Whole, dtype: torch.dtype | None =
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), sample(3, LAYOUTS.values(), arguments=2), ids=LAYOUTS
+    ("family", "mesh"),
+    [*sample(3, LAYOUTS.values(), arguments=2), ("neox", 1), ("qwen3", 3)],
+    ids=[*LAYOUTS, "native, one worker", "native, three workers"],
 )
-def test_every_value(family: str, layout: Layout, tmp_path: Path) -> None:
+def test_every_value(family: str, mesh: Layout | int, tmp_path: Path) -> None:
     whole = random_whole(family)
-    write_nxd(tmp_path, whole, layout)
-    assert_holds(open_training(tmp_path, whole.model), whole)
-
-
-@pytest.mark.parametrize(("family", "workers"), [("neox", 1), ("qwen3", 3)])
-def test_every_value_of_the_native_format(family: str, workers: int, tmp_path: Path) -> None:
-    whole = random_whole(family)
-    write_native(tmp_path, whole, workers)
+    if isinstance(mesh, int):
+        write_native(tmp_path, whole, mesh)
+    else:
+        write_nxd(tmp_path, whole, mesh)
     assert_holds(open_training(tmp_path, whole.model), whole)
 
 

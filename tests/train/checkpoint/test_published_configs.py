@@ -11,11 +11,7 @@ import pytest
 from slurmllm.core.config.huggingface import read_config, write_config
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import recipes_dir, resolve
-from slurmllm.plan.estimate import predict
-from slurmllm.plan.fit_check import choose_parallel
-from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
-from slurmllm.train.backends.environment import load_environment
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,26 +39,6 @@ def test_the_recipe_is_of_the_published_model(name: str) -> None:
     recipe = resolve(name).recipe.model
     assert model.head_width == (64 if name == "llama3.2_1b" else 128)
     assert recipe == model.model_copy(update={"seq_len": recipe.seq_len})
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes"),
-    [
-        ("llama3_8b", 1),
-        ("llama3.1_8b", 32),
-        ("llama3_70b", 16),
-        ("llama3.2_1b", 1),
-        ("qwen3_0.6b", 1),
-        ("qwen3_8b", 1),
-    ],
-)
-def test_the_recipe_s_layout_fits(name: str, nodes: int) -> None:
-    config = resolve(name)
-    unsupported = load_environment(config.backend).unsupported
-    assert unsupported(config) == []
-    if config.open_settings():
-        config = choose_parallel(config, nodes, unsupported)
-    assert predict(config, make_mesh(config, nodes)).fits
 
 
 @pytest.mark.parametrize("name", COUNTS)

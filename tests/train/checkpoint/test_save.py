@@ -17,7 +17,7 @@ from slurmllm.core.run.records import SkippedBatches, SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint import save as saving
 from slurmllm.train.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
-from slurmllm.train.checkpoint.folder import describe, file_faults, read_manifest
+from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.save import remove_leftovers
 from slurmllm.train.checkpoint.state import TrainState, fingerprint_digest
 from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, state
@@ -82,7 +82,7 @@ def test_a_failed_removal_is_a_warning(
     monkeypatch.setattr(shutil, "rmtree", refuse)
     saving.remove_expired(run, 20, CheckpointConfig(keep=1))
     assert "cannot remove" in caplog.text
-    assert run.checkpoint_steps() == [10, 20]
+    assert run.checkpoint_steps() == [20]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -107,18 +107,14 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
 
 def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
     save_all(PretendGang(), run, 10)
-    for name in (".step_00000020.tmp", ".step_00000010.replaced", "notes"):
+    newer = ".step_00000020.004.tmp"
+    for name in (".step_00000020.003.tmp", newer, ".step_00000010.replaced", "notes"):
         (run.checkpoints / name).mkdir()
+    remove_leftovers(run, attempt=3)
+    assert folders(run) == [newer, "notes", "step_00000010"]
     remove_leftovers(run)
     assert folders(run) == ["notes", "step_00000010"]
     remove_leftovers(RunDir(run.path / "nothing"))
-
-
-def test_a_newer_attempt_s_folder_stays(run: RunDir) -> None:
-    for name in (".step_00000020.002.tmp", ".step_00000020.003.tmp", ".step_00000020.004.tmp"):
-        (run.checkpoints / name).mkdir(parents=True)
-    remove_leftovers(run, attempt=3)
-    assert folders(run) == [".step_00000020.004.tmp"]
 
 
 def test_an_attempt_that_was_taken_over_publishes_nothing(run: RunDir) -> None:
@@ -229,11 +225,3 @@ def test_a_damaged_record_of_roll_backs_keeps_all(
     remove_expired(run, 20, CheckpointConfig(keep=1))
     assert run.checkpoint_steps() == [10, 20]
     assert "no checkpoint is removed" in caplog.text
-
-
-def test_describe_is_sha256(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"abc")
-    file = describe(tmp_path, "f")
-    # FIPS 180-2, appendix B.1
-    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert (file.bytes, file.sha256) == (3, sha256)
