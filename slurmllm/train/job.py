@@ -319,7 +319,7 @@ def _find_resumable(job: Job) -> tuple[Resumable, tuple[SkippedBatches, ...]]:
     first = job.worker.rank == 0
     if first:
         remove_leftovers(job.run, job.attempt)
-    resumable = find_resumable(job.run, job, job.fingerprint())
+    resumable = find_resumable(job.run, job.config, job.control, job.fingerprint())
     # Read by rank 0 alone: all workers must skip the same batches.
     return resumable, job.control.broadcast(read_rollbacks(job.run) if first else None)
 
@@ -356,7 +356,7 @@ def _start(job: Job) -> None:
     from slurmllm.train.checkpoint.formats.weights import weight_reader
 
     source = Path(recipe.train.init_from)
-    if fault := first_fault(source, job):
+    if fault := first_fault(source, job.control):
         raise StorageError(
             f"train.init_from: {source} does not verify: {fault}; restore it, or import it again"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import JobsRecord
@@ -23,10 +24,12 @@ from slurmllm.train.checkpoint.catalogue import (
 )
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.replicas import Replica, open_replica
-from slurmllm.train.checkpoint.shards import WorkerContext
 from slurmllm.train.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
+from slurmllm.train.control.plane import ControlPlane
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Resumable(NamedTuple):
@@ -38,7 +41,7 @@ class Resumable(NamedTuple):
 
 
 def find_resumable(
-    run: RunDir, backend: WorkerContext, fingerprint: Mapping[str, Any]
+    run: RunDir, config: RunConfig, control: ControlPlane, fingerprint: Mapping[str, Any]
 ) -> Resumable:
     """Return the newest checkpoint that verifies, replicas included (collective).
 
@@ -48,28 +51,49 @@ def find_resumable(
     # All workers take rank 0's listing: on a shared file system, nodes may see different ones.
     replica: Replica | None = None
     listing = None
-    if backend.worker.rank == 0:
+    if control.rank == 0:
         replica_steps: list[int] = []
         try:
-            replica = open_replica(backend.config.recipe.checkpoint, run.name)
+            replica = open_replica(config.recipe.checkpoint, run.name)
             if replica is not None:
-                replica.make_folder(backend.config.cluster.trusted_group)
+                replica.make_folder(config.cluster.trusted_group)
                 replica_steps = usable_steps(run, replica)
         except StorageError as error:  # the run's own checkpoints do not depend on it
             log.warning("%s", error)
             replica = None
         invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
         listing = (run.checkpoint_steps(), invalid, replica_steps, saves, lost_attempts(run))
-    steps, invalidated, replica_steps, saves, lost = backend.control.broadcast(listing)
+    steps, invalidated, replica_steps, saves, lost = control.broadcast(listing)
+
+    def fetch(step: int) -> None:
+        assert replica is not None
+        replica.fetch(step, run)
+        log.info("restored step %d from %s", step, replica.location)
+
+    def load_state(step: int) -> TrainState:
+        state = TrainState.load(run.checkpoint(step) / TRAIN_STATE)
+        if state.step != step:  # its shards would be read from another folder
+            raise StorageError(f"{run.checkpoint(step)} holds step {state.step}; restore it")
+        return state
+
+    def resumable(state: TrainState | None, step: int, skipped: Sequence[str]) -> Resumable:
+        newer = sorted((other for other in invalidated if other > step), reverse=True)
+        lines = tuple(f"step {other}: {invalidated[other]}" for other in newer)
+        return Resumable(state, tuple(skipped), lines)
+
     skipped: list[str] = []
     for step in sorted({*steps, *replica_steps} - set(invalidated), reverse=True):
         directory = run.checkpoint(step)
-        fault = first_fault(directory, backend) if step in steps else None
+        fault = first_fault(directory, control) if step in steps else None
         if step in replica_steps and (fault is not None or step not in steps):
             skipped += [f"step {step}: {fault}"] if fault else []
-            fault = backend.control.broadcast(_fetch(replica, step, run) if replica else None)
+            fault = None
+            try:
+                _on_first(control, lambda step=step: fetch(step))
+            except StorageError as error:
+                fault = str(error)
         if fault is None:
-            state = _load_state(directory, step, backend)
+            state = _on_first(control, lambda step=step: load_state(step))
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
                 raise RunError(
                     f"{directory} is of another model or other data and cannot be continued:\n"
@@ -77,7 +101,7 @@ def find_resumable(
                     + "\nrestore the settings, or start a new run with another --name"
                 )
             skipped += missing_checkpoint_messages(saves, step, {*steps, *replica_steps})
-            return Resumable(state, tuple(skipped), _newer_than(step, invalidated))
+            return resumable(state, step, skipped)
         skipped.append(f"step {step}: {fault}")
     if skipped:
         raise CheckpointError(
@@ -87,17 +111,21 @@ def find_resumable(
             f"`slurmllm resume {run.name} --from-scratch`"
         )
     refuse_unknown(run, saves, lost)
-    return Resumable(None, (), _newer_than(0, invalidated))
+    return resumable(None, 0, ())
 
 
-def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
-    """Restore a checkpoint from its replica; return the fault if that fails."""
-    try:
-        replica.fetch(step, run)
-    except StorageError as error:
-        return str(error)
-    log.info("restored step %d from %s", step, replica.location)
-    return None
+def _on_first(control: ControlPlane, work: Callable[[], T]) -> T:
+    """Return rank 0's result on all workers, or raise its StorageError on all (collective)."""
+    result: T | None = None
+    fault: StorageError | None = None
+    if control.rank == 0:
+        try:
+            result = work()
+        except StorageError as error:
+            fault = error
+    if first := control.first(fault):
+        raise first
+    return control.broadcast(result)
 
 
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
@@ -119,24 +147,18 @@ def usable_steps(run: RunDir, replica: Replica) -> list[int]:
     return usable
 
 
-def _newer_than(step: int, invalidated: Mapping[int, str]) -> tuple[str, ...]:
-    newer = sorted((other for other in invalidated if other > step), reverse=True)
-    return tuple(f"step {other}: {invalidated[other]}" for other in newer)
-
-
-def first_fault(directory: Path, backend: WorkerContext) -> str | None:
+def first_fault(directory: Path, control: ControlPlane) -> str | None:
     """Verify a checkpoint's files, which the workers share out (collective).
 
     Pickles are checked by who loads them, directly before.
     """
     manifest: CheckpointManifest | None = None
     fault: str | None = None
-    if backend.worker.rank == 0:
+    if control.rank == 0:
         try:
             manifest = read_manifest(directory)
         except StorageError as error:
             fault = str(error)
-    control = backend.control
     # Every worker reads a part of the files: one alone takes minutes for a large checkpoint. The
     # manifest is read by rank 0 alone: another node may not see it yet on a shared file system.
     workers = range(control.world_size)
@@ -147,19 +169,3 @@ def first_fault(directory: Path, backend: WorkerContext) -> str | None:
     parts = control.gather(file_faults(directory, share))
     lines = None if parts is None else [line for report in parts for line in report]
     return "; ".join(control.broadcast(lines)) or None
-
-
-def _load_state(directory: Path, step: int, backend: WorkerContext) -> TrainState:
-    """Load the training state on rank 0 for all workers (collective)."""
-    state: TrainState | None = None
-    fault: StorageError | None = None
-    if backend.worker.rank == 0:
-        try:
-            state = TrainState.load(directory / TRAIN_STATE)
-            if state.step != step:  # its shards would be read from another folder
-                raise StorageError(f"{directory} holds step {state.step}; restore it")
-        except StorageError as error:
-            fault = error
-    if first := backend.control.first(fault):
-        raise first
-    return backend.control.broadcast(state)

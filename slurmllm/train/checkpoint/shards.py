@@ -66,8 +66,8 @@ class Worker:
     sharing: int = 1  # workers on this machine: the node's, with --local those of all nodes
 
 
-class WorkerContext(Protocol):
-    """What finding a checkpoint needs of a worker."""
+class ShardBackend(Protocol):
+    """The part of a backend that saving uses (see `backends.base.Backend`)."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -75,10 +75,6 @@ class WorkerContext(Protocol):
     def worker(self) -> Worker: ...
     @property
     def control(self) -> ControlPlane: ...
-
-
-class ShardBackend(WorkerContext, Protocol):
-    """The part of a backend that saving and resuming use (see `backends.base.Backend`)."""
 
     def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write this worker's shards into an existing folder (collective)."""

@@ -60,7 +60,7 @@ def save_at(run: RunDir, step: int, attempt: int = 0) -> None:
 
 
 def find(run: RunDir) -> Resumable:
-    answers = PretendGang(3).all(lambda backend: find_resumable(run, backend, FINGERPRINT))
+    answers = PretendGang(3).all(lambda b: find_resumable(run, b.config, b.control, FINGERPRINT))
     assert len({str(answer) for answer in answers}) == 1, answers
     if isinstance(answers[0], Exception):
         raise answers[0]

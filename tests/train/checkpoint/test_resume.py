@@ -31,7 +31,9 @@ def run(tmp_path: Path) -> RunDir:
 
 def find(run: RunDir, world: int = 3, fingerprint: dict[str, object] = FINGERPRINT) -> Resumable:
     """On another number of workers than saved; all must answer alike."""
-    answers = PretendGang(world).all(lambda backend: find_resumable(run, backend, fingerprint))
+    answers = PretendGang(world).all(
+        lambda b: find_resumable(run, b.config, b.control, fingerprint)
+    )
     assert len({str(answer) for answer in answers}) == 1, answers
     if isinstance(answers[0], Exception):
         raise answers[0]
