@@ -166,7 +166,7 @@ def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
 def one_pass_adamw(config: RunConfig, mesh: Mesh) -> bool:
     """Whether the optimizer reads bf16 gradients, and updates fp32 weights and their bf16 copy.
 
-    The native backend's `mixed_adamw.py`, with torch 2.10 or later.
+    The native backend's `unsharded.py`, with torch 2.10 or later.
     """
     train = config.recipe.train
     on_accelerator = config.cluster.device != "cpu" and train.compile

@@ -134,46 +134,35 @@ class NextSave(NamedTuple):
     message: str
 
 
-class EarlierAttempts(NamedTuple):
-    """What earlier attempts of a run measured."""
-
-    failures: int = 0  # attempts that failed in a way that loses steps
-    node_s: float = 0.0  # durations of all attempts times their nodes, s
-    costs_s: tuple[float, ...] = ()  # of their last saves
-
-
-def read_earlier_attempts(run: RunDir, attempt: int) -> EarlierAttempts:
-    """Read the attempts of a run before `attempt`; unreadable records are ignored."""
-    failures, node_s, costs = 0, 0.0, list[float]()
-    for earlier in run.attempts("train"):
-        if earlier.number >= attempt:
-            continue
-        with suppress(SlurmllmError):
-            record = AttemptRecord.load(earlier.record)
-            failures += record.ending in FAILURES
-            node_s += len(record.nodes) * max(0.0, (record.ended_at or 0.0) - record.started_at)
-        with suppress(SlurmllmError):
-            saves = [e.values for e in read_events(run, earlier.number) if e.kind == "save"]
-            costs += [values["cost_s"] for values in saves if "cost_s" in values]
-    return EarlierAttempts(failures, node_s, tuple(costs[-_SAVES:]))
-
-
 class SaveInterval:
     """The choice of the step of the next save, by measured steps and saves.
 
     The cost of a save is the time that training waits for it plus the slow-down of the steps during
-    its write. `started` is the Unix time of the attempt's start, s.
+    its write. Of the attempts before `attempt`, those with unreadable records are ignored.
+    `started` is the Unix time of this attempt's start, s.
     """
 
     def __init__(
-        self, earlier: EarlierAttempts, nodes: int, started: float, node_mtbf_hours: float
+        self, run: RunDir, attempt: int, nodes: int, started: float, node_mtbf_hours: float
     ) -> None:
-        self._earlier, self._nodes, self._started = earlier, nodes, started
-        self._node_mtbf_hours = node_mtbf_hours
-        self._costs_s = deque(earlier.costs_s, maxlen=_SAVES)
+        self._nodes, self._started, self._node_mtbf_hours = nodes, started, node_mtbf_hours
+        self._failures = 0  # earlier attempts that failed in a way that loses steps
+        self._earlier_node_s = 0.0  # durations of the earlier attempts times their nodes
+        self._costs_s: deque[float] = deque(maxlen=_SAVES)
         self._quiet_s: deque[float] = deque(maxlen=_STEPS)
         self._saving_s: list[float] = []
         self._save_s = 0.0
+        for earlier in run.attempts("train"):
+            if earlier.number >= attempt:
+                continue
+            with suppress(SlurmllmError):
+                record = AttemptRecord.load(earlier.record)
+                self._failures += record.ending in FAILURES
+                seconds = max(0.0, (record.ended_at or 0.0) - record.started_at)
+                self._earlier_node_s += len(record.nodes) * seconds
+            with suppress(SlurmllmError):
+                saves = [e.values for e in read_events(run, earlier.number) if e.kind == "save"]
+                self._costs_s.extend(v["cost_s"] for v in saves if "cost_s" in v)
 
     def add_step(self, seconds: float, *, saving: bool) -> None:
         (self._saving_s if saving else self._quiet_s).append(seconds)
@@ -193,9 +182,9 @@ class SaveInterval:
 
     def choose(self, step: int) -> NextSave:
         step_s = self._step_s()
-        node_s = self._earlier.node_s + self._nodes * max(0.0, time.time() - self._started)
-        mtbf = mtbf_s(self._nodes, self._earlier.failures, node_s, self._node_mtbf_hours)
-        values = {"step_s": step_s, "mtbf_s": mtbf, "failures": float(self._earlier.failures)}
+        node_s = self._earlier_node_s + self._nodes * max(0.0, time.time() - self._started)
+        mtbf = mtbf_s(self._nodes, self._failures, node_s, self._node_mtbf_hours)
+        values = {"step_s": step_s, "mtbf_s": mtbf, "failures": float(self._failures)}
         if self._costs_s:
             cost = median(self._costs_s)
             values["cost_s"] = cost

@@ -12,7 +12,7 @@ from slurmllm.train.checkpoint.replicas import ReplicaCopier, open_replica
 from slurmllm.train.checkpoint.save import Save, refuse_if_superseded
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
-from slurmllm.train.schedules import MEASURED_STEPS, SaveInterval, read_earlier_attempts
+from slurmllm.train.schedules import MEASURED_STEPS, SaveInterval
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,10 @@ class CheckpointHook(Hook):
         self._interval: SaveInterval | None = None
         self._copier: ReplicaCopier | None = None
         if job.worker.rank == 0:
-            earlier = read_earlier_attempts(job.run, job.attempt)
             mtbf_hours = job.config.cluster.node_mtbf_hours
-            self._interval = SaveInterval(earlier, job.mesh.nodes, job.started, mtbf_hours)
+            self._interval = SaveInterval(
+                job.run, job.attempt, job.mesh.nodes, job.started, mtbf_hours
+            )
             self._copier = _make_copier(job)
 
     def after_step(self, end: StepEnd) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slurmllm.train.backends.native.device import KINDS
-from slurmllm.train.backends.native.mixed_adamw import MixedAdamW
 from slurmllm.train.backends.native.runtime import NativeBackend
+from slurmllm.train.backends.native.unsharded import MixedAdamW
 from train.backends.conftest import AcceleratorOfCpus, NewBackend, train, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

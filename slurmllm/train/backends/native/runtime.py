@@ -36,7 +36,6 @@ from slurmllm.train.backends.native import compiling, dcp, precision
 from slurmllm.train.backends.native.dcp import DcpSaver
 from slurmllm.train.backends.native.device import KINDS, Device, DeviceNumber, send
 from slurmllm.train.backends.native.environment import unsupported
-from slurmllm.train.backends.native.mixed_adamw import MixedAdamW
 from slurmllm.train.backends.native.parallel import (
     Pipeline,
     apply_tensor_parallel,
@@ -47,7 +46,7 @@ from slurmllm.train.backends.native.parallel import (
     scale_,
     total_norm,
 )
-from slurmllm.train.backends.native.unsharded import UnshardedWeights
+from slurmllm.train.backends.native.unsharded import MixedAdamW, UnshardedWeights
 from slurmllm.train.backends.process_group import init_process_group
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.train.model.attention import document_blocks

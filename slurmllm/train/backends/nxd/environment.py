@@ -41,6 +41,8 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.environment import BackendEnvironment, Graph, Variable, output_of
 from slurmllm.train.backends.nxd.arguments import arguments as arguments
 
+INSPECT = "NEURON_RT_INSPECT_ENABLE"
+_ZERO_BUCKETS = "ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"
 _PROFILER = "Neuron Explorer: environment variables"
 _CPU_MODE = {
     "NXD_CPU_MODE": Variable("1", "NxD: cluster.device cpu, for tests"),
@@ -54,10 +56,11 @@ _EFA = {
 
 
 def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
-    recipe = config.recipe
+    recipe, on_neuron = config.recipe, config.cluster.device == "neuron"
     precision, family = recipe.train.precision, recipe.model.family
+    has_rms_norm = FAMILIES[family].norm == "rms"
     # Executions in flight and malloc's arenas, which the published scripts found by measurement.
-    if FAMILIES[family].norm == "rms":
+    if has_rms_norm:
         script, in_flight, arenas = "HLAT 7B", 3, 64
         if recipe.parallel.pipeline > 1:
             script, in_flight, arenas = "run_llama2_70B_tp_pp.sh", 7, 128
@@ -65,18 +68,51 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
         script = "neox_20b.sh" if family == "neox" else "train_setup.sh"
         in_flight, arenas = 5, 128
     network = _CPU_MODE
-    if config.cluster.device == "neuron":
+    if on_neuron:
         instance = INSTANCES.get(config.cluster.instance_type or DEFAULT, INSTANCES[DEFAULT])
         network = _EFA if instance.efa_devices else {}
     rounding = Variable("0", f"train.precision {precision} (HLAT 70B, NxDT)")
     if precision == "bf16_sr":
         rounding = Variable("1", "train.precision bf16_sr (neox_20b.sh, HLAT 7B)")
+    # neox_20b.sh, HLAT; the first of run_llama2_70B_tp_pp.sh, too.
+    flags = ["--model-type=transformer", "--distribution-strategy=llm-training"]
+    if precision != "fp32":  # sums of bf16 values, such as softmax and norms, in fp32
+        flags.append("--enable-mixed-precision-accumulation")  # neox_20b.sh, NxDT
+    # The compiler casts nothing. AWS sets this for fp32 (train_setup.sh) and autocast (NxDT); its
+    # other modes cast the whole model by XLA_USE_BF16, where our model casts by itself. Explicit,
+    # because releases differ in the default (matmult, later none).
+    flags.append("--auto-cast=none")
+    # The size of NxD's buckets, in the variable that this run's optimizer reads.
+    if recipe.parallel.zero == 0:
+        buckets, size, source = (
+            "ALLREDUCE_BUCKET_CAP_MB",
+            "1024",
+            "neox_20b.sh (there BUCKET_CAP_MB)",
+        )
+        if has_rms_norm:
+            size, source = "512", "HLAT 7B, NxD: its default"
+    else:
+        buckets, size, source = _ZERO_BUCKETS, "130", "NxD: its default; NaN above 140"
+        if precision != "fp32":  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
+            size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
+    # Neuron's profiler, which the runtime reads when a worker starts. It profiles the whole
+    # attempt, and of the device each graph's first execution.
+    profiling: dict[str, Variable] = {}
+    if recipe.profile.steps is not None and on_neuron:
+        profiling = {
+            INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
+            "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
+        }
+        if profiles is not None:
+            profiling["NEURON_RT_INSPECT_OUTPUT_DIR"] = Variable(
+                str(profiles), f"{_PROFILER}: a folder a worker, named by its process"
+            )
     return {
         **network,
         # Our launcher replaces torchrun. Only with this variable does torch-xla give each worker
         # the core of its LOCAL_RANK and pass the world size to the runtime.
         "TORCHELASTIC_RUN_ID": Variable("slurmllm", "torch-xla: workers as under torchrun"),
-        "NEURON_CC_FLAGS": Variable(_compiler_flags(precision), "neox_20b.sh, HLAT, NxDT"),
+        "NEURON_CC_FLAGS": Variable(" ".join(flags), "neox_20b.sh, HLAT, NxDT"),
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
         "NEURON_RT_EXEC_TIMEOUT": Variable("4000", "HLAT, s: outlasts a graph a peer compiles"),
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(str(in_flight), script),
@@ -85,56 +121,11 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
         "XLA_DISABLE_FUNCTIONALIZATION": Variable(
             "0", "run_llama2_70B_tp_pp.sh; Neuron: else splits of 2D tensors go wrong"
         ),
-        **_bucket_size(config),
+        buckets: Variable(size, source),
         "MALLOC_ARENA_MAX": Variable(str(arenas), script),
         "XLA_THREAD_POOL_SIZE": Variable("4", "neox_20b.sh"),
-        **_profiling(config, profiles),
+        **profiling,
     }
-
-
-INSPECT = "NEURON_RT_INSPECT_ENABLE"
-
-
-def _profiling(config: RunConfig, profiles: Path | None) -> dict[str, Variable]:
-    """Return the variables of Neuron's profiler, which the runtime reads when a worker starts.
-
-    It profiles the whole attempt, and of the device each graph's first execution.
-    """
-    if config.recipe.profile.steps is None or config.cluster.device != "neuron":
-        return {}
-    source = f"{_PROFILER}: a folder a worker, named by its process"
-    folder = {"NEURON_RT_INSPECT_OUTPUT_DIR": Variable(str(profiles), source)}
-    return {
-        INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
-        "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
-        **(folder if profiles is not None else {}),
-    }
-
-
-def _compiler_flags(precision: str) -> str:
-    # neox_20b.sh, HLAT; the first of run_llama2_70B_tp_pp.sh, too.
-    flags = ["--model-type=transformer", "--distribution-strategy=llm-training"]
-    if precision != "fp32":  # sums of bf16 values, such as softmax and norms, in fp32
-        flags.append("--enable-mixed-precision-accumulation")  # neox_20b.sh, NxDT
-    # The compiler casts nothing. AWS sets this for fp32 (train_setup.sh) and autocast (NxDT); its
-    # other modes cast the whole model by XLA_USE_BF16, where our model casts by itself. Explicit,
-    # because releases differ in the default (matmult, later none).
-    return " ".join([*flags, "--auto-cast=none"])
-
-
-def _bucket_size(config: RunConfig) -> dict[str, Variable]:
-    """Return the size of NxD's buckets, in the variable that this run's optimizer reads."""
-    recipe = config.recipe
-    if recipe.parallel.zero == 0:
-        size, source = "1024", "neox_20b.sh (there BUCKET_CAP_MB)"
-        if FAMILIES[recipe.model.family].norm == "rms":
-            size, source = "512", "HLAT 7B, NxD: its default"
-        return {"ALLREDUCE_BUCKET_CAP_MB": Variable(size, source)}
-    if recipe.train.precision == "fp32":
-        size, source = "130", "NxD: its default; NaN above 140"
-    else:  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
-        size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
-    return {"ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB": Variable(size, source)}
 
 
 def cache_variables(cache: str) -> dict[str, Variable]:
