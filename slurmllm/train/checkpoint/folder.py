@@ -91,14 +91,13 @@ def require_absent(target: Path) -> None:
             return
         if not target.is_dir():
             raise RunError(f"{target} is a file; name a folder that does not exist yet")
-        names = sorted(entry.name for entry in target.iterdir())
+        is_empty = next(target.iterdir(), None) is None
     except OSError as error:
         raise StorageError(f"cannot read {target}: {error.strerror or error}") from error
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if not is_empty:
         raise RunError(
-            f"{target} is not empty ({', '.join(names[:3])}{more}); name a folder that does not "
-            "exist yet, or move its content away"
+            f"{target} is not empty; name a folder that does not exist yet, or move its content "
+            "away"
         )
 
 

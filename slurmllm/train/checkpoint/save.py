@@ -27,7 +27,7 @@ from typing import TypeVar
 from slurmllm.core.errors import CheckpointError, NodeError, StorageError
 from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.core.run.rundir import RunDir, fsync_dir
-from slurmllm.train.checkpoint.catalogue import REMOVED, list_checkpoints, remove_expired
+from slurmllm.train.checkpoint.catalogue import REMOVED, remove_expired
 from slurmllm.train.checkpoint.folder import MANIFEST, describe, fsync_file, publish
 from slurmllm.train.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.train.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
@@ -151,11 +151,8 @@ class Save:
             message = f"cannot save {self._target}: {failure}"
             if self._first:  # before the clean-up, which frees the space that was missing
                 free = shutil.disk_usage(self._run.path).free
-                sizes = (entry.num_bytes for entry in reversed(list_checkpoints(self._run)))
-                needed = next((size for size in sizes if size), None)
-                last = f"; the last checkpoint took {needed / 1e6:.1f} MB" if needed else ""
                 message += (
-                    f"; {free / 1e6:.1f} MB are free there{last}. Older checkpoints are untouched: "
+                    f"; {free / 1e6:.1f} MB are free there. Older checkpoints are untouched: "
                     "free space (or raise the quota or the file size limit), then `slurmllm resume`"
                 )
             self._give_up()

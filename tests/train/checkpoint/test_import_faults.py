@@ -116,7 +116,7 @@ def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
     shard = shard if shard.exists() else sorted(source.glob("*.safetensors"))[0]
     shard.unlink()
     message = refused(source)
-    for part in ("'relu'", "'yarn'", "'<s>'", f"names {shard.name}, which is not there"):
+    for part in ("'relu'", "'yarn'", "'<s>'", f"{shard.name} cannot be read: No such file"):
         assert part in message
     assert "4 errors" in message
 
@@ -272,7 +272,7 @@ def test_an_index_with_a_name_that_is_too_long(copy: Callable[[str], Path]) -> N
     source = copy("sharded")
     index = {"weight_map": {"x": "x" * 300}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "xx, which is not there; fetch it" in refused(source, StorageError)
+    assert "xx cannot be read: File name too long" in refused(source, StorageError)
 
 
 def test_no_weights_and_pickled_ones(copy: Callable[[str], Path]) -> None:
@@ -312,9 +312,7 @@ def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path
     out.mkdir()
     run_import(plan, out, 10**9)  # an empty folder is no loss
     before = sorted(out.iterdir())
-    with pytest.raises(
-        RunError, match=r"\(generation_config.json, manifest.json, model.json and 2 more\)"
-    ):
+    with pytest.raises(RunError, match="is not empty"):
         run_import(plan, out, 10**9)
     assert sorted(out.iterdir()) == before
     file = tmp_path / "file"

@@ -99,7 +99,7 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
     assert [type(raised) for raised in errors] == [CheckpointError, CheckpointError]
     assert "pace left" in str(errors[1])
     assert (f"(rank {rank} on n{rank})" in str(errors[0])) == isinstance(error, OSError)
-    for part in ("step_00000020", "MB are free", "took 0.0 MB", "free space", "resume"):
+    for part in ("step_00000020", "MB are free", "free space", "resume"):
         assert part in str(errors[0])
     assert folders(run) == ["step_00000010"], "no temporary folder is left"
     assert file_faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []

@@ -11,7 +11,6 @@ one output file at a time.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,11 +129,7 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
     names = sorted(set(file_of.values()))
     if outside := [name for name in names if Path(name).name != name]:  # untrusted input
         return nothing, [f"{SHARDS} names {name!r}, outside the folder" for name in outside]
-    # Not Path.exists, which raises for names that are too long.
-    absent = [name for name in names if not os.path.exists(source / name)]  # noqa: PTH110
-    files, faults = open_safetensors(source, sorted({*names} - {*absent}), file_of)
-    missing = [f"{SHARDS} names {name}, which is not there; fetch it" for name in absent]
-    return files, missing + faults
+    return open_safetensors(source, names, file_of)
 
 
 def _match_names(

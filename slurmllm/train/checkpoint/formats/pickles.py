@@ -177,42 +177,36 @@ def read_metadata(directory: Path) -> ChunkTable:
 def _chunk_table(metadata: Any) -> ChunkTable:
     """Check every field of the stand-ins."""
     try:
-        entries = {_text(key): e.state for key, e in metadata.state["state_dict_metadata"].items()}
-        sizes = {
-            (key, _size(chunk.state["offsets"])): _size(chunk.state["sizes"])
-            for key, entry in entries.items()
-            for chunk in (entry["chunks"] if entry else ())
-        }
         files: dict[str, int] = {}
-        rows: dict[str, dict[torch.Size, list[int]]] = {key: {} for key in entries}
+        places: dict[str, dict[torch.Size, list[int]]] = {}
         for index, location in metadata.state["storage_data"].items():
             key, offset = _text(index.state["fqn"]), index.state.get("offset")
             corner = torch.Size() if offset is None else _size(offset)
             number = files.setdefault(_file_name(location.state), len(files))
-            # A place without a chunk is of no use, nor is one of an unknown key.
-            if key in rows and (entries[key] is None or (key, corner) in sizes):
-                chunk = [] if entries[key] is None else [*corner, *sizes[key, corner]]
-                bounds = [_number(location.state[name]) for name in ("offset", "length")]
-                rows[key][corner] = [*chunk, number, *bounds]
-        stored = {key: _stored(entry, [*rows[key].values()]) for key, entry in entries.items()}
+            bounds = [_number(location.state[name]) for name in ("offset", "length")]
+            places.setdefault(key, {})[corner] = [number, *bounds]
+        stored = {}
+        for key, entry in metadata.state["state_dict_metadata"].items():
+            of_key = places.get(_text(key), {})
+            dtype, shape, rows = None, torch.Size(), list(of_key.values())
+            if entry.state is not None:
+                properties, shape = entry.state["properties"].state, _size(entry.state["size"])
+                dtype = properties[0] if type(properties) is list else properties["dtype"]
+                if not isinstance(dtype, torch.dtype):
+                    raise TypeError("a tensor without a type")
+                rows = []
+                for chunk in entry.state["chunks"]:
+                    corner, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
+                    # A chunk without a place, or of other dimensions, is of no use.
+                    if corner in of_key and len(corner) == len(sizes) == len(shape):
+                        rows.append([*corner, *sizes, *of_key[corner]])
+            numbers = np.array(rows, dtype=np.int64).reshape(-1, 2 * len(shape) + 3)
+            stored[key] = StoredChunks(dtype, tuple(shape), numbers)
         return ChunkTable(list(files), stored)
     except UnpicklingError:
         raise
     except Exception as error:
         raise UnpicklingError(f"damaged: it is not DCP's metadata: {error!r}") from error
-
-
-def _stored(entry: Any, rows: list[list[int]]) -> StoredChunks:
-    dtype, shape = None, torch.Size()
-    if entry is not None:
-        properties, shape = entry["properties"].state, _size(entry["size"])
-        dtype = properties[0] if type(properties) is list else properties["dtype"]
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError("a tensor without a type")
-    width = 2 * len(shape) + 3
-    # A chunk of other dimensions is of no use.
-    numbers = np.array([row for row in rows if len(row) == width], dtype=np.int64)
-    return StoredChunks(dtype, tuple(shape), numbers.reshape(-1, width))
 
 
 def _file_name(location: dict[str, Any]) -> str:
