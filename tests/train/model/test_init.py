@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import resolve
-from slurmllm.plan.parameters import parameters
 from slurmllm.train.model.decoder import build_model
 from slurmllm.train.model.init import initialize, normal, standard_deviation
 from train.gang import small_config
@@ -109,15 +108,6 @@ def test_any_rectangle_is_a_slice_of_the_whole(data: st.DataObject) -> None:
     assert torch.equal(part, whole[top : top + height, left : left + width])
 
 
-def test_meta_construction_takes_no_memory() -> None:
-    config = resolve("neox_20b").recipe.model
-    with torch.device("meta"):
-        model = build_model(config)
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert sum(p.numel() for p in model.parameters()) == parameters(config) > 20e9
-
-
 def expected_norm(config: ModelConfig) -> float:
     """The parameter norm at step 0: norms' weights are 1, biases 0, matrices sqrt(size) · std."""
     with torch.device("meta"):
@@ -156,10 +146,3 @@ def test_initial_parameter_norm_of_hlat() -> None:
     norm = math.sqrt(sum(float(p.detach().double().pow(2).sum()) for p in model.parameters()))
     # 3 million normal numbers: the norm's relative standard error is 1 / sqrt(2 · 3e6) = 4e-4.
     assert norm == pytest.approx(expected_norm(small), rel=2e-3)
-
-
-def test_vocabulary_is_padded() -> None:
-    config = CONFIG.model_copy(update={"vocab_size": 509, "vocab_pad_multiple": 128})
-    model = build_model(config)
-    assert model.get_parameter("embed.weight").shape[0] == 512
-    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 512)
