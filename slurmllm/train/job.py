@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from slurmllm.core.run.artifact_records import MicroBatchRecord
 from slurmllm.core.run.records import SkippedBatches
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
-from slurmllm.data.spec import State, StreamSpec, merge_states
+from slurmllm.data.spec import StreamSpec, merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh, one_pass_adamw
 from slurmllm.train.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
@@ -59,7 +58,7 @@ class GlobalBatch(NamedTuple):
 
     micro_batches: list[MicroBatch]
     number: int  # of the global batch in the stream, from 1
-    num_targets: Callable[[], int]  # target tokens of all workers; may wait for their counts
+    num_targets: int  # target tokens of all workers
 
 
 @dataclass
@@ -88,8 +87,6 @@ class Job:
     skipped: tuple[str, ...] = ()  # newer checkpoints that were skipped, with the reason
     skips: tuple[SkippedBatches, ...] = ()  # batches that are skipped after roll-backs
     first_step_s: float | None = None  # if it ran before the loop (measured micro batches)
-    _ahead: GlobalBatch | None = None  # drawn, not trained on yet
-    _position: State | None = None  # of the stream before that batch; None without one
     phases: PhaseWriter = field(init=False)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)  # written by rank 0 only
@@ -140,25 +137,17 @@ class Job:
     def next_batch(self) -> GlobalBatch:
         """Return this worker's sequences of the next global batch.
 
-        If not every token is a target, all workers' targets are counted, for which the batch after
-        this one is drawn too: the count is exchanged while this one is trained on.
+        If not every token is a target, all workers' targets are counted (collective).
         """
-        batch = self._ahead or self._draw()
-        if not self.stream.trains_every_token:
-            self._position = self.stream.state()
-            self._ahead = self._draw()
-        return batch
-
-    def _draw(self) -> GlobalBatch:
         batches = self._micro_batches()
         if self.stream.trains_every_token:
-            count = self.mesh.global_batch * self.config.recipe.model.seq_len
-            return GlobalBatch(batches, self.stream.batches, lambda: count)
-        num_targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-        counted = self.control.reduce([num_targets], "sum")
-        # All workers of a replica read the same sequences.
-        copies = self.mesh.tensor * self.mesh.pipeline
-        return GlobalBatch(batches, self.stream.batches, lambda: counted()[0] // copies)
+            num_targets = self.mesh.global_batch * self.config.recipe.model.seq_len
+        else:
+            here = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+            # All workers of a replica read the same sequences.
+            copies = self.mesh.tensor * self.mesh.pipeline
+            num_targets = self.control.all_reduce([here], "sum")[0] // copies
+        return GlobalBatch(batches, self.stream.batches, num_targets)
 
     def _micro_batches(self) -> list[MicroBatch]:
         while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.skips):
@@ -176,7 +165,7 @@ class Job:
 
         Complete on rank 0; the others have only their own position in the data.
         """
-        position = self._position or self.stream.state()
+        position = self.stream.state()
         positions = self.control.gather(position)
         return TrainState(
             step=self.step,
@@ -301,7 +290,6 @@ def change_micro_batch(job: Job, measured: int) -> None:
     job.mesh = precompile_mesh(job.config, job.mesh.nodes, measured)
     job.backend.change_batch(job.mesh)
     job.stream.close()
-    job._ahead = job._position = None
     job.stream = open_stream(job)
 
 

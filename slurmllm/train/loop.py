@@ -93,7 +93,7 @@ def run_step(job: Job) -> Step:
     with backend.part("data"):
         batch = job.next_batch()
     data_at = time.perf_counter()
-    loss = backend.forward_backward(batch.micro_batches, batch.num_targets())
+    loss = backend.forward_backward(batch.micro_batches, batch.num_targets)
     if not deferred:
         with backend.part("waiting"):
             float(loss)

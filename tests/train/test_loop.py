@@ -46,13 +46,13 @@ def test_targets_are_counted_once(trains_every_token: bool, counted: int) -> Non
             control=control,
             _micro_batches=lambda: batches((3, 11)[MESH.data_rank(control.rank)]),
         )
-        return Job._draw(job).num_targets()
+        return Job.next_batch(job).num_targets
 
     with control_planes(MESH.world_size) as ends, ThreadPoolExecutor(len(ends)) as pool:
         assert [*pool.map(count, ends)] == [counted] * MESH.world_size
 
 
-def test_a_batch_drawn_ahead_is_not_in_the_state(tmp_path: Path, data: tuple[str, str]) -> None:
+def test_targets_and_the_state_are_of_the_batch(tmp_path: Path, data: tuple[str, str]) -> None:
     rows = [(f"the question {i}", f"an answer {i}") for i in range(30)]
     corpus = write_prompts(tmp_path / "prompts.arrow", rows)
     run = make_run(tmp_path / "run", (str(corpus), data[1]))
@@ -65,8 +65,8 @@ def test_a_batch_drawn_ahead_is_not_in_the_state(tmp_path: Path, data: tuple[str
             batch = job.next_batch()
             assert np.array_equal(batch.micro_batches[0].tokens, other.next_batch().inputs[:2])
             labels = [part.labels for part in batch.micro_batches]
-            assert batch.num_targets() == sum((part != IGNORED).sum() for part in labels)
-            assert (batch.number, job.stream.batches, other.batches) == (number, number + 1, number)
+            assert batch.num_targets == sum((part != IGNORED).sum() for part in labels)
+            assert (batch.number, job.stream.batches, other.batches) == (number, number, number)
             assert job.train_state().data == merge_states([other.state()])
 
 
