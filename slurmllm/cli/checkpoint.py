@@ -175,7 +175,7 @@ def import_(
     """
     from slurmllm.core.display.progress import input_progress
     from slurmllm.train.checkpoint.folder import require_absent
-    from slurmllm.train.checkpoint.formats.hub import model_folder
+    from slurmllm.train.checkpoint.formats.model_folders import model_folder
 
     target, began = Path(out), time.monotonic()
     require_absent(target)
@@ -240,7 +240,7 @@ def export(
     from slurmllm.core.display.progress import input_progress
     from slurmllm.train.checkpoint.folder import require_absent
     from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
-    from slurmllm.train.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
+    from slurmllm.train.checkpoint.formats.model_folders import checkpoint_tokenizer
 
     target, began = Path(out), time.monotonic()
     require_absent(target)

@@ -38,7 +38,7 @@ def _repeatable(option: str, name: str, metavar: str, description: str) -> Calla
 
 def _settings(tokenizer: Path | None, **values: Any) -> EvaluationSettings:
     from slurmllm.analysis.evaluate.request import EvaluationSettings
-    from slurmllm.train.checkpoint.formats.tokenizer_files import tokenizer_from_file
+    from slurmllm.train.checkpoint.formats.model_folders import tokenizer_from_file
 
     if tokenizer is not None:
         tokenizer_from_file(tokenizer)  # raises its error before any job does

@@ -18,7 +18,7 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.plan.parameters import parameters
 from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
-from slurmllm.train.checkpoint.formats.tokenizer_files import TokenizerFiles
+from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles
 from slurmllm.train.checkpoint.formats.weights import weight_reader
 from slurmllm.train.checkpoint.state import read_origin
 from slurmllm.train.model.decoder import build_model

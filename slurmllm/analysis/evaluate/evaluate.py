@@ -372,7 +372,7 @@ def _reason(error: Exception) -> str:
 def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iterator[Path]:
     """Yield the Hugging Face folder of a model: its own, or a temporary export in `store`."""
     from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
-    from slurmllm.train.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
+    from slurmllm.train.checkpoint.formats.model_folders import checkpoint_tokenizer
 
     directory = model.directory
     if model.huggingface:

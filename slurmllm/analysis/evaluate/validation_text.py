@@ -17,7 +17,7 @@ from slurmllm.core.errors import DataError, UserError
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.spec import StreamSpec
-from slurmllm.train.checkpoint.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
+from slurmllm.train.checkpoint.formats.model_folders import TOKENIZER, TOKENIZER_FOLDER
 from slurmllm.train.checkpoint.state import read_origin
 
 MAX_SEQUENCES = 1000  # without --limit: enough for a standard error of some thousandths of a nat

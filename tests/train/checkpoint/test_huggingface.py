@@ -20,8 +20,8 @@ from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.formats import safetensors_files
 from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
+from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles, tokenizer_in
 from slurmllm.train.checkpoint.formats.safetensors_files import write_index
-from slurmllm.train.checkpoint.formats.tokenizer_files import TokenizerFiles, tokenizer_in
 from slurmllm.train.checkpoint.formats.weights import open_weights, weight_reader
 from slurmllm.train.checkpoint.state import INDEX, MODEL, read_origin
 from slurmllm.train.model.decoder import Decoder, build_model

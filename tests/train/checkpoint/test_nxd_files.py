@@ -14,7 +14,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.errors import StorageError
 from slurmllm.plan.parameters import parameter_shapes
 from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
-from slurmllm.train.checkpoint.formats.tokenizer_files import TokenizerFiles
+from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles
 from slurmllm.train.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
 from slurmllm.train.checkpoint.shards import Region
 from slurmllm.train.checkpoint.state import TrainState, fingerprint, read_origin

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.core.run.host_memory import Memory, host_memory
 from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory
-from slurmllm.train.backends.rehearsal.environment import ENVIRONMENT
+from slurmllm.train.backends.environment import RehearsalEnvironment
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
 
 STEP_S = "SLURMLLM_REHEARSAL_STEP_S"  # shortest duration of a step, s
@@ -40,7 +40,7 @@ class RehearsalBackend(Backend):
     _batch = 0
 
     def start(self) -> None:
-        if faults := ENVIRONMENT.unsupported(self.config):
+        if faults := RehearsalEnvironment.unsupported(self.config):
             raise ConfigError("the rehearsal backend cannot run this recipe", faults)
         self._step_s = _read_setting(STEP_S, 0.02)
 

@@ -26,19 +26,19 @@ from slurmllm.train.checkpoint.formats.huggingface import (
     unpadded,
     with_their_biases,
 )
-from slurmllm.train.checkpoint.formats.safetensors_files import (
-    TensorFiles,
-    plan_shards,
-    write_index,
-    write_shards,
-)
-from slurmllm.train.checkpoint.formats.tokenizer_files import (
+from slurmllm.train.checkpoint.formats.model_folders import (
     GENERATION,
     TOKENIZER,
     TOKENIZER_CONFIG,
     TokenizerFiles,
     copy_files,
     write_tokenizer_config,
+)
+from slurmllm.train.checkpoint.formats.safetensors_files import (
+    TensorFiles,
+    plan_shards,
+    write_index,
+    write_shards,
 )
 from slurmllm.train.checkpoint.formats.weights import VOCABULARY, open_weights
 from slurmllm.train.checkpoint.state import Origin, read_origin

@@ -19,7 +19,7 @@ from torch import Tensor
 from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.families.family import Layout
 from slurmllm.core.config.recipe import ModelConfig
-from slurmllm.train.checkpoint.formats.tokenizer_files import TokenizerFiles
+from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles
 from slurmllm.train.model.attention import slice_order
 from slurmllm.train.model.decoder import build_model
 

@@ -36,6 +36,13 @@ from slurmllm.train.checkpoint.formats.huggingface import (
     TensorPlan,
     tensor_mappings,
 )
+from slurmllm.train.checkpoint.formats.model_folders import (
+    GENERATION,
+    TOKENIZER,
+    copy_files,
+    copy_tokenizer,
+    tokenizer_in,
+)
 from slurmllm.train.checkpoint.formats.safetensors_files import (
     DTYPES,
     SafetensorsFiles,
@@ -43,13 +50,6 @@ from slurmllm.train.checkpoint.formats.safetensors_files import (
     plan_shards,
     write_index,
     write_shards,
-)
-from slurmllm.train.checkpoint.formats.tokenizer_files import (
-    GENERATION,
-    TOKENIZER,
-    copy_files,
-    copy_tokenizer,
-    tokenizer_in,
 )
 from slurmllm.train.checkpoint.state import INDEX, MODEL, fingerprint_digest
 
