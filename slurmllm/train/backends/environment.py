@@ -135,7 +135,7 @@ class BackendEnvironment:
 
 
 class RehearsalEnvironment(BackendEnvironment):
-    """The rehearsal backend's: variables that keep a worker small, and settings that need a model."""
+    """That of the rehearsal backend, which has no model and so compiles no graphs."""
 
     @staticmethod
     def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
