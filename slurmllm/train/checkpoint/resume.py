@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,11 +90,11 @@ def find_resumable(
             skipped += [f"step {step}: {fault}"] if fault else []
             fault = None
             try:
-                _on_first(control, lambda step=step: fetch(step))
+                _on_first(control, partial(fetch, step))
             except StorageError as error:
                 fault = str(error)
         if fault is None:
-            state = _on_first(control, lambda step=step: load_state(step))
+            state = _on_first(control, partial(load_state, step))
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
                 raise RunError(
                     f"{directory} is of another model or other data and cannot be continued:\n"
