@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from made_records import save_attempt
+from training_rows import make_row
 
 from slurmllm.core.config.recipe import OptimConfig
 from slurmllm.core.config.resolve import RunConfig
@@ -69,19 +70,7 @@ class Steps:
             saving = leaving or self.job.saves.due(self.job.step)
             if saving:
                 due.append(self.job.step)
-            row = MetricsRow(
-                step=self.job.step,
-                attempt=0,
-                loss=5.0,
-                grad_norm=1.5,
-                param_norm=9.0,
-                lr=1e-3,
-                tokens=256,
-                seq_per_s=16.0,
-                tokens_per_s=512.0,
-                step_time_s=step_s,
-                time=1e9,
-            )
+            row = MetricsRow(**make_row(self.job.step, step_time_s=step_s))
             writing = self.job.save is not None and not self.job.save.written()
             self.job.flags = Flags(writing=writing)
             self.hook.after_step(StepEnd(row, last=False, saving=saving, leaving=leaving))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from training_rows import make_row
 
 from slurmllm.cli.main import cli
 from slurmllm.core.run.host_memory import Memory
@@ -28,21 +29,8 @@ from .gang import Gang, control_planes, curve, make_data, make_run, small_config
 
 
 def moment(step: int, *, last: bool = False, saving: bool = False) -> StepEnd:
-    row = MetricsRow(
-        step=step,
-        attempt=0,
-        loss=5.0,
-        grad_norm=1.5,
-        param_norm=9.0,
-        lr=1e-3,
-        tokens=step * 256,
-        seq_per_s=16.0,
-        tokens_per_s=512.0,
-        step_time_s=0.5,
-        forward_backward_s=0.4,
-        optimizer_s=0.1,
-        time=1e9 + step,
-    )
+    figures = {"loss": 5.0, "grad_norm": 1.5, "lr": 1e-3}
+    row = MetricsRow(**make_row(step, **figures))
     return StepEnd(row, last=last, saving=saving, leaving=last)
 
 
