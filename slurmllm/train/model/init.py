@@ -43,8 +43,7 @@ def initial_values(
         return torch.zeros(size)
     if len(size) == 1:  # weight of a norm
         return torch.ones(size)
-    offset = [bounds.start for bounds in region]
-    return normal(shape, standard_deviation(config, name), seed, name, offset, size)
+    return normal(shape, standard_deviation(config, name), seed, name, region)
 
 
 def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
@@ -69,34 +68,26 @@ def standard_deviation(config: ModelConfig, name: str) -> float:
 
 
 def normal(
-    shape: Sequence[int],
-    std: float,
-    seed: int,
-    name: str,
-    offset: Sequence[int] = (0, 0),
-    size: Sequence[int] | None = None,
+    shape: Sequence[int], std: float, seed: int, name: str, region: Sequence[slice]
 ) -> Tensor:
-    """Return fp32 values of the parameter `name` [rows, columns], or of a rectangle of it.
-
-    The rectangle begins at `offset`, (row, column); `size` None: up to the end of the matrix.
-    """
-    height, width = size or (shape[0] - offset[0], shape[1] - offset[1])
-    values = torch.empty(height, width, dtype=torch.float32)
+    """Return fp32 values of a rectangle of the parameter `name` [rows, columns]."""
+    rows, columns = region
+    values = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.float32)
     if values.numel() == 0:
         return values
     down, across = _TILE
-    for top in range(offset[0] // down * down, offset[0] + height, down):
-        for left in range(offset[1] // across * across, offset[1] + width, across):
+    for top in range(rows.start // down * down, rows.stop, down):
+        for left in range(columns.start // across * across, columns.stop, across):
             key = hashlib.sha256(f"{seed}/{name}/{top}/{left}".encode()).digest()
             # 63 bits: torch's generators take a signed 64-bit seed.
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             extent = (min(down, shape[0] - top), min(across, shape[1] - left))
             tile = torch.empty(extent, dtype=torch.float32)
             tile.normal_(0.0, 1.0, generator=generator).mul_(std)
-            row, column = top - offset[0], left - offset[1]
-            target = values[max(row, 0) : row + down, max(column, 0) : column + across]
-            source = tile[max(-row, 0) :, max(-column, 0) :]
-            target.copy_(source[: target.shape[0], : target.shape[1]])
+            first = max(top, rows.start), max(left, columns.start)
+            overlap = tile[first[0] - top : rows.stop - top, first[1] - left : columns.stop - left]
+            target = values[first[0] - rows.start :, first[1] - columns.start :]
+            target[: overlap.shape[0], : overlap.shape[1]] = overlap
     return values
 
 

@@ -36,11 +36,11 @@ def test_values() -> None:
 
 
 def test_every_parameter_has_its_own_stream() -> None:
-    shape = torch.Size([4, 4])
-    first = normal(shape, 1.0, 5, "a.weight")
-    assert torch.equal(first, normal(shape, 1.0, 5, "a.weight"))
-    assert not torch.equal(first, normal(shape, 1.0, 5, "b.weight"))
-    assert not torch.equal(first, normal(shape, 1.0, 6, "a.weight"))
+    shape, region = (4, 4), (slice(0, 4), slice(0, 4))
+    first = normal(shape, 1.0, 5, "a.weight", region)
+    assert torch.equal(first, normal(shape, 1.0, 5, "a.weight", region))
+    assert not torch.equal(first, normal(shape, 1.0, 5, "b.weight", region))
+    assert not torch.equal(first, normal(shape, 1.0, 6, "a.weight", region))
 
 
 def test_meta_construction_gives_the_same_weights() -> None:
@@ -103,9 +103,9 @@ def test_any_rectangle_is_a_slice_of_the_whole(data: st.DataObject) -> None:
     top, left = (draw(st.integers(0, size - 1)) for size in shape)
     height = draw(st.integers(0, shape[0] - top))
     width = draw(st.integers(0, shape[1] - left))
-    whole = normal(shape, 0.5, 5, "a.weight")
-    part = normal(shape, 0.5, 5, "a.weight", (top, left), (height, width))
-    assert torch.equal(part, whole[top : top + height, left : left + width])
+    whole = normal(shape, 0.5, 5, "a.weight", tuple(slice(0, size) for size in shape))
+    region = slice(top, top + height), slice(left, left + width)
+    assert torch.equal(normal(shape, 0.5, 5, "a.weight", region), whole[region])
 
 
 def expected_norm(config: ModelConfig) -> float:
