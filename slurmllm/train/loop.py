@@ -73,13 +73,7 @@ class Step(NamedTuple):
     batch: int  # number of the global batch in the stream, from 1
     started: Any  # `Backend.mark`, as is `ended`
     ended: Any
-    lr: float
-    tokens: int  # trained on so far, this step included
-    data_wait_s: float  # until this worker had its sequences
-    # From there to the loss, and from the loss to the norms of gradient and weights. None if the
-    # backend's calls return before the work is done: host timers cannot separate the two then.
-    forward_backward_s: float | None
-    optimizer_s: float | None
+    fields: dict[str, Any]  # of its `MetricsRow`, as far as they are known
     loss: SupportsFloat
     grad_norm: SupportsFloat
     param_norm: SupportsFloat
@@ -104,20 +98,13 @@ def run_step(job: Job) -> Step:
     norms_at = time.perf_counter()
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
-    return Step(
-        number,
-        batch.number,
-        started,
-        None,  # until the flags of the step before have been read
-        lr,
-        job.tokens,
-        data_wait_s=data_at - started_at,
-        forward_backward_s=None if deferred else loss_at - data_at,
-        optimizer_s=None if deferred else norms_at - loss_at,
-        loss=loss,
-        grad_norm=grad_norm,
-        param_norm=param_norm,
-    )
+    fields: dict[str, Any] = {"step": number, "attempt": job.attempt, "lr": lr}
+    fields |= {"tokens": job.tokens, "data_wait_s": data_at - started_at}
+    # If the backend's calls return before the work is done, host timers cannot separate the two.
+    if not deferred:
+        fields |= {"forward_backward_s": loss_at - data_at, "optimizer_s": norms_at - loss_at}
+    # It has ended when the flags of the step before have been read.
+    return Step(number, batch.number, started, None, fields, loss, grad_norm, param_norm)
 
 
 def read_metrics(job: Job, step: Step) -> MetricsRow:
@@ -130,18 +117,11 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
     step_time_s = step.ended - step.started
     rates = step_rates(step_time_s, job.mesh.global_batch, job.config.recipe.model.seq_len)
     return MetricsRow(
-        step=step.number,
-        attempt=job.attempt,
+        **step.fields,
+        **rates._asdict(),
         time=time.time(),
         loss=loss,
         grad_norm=grad_norm,
         param_norm=param_norm,
-        lr=step.lr,
-        tokens=step.tokens,
-        seq_per_s=rates.seq_per_s,
-        tokens_per_s=rates.tokens_per_s,
         step_time_s=step_time_s,
-        data_wait_s=step.data_wait_s,
-        forward_backward_s=step.forward_backward_s,
-        optimizer_s=step.optimizer_s,
     )
