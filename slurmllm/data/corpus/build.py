@@ -156,8 +156,7 @@ def build_corpus(
             )
             finished = _verify_shards(shards, work, on_progress)
             with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, last):
-                counts = _join(finished, files, opened, options, work, on_progress)
-                manifest = _make_manifest(finished, counts, options, format)
+                manifest = _join(finished, files, opened, options, format, work, on_progress)
                 last.write(manifest.content())
             work.remove()
         except BaseException:
@@ -330,16 +329,17 @@ def _join(
     inputs: Sequence[InputFile],
     outputs: Sequence[OutputFile],
     options: BuildOptions,
+    format: FormatOption,
     work: WorkFolder,
     on_progress: OnStage,
-) -> dict[str, Any]:
-    """Write the documents of all shards; return counts and digests for the manifest."""
+) -> CorpusManifest:
+    """Write the documents of all shards; return the manifest."""
     names = [file.name for file in inputs]
-    if not any(shard.record.documents for shard in shards):
+    records = [shard.record for shard in shards]
+    empty, bad = sum(record.empty for record in records), sum(record.bad for record in records)
+    if not any(record.documents for record in records):
         # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
         work.remove_except(())
-        empty = sum(shard.record.empty for shard in shards)
-        bad = sum(shard.record.bad for shard in shards)
         raise DataError(
             f"no text in {len(names)} input file{'s' if len(names) != 1 else ''} ({empty} empty "
             f"documents, {bad} unreadable); no corpus was written. The first input "
@@ -373,29 +373,19 @@ def _join(
         counts |= {"text_bytes": text_bytes, "columns": columns}
     for ending, file in zip(("bin", "idx") if tokenize else ("arrow",), outputs, strict=True):
         counts |= {f"{ending}_bytes": file.size_bytes, f"{ending}_sha256": file.sha256}
-    read_inputs = [entry for shard in shards for entry in shard.record.inputs]
-    counts["inputs"] = tuple(
-        CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
-        for file, count, entry in zip(inputs, by_input, read_inputs, strict=True)
-    )
-    return counts
-
-
-def _make_manifest(
-    shards: Sequence[FinishedShard],
-    counts: Mapping[str, Any],
-    options: BuildOptions,
-    format: FormatOption,
-) -> CorpusManifest:
-    records = [shard.record for shard in shards]
-    examples = [example for record in records for example in record.bad_examples]
+    read_inputs = [entry for record in records for entry in record.inputs]
     settings = asdict(options.read) | {"dedup": options.dedup}
     del settings["skip_bad"], settings["zstd_long"]  # what was skipped is counted
+    examples = [example for record in records for example in record.bad_examples]
     return CorpusManifest(
         **counts,
         **settings,
         format=format,
-        empty=sum(record.empty for record in records),
-        bad=sum(record.bad for record in records),
+        empty=empty,
+        bad=bad,
         bad_examples=tuple(examples[:ERROR_EXAMPLES]),
+        inputs=tuple(
+            CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
+            for file, count, entry in zip(inputs, by_input, read_inputs, strict=True)
+        ),
     )

@@ -227,27 +227,6 @@ def test_a_killed_build_continues(many: Path, how: str) -> None:
     assert content(many, out) == content(many, "whole.arrow")
 
 
-# Kills itself when it renames the corpus, after the manifest.
-DYING = """
-import os, pathlib, signal, sys
-die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-replace = pathlib.Path.replace
-pathlib.Path.replace = lambda path, to: (
-    die if str(to).endswith("/out.arrow") else replace)(path, to)
-"""
-
-
-@pytest.mark.long  # test_interrupted_between_the_renames has each place
-def test_killed_while_it_renames(inputs: Path) -> None:
-    out = inputs.parent / "out.arrow"
-    arguments = ["data", "build", str(inputs), "--out", str(out), "--dedup", "--workers", "1"]
-    command = [sys.executable, "-c", DYING + MAIN, *arguments]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert names_in(inputs.parent) == [".out.arrow.build", "in", "out.arrow.json"]
-    assert build(inputs).continued == FILES
-    assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
-
-
 def test_locks_a_folder_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, check = WorkFolder(tmp_path / ".out.build"), safe_files._check_own
 
