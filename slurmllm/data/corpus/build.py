@@ -234,7 +234,11 @@ def _write_missing_shards(
 
     if not missing or (slurm is None and min(workers, len(missing)) == 1):
         for shard in missing:
-            write_shard(shard, work, lambda done, name=shard.name: report({name: done}))
+
+            def show(done_bytes: int, name: str = shard.name) -> None:
+                report({name: done_bytes})
+
+            write_shard(shard, work, show)
             report({})
         return []
     # 0.3 s of imports that a build in this process does not need.
@@ -250,14 +254,16 @@ def _write_missing_shards(
             "time"
         )
 
-    array = slurm and ArrayRequest(
-        name="slurmllm-data",
-        options=slurm,
-        resources=Resources(cpus=1),
-        description="the jobs that read the inputs",
-        alternative="read them on this machine without --slurm",
-        on_submit=on_submit,
-    )
+    array = None
+    if slurm is not None:
+        array = ArrayRequest(
+            name="slurmllm-data",
+            options=slurm,
+            resources=Resources(cpus=1),
+            description="the jobs that read the inputs",
+            alternative="read them on this machine without --slurm",
+            on_submit=on_submit,
+        )
     results = map_calls(
         write_shards,
         [(part, work.path) for part in parts],
