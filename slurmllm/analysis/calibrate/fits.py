@@ -42,26 +42,26 @@ def hardware_of(
     Raises:
         NodeError: a measurement is missing.
     """
-    measured = _Samples(samples)
     notes: list[str] = []
     # What is not measured stays as it was: the overlap of data-parallel communication, for one.
     unfitted = {"source", "rough", "assumed"}
     values: dict[str, Any] = profile.model_dump(exclude=unfitted) if profile else {}
-    values |= _memory(measured, profile)
-    values |= _matrices(measured, task.precision, profile, values["memory_gb_s"])
+    values |= _memory(samples, profile)
+    values |= _matrices(samples, task.precision, profile, values["memory_gb_s"])
     # FLOP/s, of the profile's TFLOP/s.
     peak = values[f"{task.precision}_tflops"] * 1e12
-    attention = measured.sample("attention", task.precision)
+    attention = _select(samples, "attention", task.precision)[0]
     values["attention_efficiency"] = min(1.0, attention.sizes[0] / attention.value / peak)
-    values |= _links(measured, task, profile, values["memory_gb_s"], notes)
+    values |= _links(samples, task, profile, values["memory_gb_s"], notes)
     # Models of few and of more layers: a block's operators, and the rest of a step. The planner
     # counts forward once and backward twice.
-    few, *_, many = measured.samples("step")
+    few, *_, many = _select(samples, "step", minimum=2)
     layer = max(0.0, (many.value - few.value) / (many.sizes[0] - few.sizes[0]))
     values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
     values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
-    if measured.all("gpu_step"):
-        values["memory_efficiency"] = fit_steps(measured.samples("gpu_step"), task, values)
+    if _select(samples, "gpu_step", minimum=0):
+        gpu_steps = _select(samples, "gpu_step", minimum=2)
+        values["memory_efficiency"] = fit_steps(gpu_steps, task, values)
     rounded: dict[str, Any] = {
         name: float(f"{value:.{_DIGITS}g}") if isinstance(value, int | float) else value
         for name, value in values.items()
@@ -69,7 +69,9 @@ def hardware_of(
     # What was measured is no longer assumed.
     links = {"node": "node_link_efficiency", "network": "network_efficiency"}
     unmeasured = {"overlap", "part_of_node"}
-    unmeasured |= {name for link, name in links.items() if not measured.all("all_reduce", link)}
+    unmeasured |= {
+        name for link, name in links.items() if not _select(samples, "all_reduce", link, 0)
+    }
     rounded["assumed"] = [
         name for name in (profile.assumed if profile else ()) if name in unmeasured
     ]
@@ -78,25 +80,14 @@ def hardware_of(
     return FittedHardware(Hardware.model_validate({"source": source, **rounded}), tuple(notes))
 
 
-class _Samples:
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
-
-    def all(self, kind: Kind, variant: str = "") -> list[Sample]:
-        matching = [
-            sample for sample in self._samples if (sample.kind, sample.of) == (kind, variant)
-        ]
-        return sorted(matching, key=lambda sample: sample.sizes)
-
-    def sample(self, kind: Kind, variant: str = "") -> Sample:
-        return self.samples(kind, variant, 1)[0]
-
-    def samples(self, kind: Kind, variant: str = "", minimum: int = 2) -> list[Sample]:
-        """Return those of a kind; raise NodeError if there are fewer than `minimum`."""
-        matching = self.all(kind, variant)
-        if len(matching) < minimum:
-            raise NodeError(f"the nodes did not measure {' '.join([kind, variant]).strip()}")
-        return matching
+def _select(
+    samples: Sequence[Sample], kind: Kind, variant: str = "", minimum: int = 1
+) -> list[Sample]:
+    """Return those of a kind by size; raise NodeError if there are fewer than `minimum`."""
+    matching = [sample for sample in samples if (sample.kind, sample.of) == (kind, variant)]
+    if len(matching) < minimum:
+        raise NodeError(f"the nodes did not measure {' '.join([kind, variant]).strip()}")
+    return sorted(matching, key=lambda sample: sample.sizes)
 
 
 def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
@@ -128,18 +119,16 @@ def product_flops(product: Sample) -> float:
 
 
 def matrix_figures(samples: Sequence[Sample], precision: str, profile: Hardware) -> Hardware:
-    return profile.model_copy(
-        update=_matrices(_Samples(samples), precision, profile, profile.memory_gb_s)
-    )
+    return profile.model_copy(update=_matrices(samples, precision, profile, profile.memory_gb_s))
 
 
 def _matrices(
-    measured: _Samples, precision: str, profile: Hardware | None, memory_gb_s: float
+    measured: Sequence[Sample], precision: str, profile: Hardware | None, memory_gb_s: float
 ) -> dict[str, float]:
     """Return peaks of both precisions, efficiency and half of the recipe's."""
     other, width = ("bf16", 4) if precision == "fp32" else ("fp32", 2)
     limit = memory_gb_s * 1e9
-    products = measured.samples("product", precision)
+    products = _select(measured, "product", precision, 2)
 
     def moved_s(m: int, n: int, k: int) -> float:
         return 3 * (m * k + k * n + m * n) * width / limit
@@ -151,7 +140,7 @@ def _matrices(
     peak = _peak(profile, f"{precision}_tflops", fastest / 1e12) * 1e12
     efficiency = min(1.0, rate / peak)
     # The other precision has only its largest product: efficiency and half are assumed the same.
-    largest = max(measured.samples("product", other, 1), key=lambda p: min(p.sizes))
+    largest = max(_select(measured, "product", other), key=lambda p: min(p.sizes))
     filled = min(largest.sizes) / (min(largest.sizes) + half)
     of_other = product_flops(largest) / largest.value / filled / efficiency
     other_tflops = _peak(profile, f"{other}_tflops", of_other / 1e12)
@@ -169,14 +158,14 @@ def _peak(profile: Hardware | None, name: str, fastest: float) -> float:
     return max(fastest, float(getattr(profile, name)))
 
 
-def _memory(measured: _Samples, profile: Hardware | None) -> dict[str, float]:
+def _memory(measured: Sequence[Sample], profile: Hardware | None) -> dict[str, float]:
     """Return the bandwidth, and the share of it that elementwise work reaches.
 
     The share of GPUs, on which it is not measured alone, is that of a copy until `fit_steps`.
     """
-    copy, of_gpu = measured.sample("copy"), measured.all("gpu_step")
+    copy, of_gpu = _select(measured, "copy")[0], _select(measured, "gpu_step", minimum=0)
     kinds = () if of_gpu else ("block", "logits", "optimizer")
-    works = [measured.sample("elementwise", variant) for variant in kinds] or [copy]
+    works = [_select(measured, "elementwise", variant)[0] for variant in kinds] or [copy]
     rates = [sample.sizes[0] / sample.value for sample in (*works, copy)]
     peak = _peak(profile, "memory_gb_s", max(rates) / 1e9)
     # A harmonic mean: of the seconds that equal bytes of each kind take.
@@ -184,8 +173,8 @@ def _memory(measured: _Samples, profile: Hardware | None) -> dict[str, float]:
     return {
         "memory_gb_s": peak,
         "memory_efficiency": mean / 1e9 / peak,
-        "memory_gib": measured.sample("memory").value / GIB,
-        "reserved_gib": measured.sample("reserved").value / GIB,
+        "memory_gib": _select(measured, "memory")[0].value / GIB,
+        "reserved_gib": _select(measured, "reserved")[0].value / GIB,
     }
 
 
@@ -251,14 +240,18 @@ def fit_link(samples: Sequence[Sample]) -> Link:
 
 
 def _links(
-    measured: _Samples, task: Task, profile: Hardware | None, memory_gb_s: float, notes: list[str]
+    measured: Sequence[Sample],
+    task: Task,
+    profile: Hardware | None,
+    memory_gb_s: float,
+    notes: list[str],
 ) -> dict[str, float]:
     figures: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
     alone = []
     # Over the network each worker of a node has a ring of its own; the link carries all at once.
     for span, rings in (("node", 1), ("network", task.workers)):
         kinds: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-        samples = [sample for kind in kinds for sample in measured.all(kind, span)]
+        samples = [sample for kind in kinds for sample in _select(measured, kind, span, 0)]
         if samples:
             link = fit_link(samples)
             figures[span] = link.rate * rings / 1e9, link.hop_s * 1e6

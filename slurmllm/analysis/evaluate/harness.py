@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -95,7 +96,7 @@ class Harness:
         task, settings = request.task, self._settings
         if settings.allow_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by metrics that run programs
-        try:
+        with _translated(task.task):
             if fault := task_fault(request, settings.allow_code):
                 raise UserError(fault)
             import lm_eval
@@ -108,13 +109,10 @@ class Harness:
 
                 # "auto" halves the batch on a CUDA out-of-memory error; a CPU would swap instead.
                 size = settings.batch_size or (1 if self._device == "cpu" else "auto")
+                # Neither pickles nor programs of the folder (`auto_map` in config.json).
+                trust = {"use_safetensors": True, "trust_remote_code": False}
                 self._loaded_model = get_model("hf").create_from_arg_obj(
-                    # Neither pickles nor programs of the folder (`auto_map` in config.json).
-                    {
-                        "pretrained": str(self._folder),
-                        "use_safetensors": True,
-                        "trust_remote_code": False,
-                    },
+                    {"pretrained": str(self._folder), **trust},
                     {"batch_size": size, "max_batch_size": None, "device": self._device},
                 )
             results = lm_eval.simple_evaluate(
@@ -126,10 +124,6 @@ class Harness:
                 confirm_run_unsafe_code=settings.allow_code,
                 log_samples=False,  # kept in memory otherwise, all prompts and answers
             )
-        except SlurmllmError:
-            raise
-        except Exception as error:
-            raise _translate_error(task.task, error) from error
         assert results is not None, "None on ranks other than 0"
         return dict(results)
 
@@ -347,13 +341,19 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
 def fetch(request: TaskRequest, allow_code: bool) -> None:
     """Download a task's questions into the cache of this machine (HF_HOME); raise as `score`."""
     name = request.task.task
-    try:
+    with _translated(name):
         manager = _manager_of(request, allow_code)
         if name not in manager.all_tasks:
             raise UserError(_unknown_task(name, manager.all_tasks))
         _check_code(request, allow_code)
         manager.load([_harness_task(request, allow_code)])
+
+
+@contextmanager
+def _translated(task: str) -> Iterator[None]:
+    try:
+        yield
     except SlurmllmError:
         raise
     except Exception as error:
-        raise _translate_error(name, error) from error
+        raise _translate_error(task, error) from error

@@ -172,27 +172,21 @@ def write_archive(
     cache: Path, target: Path, without: Iterable[str] = (), only: Iterable[Path] | None = None
 ) -> tuple[GraphFile, ...]:
     """Write files of a cache to an archive, atomically: all but some folders, or `only` some."""
-    files = archive_files(cache, without) if only is None else only
 
-    def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:
-        added = []
-        for path in files:
-            name = str(path.relative_to(cache))
+    def fill(archive: tarfile.TarFile) -> None:
+        for path in archive_files(cache, without) if only is None else only:
             # A compiler's temporary file may vanish between listing and opening.
             with suppress(FileNotFoundError), path.open("rb") as stream:
+                name = str(path.relative_to(cache))
                 info = archive.gettarinfo(fileobj=stream, arcname=name)
                 info.type, info.size = tarfile.REGTYPE, path.stat().st_size  # no hard links
                 archive.addfile(info, stream)
-                added.append(GraphFile(path=name, bytes=info.size))
-        return tuple(added)
 
     return write_tar(target, fill)
 
 
-def write_tar(
-    target: Path, fill: Callable[[tarfile.TarFile], tuple[GraphFile, ...]]
-) -> tuple[GraphFile, ...]:
-    """Write a tar file under a temporary name, fsync it and rename it."""
+def write_tar(target: Path, fill: Callable[[tarfile.TarFile], None]) -> tuple[GraphFile, ...]:
+    """Write a tar file under a temporary name, fsync it and rename it; return its files."""
     make_own_folder(target.parent)
     # Not compressed: graphs are small compared with a checkpoint, and unpacking delays the first
     # step of every attempt.
@@ -201,7 +195,8 @@ def write_tar(
     try:
         with os.fdopen(descriptor, "wb") as stream:
             with tarfile.open(fileobj=stream, mode="w") as archive:
-                added = fill(archive)
+                fill(archive)
+                files = tuple(GraphFile(path=m.name, bytes=m.size) for m in archive.getmembers())
             stream.flush()
             os.fchmod(stream.fileno(), 0o644)
             os.fsync(stream.fileno())
@@ -209,7 +204,7 @@ def write_tar(
     finally:
         temporary.unlink(missing_ok=True)
     fsync_dir(target.parent)
-    return added
+    return files
 
 
 def _unpack(archive: tarfile.TarFile, folder: Path, members: Iterable[tarfile.TarInfo]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.artifact_records import GraphFile, GraphManifest, GraphState, NewGraphs
+from slurmllm.core.run.artifact_records import GraphManifest, GraphState, NewGraphs
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.graphs.archive import (
     archive_files,
@@ -148,16 +148,15 @@ def _merge(
     # A graph that failed in precompile is compiled now.
     states = {**{state.folder: state for state in base.states}, **new}
 
-    def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:
-        added: dict[str, GraphFile] = {}
+    def fill(archive: tarfile.TarFile) -> None:
+        names: set[str] = set()
         with ExitStack() as stack:
             for source in tars:
                 opened = stack.enter_context(tarfile.open(fileobj=source))
                 for member in opened:
-                    if member.isreg() and member.name not in added:
+                    if member.isreg() and member.name not in names:
+                        names.add(member.name)
                         archive.addfile(member, opened.extractfile(member))
-                        added[member.name] = GraphFile(path=member.name, bytes=member.size)
-        return tuple(added[name] for name in sorted(added))
 
     # Another name than the old archive's, which is valid until the manifest is replaced.
     temporary = run.graphs_archive("graphs.new.tar")
