@@ -17,7 +17,7 @@ from slurmllm.core.run.rundir import find_run, find_sweep
 if TYPE_CHECKING:
     from slurmllm.analysis.report.facts import RunFacts
     from slurmllm.analysis.report.tables import Table
-    from slurmllm.analysis.status.sweeps import RankedRun, SweepState
+    from slurmllm.analysis.status.runs import RankedRun, SweepState
     from slurmllm.core.slurm.client import SlurmClient
 
     Rankings = Sequence[tuple[SweepState, list[RankedRun]]]
@@ -135,7 +135,7 @@ def _locate(
 ) -> tuple[Rankings, list[Path]]:
     """Return the sweeps with their runs by rank, and the paths of all sources of the page."""
     from slurmllm.analysis.report.sources import find_run_directory
-    from slurmllm.analysis.status.sweeps import rank, read_sweep
+    from slurmllm.analysis.status.runs import rank, read_sweep
     from slurmllm.core.metrics.source import locate
 
     rankings, paths = [], []

@@ -22,8 +22,7 @@ from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from slurmllm.analysis.status.runs import RunState
-    from slurmllm.analysis.status.sweeps import SweepState
+    from slurmllm.analysis.status.runs import RunState, SweepState
     from slurmllm.core.slurm.client import SlurmClient
 
 _INTERVAL_S = 5.0
@@ -122,8 +121,7 @@ def _read_states(
     targets: Sequence[RunDir | SweepDir], runs_dir: Path, active: bool, client: SlurmClient
 ) -> _ShownStates:
     """Read the states of the named runs and sweeps, or of all runs."""
-    from slurmllm.analysis.status.runs import list_runs, run_state, run_states
-    from slurmllm.analysis.status.sweeps import read_sweep
+    from slurmllm.analysis.status.runs import list_runs, read_sweep, run_state, run_states
     from slurmllm.core.run.records import runs_of
 
     if len(targets) > 1:

@@ -17,7 +17,7 @@ from slurmllm.core.format import format_hours, format_plural
 from slurmllm.core.run.rundir import SweepDir
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.status.sweeps import RankedRun, SweepState
+    from slurmllm.analysis.status.runs import RankedRun, SweepState
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.launch.submit.prepare import RunRequest
     from slurmllm.launch.submit.sweep import Case, PreparedSweep
@@ -178,7 +178,7 @@ def _print_prepared(
 
 def print_table_of(sweep: SweepDir, as_json: bool) -> None:
     """Print the runs of a sweep, the best first."""
-    from slurmllm.analysis.status.sweeps import rank, read_sweep
+    from slurmllm.analysis.status.runs import rank, read_sweep
     from slurmllm.core.slurm.client import SlurmClient
 
     state = read_sweep(sweep, SlurmClient())
