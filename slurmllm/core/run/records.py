@@ -83,16 +83,18 @@ class Record(BaseModel):
         write_atomic(path, self.model_dump_json(indent=2, by_alias=True) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a record; raises StorageError if the file is unreadable or no such record."""
+    def load(cls, path: Path, *, trusted: bool = False, group: str | None = None) -> Self:
+        """Read a record; raises StorageError if the file is unreadable or no such record.
+
+        `trusted`: only this user, or members of `group`, may have written it.
+        """
         try:
-            return cls.model_validate_json(read_limited(path))
+            return cls.model_validate_json(read_limited(path, trusted=trusted, group=group))
         except OSError as error:
             raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
         except ValidationError as error:
-            raise StorageError(
-                f"{path} is damaged: {first_problem(error)}; restore it or start a new run"
-            ) from error
+            fix = "" if trusted else "; restore it or start a new run"  # graphs are compiled again
+            raise StorageError(f"{path} is damaged: {first_problem(error)}{fix}") from error
 
     @classmethod
     def find(cls, path: Path) -> Self | None:
@@ -104,16 +106,6 @@ class Record(BaseModel):
         except OSError:
             pass  # `load` names the reason
         return cls.load(path)
-
-    @classmethod
-    def load_trusted(cls, path: Path, group: str | None = None) -> Self:
-        """Read a record that only this user, or members of `group`, can have written."""
-        try:
-            return cls.model_validate_json(read_limited(path, trusted=True, group=group))
-        except OSError as error:
-            raise StorageError(f"cannot use {path}: {os_error_text(error)}") from error
-        except ValidationError as error:
-            raise StorageError(f"{path} is damaged: {first_problem(error)}") from error
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:

@@ -233,7 +233,7 @@ def make_own_folder(folder: Path) -> None:
 def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
     """Return the manifest of a run's own archive; StorageError if one of both is unusable."""
     try:
-        manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
+        manifest = GraphManifest.load(run.graphs_manifest, trusted=True, group=group)
         open_trusted(run.graphs_archive(manifest.archive), group).close()
         return manifest
     except StorageError as error:

@@ -85,13 +85,13 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
     folder = run.new_graphs
     if not folder.is_dir() or folder.is_symlink() or not run.graphs_manifest.is_file():
         return ()
-    manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
+    manifest = GraphManifest.load(run.graphs_manifest, trusted=True, group=group)
     submitted: list[tuple[NewGraphs, BinaryIO]] = []
     with ExitStack() as stack:
         for path in sorted(folder.glob("*.json")):
             # A damaged record or archive is ignored: its graphs can be compiled again.
             with suppress(StorageError, OSError, ValueError):
-                graphs = NewGraphs.load_trusted(path, group)
+                graphs = NewGraphs.load(path, trusted=True, group=group)
                 tar = open_archive(path.with_suffix(".tar"), graphs.archive_sha256, group)
                 submitted.append((graphs, stack.enter_context(tar)))
         usable, base = _matching([graphs for graphs, _ in submitted], manifest)

@@ -162,10 +162,10 @@ def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -
     change it. Nothing is written if it is not used.
     """
     try:
-        manifest = GraphManifest.load_trusted(source.graphs_manifest, group)
+        manifest = GraphManifest.load(source.graphs_manifest, trusted=True, group=group)
         measured = None
         if source.micro_batch.exists():
-            measured = MicroBatchRecord.load_trusted(source.micro_batch, group)
+            measured = MicroBatchRecord.load(source.micro_batch, trusted=True, group=group)
         archive = source.graphs_archive(manifest.archive)
         open_trusted(archive, group).close()
     except (StorageError, OSError) as error:
