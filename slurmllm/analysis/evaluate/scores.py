@@ -178,15 +178,9 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
     )
     rows = []
     for metric in metrics:
-        named = {
-            record.step: key for record in records if (key := match_metric(metric, record.scores))
-        }
-        scores = {r.step: r.scores[named[r.step]] for r in records if r.step in named}
-        errors = {
-            r.step: r.errors[named[r.step]]
-            for r in records
-            if r.step in named and named[r.step] in r.errors
-        }
+        named = [(r, key) for r in records if (key := match_metric(metric, r.scores))]
+        scores = {record.step: record.scores[key] for record, key in named}
+        errors = {record.step: record.errors[key] for record, key in named if key in record.errors}
         if scores:
             rows.append(ScoreRow(group, name, shots, metric, scores, errors, {}))
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,8 @@ class Suite(Section):
     @field_validator("groups")
     @classmethod
     def _rows_differ(cls, groups: tuple[SuiteGroup, ...]) -> tuple[SuiteGroup, ...]:
-        names = [(g.name, t.title) for g in groups for t in g.tasks]
-        twice = [f"{g} / {t}" for g, t in dict.fromkeys(n for n in names if names.count(n) > 1)]
+        names = Counter(f"{group.name} / {row.title}" for group in groups for row in group.tasks)
+        twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise ValueError(f"rows of one name: {', '.join(twice)}; give them a `name` each")
         return groups

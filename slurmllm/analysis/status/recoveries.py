@@ -143,13 +143,10 @@ def recovery_phases(
     phases["requeue"] = max(0.0, then.started_at - closed - phases["failed_attempts"])
     # Clocks of several nodes: no measured phase may exceed what is left of the outage.
     left = max(0.0, completed_at - then.started_at)
-    measured: dict[RecoveryPhase, float] = {
-        "first_step": first_step_s,
-        "preflight": then.phases_s.get("preflight", 0.0),
-        "cache": then.phases_s.get("cache", 0.0),
-    }
-    for phase, seconds in measured.items():
-        phases[phase] = min(seconds, left)
+    measured = then.phases_s | {"first_step": first_step_s}
+    order: tuple[RecoveryPhase, ...] = ("first_step", "preflight", "cache")
+    for phase in order:
+        phases[phase] = min(measured.get(phase, 0.0), left)
         left -= phases[phase]
     phases["start_up"] = left
     return phases
