@@ -255,7 +255,7 @@ def _run(
     """Run jobs; report new scores and failures on stderr."""
     from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_jobs
     from slurmllm.core.format import format_plural
-    from slurmllm.core.slurm.arrays import ArrayRequest, Resources, slurm_options
+    from slurmllm.core.slurm.arrays import ArrayRequest, slurm_options
 
     if not jobs:
         return EvaluationResult()
@@ -263,7 +263,7 @@ def _run(
     logs, progress = store.logs / "evaluate", _ScoreProgress(jobs)
     array = None
     if slurm:
-        resources = Resources(job_options.pop("cpus"), job_options.pop("gpus"))
+        cpus, gpus = job_options.pop("cpus"), job_options.pop("gpus")
         job_options["time"] = job_options["time"] or "24:00:00"
 
         def echo_array(job_id: str, num_jobs: int) -> None:
@@ -274,10 +274,11 @@ def _run(
         array = ArrayRequest(
             "slurmllm-evaluate",
             slurm_options(cluster, job_options, _directives(store)),
-            resources,
             "the evaluation jobs",
             "evaluate on this machine without --slurm",
             echo_array,
+            cpus,
+            gpus,
         )
     echo = partial(click.echo, err=True)
     try:

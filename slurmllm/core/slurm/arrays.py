@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import subprocess
@@ -10,9 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from slurmllm.core.errors import ConfigError, SlurmError, StorageError
 from slurmllm.core.run.safe_files import check_private_folder
@@ -42,34 +42,28 @@ class SlurmOptions:
     by_srun: bool = False  # whether these are options of srun
 
 
-class Resources(NamedTuple):
-    """Resources of one job of an array; None leaves the CPUs to Slurm and requests no GPUs."""
-
-    cpus: int | None = None
-    gpus: int | None = None
-
-
 @dataclass(frozen=True)
 class ArrayRequest:
     """How calls are submitted to Slurm."""
 
     name: str  # of the job
     options: SlurmOptions
-    resources: Resources
     description: str  # what the jobs do, for error messages
     alternative: str  # what to do without Slurm
     # Called with the id of each array, and its number of jobs.
     on_submit: Callable[[str, int], None] = lambda job_id, num_jobs: None
+    cpus: int | None = None  # of a job; None leaves them to Slurm
+    gpus: int | None = None
 
 
 def map_calls(
     function: Callable[..., Any],
     arguments: Sequence[tuple[Any, ...]],
     *,
-    names: Sequence[str],
     logs: Path,
     at_once: int,
     on_poll: Callable[[], None],
+    names: Sequence[str] = (),
     array: ArrayRequest | None = None,
 ) -> Generator[tuple[int, Any], None, None]:
     """Call a function once for each tuple of arguments; yield index and result as calls end.
@@ -79,10 +73,10 @@ def map_calls(
 
     Args:
         function: A function that a new process can import.
-        names: A name of each call, for the log of its local process.
         logs: The folder of the logs; with `array`, on a file system that the nodes share.
         at_once: Calls that run at a time.
         on_poll: Called regularly meanwhile.
+        names: A name of each call, for the log of its local process.
         array: Submit the calls to Slurm; by default they are processes of this machine.
 
     Raises:
@@ -93,53 +87,42 @@ def map_calls(
         yield from map_locally(function, arguments, names, logs, at_once, on_poll)
         return
     for begin in range(0, len(arguments), MOST_TASKS):
-        jobs = submit_array(
-            function,
-            arguments[begin : begin + MOST_TASKS],
-            logs=logs,
-            name=array.name,
-            at_once=at_once,
-            options=array.options,
-            resources=array.resources,
-            description=array.description,
-            alternative=array.alternative,
-        )
-        array.on_submit(array_of(jobs), len(jobs))
-        with contextlib.closing(finished_jobs(jobs, on_poll)) as finished:
-            for job_id, index, result in finished:
-                if isinstance(result, FailedJob):
-                    result = FailedCall(f"job {job_id} {result.how}: {result.reason}")
-                yield begin + index, result
+        batch = arguments[begin : begin + MOST_TASKS]
+        jobs = _submit(function, batch, logs, at_once, array)
+        array_id = str(jobs[0].job_id).split("_")[0]
+        array.on_submit(array_id, len(jobs))
+        running = dict(enumerate(jobs, begin))
+        try:
+            while running:
+                time.sleep(_POLL_S)
+                on_poll()
+                for index in [index for index, job in running.items() if job.done()]:
+                    yield index, _result(running.pop(index))
+        finally:
+            if running:
+                with suppress(OSError, subprocess.TimeoutExpired):
+                    subprocess.run(["scancel", array_id], timeout=60, capture_output=True)
 
 
-def submit_array(
+def _submit(
     function: Callable[..., Any],
     arguments: Sequence[tuple[Any, ...]],
-    *,
     logs: Path,
-    name: str,
     at_once: int,
-    options: SlurmOptions,
-    resources: Resources,
-    description: str,
-    alternative: str,
+    array: ArrayRequest,
 ) -> list[Any]:
-    """Submit one job for each call of a function that the nodes can import; return submitit's jobs.
-
-    They are in the order of `arguments`, of at most `MOST_TASKS` calls, of which `at_once` run
-    simultaneously. In the shared folder `logs` the array has one of its own. The error message has
-    `description`, what the jobs do, and `alternative`, what to do without Slurm.
-    """
+    """Submit one job for each call; return submitit's jobs, in the order of `arguments`."""
     import submitit
 
     for variable in os.environ.keys() - slurm_environment().keys():  # submitit calls Slurm itself
         del os.environ[variable]
+    options = array.options
     choices = {
         "slurm_partition": options.partition,
         "slurm_account": options.account,
         "slurm_qos": options.qos,
-        "slurm_gpus_per_node": resources.gpus,
-        "cpus_per_task": resources.cpus,
+        "slurm_gpus_per_node": array.gpus,
+        "cpus_per_task": array.cpus,
     }
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -150,10 +133,9 @@ def submit_array(
         prefix = options.container([logs.absolute().parents[1]])
         if not options.by_srun:
             inside = behind_prefix(prefix, inside[0], inside)
-        python = shlex.join(inside)
-        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=python)
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=shlex.join(inside))
         executor.update_parameters(
-            name=name,
+            name=array.name,
             slurm_array_parallelism=at_once,
             # Once: a job is one task, on the node of its batch script.
             slurm_srun_args=list(prefix) if options.by_srun else None,
@@ -164,60 +146,29 @@ def submit_array(
         return list(executor.map_array(function, *zip(*arguments, strict=True)))
     except (submitit.core.utils.FailedJobError, RuntimeError, OSError) as error:
         raise SlurmError(
-            f"Slurm refused {description}: {error}; {alternative}, or see --partition, --account, "
-            "--qos and --time"
+            f"Slurm refused {array.description}: {error}; {array.alternative}, or see --partition, "
+            "--account, --qos and --time"
         ) from error
 
 
-class FailedJob(NamedTuple):
-    """A job of an array that ended without a result."""
-
-    how: str  # `ended in state FAILED (see LOG)`
-    reason: str  # submitit's error, on one line
-
-
-def finished_jobs(
-    jobs: Sequence[Any], on_poll: Callable[[], None]
-) -> Generator[tuple[str, int, Any], None, None]:
-    """Yield id, place in `jobs` and result (or `FailedJob`) of the jobs of an array as they end.
-
-    The array is cancelled if this is closed early. Raises a StorageError if the folder of the
-    results is not this user's own any more.
-    """
+def _result(job: Any) -> Any:
+    """Return what a job's call returned, or how the job ended."""
     import submitit
 
-    folder = jobs[0].paths.folder
-    failures = (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError)
-    running = dict(enumerate(jobs))
+    folder = job.paths.folder
     try:
-        while running:
-            time.sleep(_POLL_S)
-            on_poll()
-            for index in [index for index, job in running.items() if job.done()]:
-                job = running.pop(index)
-                try:
-                    check_private_folder(folder)
-                    result = job.result()
-                except PermissionError as error:
-                    raise StorageError(
-                        f"{folder}: {error.strerror}, so the results of the Slurm jobs in it are "
-                        "not read: they run code; use a folder that only you can write to"
-                    ) from error
-                except failures as error:
-                    log = job.paths.stderr
-                    hint = f"see {log}" if log.exists() else "it never started"
-                    reason = " ".join(str(error).split())[:120]
-                    result = FailedJob(f"ended in state {job.state} ({hint})", reason)
-                yield job.job_id, index, result
-    finally:
-        if running:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                command = ["scancel", array_of(jobs)]
-                subprocess.run(command, timeout=60, capture_output=True)
-
-
-def array_of(jobs: Sequence[Any]) -> str:
-    return str(jobs[0].job_id).split("_")[0]
+        check_private_folder(folder)
+        return job.result()
+    except PermissionError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror}, so the results of the Slurm jobs in it are not read: "
+            "they run code; use a folder that only you can write to"
+        ) from error
+    except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
+        log = job.paths.stderr
+        hint = f"see {log}" if log.exists() else "it never started"
+        reason = " ".join(str(error).split())[:120]
+        return FailedCall(f"job {job.job_id} ended in state {job.state} ({hint}): {reason}")
 
 
 def slurm_options(

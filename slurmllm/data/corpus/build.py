@@ -242,7 +242,7 @@ def _write_missing_shards(
             report({})
         return []
     # 0.3 s of imports that a build in this process does not need.
-    from slurmllm.core.slurm.arrays import MOST_TASKS, ArrayRequest, Resources, map_calls
+    from slurmllm.core.slurm.arrays import MOST_TASKS, ArrayRequest, map_calls
     from slurmllm.core.slurm.processes import FailedCall
 
     calls = workers if slurm is None else min(workers * _JOBS_PER_WORKER, MOST_TASKS)
@@ -259,7 +259,7 @@ def _write_missing_shards(
         array = ArrayRequest(
             name="slurmllm-data",
             options=slurm,
-            resources=Resources(cpus=1),
+            cpus=1,
             description="the jobs that read the inputs",
             alternative="read them on this machine without --slurm",
             on_submit=on_submit,

@@ -18,13 +18,7 @@ import pytest
 
 from slurmllm.core.errors import StorageError
 from slurmllm.core.slurm import arrays
-from slurmllm.core.slurm.arrays import (
-    Resources,
-    SlurmOptions,
-    finished_jobs,
-    map_calls,
-    submit_array,
-)
+from slurmllm.core.slurm.arrays import ArrayRequest, SlurmOptions, map_calls
 from slurmllm.core.slurm.processes import CallProcess
 
 
@@ -41,13 +35,8 @@ class Planted:
 class Job:
     """A job of submitit: its result is a pickle in the array's folder."""
 
-    job_id, state = "7_0", "COMPLETED"
-
     def __init__(self, folder: Path) -> None:
         self.paths = SimpleNamespace(folder=folder, stderr=folder / "log.err")
-
-    def done(self) -> bool:
-        return True
 
     def result(self) -> Any:
         return pickle.loads((self.paths.folder / "result.pkl").read_bytes())
@@ -55,17 +44,16 @@ class Job:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
 def test_results_in_another_user_s_folder_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(arrays, "_POLL_S", 0)
     folder, mark = tmp_path / "array-x", tmp_path / "code ran"
     folder.mkdir(mode=0o700)
     (folder / "result.pkl").write_bytes(pickle.dumps("fine"))
-    assert [result for *_, result in finished_jobs([Job(folder)], lambda: None)] == ["fine"]
+    assert arrays._result(Job(folder)) == "fine"
     (folder / "result.pkl").write_bytes(pickle.dumps(Planted(mark)))
     os.chown(folder, 65534, 65534)
     with pytest.raises(StorageError, match=r"array-x: .*it belongs to .*65534.*they run code"):
-        list(finished_jobs([Job(folder)], lambda: None))
+        arrays._result(Job(folder))
     assert not mark.exists()
 
 
@@ -111,8 +99,10 @@ def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
             setups.append("\n".join(parameters["slurm_setup"]))
 
         def map_array(self, function: Any, *arguments: Any) -> list[Any]:
-            return []
+            return [SimpleNamespace(job_id="7_0", done=lambda: True)]
 
+    monkeypatch.setattr(arrays, "_POLL_S", 0)
+    monkeypatch.setattr(arrays, "_result", lambda job: "fine")
     monkeypatch.setattr("submitit.AutoExecutor", Executor)
     profile = SlurmOptions(
         setup=("module load cuda",),
@@ -120,10 +110,10 @@ def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
         directives={"gres": "gpu:1"},
         container=lambda folders: ["apptainer", "exec", f"--bind={folders[0]}", "/a.sif"],
     )
-    texts = {"name": "n", "description": "", "alternative": ""}
     for options in (SlurmOptions(), profile):
-        place = {"logs": tmp_path / "logs" / "data", "at_once": 1, "resources": Resources()}
-        submit_array(print, [("x",)], options=options, **texts, **place)
+        array = ArrayRequest("n", options, "", "")
+        request = {"logs": tmp_path / "logs" / "data", "at_once": 1, "on_poll": lambda: None}
+        assert list(map_calls(print, [("x",)], array=array, **request)) == [(0, "fine")]
     (first, parameters), (second, with_profile) = made
     assert first != second
     assert stat.S_IMODE(first.stat().st_mode) == 0o700
