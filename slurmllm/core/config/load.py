@@ -24,7 +24,6 @@ from slurmllm.core.config.validate import is_set, validate
 from slurmllm.core.config.variables import MASK
 from slurmllm.core.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.removed import FIELDS
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import LARGEST_RECORD, open_trusted, read_limited
 
@@ -71,21 +70,7 @@ def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
             secrets = json.loads(stream.read(LARGEST_RECORD))
             for variables, name, dotted in masked:
                 variables[name] = str(secrets.get(dotted, MASK))
-    _drop_removed(tree, origins)
     return RunConfig(*validate(tree, origins, [], str(path), trusted=trusted))
-
-
-def _drop_removed(tree: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Delete removed fields that an older version recorded and on which its run does not depend."""
-    for path in removed.FIELDS:
-        *sections, name = path.split(".")
-        node: Any = tree
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        set_paths = [p for p in origins if p == path or p.startswith(f"{path}.")]
-        is_default = all(origins[p] == "default" for p in set_paths)
-        if isinstance(node, dict) and (is_default or path in removed.UNUSED_BY_RUNS):
-            node.pop(name, None)
 
 
 def save(config: RunConfig, run: RunDir) -> None:
@@ -108,21 +93,22 @@ def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, 
     tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
     origins = origins if isinstance(origins, dict) else {}
-    for field in FIELDS:
-        _drop_default(tree, field, origins)
+    _drop_removed(tree, origins)
     return tree, origins
 
 
-def _drop_default(tree: dict[str, Any], field: str, origins: Mapping[str, str]) -> None:
-    """Drop a removed field if its value is the default that an earlier version wrote."""
-    if any(is_set(path, origins) for path in origins if f"{path}.".startswith(f"{field}.")):
-        return
-    *sections, leaf = field.split(".")
-    section: Any = tree
-    for name in sections:
-        section = section.get(name) if isinstance(section, dict) else None
-    if isinstance(section, dict):
-        section.pop(leaf, None)
+def _drop_removed(tree: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Delete removed fields that an older version recorded and on which its run does not depend."""
+    for field in removed.FIELDS:
+        paths = [path for path in origins if f"{path}.".startswith(f"{field}.")]
+        if field not in removed.UNUSED_BY_RUNS and any(is_set(path, origins) for path in paths):
+            continue
+        *sections, leaf = field.split(".")
+        section: Any = tree
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(leaf, None)
 
 
 @dataclass(frozen=True)

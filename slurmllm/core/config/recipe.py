@@ -54,7 +54,7 @@ class RopeScaling(Section):
 
     kind: Annotated[str, AfterValidator(_known_scaling)]
     """The scaling: llama3."""
-    factor: PositiveFloat
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Low frequencies are divided by this."""
     low_freq_factor: PositiveFloat
     """Low are the frequencies that turn at most so many times in the original length."""
@@ -323,6 +323,9 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Section):
     """The optimizer and the learning rate's schedule."""
 
@@ -346,7 +349,7 @@ class OptimConfig(Section):
     """Last step at lr before the decay; by default the last step of the warm-up."""
     decay_steps: PositiveInt | None = None
     """Step at which min_lr is reached, warm-up included; train.steps if left out."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = (0.9, 0.95)
     """Adam's averaging constants."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""

@@ -48,8 +48,8 @@ def choose(options: list[int]) -> str:
 
 
 def _alternatives(options: Iterable[Any]) -> str:
-    texts = [_yaml_text(option) for option in options]
-    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
+    *names, last = map(_yaml_text, options)
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 def _yaml_text(value: Any) -> str:
@@ -70,6 +70,21 @@ for _name in sorted(CHOSEN):
     RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
 
 
+def _divides(path: str, noun: str, number: int | str | None, whole: int) -> str | None:
+    if not isinstance(number, int) or whole % number == 0:  # auto is measured later
+        return None
+    return f"{path}: {number} does not divide {noun.format(whole)}; {choose(divisors(whole))}"
+
+
+for _path, _whole, _noun in (
+    ("model.num_kv_heads", "model.num_heads", "model.num_heads {}"),
+    ("parallel.tensor", "model.num_heads", "{} attention heads"),
+    ("parallel.pipeline", "model.num_layers", "{} layers"),
+    ("train.micro_batch", "train.global_batch", "train.global_batch {}"),
+):
+    RULES.append(Rule((_path, _whole), partial(_divides, _path, _noun)))
+
+
 @_rule("model.num_heads", "model.hidden_size", "model.head_dim")
 def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str | None:
     if head_dim is not None or hidden % heads == 0:
@@ -79,31 +94,24 @@ def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str | 
 
 
 @_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
-def head_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float) -> str | None:
-    if pct == 0:
-        return None
-    if head_dim is not None:
-        if head_dim % 2 == 0:
-            return None
+def rotary_dimensions_are_pairs(
+    heads: int, hidden: int, head_dim: int | None, pct: float
+) -> str | None:
+    if head_dim is None and hidden % heads:
+        return None  # a fault of its own
+    width = head_dim or hidden // heads
+    rotary = int(width * pct)
+    if pct and width % 2 and head_dim is not None:
         return (
             f"model.head_dim: {head_dim} is odd, but rotary positions need pairs of dimensions; "
             f"{choose([head_dim - 1 or 2, head_dim + 1])}"
         )
-    if hidden % heads or (hidden // heads) % 2 == 0:
-        return None
-    return (
-        f"model.num_heads: {heads} heads of {hidden} give {hidden // heads} dimensions a head, "
-        "but rotary positions need pairs; choose an even head width"
-    )
-
-
-@_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
-def rotary_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float) -> str | None:
-    if head_dim is None and hidden % heads:
-        return None
-    width = head_dim or hidden // heads
-    rotary = int(width * pct)
-    if rotary % 2 == 0 or width % 2:  # an odd width is a fault of its own
+    if pct and width % 2:
+        return (
+            f"model.num_heads: {heads} heads of {hidden} give {width} dimensions a head, "
+            "but rotary positions need pairs; choose an even head width"
+        )
+    if rotary % 2 == 0:
         return None
     return (
         f"model.rotary_pct: {pct} of a head of {width} rotates {rotary} dimensions, "
@@ -136,16 +144,6 @@ def _with_option(name: str) -> str:
     return f"model.family {_alternatives(families)}"
 
 
-@_rule("model.rope_scaling.factor")
-def rope_scaling_lengthens(factor: float) -> str | None:
-    if factor >= 1:
-        return None
-    return (
-        f"model.rope_scaling.factor: {factor:g} is less than 1, which would shorten the context; "
-        "choose 1 or more (Llama 3.1 has 8), or leave model.rope_scaling out"
-    )
-
-
 @_rule("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
 def rope_scaling_has_a_range(low: float, high: float) -> str | None:
     if low < high:
@@ -153,16 +151,6 @@ def rope_scaling_has_a_range(low: float, high: float) -> str | None:
     return (
         f"model.rope_scaling.low_freq_factor: {low:g} is not less than high_freq_factor {high:g}; "
         "choose a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)"
-    )
-
-
-@_rule("model.num_kv_heads", "model.num_heads")
-def kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
-    if kv_heads is None or heads % kv_heads == 0:
-        return None
-    return (
-        f"model.num_kv_heads: {kv_heads} does not divide model.num_heads {heads}; "
-        f"{choose(divisors(heads))}"
     )
 
 
@@ -187,16 +175,6 @@ def one_output_init(scaled: bool, std: float | None) -> str | None:
     return (
         f"model.output_init_std: {std:g} and model.scaled_init both set the standard deviation of "
         "the output matrices; leave one of them out"
-    )
-
-
-@_rule("parallel.tensor", "model.num_heads")
-def tensor_divides_heads(tensor: int, heads: int) -> str | None:
-    if heads % tensor == 0:
-        return None
-    return (
-        f"parallel.tensor: {tensor} does not divide {heads} attention heads; "
-        f"{choose(divisors(heads))}"
     )
 
 
@@ -247,27 +225,19 @@ def tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | No
 
 
 @_rule("parallel.pipeline", "parallel.virtual_pipeline", "model.num_layers")
-def pipeline_divides_layers(pipeline: int, virtual: int, layers: int) -> str | None:
-    if layers % pipeline:
+def virtual_stages_divide_layers(pipeline: int, virtual: int, layers: int) -> str | None:
+    if virtual == 1 or layers % pipeline:
+        return None
+    if pipeline == 1:
         return (
-            f"parallel.pipeline: {pipeline} does not divide {layers} layers; "
-            f"{choose(divisors(layers))}"
+            f"parallel.virtual_pipeline: {virtual} chunks a stage need more stages than one; set "
+            "parallel.pipeline, or leave it out"
         )
-    if pipeline == 1 or layers % (pipeline * virtual) == 0:
+    if layers % (pipeline * virtual) == 0:
         return None
     return (
         f"parallel.virtual_pipeline: {virtual} does not divide the {layers // pipeline} layers of "
         f"each of {pipeline} pipeline stages; {choose(divisors(layers // pipeline))}"
-    )
-
-
-@_rule("parallel.virtual_pipeline", "parallel.pipeline")
-def virtual_needs_pipeline(virtual: int, pipeline: int) -> str | None:
-    if virtual == 1 or pipeline > 1:
-        return None
-    return (
-        f"parallel.virtual_pipeline: {virtual} chunks a stage need more stages than one; set "
-        "parallel.pipeline, or leave it out"
     )
 
 
@@ -288,16 +258,6 @@ def shards_need_zero(shard_nodes: int | None, zero: int) -> str | None:
     return (
         f"parallel.shard_nodes: {shard_nodes}, but parallel.zero 0 shards nothing; set "
         "parallel.zero to 1, 2 or 3, or parallel.shard_nodes=null"
-    )
-
-
-@_rule("train.micro_batch", "train.global_batch")
-def micro_divides_global(micro: int | str, batch: int) -> str | None:
-    if isinstance(micro, str) or batch % micro == 0:  # auto is measured later
-        return None
-    return (
-        f"train.micro_batch: {micro} does not divide train.global_batch {batch}; "
-        f"{choose([d for d in divisors(batch) if d <= max(64, micro)])}"
     )
 
 
@@ -328,49 +288,45 @@ def warmup_before_decay_ends(
     rule = f"not less than {end}, the step at which the schedule ends; choose less than"
     if ratio is None:
         return f"optim.warmup_steps: {warmup} is {rule} {end}"
-    return (
-        f"optim.warmup_ratio: {ratio:g} of train.steps {steps} is {warmup} steps of warm-up, "
-        f"{rule} "
-        f"{end / steps:g}"
-    )
+    share = f"optim.warmup_ratio: {ratio:g} of train.steps {steps}"
+    return f"{share} is {warmup} steps of warm-up, {rule} {end / steps:g}"
 
 
-_WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
-
-
-@_rule("optim.decay_start", "optim.decay", "optim.decay_steps", "train.steps", *_WARMUP)
+@_rule(
+    *("optim.decay_start", "optim.decay", "optim.decay_steps"),
+    *("optim.warmup_steps", "optim.warmup_ratio", "train.steps"),
+)
 def decay_starts_in_between(
     start: int | None,
     decay: str,
     decay_steps: int | None,
-    steps: int,
     warmup: int,
     ratio: float | None,
+    steps: int,
 ) -> str | None:
     if start is None:
         return None
     warmup = num_warmup_steps(warmup, ratio, steps)
     if decay == "constant":
-        reason = "optim.decay is constant, which has no decay; set optim.decay=1-sqrt, linear or "
-        reason += "cosine, or optim.decay_start=null"
+        reason = (
+            "optim.decay is constant, which has no decay; set optim.decay=1-sqrt, linear or "
+            "cosine, or optim.decay_start=null"
+        )
     elif start < warmup:
         reason = f"the warm-up ends only at step {warmup}; choose {warmup} or more"
     elif start > steps:
-        reason = f"the decay would start after the last step (train.steps {steps}); choose less, "
-        reason += f"or {steps} to decay later, at a resume"
+        reason = (
+            f"the decay would start after the last step (train.steps {steps}); choose less, or "
+            f"{steps} to decay later, at a resume"
+        )
     elif decay_steps is not None and start >= decay_steps:
-        reason = f"the decay ends at step {decay_steps} (optim.decay_steps); choose less, or "
-        reason += "optim.decay_steps=null to end it at train.steps"
+        reason = (
+            f"the decay ends at step {decay_steps} (optim.decay_steps); choose less, or "
+            "optim.decay_steps=null to end it at train.steps"
+        )
     else:
         return None
     return f"optim.decay_start: {start}: {reason}"
-
-
-@_rule("optim.betas")
-def betas_below_one(betas: tuple[float, float]) -> str | None:
-    if all(0 <= beta < 1 for beta in betas):
-        return None
-    return f"optim.betas: {list(betas)} must be in [0, 1); the usual pair is [0.9, 0.95]"
 
 
 MOST_PROFILED = 100  # steps; a trace has some MB for each

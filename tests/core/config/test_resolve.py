@@ -154,7 +154,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("optim.lrr=1", "did you mean 'lr'"),
         ("train.steps=1.5", "valid integer"),
         ("optim.lr=.nan", "finite"),
-        ("optim.betas=[0.9,1.5]", "must be in [0, 1)"),
+        ("optim.betas=[0.9,1.5]", "optim.betas: 1.5 (--set optim.betas=[0.9,1.5]): must be less"),
         ("optim.min_lr=1", "above optim.lr"),
         ("optim.warmup_steps=500", "not less than 120, the step at which the schedule ends"),
         ("optim.warmup_ratio=0.1", "exclude each other; set optim.warmup_steps=0"),

@@ -37,7 +37,7 @@ tiny_llama | model.head_dim=33 | 33 is odd, but rotary positions need pairs of d
 tiny_neox  | model.hidden_size=198 | 6 heads of 198 give 33 dimensions a head, but rotary positions
 tiny_neox  | model.hidden_size=193 | 6 does not divide model.hidden_size 193; choose
 tiny_llama | ROPE kind=yarn | 'yarn' (--set model.rope_scaling.kind=yarn): must be llama3, the scali
-tiny_llama | ROPE factor=0.5 | 0.5 is less than 1, which would shorten the context; choose 1 or more
+tiny_llama | ROPE factor=0.5 | factor=0.5): must be greater than or equal to 1
 tiny_llama | ROPE low_freq_factor=4 | low_freq_factor: 4 is not less than high_freq_factor 4; choose
 tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama or qwen
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
