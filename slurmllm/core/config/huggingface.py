@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slurmllm.core.config.families import FAMILIES
-from slurmllm.core.config.families.family import REQUIRED, Activation, HuggingFaceModel
+from slurmllm.core.config.families import FAMILIES, Activation, Family
+from slurmllm.core.config.families.family import REQUIRED
 from slurmllm.core.config.recipe import ModelConfig, RopeScaling
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import flatten
@@ -79,23 +79,35 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
         return None, [f"{name}: is not JSON: {error}; fetch it again"]
     if not isinstance(values, dict):
         return None, [f"{name}: holds no mapping of settings; fetch it again"]
-    family, faults = _find_family(values)
+    faults: list[str] = []
+    family = _find_family(values, faults)
     if family is None:
         return None, faults
-    dialect = FAMILIES[family].hugging_face
-    faults += _unsupported(values, dialect)
-    fields, field_faults = _model_fields(values, family)
-    faults += field_faults
+    dialect = family.hugging_face
+    faults += [
+        f"{key}: {values[key]!r} is not supported; it must be {only!r}"
+        for key, only in dialect.fixed.items()
+        if values.get(key, only) != only
+    ]
+    if (method := values.get("quantization_config")) is not None:
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        faults.append(
+            f"quantization_config: quantized weights ({method}) cannot be trained; import the "
+            "model that they were quantized from"
+        )
+    fields = _model_fields(values, family, faults)
     model: ModelConfig | None = None
-    if not field_faults:
-        try:
-            model = ModelConfig.model_validate(fields)
-            faults += config_faults(model)
-        except ValidationError as error:
-            for fault in error.errors():
-                name = str(fault["loc"][0]) if fault["loc"] else "family"
-                key = dialect.keys.get(name, (name, None))[0]
-                faults.append(f"{key}: {fault['input']!r}: {fault['msg']}")
+    try:
+        model = ModelConfig.model_validate(fields)
+        faults += config_faults(model)
+    except ValidationError as error:
+        for fault in error.errors():
+            field, *inner = map(str, fault["loc"])
+            key = dialect.keys.get(field, (field, None))[0]
+            problem = f"{fault['input']!r}: {fault['msg']}"
+            if fault["type"] == "missing":
+                problem = " ".join([*inner, "is missing"])
+            faults.append(f"{key}: {problem}")
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
         tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
@@ -108,80 +120,55 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     return SourceConfig(model, architecture, bos, eos), []
 
 
-def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """Return the family that architectures and model_type agree on, and a line per fault."""
+def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:
+    """Return the family that architectures and model_type agree on."""
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
-    dialects = {name: family.hugging_face for name, family in FAMILIES.items()}
-    classes = ", ".join(dialect.causal for dialect in dialects.values())
+    families = FAMILIES.values()
+    classes = ", ".join(family.hugging_face.causal for family in families)
     if not isinstance(architectures, list) or not (architectures or model_type):
-        return None, [f"architectures: must name the model's class; known are {classes}"]
-    by_type = [name for name, d in dialects.items() if d.model_type == model_type]
+        faults.append(f"architectures: must name the model's class; known are {classes}")
+        return None
+    names = list(map(str, architectures))
+    by_type = [family for family in families if family.hugging_face.model_type == model_type]
     by_class = [
-        name for name, d in dialects.items() if {d.causal, d.base} & {*map(str, architectures)}
+        family
+        for family in families
+        if family.hugging_face.causal in names or family.hugging_face.base in names
     ]
-    faults = []
     if model_type is not None and not by_type:
-        types = ", ".join(d.model_type for d in dialects.values())
+        types = ", ".join(family.hugging_face.model_type for family in families)
         faults.append(f"model_type: {model_type!r} is not known; known are {types}")
-    if architectures and not by_class:
-        faults.append(
-            f"architectures: {', '.join(map(str, architectures))} is not known; known are {classes}"
-        )
+    if names and not by_class:
+        faults.append(f"architectures: {', '.join(names)} is not known; known are {classes}")
     if by_type and by_class and by_type != by_class:
         faults.append(
-            f"model_type: {model_type!r} is not that of {', '.join(map(str, architectures))}; "
-            f"that is {dialects[by_class[0]].model_type!r}"
+            f"model_type: {model_type!r} is not that of {', '.join(names)}; that is "
+            f"{by_class[0].hugging_face.model_type!r}"
         )
-    return (None if faults else (by_class or by_type)[0]), faults
+    return None if faults else (by_class or by_type)[0]
 
 
-def _unsupported(values: Mapping[str, Any], dialect: HuggingFaceModel) -> list[str]:
-    """Return a line for each setting that changes the model in a way our decoder lacks."""
-    faults = [
-        f"{key}: {values[key]!r} is not supported; it must be {only!r}"
-        for key, only in dialect.fixed.items()
-        if values.get(key, only) != only
-    ]
-    if values.get("quantization_config") is not None:
-        method = values["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
-        faults.append(
-            f"quantization_config: quantized weights ({method}) cannot be trained; import the "
-            "model that they were quantized from"
-        )
-    return faults
-
-
-def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of our model section, not yet validated, and one line per fault."""
-    dialect = FAMILIES[family].hugging_face
-    fields: dict[str, Any] = {"family": family}
-    faults = []
-    for name, (key, default) in dialect.keys.items():
-        if key not in values and default is REQUIRED:
-            faults.append(f"{key}: is missing")
-        fields[name] = values.get(key, default)
-    activation = fields["activation"]
-    fields["activation"] = _ACTIVATIONS.get(str(activation))
-    if fields["activation"] is None:
-        key = dialect.keys["activation"][0]
-        faults.append(f"{key}: {activation!r} is not known; known are {', '.join(_ACTIVATIONS)}")
-    hidden, heads = fields["hidden_size"], fields["num_heads"]
-    if fields["ffn_hidden_size"] is None and isinstance(hidden, int):  # GPT-2's n_inner
+def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) -> dict[str, Any]:
+    """Return the fields of our model section, not yet validated."""
+    keys = family.hugging_face.keys
+    fields: dict[str, Any] = {"family": family.name}
+    for name, (key, default) in keys.items():
+        if key in values or default is not REQUIRED:
+            fields[name] = values.get(key, default)
+    activation = str(fields["activation"])
+    fields["activation"] = _ACTIVATIONS.get(activation, "gelu")
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        faults.append(f"{keys['activation'][0]}: {activation!r} is not known; known are {known}")
+    hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+    if fields.get("ffn_hidden_size", ...) is None and isinstance(hidden, int):  # GPT-2's n_inner
         fields["ffn_hidden_size"] = 4 * hidden
     # Files of families without the key may have it too.
     head_dim = fields.setdefault("head_dim", values.get("head_dim"))
     if type(head_dim) is int and isinstance(heads, int) and head_dim * heads == hidden:
         fields["head_dim"] = None
-    if FAMILIES[family].positions == "rotary":
-        rotary, rotary_faults = _rotary_fields(values, family)
-        fields.update(rotary)
-        faults += rotary_faults
-    return fields, faults
-
-
-def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
-    faults = []
+    if family.positions != "rotary":
+        return fields
     # Version 5 has the settings in rope_parameters, 4 at the top level; both prefer rope_scaling.
     rope: Mapping[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -196,21 +183,16 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
                 "'llama3' are"
             )
         rope = inner or rope
-
-    def first(keys: tuple[str, ...], default: Any) -> Any:
-        values_of_keys = (source.get(key) for source in (rope, values) for key in keys)
-        return next((value for value in values_of_keys if value is not None), default)
-
-    default_pct = FAMILIES[family].defaults["rotary_pct"]
-    fields = {
-        "rotary_pct": first(("partial_rotary_factor", "rotary_pct"), default_pct),
-        "rotary_base": first(("rope_theta", "rotary_emb_base"), 10000.0),
-    }
+    items = (*values.items(), *rope.items())
+    settings = {key: value for key, value in items if value is not None}
+    pct = settings.get("rotary_pct", family.defaults["rotary_pct"])
+    fields["rotary_pct"] = settings.get("partial_rotary_factor", pct)
+    base = settings.get("rotary_emb_base", 10000.0)
+    fields["rotary_base"] = settings.get("rope_theta", base)
     if rope.get("rope_type", rope.get("type")) == "llama3":
         scaling = {name: rope[name] for name in _SCALING if name in rope}
         fields["rope_scaling"] = {"kind": "llama3", **scaling}
-        faults += [f"rope_scaling: {name} is missing" for name in _SCALING if name not in rope]
-    return fields, faults
+    return fields
 
 
 def config_faults(model: ModelConfig) -> list[str]:

@@ -6,7 +6,7 @@ Only `allreduce.py`, a program of its own, imports torch. Here are the construct
 the exit code of a set of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from slurmllm.core.errors import EXIT_OK, Blame, InfrastructureError, UserError
@@ -35,6 +35,19 @@ warn = partial(_finding, status="warn")  # a run can start, but may fail or be s
 # Slurm, a node or a file system.
 fail = partial(_finding, status="fail", blame="infrastructure")
 skipped = partial(_finding, status="skipped")
+
+
+def judge(
+    check: str,
+    value: Value,
+    fix: str,
+    status: Callable[..., Finding] = warn,
+    blame: Blame | None = None,
+) -> Finding:
+    """Return ok if nothing is to fix, else a finding with that status; `blame` is of a failure."""
+    if not fix:
+        return ok(check, value)
+    return status(check, value, fix=fix, blame=blame) if blame else status(check, value, fix=fix)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -10,16 +10,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.config.directives import parse_options
 from slurmllm.core.config.operation import SlurmConfig
 from slurmllm.core.errors import SlurmError
+from slurmllm.core.format import format_names
 from slurmllm.core.run.records import Finding
 from slurmllm.core.slurm.client import (
     COMMANDS,
-    PartitionNode,
     SlurmClient,
     count_gpus,
     explain_drain,
@@ -32,7 +33,7 @@ from slurmllm.core.slurm.limits import (
     suitable_nodes,
 )
 from slurmllm.core.slurm.site import Site
-from slurmllm.launch.diagnose import fail, ok, skipped, warn
+from slurmllm.launch.diagnose import fail, judge, ok, skipped, warn
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -60,13 +61,12 @@ _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_N
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     """Checks of this Python, for the backend of the profile's device."""
     neuron = cluster.device == "neuron" and cluster.container is None
-    python = f"{platform.python_version()}, {sys.executable}"
     lowest, highest = NEURON_PYTHON
+    fix = ""  # pip refuses to install slurmllm with a Python before 3.11
     if neuron and not lowest <= sys.version_info[:2] <= highest:
         fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
-        yield fail("python", python, fix=fix, blame="user")
-    else:
-        yield ok("python", python)  # pip refuses to install slurmllm with a Python before 3.11
+    python = f"{platform.python_version()}, {sys.executable}"
+    yield judge("python", python, fix, fail, "user")
     yield packages_finding()
     if cluster.container is not None:
         for check in ("torch", "private APIs", "C++ compiler"):
@@ -111,20 +111,16 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` → (2, 13, 0)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in match.group().split(".")) if match else ()
-
-
 def at_least(version: str, minimum: str) -> bool:
-    return numbers(version) >= numbers(minimum)
+    """Whether a version such as `2.13.0+cpu` is not older than another."""
+    numbers = [re.match(r"[\d.]*", text) for text in (version, minimum)]
+    parts = [[int(part) for part in match[0].split(".") if part] for match in numbers if match]
+    return parts[0] >= parts[1]
 
 
 def in_series(version: str, series: str) -> bool:
     """Whether a version belongs to a series: `2.9.0` to `2.9`, `2.90` not."""
-    prefix = numbers(series)
-    return numbers(version)[: len(prefix)] == prefix
+    return re.match(rf"{re.escape(series)}(?!\d)", version) is not None
 
 
 def packages_finding() -> Finding:
@@ -155,32 +151,31 @@ def packages_finding() -> Finding:
 
 def torch_finding(cluster: Cluster) -> Finding:
     present = installed_version("torch")
-
-    def failed(state: str, fix: str) -> Finding:
-        return fail("torch", state, fix=fix, blame="user")
-
     if present is None:
-        return failed("not installed", "pip install torch, in this environment")
+        fix = "pip install torch, in this environment"
+        return fail("torch", "not installed", fix=fix, blame="user")
     imported = import_torch()
     if imported is None:
         state = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
         return warn("torch", state, fix="move the environment to a faster file system")
     status, _, versions = imported.partition(" ")
-    if status != "imported":
-        return failed(f"{present} does not import: {imported}", "install it again")
     version, _, cuda = versions.partition(" ")
-    if cluster.device == "neuron":
+    fault = fix = ""
+    if status != "imported":
+        fault, fix = f"{present} does not import: {imported}", "install it again"
+    elif cluster.device == "neuron":
         if not in_series(version, NEURON_TORCH):
-            return failed(f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_FIX)
-        return ok("torch", version)
-    if not at_least(version, "2.9"):
-        return failed(f"{version}, older than 2.9", "pip install 'torch>=2.9'")
-    if cluster.device == "cuda" and cuda == "None":
-        return failed(f"{version} is built without CUDA", "install a build for CUDA")
-    if not in_series(version, TESTED_TORCH):
+            fault, fix = f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_FIX
+    elif not at_least(version, "2.9"):
+        fault, fix = f"{version}, older than 2.9", "pip install 'torch>=2.9'"
+    elif cluster.device == "cuda" and cuda == "None":
+        fault, fix = f"{version} is built without CUDA", "install a build for CUDA"
+    elif not in_series(version, TESTED_TORCH):
         fix = f"pip install torch=={TESTED_TORCH}, unless you need another version"
         return warn("torch", f"{version}; the tests ran on {TESTED_TORCH}", fix=fix)
-    return ok("torch", version + ("" if cuda == "None" else f", CUDA {cuda}"))
+    if fault:
+        return fail("torch", fault, fix=fix, blame="user")
+    return ok("torch", version if cuda in ("None", "") else f"{version}, CUDA {cuda}")
 
 
 def _run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -269,32 +264,27 @@ def slurm_findings(
             yield skipped(check, "slurmctld is unreachable")
         return
     yield ok("slurm controller", settings.get("ClusterName") or "responds")
-    version = settings.get("SLURM_VERSION", "")
-    if at_least(version, OLDEST_SLURM):
-        yield ok("slurm version", version)
-    else:
-        state = f"{version or 'unknown'}, older than {OLDEST_SLURM}"
-        yield fail("slurm version", state, fix=f"Slurm {OLDEST_SLURM} or later")
-    requeue = settings.get("JobRequeue", "")
-    if requeue == "1":
-        yield ok("requeue", "JobRequeue=1: slurm.restart: auto requeues")
+    version = settings.get("SLURM_VERSION", "unknown")
+    fix = "" if at_least(version, OLDEST_SLURM) else f"Slurm {OLDEST_SLURM} or later"
+    yield judge("slurm version", version, fix, fail)
+    requeue = f"JobRequeue={settings.get('JobRequeue', 'unknown')}"
+    if requeue == "JobRequeue=1":
+        yield ok("requeue", f"{requeue}: slurm.restart: auto requeues")
     else:
         fix = "slurm.restart: auto continues runs by successor jobs (chain)"
-        yield warn("requeue", f"JobRequeue={requeue or 'unknown'}", fix=fix)
-    yield _accounting(client, settings.get("AccountingStorageType", ""))
-    yield from _partition_findings(site, cluster, partition or cluster.partition)
-
-
-def _accounting(client: SlurmClient, storage: str) -> Finding:
+        yield warn("requeue", requeue, fix=fix)
+    storage = settings.get("AccountingStorageType", "")
     if not storage or storage.endswith("none"):
         fix = "slurmdbd; without it, an orphaned attempt counts as a node failure"
-        return warn("accounting", "none", fix=fix)
-    try:
-        client.check_accounting()
-    except SlurmError as error:
-        fix = "is slurmdbd running? `sacctmgr show cluster`"
-        return fail("accounting", str(error), fix=fix)
-    return ok("accounting", storage)
+        yield warn("accounting", "none", fix=fix)
+    else:
+        try:
+            client.check_accounting()
+            yield ok("accounting", storage)
+        except SlurmError as error:
+            fix = "is slurmdbd running? `sacctmgr show cluster`"
+            yield fail("accounting", str(error), fix=fix)
+    yield from _partition_findings(site, cluster, partition or cluster.partition)
 
 
 def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> Iterator[Finding]:
@@ -315,16 +305,12 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
     else:
         yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
     unusable = [node for node in members if not node.in_service]
-    state = f"{len(members) - len(unusable)} of {len(members)} usable"
+    state, fix = f"{len(members) - len(unusable)} of {len(members)} usable", ""
     if unusable:
-        names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
-        state += f"; {names}, …" if len(unusable) > 5 else f"; {names}"
-        status = fail if len(unusable) == len(members) else warn
-        drains = [explain_drain(node) for node in unusable]
-        explained = [drain for drain in drains if drain]
-        yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
-    else:
-        yield ok("nodes", state)
+        state += f"; {format_names([f'{node.name} {node.state}' for node in unusable])}"
+        drains = filter(None, map(explain_drain, unusable))
+        fix = "; ".join(["`sinfo --list-reasons`", *islice(drains, 3)])
+    yield judge("nodes", state, fix, fail if len(unusable) == len(members) else warn)
     # As of a run of one node with the profile's options and the default time limit.
     options = {"partition": name, "time": SlurmConfig().time}
     options |= {n: str(value) for n, value in parse_options(cluster.directives).items()}
@@ -338,30 +324,26 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
         yield warn("equal nodes", difference, fix=EQUAL_NODES)
     else:
         yield ok("equal nodes", "CPUs, memory and GPUs are the same")
-    yield from _node_size_findings(suited, cluster)
-
-
-def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Iterator[Finding]:
-    """CPUs, and GPUs as Slurm counts them; a job may get any node: the smallest one counts."""
-    fewest, required = min(node.cpus for node in nodes), cluster.cpus_per_node
-    if required is not None and fewest != required:
-        fix = f"--set cluster.cpus_per_node={fewest}, or another --cluster or --partition"
-        yield warn("CPUs", f"{fewest} a node; profile {cluster.name} has {required}", fix=fix)
-    elif cluster.device == "cpu" and fewest < cluster.devices_per_node:
-        fix = f"--set cluster.devices_per_node={fewest}"
-        yield warn("CPUs", f"{fewest} a node for {cluster.devices_per_node} workers", fix=fix)
-    else:
-        yield ok("CPUs", f"{fewest} a node")
-    devices, fewest = cluster.devices_per_node, min(count_gpus(node.gres) for node in nodes)
+    # A job may get any node: the smallest one counts.
+    cpus, gpus = min(n.cpus for n in suited), min(count_gpus(n.gres) for n in suited)
+    devices, required = cluster.devices_per_node, cluster.cpus_per_node
+    state, fix = f"{cpus} a node", ""
+    if required not in (None, cpus):
+        state += f"; profile {cluster.name} has {required}"
+        fix = f"--set cluster.cpus_per_node={cpus}, or another --cluster or --partition"
+    elif cluster.device == "cpu" and cpus < devices:
+        state += f" for {devices} workers"
+        fix = f"--set cluster.devices_per_node={cpus}"
+    yield judge("CPUs", state, fix)
     if cluster.device == "cpu":
         yield ok("devices", f"CPUs, {devices} worker(s) a node")
     elif cluster.device == "neuron":
         reason = f"the profile's {devices} a node cannot be checked here"
         yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
-    elif fewest < devices:
-        state = f"{fewest} GPU(s) a node; profile {cluster.name} requires {devices}"
-        fix = f"another --partition, or a profile with devices_per_node: {fewest}; Slurm "
-        fix += "counts GPUs if slurm.conf has Gres=gpu:N"
-        yield fail("devices", state, fix=fix, blame="user")
     else:
-        yield ok("devices", f"{fewest} GPUs per node")
+        state, fix = f"{gpus} GPU(s) a node", ""
+        if gpus < devices:
+            state += f"; profile {cluster.name} requires {devices}"
+            fix = f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
+            fix += "GPUs if slurm.conf has Gres=gpu:N"
+        yield judge("devices", state, fix, fail, "user")

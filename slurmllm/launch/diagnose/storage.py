@@ -14,10 +14,11 @@ from pathlib import Path
 
 from slurmllm.core.config.cluster import GIB, Cluster
 from slurmllm.core.errors import NodeError, SlurmllmError, StorageError
+from slurmllm.core.format import format_names
 from slurmllm.core.run.records import Finding
 from slurmllm.core.run.rundir import is_run, write_atomic
 from slurmllm.core.run.safe_files import replaceable_error, untrusted_error
-from slurmllm.launch.diagnose import fail, ok, skipped, warn
+from slurmllm.launch.diagnose import fail, judge, ok, skipped, warn
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).
@@ -140,35 +141,32 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
             yield skipped(check, "the runs folder cannot be written")
     else:
         writable = _writable_runs(runs, cluster.trusted_group)
+        state, fix = str(runs), ""
+        if existing != runs:
+            state += ", created by submit"
         if reason := replaceable_error(existing, cluster.trusted_group):
+            state = reason
             fix = "use a folder that only you can write to, or others can replace your runs"
-            yield warn("runs folder", reason, fix=fix)
         elif writable:
-            names = ", ".join(path.name for path in writable[:3])
-            if len(writable) > 3:
-                names += " …"
-            mode = stat.S_IMODE(writable[0].stat().st_mode)
+            names = format_names([path.name for path in writable])
             state = f"others may write to {len(writable)} of your runs: {names}"
+            mode = stat.S_IMODE(writable[0].stat().st_mode)
             fix = f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}"
-            yield warn("runs folder", state, fix=fix)
-        else:
-            yield ok("runs folder", f"{runs}" if existing == runs else f"{runs}, created by submit")
+        yield judge("runs folder", state, fix)
         yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
     local = Path(cluster.node_local)
     if not local.is_dir():
         yield ok("node-local disk", f"{local}; not on this machine, the nodes must have it")
         return
     kind, point = file_system(local.resolve())
-    state = f"{local}: {kind}, mounted at {point} here"
+    state, fix = f"{local}: {kind}, mounted at {point} here", ""
     if kind in SHARED_TYPES:
         fix = "a folder on every node's own disk: --set cluster.node_local=/var/tmp"
-        yield warn("node-local disk", state, fix=fix)
     elif not os.access(local, os.W_OK):
-        yield warn("node-local disk", f"{state}, no write access", fix="cluster.node_local")
+        state, fix = f"{state}, no write access", "cluster.node_local"
     elif reason := replaceable_error(local, cluster.trusted_group):
-        yield warn("node-local disk", reason, fix="ask an administrator, or cluster.node_local")
-    else:
-        yield ok("node-local disk", state)
+        state, fix = reason, "ask an administrator, or cluster.node_local"
+    yield judge("node-local disk", state, fix)
 
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:
@@ -188,29 +186,23 @@ def _runs_folder_findings(
     folder: Path, write_s: float, ahead_s: float, with_slurm: bool
 ) -> Iterator[Finding]:
     kind, point = file_system(folder.resolve())
-    if kind in SHARED_TYPES or not with_slurm:
-        yield ok("file system", f"{kind}, mounted at {point}")
-    else:
-        state = f"{kind}, mounted at {point}: not a type that other machines share"
+    state, fix = f"{kind}, mounted at {point}", ""
+    if kind not in SHARED_TYPES and with_slurm:
+        state += ": not a type that other machines share"
         fix = "choose a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS"
-        yield warn("file system", state, fix=fix)
-    free = shutil.disk_usage(folder).free
-    state = f"{free / GIB:,.1f} GiB free"
+    yield judge("file system", state, fix)
+    free, fix = shutil.disk_usage(folder).free, ""
     if free < MIN_FREE_BYTES:
-        yield fail("free space", state, fix="free some; a full disk stops a run")
+        fix = "free some; a full disk stops a run"
     elif free < WARN_FREE_BYTES:
-        yield warn("free space", state, fix="a checkpoint of neox_20b takes 115 GiB")
-    else:
-        yield ok("free space", state)
+        fix = "a checkpoint of neox_20b takes 115 GiB"
+    state = f"{free / GIB:,.1f} GiB free"
+    yield judge("free space", state, fix, fail if free < MIN_FREE_BYTES else warn)
+    fix = "a faster file system; saves and records wait for it" if write_s > SLOW_WRITE_S else ""
     state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
-    if write_s > SLOW_WRITE_S:
-        fix = "a faster file system; saves and records wait for it"
-        yield warn("fsynced write", state, fix=fix)
-    else:
-        yield ok("fsynced write", state)
+    yield judge("fsynced write", state, fix)
+    state, fix = f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's", ""
     if abs(ahead_s) > CLOCK_TOLERANCE_S:
         state = f"the file server's clock differs by {ahead_s:+.1f} s from this machine's"
         fix = "check the time service (chrony); records of several machines are compared by time"
-        yield warn("clock", state, fix=fix)
-    else:
-        yield ok("clock", f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's")
+    yield judge("clock", state, fix)
