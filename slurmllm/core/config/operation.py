@@ -246,7 +246,8 @@ class SlurmConfig(Section):
     hang_budget: Annotated[int, Field(ge=0)] = 5
     """Likewise, after hangs."""
     storage_budget: Annotated[int, Field(ge=0)] = 3
-    """Likewise, after failures of the shared file system."""
+    """Likewise, after failures of the shared file system; also the starts in a row that may fail
+    because the run's directory cannot be written."""
     budget_hours: PositiveFloat = 24.0
     """Hours back over which failures are counted."""
     backoff_s: NonNegativeFloat = 30.0

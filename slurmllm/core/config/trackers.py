@@ -7,7 +7,6 @@ import netrc
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from slurmllm.core.config.recipe import TrackerName
@@ -50,11 +49,6 @@ def _has_wandb_key(config: RunConfig) -> bool:
     if any(config.variable(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     host = urlsplit(config.variable("WANDB_BASE_URL") or _SAAS).hostname
-    named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            hosts = netrc.netrc(path).hosts
-            # W&B's own settings file may name another host; its login is always "user".
-            if host in hosts or any(login == "user" for login, _, _ in hosts.values()):
-                return True
+    with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return host in netrc.netrc(os.environ.get("NETRC")).hosts
     return False

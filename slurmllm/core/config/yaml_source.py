@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
     r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
 )
-# A tab, tag, question mark or byte order mark, or a comment after `|`, which libyaml parses
-# differently from PyYAML, mostly if that finds an error; and dashes that nest deeply.
-_READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>]\S*#|(- +){50}")
-_MOST_BRACKETS = 1000  # libyaml's stack overflows from 20,000 levels on
+# Levels without brackets, and brackets: libyaml's stack overflows from 20,000 levels on.
+_DEEP = re.compile(r"([-?]\s+){50}")
+_MAX_BRACKETS = 1000
 # Of a file of settings: a recipe has 2 KB, a run's config.yaml 10 KB. PyYAML reads 60 KB/s.
 LARGEST_YAML = 1 << 17
 _DEEPEST = 100
@@ -151,17 +149,8 @@ def parse_yaml(
     """
     lines, faults = {} if lines is None else lines, [] if faults is None else faults
     brackets = content.count("[") + content.count("{")
-    if brackets <= _MOST_BRACKETS and not _READ_OTHERWISE.search(content):
-        with suppress(yaml.YAMLError):  # the other one's message shows the place in the text
-            return _document(content, _FastLoader, lines, faults)
-        lines.clear()
-        faults.clear()
-    return _document(content, _Loader, lines, faults)
-
-
-def _document(
-    content: str, loader: type[_Loader | yaml.CSafeLoader], lines: dict[str, int], faults: list[str]
-) -> Any:
+    is_deep = brackets > _MAX_BRACKETS or _DEEP.search(content)
+    loader = _Loader if is_deep else _FastLoader
     node: yaml.Node | None = yaml.compose(content, loader)
     if node is None:
         return None
@@ -207,10 +196,12 @@ def _walk(
 ) -> None:
     seen: set[str] = set()
     for key, _ in node.value:
-        dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
-        if dotted in seen:
-            faults.append(f"{dotted}: written twice, again in line {line}; remove one of them")
-        seen.add(dotted)
+        if str(key.value) in seen:
+            line = key.start_mark.line + 1
+            faults.append(
+                f"{prefix}{key.value}: written twice, again in line {line}; remove one of them"
+            )
+        seen.add(str(key.value))
     # Before the lines: what `<<` merges is set, too. A mapping's own keys come last, and count.
     constructor.flatten_mapping(node)
     pairs = {f"{prefix}{key.value}": (key, value) for key, value in node.value}

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from launch.submit.commands import call
 
 from slurmllm.core.config.resolve import clusters_dir, resolve
@@ -28,7 +25,6 @@ from slurmllm.launch.supervise import allocation
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}
 OF_SLURM = "^(SLURMD?|SRUN|SBATCH|SALLOC|SQUEUE|SCONTROL|SCANCEL|SINFO|SACCT|PMI)_"
 DEFAULTS = ("ACCOUNT", "PARTITION", "QOS", "RESERVATION")
-EXAMPLES = 10_000 if os.environ.get("SLURMLLM_TEST_ALL") == "1" else 60
 
 
 def input_variables(command: str) -> set[str]:
@@ -198,74 +194,3 @@ def test_defaults_of_the_user_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
     arrays = slurm_options(str(profile), {"partition": None})
     assert (arrays.account, arrays.partition, arrays.qos) == (None, "mypartition", "myqos")
     assert arrays.directives == {"account": "ml", "reservation": "myreservation"}
-
-
-_NAMES = st.sampled_from(
-    [
-        f"{prefix}_{name}"
-        for prefix in ("SLURM", "SBATCH", "SRUN", "SALLOC", "SLURMD", "PMI")
-        for name in (
-            *("OUTPUT", "TIMELIMIT", "NO_REQUEUE", "SIGNAL", "ARRAY_INX", "WAIT", "EXPORT", "GRES"),
-            *("GPUS", "GPUS_PER_TASK", "EXCLUSIVE", "RESV_PORTS", "DISTRIBUTION", "STDOUTMODE"),
-            *("MEM_PER_CPU", "MEM_PER_NODE", "JOB_NAME", "CLUSTERS", "CONF", "UMASK", *DEFAULTS),
-        )
-    ]
-) | st.from_regex(r"(SLURM|SRUN|SBATCH|SALLOC)_[A-Z_]{1,12}", fullmatch=True)
-_VALUES = st.sampled_from(["1", "yes", "", "all", "evil", "0:01", "/tmp/x", "arbitrary", "--x"])
-_OPTIONS = st.lists(
-    st.sampled_from(
-        [
-            *("--partition=main", "--time=1:00:00", "--gres=gpu:4", "--mem=2G", "--qos=high"),
-            *("--account=ml", "--constraint=a100", "--nodes=2", "--set=slurm.restart=chain"),
-            *("--exclude=n1", "--reservation=r", "--nodelist=n2"),
-        ]
-    ),
-    max_size=2,
-    unique=True,
-)
-
-
-# Dry runs without any variable, by their options. No fixture: hypothesis would print it.
-_BARE: dict[tuple[str, ...], dict[str, Any]] = {}
-
-
-@pytest.fixture(scope="module")
-def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have a scontrol that fails at once: Slurm's waits a minute if $SLURM_CONF names no file."""
-    folder = tmp_path_factory.mktemp("no_cluster")
-    (folder / "scontrol").write_text("#!/bin/sh\necho 'no cluster' >&2\nexit 1\n")
-    (folder / "scontrol").chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(folder), prepend=os.pathsep)
-        yield
-
-
-@pytest.mark.usefixtures("_no_cluster")
-@pytest.mark.timeout(7200)
-@settings(max_examples=EXAMPLES)
-@given(st.dictionaries(_NAMES, _VALUES, max_size=6), _OPTIONS)
-def test_no_variable_changes_a_script(variables: dict[str, str], options: list[str]) -> None:
-    more, arguments = tuple(sorted(options)), ["--name=r1", "--runs-dir=/nonexistent"]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if re.match(OF_SLURM, name)]:
-            patch.delenv(name)
-        if more not in _BARE:
-            _BARE[more] = dry_run(*arguments, *more)
-            assert "scripts" in _BARE[more], _BARE[more]
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        shown, environment = dry_run(*arguments, *more), slurm_environment()
-    assert {name for name in environment if re.match(OF_SLURM, name)} <= SITE
-    expected = {
-        f"#SBATCH --{name.lower()}={value}"
-        for name in DEFAULTS
-        if (value := variables.get(f"SBATCH_{name}"))
-        and not any(option.startswith(f"--{name.lower()}=") for option in more)
-    }
-    if any(line.endswith("=--x") for line in expected):  # refused by name
-        assert "SBATCH_" in shown["error"], shown
-        return
-    for stage, text in shown["scripts"].items():
-        lines, before = text.splitlines(), _BARE[more]["scripts"][stage].splitlines()
-        assert set(lines) - set(before) == expected
-        assert [line for line in lines if line not in expected] == before
