@@ -148,15 +148,6 @@ def _make_default(path: Path, confirm: Confirm) -> bool:
     return True
 
 
-def _partition_text(partition: Partition) -> str:
-    label = partition.name
-    if partition.is_default:
-        label += ", the default"
-    if not partition.is_up:
-        label += ", down"
-    return label
-
-
 def _print_survey(site: Survey) -> None:
     machine, settings = site.machine, site.site.settings
     requeue = settings.get("JobRequeue", "unknown")
@@ -178,7 +169,9 @@ def _print_survey(site: Survey) -> None:
     click.echo()
     rows = [
         (
-            _partition_text(partition),
+            partition.name
+            + (", the default" if partition.is_default else "")
+            + ("" if partition.is_up else ", down"),
             partition.time_limit,
             str(len(kind.nodes)),
             str(kind.cpus),
@@ -213,29 +206,29 @@ def _as_json(
     site: Survey, chosen: Partition, draft: Draft, path: Path, written: bool, is_default: bool
 ) -> dict[str, Any]:
     figures = asdict(draft.figures)
-    partitions = site.partitions.values()
+    partitions = [
+        {
+            "name": partition.name,
+            "default": partition.is_default,
+            "up": partition.is_up,
+            "fields": partition.fields,
+            "kinds": [asdict(kind) for kind in partition.kinds],
+            "time_limit": partition.time_limit,
+        }
+        for partition in site.partitions.values()
+    ]
+    settings = site.site.settings
     return {
         "cluster": site.name,
-        "slurm_version": site.site.settings.get("SLURM_VERSION"),
-        "requeue": site.site.settings.get("JobRequeue") == "1",
-        "partitions": [_partition_json(partition) for partition in partitions],
+        "slurm_version": settings.get("SLURM_VERSION"),
+        "requeue": settings.get("JobRequeue") == "1",
+        "partitions": partitions,
         "associations": [asdict(row) for row in site.site.associations],
         "machine": asdict(site.machine),
         "partition": chosen.name,
         "figures": {name: figures[name] for name in ("profile", "confidence", "reason")},
         "profile": {"file": str(path), "text": draft.text, "written": written},
         "default": is_default,
-    }
-
-
-def _partition_json(partition: Partition) -> dict[str, Any]:
-    return {
-        "name": partition.name,
-        "default": partition.is_default,
-        "up": partition.is_up,
-        "fields": partition.fields,
-        "kinds": [asdict(kind) for kind in partition.kinds],
-        "time_limit": partition.time_limit,
     }
 
 

@@ -369,13 +369,12 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
         return max(minimum, round(step * steps / recipe.train.steps))
 
     every = max(1, steps // 2)  # two saves at most, and as many evaluations
-    saves = recipe.checkpoint.every_steps
-    values: dict[str, Any] = {
-        "train.steps": steps,
-        "checkpoint.every_steps": every
-        if saves == "auto"
-        else min(saves, max(scaled(saves), every)),
-    }
+    values: dict[str, Any] = {"train.steps": steps}
+    for section in ("checkpoint", "eval"):
+        interval = getattr(recipe, section).every_steps
+        if interval is not None:
+            rarer = every if interval == "auto" else min(interval, max(scaled(interval), every))
+            values[f"{section}.every_steps"] = rarer
     end = steps
     if optim.decay_steps is not None:
         values["optim.decay_steps"] = end = scaled(optim.decay_steps)
@@ -384,9 +383,6 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
     if optim.decay_start is not None:
         start = scaled(optim.decay_start, values.get("optim.warmup_steps", optim.warmup(steps)))
         values["optim.decay_start"] = min(start, end if optim.decay_steps is None else end - 1)
-    if recipe.eval.every_steps is not None:
-        evaluations = recipe.eval.every_steps
-        values["eval.every_steps"] = min(evaluations, max(scaled(evaluations), every))
     if recipe.profile.steps is not None and recipe.profile.steps[1] > steps:
         first, last = recipe.profile.steps
         values["profile.steps"] = (max(1, steps - (last - first)), steps)

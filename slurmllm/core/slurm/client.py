@@ -342,19 +342,16 @@ class SlurmClient:
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
         """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
-        command = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}"]
         with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
-            _run(command, cwd=folder)
+            _update(f"JobId={job_id}", f"NodeList={','.join(nodes)}", cwd=folder)
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs."""
-        command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
-        # Called by a process of the job itself, after a requeue.
-        _run(command, through_sigterm=True)
+        _update(f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
 
     def comment(self, job_id: str, message: str) -> None:
         """Set the comment of a job, which a requeue keeps."""
-        _run(["scontrol", "update", f"JobId={job_id}", f"Comment={message}"], through_sigterm=True)
+        _update(f"JobId={job_id}", f"Comment={message}")
 
     def delay(self, job_id: str, seconds: float) -> None:
         """Delay the start of a pending job by at least `seconds`; never moves it earlier."""
@@ -362,10 +359,8 @@ class SlurmClient:
         match = re.search(r"\bEligibleTime=(\S+)", output)
         eligible = to_unix(match[1]) if match else None
         # Slurm itself delays a requeued job until its old credentials have expired.
-        if eligible is not None and eligible - time.time() >= seconds:
-            return
-        update = ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}"]
-        _run(update, through_sigterm=True)
+        if eligible is None or eligible - time.time() < seconds:
+            _update(f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}")
 
     def responds(self, job_id: str, node: str) -> bool:
         """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
@@ -379,7 +374,7 @@ class SlurmClient:
 
     def drain(self, node: str, reason: str) -> None:
         """Drain a node; raises SlurmError if permission is denied or the node is unknown."""
-        _run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
+        _update(f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
 
     def hostnames(self, nodelist: str) -> list[str]:
         """Return the names in a node list such as `n[1-4]`, in Slurm's order."""
@@ -467,6 +462,11 @@ def _rows(command: list[str], columns: int, *, accounting: bool = False) -> list
     return [[field.strip() for field in row] for row in rows if len(row) == columns]
 
 
+def _update(*fields: str, cwd: str | None = None) -> None:
+    # It may be called by a process of the job itself, after a requeue.
+    _run(["scontrol", "update", *fields], through_sigterm=True, cwd=cwd)
+
+
 def _run(
     command: list[str],
     through_sigterm: bool = False,
@@ -484,7 +484,7 @@ def _run(
         )
     options.setdefault("env", slurm_environment())
     if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
-        options.setdefault("cwd", "/")
+        options["cwd"] = options.get("cwd") or "/"
     if through_sigterm:  # stays ignored across exec
         options["preexec_fn"] = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options |= {"capture_output": True, "text": True, "errors": "replace"}

@@ -109,23 +109,21 @@ def suitable_nodes(
 def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     """Return `nodes differ: 3 × 4 CPUs, 1 × 2 CPUs (n4)`; empty if all are alike."""
     largest = max((node.memory_mb for node in nodes), default=0)
-    columns: list[list[str]] = [
-        [f"{node.cpus} CPUs" for node in nodes],
-        [
-            f"{(largest if mb >= largest * _SAME_MEMORY else mb) / 1024:.0f} GiB"
-            for mb in (node.memory_mb for node in nodes)
-        ],
-        [f"{count_gpus(node.gres)} GPUs" for node in nodes],
-    ]
     kinds: dict[tuple[str, ...], list[str]] = {}
-    differing = [column for column in columns if len(set(column)) > 1]
-    for node, kind in zip(nodes, zip(*differing, strict=True), strict=False):
+    for node in nodes:
+        memory_mb = node.memory_mb
+        if memory_mb >= largest * _SAME_MEMORY:
+            memory_mb = largest
+        gpus = count_gpus(node.gres)
+        kind = f"{node.cpus} CPUs", f"{memory_mb / 1024:.0f} GiB", f"{gpus} GPUs"
         kinds.setdefault(kind, []).append(node.name)
+    shared = set.intersection(*map(set, kinds)) if kinds else set[str]()
     texts: list[str] = []
-    for kind, names in sorted(kinds.items(), key=lambda k: -len(k[1])):
+    for kind, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
         listed = f" ({format_names(names)})" if texts else ""
-        texts.append(f"{len(names)} × {' and '.join(kind)}{listed}")
-    return f"nodes differ: {', '.join(texts)}" if texts else ""
+        differing = " and ".join(part for part in kind if part not in shared)
+        texts.append(f"{len(names)} × {differing}{listed}")
+    return f"nodes differ: {', '.join(texts)}" if len(kinds) > 1 else ""
 
 
 def _node_range(options: Options) -> tuple[int, int]:
@@ -139,6 +137,7 @@ def _limit_faults(options: Options, partition: Partition, title: str) -> Iterato
     limits = {name: limit for name, limit in fields.items() if limit[:1].isdigit()}  # UNLIMITED
     fewest, num_nodes = _node_range(options)
     time = options.get("time-min") or options.get("time", "0")
+    memory, qos = options.get("mem", ""), options.get("qos", "")
     if (limit := limits.get("MaxTime")) and minutes_of(time) > minutes_of(limit):
         fault = f"--time {time}: {title} permits {limit} (MaxTime); choose --time {limit} or less"
         yield "PartitionTimeLimit", fault
@@ -148,17 +147,14 @@ def _limit_faults(options: Options, partition: Partition, title: str) -> Iterato
     if (limit := limits.get("MinNodes")) and num_nodes < int(limit):
         fault = f"--nodes {num_nodes}: {title} requires {limit} (MinNodes); choose more"
         yield "PartitionMinNodes", fault
-    memory = options.get("mem", "")
     if (limit := limits.get("MaxMemPerNode")) and _amount("mem", memory) > int(limit):
         yield "", f"--mem {memory}: {title} permits {limit}M (MaxMemPerNode); choose less"
     if fields.get("ReqResv") == "YES" and "reservation" not in options:
         yield "", f"{title}: takes only jobs with a --reservation (ReqResv); name one"
-    qos, allowed = options.get("qos"), partition.allowed("AllowQos")
+    allowed = partition.allowed("AllowQos")
     if qos and allowed is not None and qos.lower() not in allowed:
-        yield (
-            "",
-            f"--qos {qos}: {title} permits {fields['AllowQos']} (AllowQos); choose one of them",
-        )
+        names = fields["AllowQos"]
+        yield "", f"--qos {qos}: {title} permits {names} (AllowQos); choose one of them"
 
 
 def _requirements(
