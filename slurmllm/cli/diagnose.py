@@ -188,17 +188,17 @@ def doctor(
     from slurmllm.launch.diagnose.login_node import (
         container_findings,
         installation_findings,
+        profile_finding,
         slurm_findings,
     )
     from slurmllm.launch.diagnose.storage import storage_findings
-    from slurmllm.launch.init.draft import profile_finding
 
     # A profile is resolved together with a recipe, which is not used here.
     profile = resolve("tiny_neox", cluster).cluster
     client = SlurmClient()
     with_slurm = len(client.missing_commands()) < len(COMMANDS)
     findings = [
-        profile_finding(client, profile, choose_cluster(cluster)[1], partition),
+        profile_finding(profile, choose_cluster(cluster)[1]),
         *installation_findings(profile),
         *container_findings(profile, client),
         *slurm_findings(client, profile, partition),

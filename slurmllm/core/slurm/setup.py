@@ -12,11 +12,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from slurmllm.core.config.directives import USER_DEFAULTS
 from slurmllm.core.config.profiles import shipped_dir
@@ -25,7 +23,6 @@ from slurmllm.core.errors import ConfigError
 SETUP = "SLURMLLM_SETUP"  # the lines
 SETUP_ERROR = "SLURMLLM_SETUP_ERROR"  # the line that failed in the batch script, with its exit code
 VERSION = "SLURMLLM_VERSION"  # of slurmllm where the job was submitted
-_CHECK_S = 20.0
 
 # Not under `set -e`: `module` and conda's functions fail inside as a matter of course. File
 # descriptor 9: a line may read the standard input. The trap is for a line that exits.
@@ -85,33 +82,11 @@ def setup_faults(lines: Sequence[str]) -> list[str]:
     """Return why bash cannot read the lines, each with its number."""
     faults = []
     for number, line in enumerate(lines, 1):
-        if output := _output(["bash", "-n"], line):
-            message = re.sub(r"^.*?line \d+: ", "", output.splitlines()[0])
+        done = subprocess.run(["bash", "-n"], input=line, capture_output=True, text=True)
+        if done.returncode:
+            message = re.sub(r"^.*?line \d+: ", "", done.stderr.strip().partition("\n")[0])
             faults.append(f"cluster.setup: line {number}: {message}: {line}")
     return faults
-
-
-def setup_warnings(lines: Sequence[str]) -> list[str]:
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    tool = shutil.which("shellcheck", path=folders)
-    if tool is None or not lines:
-        return []
-    # SC1090: a file that it does not follow; SC2034: a variable for programs.
-    options = ["--shell=bash", "--severity=warning", "--exclude=SC1090,SC2034", "--format=gcc", "-"]
-    output = _output([tool, *options], "\n".join(lines))
-    warnings = re.findall(r"^-:(\d+):\d+: \w+: (.*)$", output, re.M)
-    return [f"cluster.setup: line {number}: {message}" for number, message in warnings]
-
-
-def _output(command: list[str], script: str) -> str:
-    """Return what a check prints about `script`; empty if it finds nothing or cannot be run."""
-    try:
-        done = subprocess.run(
-            command, input=script, capture_output=True, text=True, timeout=_CHECK_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout + done.stderr).strip() if done.returncode else ""
 
 
 # The environment of Slurm's commands, without the options that a shell or another job has set.

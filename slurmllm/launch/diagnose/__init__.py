@@ -8,6 +8,7 @@ the exit code of a set of them.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from slurmllm.core.errors import EXIT_OK, Blame, InfrastructureError, UserError
 from slurmllm.core.run.records import Finding
@@ -38,16 +39,10 @@ skipped = partial(_finding, status="skipped")
 
 
 def judge(
-    check: str,
-    value: Value,
-    fix: str,
-    status: Callable[..., Finding] = warn,
-    blame: Blame | None = None,
+    check: str, value: Value, fix: str, status: Callable[..., Finding] = warn, **fields: Any
 ) -> Finding:
-    """Return ok if nothing is to fix, else a finding with that status; `blame` is of a failure."""
-    if not fix:
-        return ok(check, value)
-    return status(check, value, fix=fix, blame=blame) if blame else status(check, value, fix=fix)
+    """Return ok if there is nothing to fix, else a finding with that status and fix."""
+    return status(check, value, fix=fix, **fields) if fix else ok(check, value)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

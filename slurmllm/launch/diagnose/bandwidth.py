@@ -119,19 +119,16 @@ def measure_with_nccom(
 
 def bus_bandwidth(output: str) -> float:
     """Return the bus bandwidth that nccom-test printed, GB of 2^30 bytes, or raise a NodeError."""
-    column: int | None = None
-    rows: list[tuple[int, float]] = []
+    column, measured = 0, None
+    messages: list[str] = []
     for line in output.splitlines():
         fields = line.split()
-        if fields and fields[0] == "size(B)":
-            column = next((n for n, name in enumerate(fields) if name.startswith("busbw")), None)
-        elif column is not None and len(fields) > column and fields[0].isdigit():
-            try:
-                rows.append((int(fields[0]), float(fields[column])))
-            except ValueError:  # "33554432  Failure running neuron-bench - log file …"
-                continue
-    if not rows:
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
-        messages = [line for line in lines if not line.startswith("size(B)")] or ["no output"]
-        raise NodeError(f"nccom-test measured nothing: {messages[0]}")
-    return max(rows)[1]
+        if fields[:1] == ["size(B)"]:
+            column = next(n for n, name in enumerate(fields) if name.startswith("busbw"))
+        elif 0 < column < len(fields) and fields[column].replace(".", "").isdigit():
+            measured = float(fields[column])  # of the largest size, which comes last
+        elif fields:
+            messages.append(line.strip())
+    if measured is None:
+        raise NodeError(f"nccom-test measured nothing: {[*messages, 'no output'][0]}")
+    return measured

@@ -32,6 +32,7 @@ from slurmllm.core.slurm.limits import (
     describe_difference,
     suitable_nodes,
 )
+from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.core.slurm.site import Site
 from slurmllm.launch.diagnose import fail, judge, ok, skipped, warn
 
@@ -54,6 +55,7 @@ _NEURON_FIX = (
     "make the environment with `configs/parallelcluster/neuron.sh python DIR` (Neuron 2.28.1)"
 )
 OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
+_GPU_REQUESTS = {"gpus", "gpus-per-node", "gpus-per-task", "gres"}
 _NODE_CHECKS = ("nodes", "limits", "equal nodes", "CPUs", "devices")
 _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
 
@@ -66,7 +68,7 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     if neuron and not lowest <= sys.version_info[:2] <= highest:
         fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
     python = f"{platform.python_version()}, {sys.executable}"
-    yield judge("python", python, fix, fail, "user")
+    yield judge("python", python, fix, fail, blame="user")
     yield packages_finding()
     if cluster.container is not None:
         for check in ("torch", "private APIs", "C++ compiler"):
@@ -79,6 +81,17 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
         yield skipped("C++ compiler", "the nxd backend compiles with neuronx-cc")
     else:
         yield compiler_finding()
+
+
+def profile_finding(cluster: Cluster, source: str) -> Finding:
+    """Whether jobs can run with a profile; `source` is what chose it."""
+    state, faults = f"{cluster.name}, by {source}", setup_faults(cluster.setup)
+    if cluster.planning_only:
+        faults.append(f"for planning only: {cluster.planning_only}")
+    if not faults:
+        return ok("profile", state)
+    fix = "correct the profile, or another --cluster"
+    return fail("profile", f"{state}: {'; '.join(faults)}", fix=fix, blame="user")
 
 
 def container_findings(cluster: Cluster, client: SlurmClient) -> Iterator[Finding]:
@@ -341,9 +354,14 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
         reason = f"the profile's {devices} a node cannot be checked here"
         yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
     else:
-        state, fix = f"{gpus} GPU(s) a node", ""
+        state = f"{gpus} GPU(s) a node"
         if gpus < devices:
             state += f"; profile {cluster.name} requires {devices}"
             fix = f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
             fix += "GPUs if slurm.conf has Gres=gpu:N"
-        yield judge("devices", state, fix, fail, "user")
+            yield fail("devices", state, fix=fix, blame="user")
+        elif not options.keys() & _GPU_REQUESTS:
+            fix = f"directives: [--gpus-per-node={devices}] in profile {cluster.name}"
+            yield warn("devices", f"{state}; the profile requests none", fix=fix)
+        else:
+            yield ok("devices", state)

@@ -151,19 +151,14 @@ def _read(path: Path) -> str:
         return ""
 
 
-def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
+def efa_findings(cluster: Cluster) -> Iterator[Finding]:
     """The EFA interfaces that libfabric can use; no finding if the profile requires none."""
     required = cluster.health.efa_interfaces
     if required == 0:
         return
-    if find("fi_info"):
-        output = output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM")
-        # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
-        count = len(set(re.findall(r"^\s*domain: (\S+)$", output, re.MULTILINE)))
-    else:
-        # Without libfabric: RDMA devices of the kernel, some of which may be other vendors'.
-        drivers = (root / "sys/class/infiniband").glob("*/device/driver")
-        count = sum(driver.resolve().name == "efa" for driver in drivers)
+    output = output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM")
+    # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
+    count = len(set(re.findall(r"^\s*domain: (\S+)$", output, re.MULTILINE)))
     yield _at_least("EFA", count, required, "EFA interfaces", cluster)
 
 

@@ -122,7 +122,7 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
 
 
 def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
-    """Check on the login node the folder of all runs, and the node-local one if it is here too.
+    """Check on the login node the folder of all runs.
 
     `runs` need not exist yet; with Slurm, the nodes of the cluster must share it.
     """
@@ -154,19 +154,6 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
             fix = f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}"
         yield judge("runs folder", state, fix)
         yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
-    local = Path(cluster.node_local)
-    if not local.is_dir():
-        yield ok("node-local disk", f"{local}; not on this machine, the nodes must have it")
-        return
-    kind, point = file_system(local.resolve())
-    state, fix = f"{local}: {kind}, mounted at {point} here", ""
-    if kind in SHARED_TYPES:
-        fix = "a folder on every node's own disk: --set cluster.node_local=/var/tmp"
-    elif not os.access(local, os.W_OK):
-        state, fix = f"{state}, no write access", "cluster.node_local"
-    elif reason := replaceable_error(local, cluster.trusted_group):
-        state, fix = reason, "ask an administrator, or cluster.node_local"
-    yield judge("node-local disk", state, fix)
 
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:

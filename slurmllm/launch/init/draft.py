@@ -1,7 +1,6 @@
 """The profile of a partition: the shipped one that it extends, and a comment on each line.
 
-Also doctor's check of a profile: what `init` would change in it. What Slurm and this
-machine tell is read; no job is submitted.
+What Slurm and this machine tell is read; no job is submitted.
 """
 
 from __future__ import annotations
@@ -17,21 +16,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from slurmllm.core.config.cluster import Cluster
-from slurmllm.core.config.directives import parse_options
-from slurmllm.core.config.layers import make_tree, plain
-from slurmllm.core.config.profiles import available, extended, read_profile
+from slurmllm.core.config.layers import plain
+from slurmllm.core.config.profiles import available, read_profile
 from slurmllm.core.config.resolve import clusters_dir
 from slurmllm.core.config.schema import schema_line
-from slurmllm.core.config.yaml_source import parse_yaml, write_yaml
+from slurmllm.core.config.yaml_source import write_yaml
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.format import format_plural
-from slurmllm.core.run.records import Finding
 from slurmllm.core.run.safe_files import replaceable_error
 from slurmllm.core.slurm.client import SlurmClient
-from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.core.slurm.site import NodeKind, Partition, Site
-from slurmllm.launch.diagnose import fail, ok, warn
 from slurmllm.launch.diagnose.storage import SHARED_TYPES, file_system
 
 _DISK = "/var/tmp"  # noqa: S108 (every Linux has it on a disk; the caches there are private)
@@ -42,8 +36,6 @@ _SMALL_A100 = "p4d"  # of 40 GB
 _OTHER_GPU = "a100_ib"
 # Parts of a GPU, and boards with links and clocks of their own.
 _UNLIKE = re.compile(r"\d+g\.\d+gb|\bpcie\b|\bnvl\b|\bgh200\b|\bgb200\b")
-_REQUESTS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
-_SAME_PEAK = 0.9  # boards of one GPU differ in their clocks
 
 
 @dataclass(frozen=True)
@@ -113,13 +105,6 @@ class Draft:
     figures: Figures
     kind: NodeKind
     text: str
-
-    def cluster(self) -> Cluster:
-        """Return the profile with all that it extends."""
-        values = parse_yaml(self.text)
-        base = make_tree(shipped_values(values.pop("extends")), {})
-        profile = plain(extended(base, make_tree(values, {})))
-        return Cluster.model_validate({**profile, "name": "draft"})
 
 
 def draft_profile(survey: Survey, partition: Partition) -> Draft:
@@ -227,57 +212,6 @@ def _charges(
 
 def _yaml(values: dict[str, Any]) -> str:
     return write_yaml(values).rstrip("\n")
-
-
-def profile_finding(
-    client: SlurmClient, cluster: Cluster, source: str, partition: str | None = None
-) -> Finding:
-    """Compare a profile with what `init` would write for the partition that jobs are submitted to.
-
-    Args:
-        source: What chose the profile.
-        partition: In place of the profile's.
-    """
-    state = f"{cluster.name}, by {source}"
-    if faults := setup_faults(cluster.setup):
-        return fail("profile", "; ".join(faults), fix="correct the profile", blame="user")
-    if cluster.planning_only:
-        reason = f"{state}: for planning only: {cluster.planning_only}"
-        return fail("profile", reason, fix="another --cluster", blame="user")
-    try:
-        site = survey(client)
-    except SlurmError:  # other checks report it
-        return ok("profile", state)
-    default = next((p.name for p in site.partitions.values() if p.is_default), "")
-    name = partition or cluster.partition or default
-    if name not in site.partitions:
-        return ok("profile", state)
-    draft = draft_profile(site, site.partitions[name])
-    if not (changes := list(_changes(cluster, draft))):
-        return ok("profile", f"{state}; as `init` would write it for partition {name}")
-    fix = f"`slurmllm init --partition {name}` writes a profile; --dry-run shows it"
-    return warn("profile", f"{state}; `init` would change {', '.join(changes)}", fix=fix)
-
-
-def _changes(cluster: Cluster, draft: Draft) -> Iterator[str]:
-    """Yield what differs of the fields that Slurm knows better."""
-    new = draft.cluster()
-    for name in ("device", "devices_per_node", "cpus_per_node"):
-        before, after = getattr(cluster, name), getattr(new, name)
-        if before != after and (name, before) != ("cpus_per_node", None):
-            yield f"{name} {before} to {after}"
-    options, new_options = (parse_options(profile.directives) for profile in (cluster, new))
-    gpus = new_options.get("gpus-per-node", new.devices_per_node)
-    if new.device == "cuda" and not options.keys() & {*_REQUESTS}:
-        yield f"directives to request GPUs (--gpus-per-node={gpus})"
-    if "mem" in new_options and not any(option.startswith("mem") for option in options):
-        yield "directives to request all memory (--mem=0)"
-    hardware, nearest = cluster.hardware, new.hardware
-    if hardware and nearest and draft.figures.confidence != "guess":
-        peaks = sorted((hardware.bf16_tflops, nearest.bf16_tflops))
-        if peaks[0] < peaks[1] * _SAME_PEAK:
-            figures = f"{hardware.bf16_tflops:g} to {nearest.bf16_tflops:g} TFLOP/s"
-            yield f"hardware figures to those of {draft.figures.profile} ({figures})"
 
 
 # Where sites mount the disks of a node.

@@ -25,7 +25,7 @@ from slurmllm.core.run.safe_files import read_limited
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.container import container_faults
 from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
-from slurmllm.core.slurm.setup import setup_faults, setup_warnings
+from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.core.slurm.site import Site
 from slurmllm.launch.graphs import reuse
 from slurmllm.launch.graphs.archive import load_manifest
@@ -498,8 +498,6 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
     """Return the faults of a run's settings for this site that are known on this machine."""
     notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
     faults += container_faults(config.cluster, local)
-    for warning in setup_warnings(config.cluster.setup):
-        log.warning("%s", warning)
     if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if notify.command and shutil.which(notify.command[0]) is None:

@@ -137,6 +137,13 @@ def test_the_tested_torch_is_the_pinned_one() -> None:
     assert f"torch=={login_node.TESTED_TORCH}\n" in pins
 
 
+def test_a_profile_that_no_job_runs_with_fails() -> None:
+    local = profile("local")
+    broken = local.model_copy(update={"setup": ("if true",)})
+    states = [login_node.profile_finding(p, "x").status for p in (local, broken, profile("trn2"))]
+    assert states == ["ok", "fail", "fail"]
+
+
 def test_a_container_is_checked_in_torch_s_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,8 @@ def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
     slurm.cpus, slurm.gres = 128, ""
     findings = look(slurm, profile("trn1"))
     assert (findings["devices"].status, findings["CPUs"].status) == ("skipped", "ok")
+    slurm.gres, unasked = "gpu:8", profile("p4d", "cluster.directives=[]")
+    assert look(slurm, unasked)["devices"].status == "warn"
 
 
 def test_a_partition_of_several_kinds_is_judged_by_the_nodes_that_the_profile_requests() -> None:
@@ -145,9 +147,8 @@ overlay / overlay rw 0 0
 """
 
 
-def look_at(runs: Path, *overrides: str, with_slurm: bool = True) -> dict[str, Finding]:
-    cluster = resolve("tiny_neox", "local", overrides).cluster
-    return {f.check: f for f in storage.storage_findings(runs, cluster, with_slurm)}
+def look_at(runs: Path, with_slurm: bool = True) -> dict[str, Finding]:
+    return {f.check: f for f in storage.storage_findings(runs, profile(), with_slurm)}
 
 
 def test_the_file_system_of_a_path() -> None:
@@ -172,9 +173,7 @@ def test_a_file_system_of_one_machine_matters_only_with_slurm(
     assert look_at(tmp_path)["file system"].status == "warn"
     assert look_at(tmp_path, with_slurm=False)["file system"].status == "ok"
     monkeypatch.setattr(storage, "file_system", lambda path: ("lustre", "/fsx"))
-    findings = look_at(tmp_path, "cluster.node_local=/var/tmp")
-    assert findings["file system"].status == "ok"
-    assert findings["node-local disk"].status == "warn"  # the shared one is not the node's own
+    assert look_at(tmp_path)["file system"].status == "ok"
 
 
 def test_a_refusing_file_system_fails_and_the_rest_is_skipped() -> None:
@@ -225,23 +224,20 @@ def test_a_file_server_s_other_time_warns(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_folders_in_which_others_may_exchange_files(tmp_path: Path) -> None:
-    runs, disk = tmp_path / "outer" / "runs", tmp_path / "disk"
+    runs = tmp_path / "outer" / "runs"
     run = RunDir(runs / "mine")
     run.path.mkdir(parents=True)
     run.config.touch()
-    disk.mkdir()
-    chosen = f"cluster.node_local={disk}"
-    assert look_at(runs, chosen)["runs folder"].status == "ok"
-    assert look_at(runs, chosen)["node-local disk"].status == "ok"
+    assert look_at(runs)["runs folder"].status == "ok"
     run.path.chmod(0o777)
-    findings = look_at(runs, chosen)["runs folder"]
+    findings = look_at(runs)["runs folder"]
     assert (findings.status, findings.value) == ("warn", "others may write to 1 of your runs: mine")
     assert findings.fix == f"`chmod -R go-w {run.path}`, which has mode 777"
-    for folder in (runs, runs.parent, disk):
+    for folder in (runs, runs.parent):
         folder.chmod(0o777)
-        findings = look_at(runs, chosen)["node-local disk" if folder == disk else "runs folder"]
+        findings = look_at(runs)["runs folder"]
         assert findings.status == "warn"
         assert f"mode 777 and no sticky bit (`chmod +t {folder}`)" in str(findings.value)
         folder.chmod(0o1777)
     run.path.chmod(0o755)
-    assert look_at(runs, chosen)["runs folder"].status == "ok"
+    assert look_at(runs)["runs folder"].status == "ok"

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
+from slurmllm.core.config.cluster import Cluster
+from slurmllm.core.config.layers import make_tree, plain
+from slurmllm.core.config.profiles import extended
 from slurmllm.core.config.resolve import resolve
+from slurmllm.core.config.yaml_source import parse_yaml
 from slurmllm.core.slurm.client import Association
 from slurmllm.core.slurm.site import NodeKind
 from slurmllm.launch.init import draft as survey_module
@@ -18,7 +22,7 @@ from slurmllm.launch.init.draft import (
     Machine,
     draft_profile,
     nearest_figures,
-    profile_finding,
+    shipped_values,
     survey,
 )
 
@@ -38,6 +42,14 @@ def draft(fake: FakeSlurm, **machine: Any) -> Draft:
     site = survey(fake)
     site = replace(site, machine=replace(site.machine, **machine))
     return draft_profile(site, site.partitions["main"])
+
+
+def profile_of(draft: Draft) -> Cluster:
+    """The profile with all that it extends."""
+    values = parse_yaml(draft.text)
+    base = make_tree(shipped_values(values.pop("extends")), {})
+    profile = plain(extended(base, make_tree(values, {})))
+    return Cluster.model_validate({**profile, "name": "draft"})
 
 
 def kind(gpu_type: str, features: str = "", gpus: int = 8) -> NodeKind:
@@ -67,7 +79,7 @@ def test_the_nearest_figures(gpu_type: str, features: str, profile: str, confide
 def test_neuron_nodes_are_known_by_their_instance_type(site: FakeSlurm) -> None:
     site.features = {}
     site.unequal = {name: {"features": "static,trn1.32xlarge,efa"} for name in site.states}
-    profile = draft(site).cluster()
+    profile = profile_of(draft(site))
     assert (profile.device, profile.devices_per_node) == ("neuron", 32)
     assert profile.node_local == "/scratch"
     assert profile.price is not None
@@ -78,7 +90,7 @@ def test_gpus_of_another_site_have_no_efa_and_no_price_and_an_assumed_network(
     site: FakeSlurm,
 ) -> None:
     site.gres, site.cpus = "gpu:h200:4(S:0-1)", 64
-    profile = draft(site).cluster()
+    profile = profile_of(draft(site))
     assert (profile.instance_type, profile.price, profile.env) == (None, None, {})
     assert profile.health.efa_interfaces == 0
     assert (profile.device, profile.devices_per_node, profile.cpus_per_node) == ("cuda", 4, 64)
@@ -109,7 +121,7 @@ def test_memory_is_requested_where_jobs_get_a_part_of_it(site: FakeSlurm) -> Non
     ):
         site.limits = limits
         site.config |= of_site
-        assert draft(site).cluster().directives == options
+        assert profile_of(draft(site)).directives == options
 
 
 def test_an_account_and_a_qos_that_the_partition_takes(site: FakeSlurm) -> None:
@@ -122,7 +134,7 @@ def test_an_account_and_a_qos_that_the_partition_takes(site: FakeSlurm) -> None:
     assert "# - --account=lab " in text
     assert "yours: lab (default), gpu_lab\n" in text
     site.limits = {"AllowAccounts": "gpu_lab,x", "AllowQos": "long"}
-    assert draft(site).cluster().directives == ("--account=gpu_lab", "--qos=long")
+    assert profile_of(draft(site)).directives == ("--account=gpu_lab", "--qos=long")
 
 
 def test_what_the_machine_has_is_a_comment(site: FakeSlurm) -> None:
@@ -131,7 +143,7 @@ def test_what_the_machine_has_is_a_comment(site: FakeSlurm) -> None:
     assert "#   runtime: pyxis\n" in text
     assert site.config is not None
     site.config["TmpFS"] = "/local/scratch"
-    assert draft(site).cluster().node_local == "/local/scratch"
+    assert profile_of(draft(site)).node_local == "/local/scratch"
 
 
 def test_every_commented_field_is_valid_as_it_stands(site: FakeSlurm) -> None:
@@ -140,36 +152,7 @@ def test_every_commented_field_is_valid_as_it_stands(site: FakeSlurm) -> None:
     whole = draft(site, modules="Lmod", containers=("apptainer",))
     first, second, *lines = whole.text.splitlines()
     text = "\n".join([first, second, *(re.sub(r"^( *)# ", r"\1", line) for line in lines)])
-    profile = replace(whole, text=text).cluster()
+    profile = profile_of(replace(whole, text=text))
     assert profile.setup == ("module load cuda",)
     assert profile.container is not None
     assert "--account=lab" in profile.directives
-
-
-def test_doctor_says_what_init_would_change(site: FakeSlurm) -> None:
-    site.gres = "gpu:h100:8"
-    site.limits = {"DefMemPerCPU": "4000"}
-    finding = profile_finding(site, resolve("tiny_neox", "local").cluster, "--cluster")
-    assert finding.status == "warn"
-    for text in ("device cpu to cuda", "devices_per_node 1 to 8", "--gpus-per-node=8", "--mem=0"):
-        assert text in str(finding.value)
-    assert "`slurmllm init --partition main`" in finding.fix
-    right = draft(site).cluster()
-    finding = profile_finding(site, right, "config.yaml")
-    value = "draft, by config.yaml; as `init` would write it for partition main"
-    assert (finding.status, finding.value) == ("ok", value)
-    # Another way to request GPUs and memory is as good.
-    options = ("--gres=gpu:h100:8", "--mem-per-cpu=4G")
-    other = right.model_copy(update={"directives": options})
-    assert profile_finding(site, other, "x").status == "ok"
-    site.gres = "gpu:a100:8"
-    value = str(profile_finding(site, right, "x").value)
-    assert "hardware figures to those of a100_ib (989.5 to 312 TFLOP/s)" in value
-
-
-def test_doctor_refuses_a_profile_that_no_job_runs_with(site: FakeSlurm) -> None:
-    broken = resolve("tiny_neox", "local").cluster.model_copy(update={"setup": ("if true",)})
-    assert profile_finding(site, broken, "x").status == "fail"
-    assert profile_finding(site, resolve("tiny_neox", "trn2").cluster, "x").status == "fail"
-    site.config = None  # of which other checks tell
-    assert profile_finding(site, resolve("tiny_neox", "local").cluster, "x").status == "ok"
