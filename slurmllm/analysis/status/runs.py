@@ -36,7 +36,8 @@ from slurmllm.core.run.error_patterns import matches
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, SweepRecord, runs_of
 from slurmllm.core.run.rundir import RunDir, SweepDir, run_folders
 from slurmllm.core.run.safe_files import os_error_text, write_error
-from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient, explain_drain
+from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient
+from slurmllm.core.slurm.site import explain_drain
 from slurmllm.launch.supervise.run_state import (
     JobState,
     RunRecords,

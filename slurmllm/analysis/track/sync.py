@@ -29,7 +29,7 @@ from slurmllm.analysis.track.trackers import (
 )
 from slurmllm.core.config.recipe import TrackerName
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.config.trackers import missing
+from slurmllm.core.config.variables import missing_for_trackers
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
 from slurmllm.core.metrics.curves import TAGS, Curve
@@ -179,7 +179,7 @@ def sync(
         RunError: Another process sends the run's metrics.
         InfrastructureError: A tracker failed at the last try.
     """
-    if faults := missing(config, names):
+    if faults := missing_for_trackers(config, names):
         raise ConfigError(f"{run.name} cannot be sent to {', '.join(names)}", faults)
     os.environ.update(variables(config))
     with only_one(run):

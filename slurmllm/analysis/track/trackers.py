@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from slurmllm.core.config.recipe import TrackerName
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.config.trackers import tracking_uri
-from slurmllm.core.config.variables import MASK, is_secret
+from slurmllm.core.config.variables import MASK, is_secret, tracking_uri
 
 # How the run ended; "running" also between two attempts.
 State = Literal["running", "finished", "failed", "cancelled"]

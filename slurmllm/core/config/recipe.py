@@ -11,16 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
-    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from slurmllm.core.config.command import CommandConfig, WorkerTraits, absent_section
-from slurmllm.core.config.data_sources import SourceName
+from slurmllm.core.config.data_sources import DataConfig, EvalConfig
 from slurmllm.core.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.core.config.operation import (
     CheckpointConfig,
@@ -151,92 +149,6 @@ def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     family = values.get("family")
     built_in = FAMILIES.get(family) if isinstance(family, str) else None
     return {**(built_in.defaults if built_in else {}), **values}
-
-
-class CorpusShare(Section):
-    """One corpus of a blend."""
-
-    path: str
-    """As `data.corpus`."""
-    weight: PositiveFloat = 1.0
-    """Its share of the sequences, relative to the others'."""
-
-
-def _not_empty(corpora: tuple[CorpusShare, ...]) -> tuple[CorpusShare, ...]:
-    if not corpora:
-        raise ValueError("a blend names at least one corpus, as {path, weight}")
-    return corpora
-
-
-_Blend = Annotated[tuple[CorpusShare, ...], Field(strict=False), AfterValidator(_not_empty)]
-_Corpora = Annotated[
-    Annotated[str, Tag("[path]")] | Annotated[_Blend, Tag("[blend]")],
-    Discriminator(lambda value: "[blend]" if isinstance(value, list | tuple) else "[path]"),
-]
-_Sources = Annotated[
-    Annotated[SourceName, Tag("[name]")]
-    | Annotated[tuple[SourceName, ...], Field(strict=False), Tag("[names]")],
-    Discriminator(lambda value: "[names]" if isinstance(value, list | tuple) else "[name]"),
-]
-
-
-class DataConfig(Section):
-    """What the model reads."""
-
-    source: _Sources | None = None
-    """Published data sets that the recipe's source used (`slurmllm data fetch --list`), one or
-    several: a corpus and its tokenizer. They are read if data.corpus is not set."""
-    corpus: _Corpora | None = None
-    """Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token ids, or `stdlib`:
-    the texts of this machine's Python standard library, built at the first submit. A list of {path,
-    weight} blends several."""
-    tokenizer: str | None = None
-    """A tokenizer.json, or `stdlib`: trained on the stdlib corpus at the first submit."""
-    mask: Literal["none", "document"] = "none"
-    """Attention across document boundaries: `none` masks nothing, `document` keeps attention and
-    positions within each document."""
-    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the documents, chosen by the hash of their content, that training never sees."""
-    num_workers: Annotated[int, Field(ge=0)] = 1
-    """Processes that tokenize ahead of the training, for each worker."""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Names of the published data sets; empty if none is set."""
-        return (self.source,) if isinstance(self.source, str) else self.source or ()
-
-    @property
-    def corpora(self) -> tuple[CorpusShare, ...]:
-        """The corpora; empty if none is set."""
-        if isinstance(self.corpus, str):
-            return (CorpusShare(path=self.corpus),)
-        return self.corpus or ()
-
-
-def _not_held_out(name: str) -> str:
-    if name == "held_out":
-        raise ValueError(
-            "is reserved for the documents held out by data.validation; choose another name"
-        )
-    return name
-
-
-# Part of tags, and of dotted paths.
-_TextName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_not_held_out)
-]
-
-
-class EvalConfig(Section):
-    """Validation while training: the loss on text that training does not read."""
-
-    every_steps: PositiveInt | None = None
-    """Steps between evaluations; the last step is always evaluated. Null turns evaluation off."""
-    sequences: PositiveInt = 256
-    """Sequences of each text, at most; the same ones at every evaluation."""
-    corpora: dict[_TextName, str] = Field(default_factory=dict)
-    """Further corpora by name, in the forms of `data.corpus`. With `data.validation`, the held-out
-    documents are another one, `held_out`."""
 
 
 # Parts of a block: attention without its matrices, the feed-forward layer, the norms.

@@ -80,6 +80,22 @@ def _kind(gpus: int, gpu_type: str, nodes: Sequence[PartitionNode]) -> NodeKind:
     )
 
 
+# slurmctld that was killed right after it had started a job starts it again; the node refuses the
+# second copy, and slurmctld drains it (job_scheduler.c, ESLURM_DUPLICATE_JOB_ID).
+_DUPLICATE = "Duplicate jobid"
+
+
+def explain_drain(node: PartitionNode) -> str | None:
+    """Return why Slurm drained a node that refused a second copy of a job; None for other nodes."""
+    if _DUPLICATE.lower() not in node.reason.lower() or not node.state.startswith("drain"):
+        return None
+    return (
+        f"node {node.name} is {node.state} by Slurm: {_DUPLICATE}: slurmctld crashed when it had "
+        "just started a job there, and started it again; nothing is wrong with the node. An "
+        f"administrator returns it: `scontrol update NodeName={node.name} State=RESUME`"
+    )
+
+
 class Site:
     """A cluster; Slurm is asked at the first use of a fact, which raises a SlurmError."""
 

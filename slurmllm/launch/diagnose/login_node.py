@@ -23,7 +23,6 @@ from slurmllm.core.slurm.client import (
     COMMANDS,
     SlurmClient,
     count_gpus,
-    explain_drain,
 )
 from slurmllm.core.slurm.container import container_faults
 from slurmllm.core.slurm.limits import (
@@ -33,7 +32,7 @@ from slurmllm.core.slurm.limits import (
     suitable_nodes,
 )
 from slurmllm.core.slurm.setup import setup_faults
-from slurmllm.core.slurm.site import Site
+from slurmllm.core.slurm.site import Site, explain_drain
 from slurmllm.launch.diagnose import fail, judge, ok, skipped, warn
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
