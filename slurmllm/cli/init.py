@@ -149,24 +149,8 @@ def _make_default(path: Path, confirm: Confirm) -> bool:
 
 
 def _print_survey(site: Survey) -> None:
-    machine, settings = site.machine, site.site.settings
-    requeue = settings.get("JobRequeue", "unknown")
-    accounts = [
-        f"{row.account}{' (default)' if row.default else ''}, QOS {' '.join(row.qos)}"
-        for row in site.site.associations
-    ]
-    facts = {
-        "cluster": f"{site.name}, Slurm {settings['SLURM_VERSION']}, JobRequeue={requeue}",
-        "accounts": "; ".join(accounts) or "none: no accounting",
-        "machine": machine.host,
-        "modules": " ".join([machine.modules, *machine.loaded]),
-        "disks": ", ".join(machine.disks),
-        "python": f"{machine.python} ({machine.python_file_system})",
-        "containers": ", ".join(machine.containers),
-    }
-    for name, fact in facts.items():
-        click.echo(f"{name:<11} {fact or 'none'}")
-    click.echo()
+    version = site.site.settings["SLURM_VERSION"]
+    click.echo(f"cluster {site.name}, Slurm {version}, seen from {site.machine.host}\n")
     rows = [
         (
             partition.name

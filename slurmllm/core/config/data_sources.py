@@ -110,13 +110,7 @@ class CorpusShare(Section):
     """Its share of the sequences, relative to the others'."""
 
 
-def _not_empty(corpora: tuple[CorpusShare, ...]) -> tuple[CorpusShare, ...]:
-    if not corpora:
-        raise ValueError("a blend names at least one corpus, as {path, weight}")
-    return corpora
-
-
-_Blend = Annotated[tuple[CorpusShare, ...], Field(strict=False), AfterValidator(_not_empty)]
+_Blend = Annotated[tuple[CorpusShare, ...], Field(strict=False, min_length=1)]
 _Corpora = Annotated[
     Annotated[str, Tag("[path]")] | Annotated[_Blend, Tag("[blend]")],
     Discriminator(lambda value: "[blend]" if isinstance(value, list | tuple) else "[path]"),

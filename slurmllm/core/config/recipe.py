@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -38,20 +37,11 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.core.plugins import PluginRef, split_prefix
 
 
-def _known_scaling(kind: str) -> str:
-    if kind != "llama3":
-        raise ValueError(
-            "must be llama3, the scaling of Llama 3.1 and 3.2; leave model.rope_scaling out for "
-            "positions that are not scaled"
-        )
-    return kind
-
-
 class RopeScaling(Section):
     """Rotary frequencies for texts longer than those of the first training (Llama 3.1)."""
 
-    kind: Annotated[str, AfterValidator(_known_scaling)]
-    """The scaling: llama3."""
+    kind: Literal["llama3"]
+    """The scaling: that of Llama 3.1 and 3.2."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Low frequencies are divided by this."""
     low_freq_factor: PositiveFloat

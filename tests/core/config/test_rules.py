@@ -36,7 +36,7 @@ tiny_neox  | model.head_dim=64 | 64 times 6 heads is not model.hidden_size 192, 
 tiny_llama | model.head_dim=33 | 33 is odd, but rotary positions need pairs of dimensions; choose 32
 tiny_neox  | model.hidden_size=198 | 6 heads of 198 give 33 dimensions a head, but rotary positions
 tiny_neox  | model.hidden_size=193 | 6 does not divide model.hidden_size 193; choose
-tiny_llama | ROPE kind=yarn | 'yarn' (--set model.rope_scaling.kind=yarn): must be llama3, the scali
+tiny_llama | ROPE kind=yarn | 'yarn' (--set model.rope_scaling.kind=yarn): must be 'llama3'
 tiny_llama | ROPE factor=0.5 | factor=0.5): must be greater than or equal to 1
 tiny_llama | ROPE low_freq_factor=4 | low_freq_factor: 4 is not less than high_freq_factor 4; choose
 tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama or qwen
