@@ -56,7 +56,7 @@ def init(
     """Write a profile of this Slurm cluster and make it the default --cluster, or write a recipe.
 
     Asks Slurm (partitions, nodes, limits, accounts), looks at this machine (modules, disks,
-    interpreter, container runtimes), and shows both; submits no job. The profile has the hardware
+    interpreter, container runtimes); submits no job. The profile has the hardware
     figures of the nearest shipped one; `slurmllm calibrate` measures them.
 
     --json asks nothing, as --yes.

@@ -16,11 +16,7 @@ def folder(tmp_path: Path) -> Path:
     files = {
         "mine": "extends: p5\nhardware: {memory_gib: 139.8, memory_gb_s: 4800}\n",
         "other": "extends: mine.yaml\nname: other\nhealth: {efa_interfaces: 4}\nenv: null\n",
-        "loop": "extends: back.yaml\n",
-        "back": "extends: ./loop.yaml\n",
         "unknown": "# a comment\nextends: p55\n",
-        "list": "extends: [p5]\n",
-        "lost": "extends: nowhere.yaml\n",
         "wrong": "extends: p5\nhardware: {assumed: [speed]}\n",
         "kept": "extends: p5\nhardware: {network_gb_s: 50, network_efficiency: 0.8}\n",
         "undated": "extends: p5\nprice: {on_demand: 2}\n",
@@ -79,19 +75,11 @@ def test_without_other_figures_they_are_the_same_nodes(folder: Path) -> None:
     assert partition == base.model_copy(update={"name": "partition", "partition": "gpu"})
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("loop", r"loop\.yaml extends .*back\.yaml extends .*loop\.yaml; remove one .*p5"),
-        ("unknown", r"\(unknown\.yaml:2\): unknown cluster profile 'p55'; did you mean 'p5'"),
-        ("undated", "cluster.price.date"),
-        ("list", r"extends \(list\.yaml:1\): \['p5'\]: must be a profile's name"),
-        ("lost", "nowhere.yaml'; its path is relative to this file's"),
-    ],
-)
-def test_what_is_refused(folder: Path, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planned(folder / f"{name}.yaml")
+def test_what_is_refused(folder: Path) -> None:
+    unknown = r"\(unknown\.yaml:2\): unknown cluster profile 'p55'; did you mean 'p5'"
+    for name, message in (("unknown", unknown), ("undated", "cluster.price.date")):
+        with pytest.raises(ConfigError, match=message):
+            planned(folder / f"{name}.yaml")
 
 
 def test_assumed_names_are_checked(folder: Path) -> None:

@@ -69,19 +69,6 @@ def test_figures() -> None:
     assert listed | tiny == set(available(recipes_dir()))
 
 
-@pytest.mark.parametrize("name", available(recipes_dir())[::4])
-def test_what_all_share(name: str) -> None:
-    result = recipe(name)
-    assert result.optim.grad_clip == 1
-    defaults = name in ("llama2_7b_finetune", "llama3_8b")
-    assert result.optim.betas == ((0.9, 0.999) if defaults else (0.9, 0.95))
-    small = name in ("llama2_13b", "qwen3_0.6b", "qwen3_8b")
-    assert result.model.norm_eps == (1e-6 if small else 1e-5)
-    assert bool(result.train.finetune) == name.endswith("_finetune")
-    rotary = {"neox": 0.25, "llama": 1.0, "qwen3": 1.0, "gpt3": 0.0}
-    assert result.model.rotary_pct == rotary[result.model.family]
-
-
 @pytest.mark.parametrize(
     ("name", "tokenizer", "divisible_by", "rows"),
     [

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from fake_slurm import FakeSlurm
 from launch.diagnose.conftest import health
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import Finding
@@ -196,11 +194,3 @@ def test_the_all_reduce_against_a_floor_that_nobody_reaches(tmp_path: Path) -> N
         (finding,) = (f for f in node["findings"] if f["check"] == "all-reduce")
         assert 0 < finding["value"] < 100000
         assert "GB/s with the faster of its neighbours" in finding["message"]
-
-
-def test_without_slurm_salloc_is_missing(tmp_path: Path) -> None:
-    arguments = ["health", "--runs-dir", str(tmp_path)]
-    done = CliRunner().invoke(cli, arguments, env={"PATH": str(tmp_path)})
-    assert done.exit_code == 3
-    assert "salloc is not on the PATH" in done.stderr
-    assert "--local" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import stat
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from end_to_end.bench import LEAN, SMALL, Bench
 from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
@@ -200,18 +198,3 @@ def test_a_real_site_with_gpus(
     kinds = [(kind["nodes"], kind["gpus"]) for kind in partitions["main"]["kinds"]]
     assert kinds == [(["n1", "n2"], 8), (["n3"], 0)]
     assert shown["associations"][0]["account"] == "root"
-
-
-@pytest.mark.slurm
-def test_a_run_with_the_profile_of_a_real_site(
-    slurm: object, home: Path, tmp_path: Path, inputs: tuple[str, ...]
-) -> None:
-    bench = Bench(tmp_path / "runs")
-    assert init("--yes", "--partition=main").exit_code == 0
-    bench.call("submit", "tiny_neox", "--nodes=2", "--name=r", *SMALL, *inputs, *LEAN)
-    bench.wait("r", "done", "stopped", "cancelled")
-    assert bench.status("r")["state"] == "done"
-    script = (tmp_path / "runs" / "r" / "scripts" / "train.sbatch").read_text()
-    assert "#SBATCH --partition=main\n" in script
-    assert "cluster devcluster-main" in script
-    assert os.environ["SLURMLLM_CONFIG"] == f"{home}/config.yaml"
