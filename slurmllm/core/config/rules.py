@@ -70,21 +70,6 @@ for _name in sorted(CHOSEN):
     RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
 
 
-def _divides(path: str, noun: str, number: int | str | None, whole: int) -> str | None:
-    if not isinstance(number, int) or whole % number == 0:  # auto is measured later
-        return None
-    return f"{path}: {number} does not divide {noun.format(whole)}; {choose(divisors(whole))}"
-
-
-for _path, _whole, _noun in (
-    ("model.num_kv_heads", "model.num_heads", "model.num_heads {}"),
-    ("parallel.tensor", "model.num_heads", "{} attention heads"),
-    ("parallel.pipeline", "model.num_layers", "{} layers"),
-    ("train.micro_batch", "train.global_batch", "train.global_batch {}"),
-):
-    RULES.append(Rule((_path, _whole), partial(_divides, _path, _noun)))
-
-
 @_rule("model.num_heads", "model.hidden_size", "model.head_dim")
 def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str | None:
     if head_dim is not None or hidden % heads == 0:
@@ -176,6 +161,21 @@ def one_output_init(scaled: bool, std: float | None) -> str | None:
         f"model.output_init_std: {std:g} and model.scaled_init both set the standard deviation of "
         "the output matrices; leave one of them out"
     )
+
+
+def _divides(path: str, noun: str, number: int | str | None, whole: int) -> str | None:
+    if not isinstance(number, int) or whole % number == 0:  # auto is measured later
+        return None
+    return f"{path}: {number} does not divide {noun.format(whole)}; {choose(divisors(whole))}"
+
+
+for _path, _whole, _noun in (
+    ("model.num_kv_heads", "model.num_heads", "model.num_heads {}"),
+    ("parallel.tensor", "model.num_heads", "{} attention heads"),
+    ("parallel.pipeline", "model.num_layers", "{} layers"),
+    ("train.micro_batch", "train.global_batch", "train.global_batch {}"),
+):
+    RULES.append(Rule((_path, _whole), partial(_divides, _path, _noun)))
 
 
 @_rule("parallel.tensor", "model.num_kv_heads", "model.num_heads")
