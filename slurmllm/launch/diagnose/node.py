@@ -37,17 +37,17 @@ def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
 
 def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding]:
     """The findings of each check; a check that raises an error fails."""
-    checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "devices": lambda: device_findings(cluster),
-        "EFA": lambda: efa_findings(cluster),
-        "memory": lambda: memory_findings(cluster),
-        "node-local disk": lambda: node_local_findings(cluster),
+    checks = {  # generators: none has begun yet
+        "devices": device_findings(cluster),
+        "EFA": efa_findings(cluster),
+        "memory": memory_findings(cluster),
+        "node-local disk": node_local_findings(cluster),
         # Last: a process that waits for a dead file system cannot be killed (state D).
-        "shared file system": lambda: shared_findings(cluster, marker, node),
+        "shared file system": shared_findings(cluster, marker, node),
     }
     for check, findings in checks.items():
         try:
-            yield from findings()
+            yield from findings
         except SlurmllmError as error:
             yield fail(check, "unusable", "", str(error).splitlines()[0])
         except OSError as error:
