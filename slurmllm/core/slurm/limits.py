@@ -109,7 +109,7 @@ def suitable_nodes(
 def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     """Return `nodes differ: 3 × 4 CPUs, 1 × 2 CPUs (n4)`; empty if all are alike."""
     largest = max((node.memory_mb for node in nodes), default=0)
-    kinds: dict[tuple[str, ...], list[str]] = {}
+    kinds: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
         memory_mb = node.memory_mb
         if memory_mb >= largest * _SAME_MEMORY:
