@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding
@@ -55,11 +57,10 @@ def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding
             yield fail(check, "unusable", "", f"{path}{error.strerror or error}")
 
 
-def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
+def memory_findings(cluster: Cluster) -> Iterator[Finding]:
     """Host memory that is free or can be freed at once (MemAvailable), GB."""
-    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    available, required = round(kib * 1024 / GB, 1), cluster.health.min_memory_gb
+    available = round(psutil.virtual_memory().available / GB, 1)
+    required = cluster.health.min_memory_gb
     yield _at_least("memory", available, required, "GB available", cluster)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from slurmllm.core.config.cluster import GIB, Cluster
 from slurmllm.core.errors import NodeError, SlurmllmError, StorageError
 from slurmllm.core.format import format_names
@@ -34,16 +36,13 @@ CLOCK_TOLERANCE_S = 2.0
 VISIBLE_S = 3.0  # until a file that another node has just created must be visible; NFS caches
 
 
-def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
-    """Return type and mount point of the file system of an absolute path; `mounts` is for tests."""
-    table = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
+def file_system(path: Path) -> tuple[str, str]:
+    """Return type and mount point of the file system of an absolute path."""
     best = ("unknown", "/")
-    for line in table.splitlines():
-        _, point, kind, *_ = line.split(" ")
-        point = point.replace("\\040", " ")
+    for mount in psutil.disk_partitions(all=True):
         # >=: of two mounts at the same point, the later one is visible.
-        if path.is_relative_to(point) and len(point) >= len(best[1]):
-            best = (kind, point)
+        if path.is_relative_to(mount.mountpoint) and len(mount.mountpoint) >= len(best[1]):
+            best = (mount.fstype, mount.mountpoint)
     return best
 
 

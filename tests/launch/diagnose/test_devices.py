@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch.diagnose.conftest import Profile, Program
 
 from slurmllm.core.errors import NodeError
 from slurmllm.core.run.records import Finding
-from slurmllm.launch.diagnose import storage
+from slurmllm.launch.diagnose import node, storage
 from slurmllm.launch.diagnose.node import (
     device_findings,
     efa_findings,
@@ -120,12 +121,12 @@ def marker(tmp_path: Path) -> Path:
     return path
 
 
-def test_memory(profile: Profile, tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:  1953125 kB\n")
-    (finding,) = memory_findings(profile("local"), tmp_path)
+def test_memory(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(available=2e9)
+    monkeypatch.setattr(node.psutil, "virtual_memory", lambda: memory)
+    (finding,) = memory_findings(profile("local"))
     assert (finding.status, finding.value) == ("ok", 2.0)
-    (finding,) = memory_findings(profile("local", "cluster.health.min_memory_gb=3"), tmp_path)
+    (finding,) = memory_findings(profile("local", "cluster.health.min_memory_gb=3"))
     assert finding.message == "2.0 GB available; profile local requires 3"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_slurm import FakeSlurm
@@ -138,22 +139,19 @@ def test_a_partition_of_several_kinds_is_judged_by_the_nodes_that_the_profile_re
     assert states({name: findings[name] for name in ("devices", "equal nodes", "CPUs")}) == {"ok"}
 
 
-MOUNTS = """\
-/dev/root / ext4 rw,relatime 0 0
-10.0.0.7@tcp:/abcdbmev /fsx lustre rw,flock 0 0
-head:/home /home nfs4 rw 0 0
-/dev/md0 /my\\040disk xfs rw 0 0
-overlay / overlay rw 0 0
-"""
+MOUNTS = {"/": "ext4", "/fsx": "lustre", "/home": "nfs4", "/my disk": "xfs"}
 
 
 def look_at(runs: Path, with_slurm: bool = True) -> dict[str, Finding]:
     return {f.check: f for f in storage.storage_findings(runs, profile(), with_slurm)}
 
 
-def test_the_file_system_of_a_path() -> None:
+def test_the_file_system_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [*MOUNTS.items(), ("/", "overlay")]  # the later one of a mount point counts
+    rows = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
+    monkeypatch.setattr(storage.psutil, "disk_partitions", lambda all: rows)
     paths = ("/fsx/runs", "/fsxy", "/home/ana/runs", "/my disk/x")
-    kinds = [storage.file_system(Path(path), MOUNTS)[0] for path in paths]
+    kinds = [storage.file_system(Path(path))[0] for path in paths]
     assert kinds == ["lustre", "overlay", "nfs4", "xfs"]
 
 
