@@ -145,20 +145,8 @@ def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:
     bench.client.cancel([job])
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        # What the commands of Slurm 22.05 and 23.11 say while slurmctld is away.
-        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
-        "scontrol: error: slurm_receive_msg: Socket timed out on send/recv operation",
-        "Zero Bytes were transmitted or received",
-        "scontrol: error: slurm_msg_sendto: address:port=10.0.0.1:6817: Connection refused",
-        "scontrol gave no answer for 60 s; is slurmctld up?",
-    ],
-)
-def test_a_controller_that_is_away_is_asked_again(
-    message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "scontrol: error: slurm_receive_msg: Socket timed out on send/recv operation"
     monkeypatch.setattr("slurmllm.core.slurm.client._RETRY_S", 0.01)
     answers: list[SlurmError | str] = [SlurmError(message), SlurmError(message), "4711"]
 
