@@ -156,7 +156,7 @@ def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) 
         if key in values or default is not REQUIRED:
             fields[name] = values.get(key, default)
     activation = str(fields["activation"])
-    fields["activation"] = _ACTIVATIONS.get(activation, "gelu")
+    fields["activation"] = _ACTIVATIONS.get(activation, family.defaults["activation"])
     if activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         faults.append(f"{keys['activation'][0]}: {activation!r} is not known; known are {known}")
