@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,9 +45,10 @@ def host_memory(sharing: int) -> Memory:
 def count_oom_kills() -> int:
     """Return how many processes of this control group the kernel has ended for want of memory.
 
-    Of the machine, where the group has no such count, as in version 1 of control groups.
+    Of the machine, where the group has no such count.
     """
-    for path in (*(group / "memory.events" for group in _control_group()[:1]), _VMSTAT):
+    names = {True: "memory.events", False: "memory.oom_control"}
+    for path in (*(group / names[unified] for group, unified in _memory_groups()), _VMSTAT):
         with contextlib.suppress(OSError):
             for line in path.read_text(encoding="ascii").splitlines():
                 if line.startswith("oom_kill "):
@@ -54,27 +56,32 @@ def count_oom_kills() -> int:
     return 0
 
 
-def _control_group() -> list[Path]:
-    """Return this process's control group and those above it, if they are of version 2."""
+def _memory_groups() -> Iterator[tuple[Path, bool]]:
+    """Yield this process's control groups that limit memory, and whether they are of version 2."""
     with contextlib.suppress(OSError):
         for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
-            if line.startswith("0::"):
-                group = _CGROUPS / line[3:].strip("/")
-                return [p for p in (group, *group.parents) if p.is_relative_to(_CGROUPS)]
-    return []
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield _CGROUPS / path.strip("/"), True
+            elif "memory" in controllers.split(","):
+                yield _CGROUPS / "memory" / path.strip("/"), False
 
 
 def _machine() -> tuple[int, int]:
     """Return total and free memory of this machine, or of this process's control group."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    for group in _control_group():
-        # Absent at the root, "max" without a limit; a container may see none of them.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            limit, used = (
-                int((group / f"memory.{name}").read_text()) for name in ("max", "current")
-            )
-            lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
-            used -= int(dict(line.split() for line in lines)["inactive_file"])
-            total, free = min(total, limit), min(free, max(0, limit - used))
+    for innermost, unified in _memory_groups():
+        root = _CGROUPS if unified else _CGROUPS / "memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.max", "memory.current", "inactive_file") if unified else names
+        for group in (innermost, *innermost.parents):
+            if not group.is_relative_to(root):
+                break
+            # Absent at the root, "max" without a limit; a container may see none of them.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit, used = (int((group / name).read_text("ascii")) for name in names[:2])
+                lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+                used -= int(dict(line.split() for line in lines)[names[2]])
+                total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free

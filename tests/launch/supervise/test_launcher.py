@@ -99,11 +99,12 @@ def test_the_time_of_the_first_step_is_logged(
     assert caplog.messages == [begin, f"{begin}, 0:00:30 so far", f"{begin}, 0:01:00 so far"]
 
 
-@pytest.mark.parametrize("file", ["job/memory.events", "vmstat"])
+@pytest.mark.parametrize("file", ["job/memory.events", "memory/job/memory.oom_control", "vmstat"])
 def test_the_kernels_kills_during_an_attempt_are_recorded(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
 ) -> None:
-    (tmp_path / "cgroup").write_text("4:memory:/job\n0::/job\n")
+    group = "4:memory:/job\n" if "oom_control" in file else "0::/job\n"
+    (tmp_path / "cgroup").write_text(group)
     monkeypatch.setattr(host_memory, "_OWN_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host_memory, "_VMSTAT", tmp_path / "vmstat")
