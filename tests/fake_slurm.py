@@ -100,6 +100,7 @@ class FakeSlurm(SlurmClient):
         requeue: bool = True,
         after: str | None = None,
         name: str | None = None,
+        umask: int = -1,
     ) -> str:
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")

@@ -45,7 +45,6 @@ def _parse_ranks(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> frozenset[int] | None:
     """`0,3,8-11` → the ranks."""
-
     if value is None:
         return None
     ranks: set[int] = set()
@@ -53,14 +52,12 @@ def _parse_ranks(
         # A slip of the keyboard would fill the memory: a rank has at most six digits.
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", segment)
         if match is None:
-            raise UserError(
-                f"--ranks {value}: {segment!r} is not a rank below 1000000; write it as 0,3,8-11"
-            )
+            fault = f"{segment!r} is not a rank below 1000000; write it as 0,3,8-11"
+            raise UserError(f"--ranks {value}: {fault}")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise UserError(
-                f"--ranks {value}: {segment!r} ends before it begins; write {last}-{first}"
-            )
+            fault = f"{segment!r} ends before it begins; write {last}-{first}"
+            raise UserError(f"--ranks {value}: {fault}")
         ranks.update(range(first, last + 1))
     return frozenset(ranks)
 
@@ -106,7 +103,16 @@ def logs(
     """
     from slurmllm.analysis.status.logs import LogSelection
 
-    _check_options(ctx, stacks)
+    used = [
+        param.opts[0]
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    ]
+    if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
+        names = " and ".join(sorted(unused))
+        raise UserError(f"--stacks combines only with --rank; leave out {names}")
+    if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
+        raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
     run_dir = find_run(run, runs_dir)
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     single = rank is not None or not (follow or all_ranks or ranks)  # worker
@@ -124,39 +130,22 @@ def logs(
         elif failed:
             _print_failures(selection, lines or _FAILED_LINES, follow)
         else:
-            _print_logs(selection, lines, follow, labels=not single)
+            _print_logs(selection, lines, follow, (rank or 0) if single else None)
     except KeyboardInterrupt:  # the usual way to leave
         if not follow:
             raise
         ctx.exit(EXIT_INTERRUPTED)
 
 
-def _check_options(ctx: click.Context, stacks: bool) -> None:
-    used = [
-        param.opts[0]
-        for param in ctx.command.params
-        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    ]
-    if stacks and (alternatives := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
-        names = " and ".join(sorted(alternatives))
-        raise UserError(
-            f"--stacks shows the last hang and combines only with --rank; leave out {names}"
-        )
-    selectors = [name for name in used if name in _SELECTORS]
-    if len(selectors) > 1:
-        raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
-
-
-def _print_logs(selection: LogSelection, lines: int | None, follow: bool, labels: bool) -> None:
+def _print_logs(selection: LogSelection, lines: int | None, follow: bool, rank: int | None) -> None:
+    """Print logs; `rank`: the only worker, whose lines have no labels."""
     from slurmllm.analysis.status.logs import MergedLogs
 
-    run = selection.run
-    merged = MergedLogs(selection)
-    rank = None if labels else next(iter(selection.ranks or {0}))  # the only one
+    run, merged = selection.run, MergedLogs(selection)
     tried: set[tuple[Stage, int]] = set()
     if rank and not follow and _print_from_node(selection, merged, tried, rank, lines, follow):
         return
-    if labels and not follow:
+    if rank is None and not follow:
         _note_missing_logs(selection)
     if not merged.any_file() and (message := _explain_no_log(selection, rank, follow)):
         click.echo(message, err=True)
@@ -164,7 +153,7 @@ def _print_logs(selection: LogSelection, lines: int | None, follow: bool, labels
     for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
         if path.is_file():
             open_regular(path).close()  # `GrowingLog` ignores a file that cannot be read
-    printer = _Printer(run, labels)
+    printer = _Printer(run, rank is None)
     for ended in _until_ended(run) if follow else [True]:
         rank_lines = merged.poll_last(lines, ended) if lines else merged.poll(ended)
         _echo(printer.texts(rank_lines))
@@ -218,12 +207,10 @@ def _note_missing_logs(selection: LogSelection) -> None:
         if record is None or record.ended_at is not None:
             return
         if ranks := selection.missing_ranks(record):
-            click.echo(
-                f"without {format_plural(len(ranks), 'log')} on the disks of the nodes, collected "
-                f"when {record.stage} attempt {record.attempt} ends; `slurmllm logs "
-                f"{selection.run.name} --rank {ranks[0]} -f` shows one",
-                err=True,
-            )
+            count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
+            command = f"slurmllm logs {selection.run.name} --rank {ranks[0]} -f"
+            note = f"collected when {attempt} {record.attempt} ends; `{command}` shows one"
+            click.echo(f"without {count} on the disks of the nodes, {note}", err=True)
 
 
 def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> str | None:
@@ -236,7 +223,7 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
     from slurmllm.core.run.records import NodeRecord
 
     run, stage, attempt = selection.run, selection.stages[-1], selection.attempt
-    record: AttemptRecord | None = None
+    record, node_record = None, None
     with suppress(StorageError):
         record = selection.newest_attempt()
     node = node_of(record, rank) if record is not None and rank is not None else ""
@@ -253,21 +240,15 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
     number = max(numbers, default=0) if attempt is None else attempt
     if not (rank and node):
         ranks = ranks_with_logs(run, stage, number)
-        alternatives = f"; those with one are {ranks[0]}–{ranks[-1]}" if ranks else ""
-        raise RunError(
-            f"none of these workers of {run.name} wrote a log{alternatives}; see {run.logs}, and "
-            f"`slurmllm status {run.name}` for whether it has started"
-        )
+        alternatives = f"those with one are {ranks[0]}–{ranks[-1]}" if ranks else f"see {run.logs}"
+        raise RunError(f"none of these workers of {run.name} wrote a log; {alternatives}")
     worker = f"rank {rank} on {node}, {stage} attempt {number}"
     with suppress(StorageError):
         node_record = NodeRecord.find(run.attempt(stage, number).node(node))
-        # Its launcher has collected the logs.
-        if node_record is not None and rank in node_record.exit_codes:
-            return f"{worker}: it printed nothing"
-    raise RunError(
-        f"{worker}: its log is on the disk of {node}, whose launcher has not collected it; the "
-        f"next attempt on {node} does"
-    )
+    if node_record is not None and rank in node_record.exit_codes:  # whose logs are collected
+        return f"{worker}: it printed nothing"
+    collector = f"whose launcher has not collected it; the next attempt on {node} does"
+    raise RunError(f"{worker}: its log is on the disk of {node}, {collector}")
 
 
 def _state_text(run: RunDir) -> str:
@@ -320,11 +301,12 @@ class _Printer:
         from slurmllm.analysis.status.logs import node_of
         from slurmllm.core.run.records import AttemptRecord
 
-        if (key := line[:2]) not in self.records:
-            with suppress(StorageError):
+        key = line[:2]
+        with suppress(StorageError):
+            if key not in self.records:
                 self.records[key] = AttemptRecord.load(self.run.attempt(*key).record)
-        node = node_of(self.records[key], line.rank) if key in self.records else ""
-        return f" {node}" if node else ""
+            return f" {node_of(self.records[key], line.rank)}".rstrip()
+        return ""
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:
@@ -332,21 +314,20 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     from slurmllm.launch.supervise.stacks import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
-    if not hung:
-        raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
-    attempt = hung[-1]
-    dumps = read_stacks(attempt)
+    dumps = read_stacks(hung[-1]) if hung else {}
     if not dumps:
-        raise RunError(f"{run.name} has no stacks that can be read; see {attempt.path}")
+        reason = f"none can be read in {hung[-1].path}" if hung else "no attempt of it has hung"
+        raise RunError(f"{run.name} has no stacks: {reason}")
+    attempt = f"attempt {hung[-1].number}"
     if rank is not None and rank not in dumps:
         listed = ", ".join(map(str, sorted(dumps)))
-        raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {listed}")
+        raise RunError(f"rank {rank}: no stacks in {attempt}; there are {listed}")
     differing = outliers({rank: stack_location(dump) for rank, dump in dumps.items()})
-    parts = []
-    for worker in [rank] if rank is not None else [*differing, *sorted({*dumps} - {*differing})]:
+    stacks = []
+    for worker in dict.fromkeys((*differing, *sorted(dumps))) if rank is None else [rank]:
         mark = ", differs from the others" if worker in differing else ""
-        parts.append(f"attempt {attempt.number}, rank {worker}{mark}\n{dumps[worker].rstrip()}\n")
-    return "\n".join(parts)
+        stacks.append(f"{attempt}, rank {worker}{mark}\n{dumps[worker].rstrip()}\n")
+    return "\n".join(stacks)
 
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
@@ -365,47 +346,39 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
         if records and (records[-1].stage, records[-1].attempt) not in printed:
             printed.add((records[-1].stage, records[-1].attempt))
             _print_culprit(run, culprit(run, records[-1]), lines)
-    if not printed:
-        message = f"no attempt of {run.name} has failed"
-        if follow:
-            click.echo(message)
-            return
-        if attempt is not None:
-            message = f"attempt {attempt} of {run.name} has not failed"
-        raise RunError(f"{message}; see `slurmllm status`")
+    if not printed and follow:
+        click.echo(f"no attempt of {run.name} has failed")
+    elif not printed:
+        name = "no attempt of" if attempt is None else f"not attempt {attempt}, or none, of"
+        raise RunError(f"{name} {run.name} has failed; see `slurmllm status`")
 
 
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
     from slurmllm.analysis.status.logs import last_lines
 
-    record = culprit.record
+    record, failure = culprit.record, culprit.failure
     action = f" → {record.action}" if record.action else ""
     ending = f"{record.ending or 'failing'}{action}"
     click.secho(f"{run.name}, {record.stage} attempt {record.attempt}: {ending}", bold=True)
-    for line in record.evidence:
-        click.echo(f"  {line}")
+    _echo(f"  {line}" for line in record.evidence)
     if culprit.rank is None:
         click.echo(f"no single worker failed first; see `slurmllm logs {run.name} --all-ranks`")
         return
     node = f" on {culprit.node}" if culprit.node else ""
     click.secho(f"first failing worker: rank {culprit.rank}{node}", fg="red", bold=True)
-    for line in culprit.how:
-        click.echo(f"  {line}")
-    if (failure := culprit.failure) is not None:
+    _echo(f"  {line}" for line in culprit.how)
+    if failure is not None:
         step = f" after step {failure.step}" if failure.step is not None else ""
         failed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
         click.echo(f"  {failed_at}{step}, blame: {failure.blame}")
-        click.echo(f"  {failure.error}: {failure.message}")
-        if failure.traceback.strip():
-            click.echo(failure.traceback.rstrip())
+        traceback = failure.traceback.rstrip()
+        click.echo(f"  {failure.error}: {failure.message}\n{traceback}".rstrip())
     if culprit.stacks:
         click.echo(f"  stacks of all workers: `slurmllm logs {run.name} --stacks`")
     texts = last_lines(run, record, culprit.rank, lines)
     log = run.worker_log(record.stage, record.attempt, culprit.rank)
-    click.secho(
-        f"last {format_plural(len(texts), 'line')} of {log}" if texts else f"nothing in {log}",
-        bold=True,
-    )
+    heading = f"last {format_plural(len(texts), 'line')} of" if texts else "nothing in"
+    click.secho(f"{heading} {log}", bold=True)
     _echo(map(_coloured, texts))
 
 

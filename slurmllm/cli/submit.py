@@ -163,7 +163,7 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 
 
 def print_warnings(prepared: PreparedRun) -> None:
-    for warning in prepared.all_warnings:
+    for warning in prepared.warnings:
         click.echo(f"warning: {warning}", err=True)
     for reason in prepared.rederived:
         click.echo(f"warning: {reason}; written again from config.yaml", err=True)
@@ -176,12 +176,19 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
     prepared, summary = submitted.prepared, submitted.to_dict()
     verb = click.get_current_context().info_name
-    for reason in prepared.refusals:
-        click.echo(f"warning: {verb} would refuse this: {reason}", err=True)
+    for error in prepared.refused:
+        for reason in error.faults:
+            click.echo(f"warning: {verb} would refuse this: {reason}", err=True)
     if as_json:
         options.echo_json(summary, indent=None)
-        prepared.require_startable()
-        return
+    else:
+        _print_scripts(prepared, summary)
+        click.echo("dry run: nothing was written, nothing submitted", err=True)
+    for error in prepared.unstartable:
+        raise error
+
+
+def _print_scripts(prepared: PreparedRun, summary: Mapping[str, Any]) -> None:
     import yaml
 
     if prepared.fit is not None and prepared.fit.chosen:
@@ -190,7 +197,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
         click.echo(f"# ── the run continues from step {summary['from_step']}")
     for path, (before, after) in prepared.changes.items():
         click.echo(f"# ── changed: {path}, from {before} to {after}")
-    for variable, name in prepared.shell_defaults.items():
+    for variable, name in summary["defaults"].items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     if (line := prepared.command_line) is not None:
         click.echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
@@ -205,8 +212,6 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     if arguments := summary["backend_arguments"]:
         click.echo(f"\n# ── arguments of backend {prepared.config.backend}")
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
-    click.echo("dry run: nothing was written, nothing submitted", err=True)
-    prepared.require_startable()
 
 
 def _print_submission(submitted: SubmittedRun, as_json: bool) -> None:

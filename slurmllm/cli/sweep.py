@@ -95,17 +95,17 @@ def submit(
     from slurmllm.launch.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
 
     prepared = prepare_sweep(request, cases, configs, max_running)
-    texts = chain.from_iterable(run.all_warnings for run in prepared.runs)
+    texts = chain.from_iterable(run.warnings for run in prepared.runs)
     for warning in dict.fromkeys(texts):
         click.echo(f"warning: {warning}", err=True)
     for run in prepared.runs:
-        for refusal in run.refusals:
+        for refusal in chain.from_iterable(error.faults for error in run.refused):
             click.echo(f"warning: submit would refuse {run.run.name}: {refusal}", err=True)
     if request.dry_run:
         _print_prepared(prepared, [], as_json)
         click.echo("dry run: nothing was written, nothing submitted", err=True)
-        for run in prepared.runs:
-            run.require_startable()
+        for error in chain.from_iterable(run.unstartable for run in prepared.runs):
+            raise error
         return EXIT_OK
     if not request.local:
         _print_prepared(prepared, list(submit_sweep(prepared, SlurmClient())), as_json)
@@ -147,7 +147,7 @@ def _print_prepared(
                 "graphs": run.graphs_from,
                 "lane": prepared.lane(number),
                 "train_job": job,
-                "refusals": run.all_refusals,
+                "refusals": run.refusals,
             }
             for number, (run, case, job) in enumerate(rows)
         ]

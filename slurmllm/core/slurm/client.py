@@ -186,6 +186,7 @@ class SlurmClient:
         requeue: bool = True,
         after: str | None = None,
         name: str | None = None,
+        umask: int = -1,
     ) -> str:
         """Submit the text of a batch script (a file may be replaced meanwhile); return the job id.
 
@@ -197,6 +198,7 @@ class SlurmClient:
                 $SLURMLLM_PREDECESSOR.
             name: The job's name, in place of that of the script; the job starts when all of this
                 user's earlier jobs of that name have ended, requeued ones included.
+            umask: The job's, if not this process's.
 
         Raises a SlurmError if sbatch is missing or refuses, an UnansweredError if it gives no
         answer, nor does slurmctld, which may have the job.
@@ -214,7 +216,7 @@ class SlurmClient:
         token = f"# submission {os.urandom(8).hex()}"
         content, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
         try:
-            output = _run(command, input=content, env=environment)
+            output = _run(command, input=content, env=environment, umask=umask)
         except UnansweredError as error:
             match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
             return self._adopt(name or (match[1] if match else "sbatch"), token, error)

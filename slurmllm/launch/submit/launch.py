@@ -32,7 +32,7 @@ from slurmllm.core.slurm.client import ENDED_STATES, SlurmClient, UnansweredErro
 from slurmllm.core.slurm.setup import python_path
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.submit.render import precompile_nodes
-from slurmllm.launch.submit.run_folder import remove_unsubmitted
+from slurmllm.launch.submit.run_folder import remove_unsubmitted, run_umask
 from slurmllm.launch.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.launch.supervise.attempts import process_identity
 from slurmllm.launch.supervise.run_lock import locked
@@ -67,7 +67,7 @@ class SubmittedRun:
     @property
     def warnings(self) -> list[str]:
         """Why it may be slow or start late."""
-        return self.prepared.all_warnings
+        return list(self.prepared.warnings)
 
     @property
     def scripts(self) -> dict[Stage, str]:
@@ -95,10 +95,15 @@ class SubmittedRun:
                 "config": config.values(),
                 "mesh": prepared.mesh_json(),
                 "scripts": prepared.scripts,
-                "defaults": prepared.shell_defaults,
+                "defaults": {
+                    # Variable of the user's shell → option of sbatch that nothing else sets
+                    source: path.removeprefix("slurm.")
+                    for path, _, source in config.rows()
+                    if source.startswith("SBATCH_")
+                },
                 "environment": [{"name": name, **v._asdict()} for name, v in variables.items()],
                 "backend_arguments": backend.arguments(config, prepared.mesh),
-                "refusals": prepared.all_refusals,
+                "refusals": prepared.refusals,
                 **({} if command is None else {"command": command}),
                 "planner": planner,
             }
@@ -251,6 +256,7 @@ def _sbatch(
             after_ok=submission.precompile_job,
             requeue=submission.restart == "requeue",
             name=submission.lane if stage == "train" else None,
+            umask=run_umask(prepared.config.cluster),
         )
     except SlurmError as error:
         raise SlurmError(f"{error}; --dry-run shows the scripts") from error
@@ -303,7 +309,8 @@ def run_locally(
             nodes = prepared.mesh.nodes
             if stage == "precompile":
                 nodes = precompile_nodes(prepared.config, nodes)
-            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation)
+            umask = run_umask(prepared.config.cluster)
+            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation, umask)
             for number in previous:
                 signal.signal(number, job.on_interrupt)
             if (code := job.run_to_end()) != EXIT_OK:
@@ -333,6 +340,7 @@ class LocalJob:
     nodes: int
     quiet: bool
     allocation: str | None = None
+    umask: int = -1  # of the script; -1: this process's
 
     def __post_init__(self) -> None:
         self.interrupts = self.restarts = 0
@@ -379,6 +387,7 @@ class LocalJob:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            umask=self.umask,
             start_new_session=True,  # Ctrl-C must reach only this process
             preexec_fn=die_with_parent,
         )

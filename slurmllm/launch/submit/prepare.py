@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig
@@ -41,7 +41,7 @@ from slurmllm.launch.submit.render import directives, render
 from slurmllm.launch.submit.run_folder import (
     claim_run,
     group_error,
-    limit_umask,
+    make_folders,
     new_run,
     remove_half_record,
     remove_unsubmitted,
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from slurmllm.plan.search import Unsupported
 
 Precompile = Literal["auto", "always", "never"]
-_NEVER_STARTS = "Slurm can never start %s like this"
 log = logging.getLogger(__name__)
 
 
@@ -96,13 +95,6 @@ class RunRequest:
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
 
-def has_precompile(request: RunRequest, config: RunConfig) -> bool:
-    """Whether the run has a precompile stage if no graphs exist."""
-    if request.precompile == "never":
-        return False
-    return request.precompile == "always" or needs_precompile(config)
-
-
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that can be launched."""
@@ -114,10 +106,10 @@ class PreparedRun:
     # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
     excluded: Sequence[str] = ()
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
-    warnings: Sequence[str] = ()  # why Slurm may start the jobs late, or on unequal nodes
-    refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
-    missing_data: Sequence[str] = ()  # after a dry run: which data are missing
-    limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
+    warnings: Sequence[str] = ()  # why it may be slow, start late or on unequal nodes
+    # After a dry run: why `submit` would refuse the run, and why it cannot start, which is raised
+    refused: Sequence[ConfigError] = ()
+    unstartable: Sequence[ConfigError] = ()
     compiles: bool = True  # whether precompile has graphs, or a micro batch to measure
     graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
@@ -140,10 +132,10 @@ class PreparedRun:
         """The next attempt's command of a trainer of another project, filled in."""
         if (command := self.config.recipe.command) is None:
             return None
-        attempt = max((folder.number + 1 for folder in self.run.attempts("train")), default=0)
-        return command_line(
-            command, command_values(self.run, self.config, attempt, self.mesh.nodes)
-        )
+        attempts = self.run.attempts("train")
+        attempt = attempts[-1].number + 1 if attempts else 0
+        values = command_values(self.run, self.config, attempt, self.mesh.nodes)
+        return command_line(command, values)
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
@@ -151,30 +143,12 @@ class PreparedRun:
         return self.mesh.to_json() if has_model else self.mesh.size_json()
 
     @property
-    def shell_defaults(self) -> dict[str, str]:
-        """Variable of the user's shell → option of sbatch that it sets; no other variable does."""
-        sources = ((source, path.removeprefix("slurm.")) for path, _, source in self.config.rows())
-        return {source: name for source, name in sources if source.startswith("SBATCH_")}
-
-    @property
-    def all_warnings(self) -> list[str]:
-        return [*(self.fit.warnings if self.fit is not None else ()), *self.warnings]
-
-    @property
-    def all_refusals(self) -> list[str]:
-        return [*self.refusals, *self.limit_faults, *self.missing_data]
-
-    def require_startable(self) -> None:
-        """Raise after a dry run what a submission would raise without data, or beyond limits."""
-        name = self.config.recipe.name
-        if self.limit_faults:
-            raise ConfigError(_NEVER_STARTS % name, self.limit_faults)
-        if self.missing_data:
-            raise ConfigError(f"{name} has no training data", self.missing_data)
+    def refusals(self) -> list[str]:
+        """The faults of all errors of a dry run."""
+        return [fault for error in (*self.refused, *self.unstartable) for fault in error.faults]
 
 
-@dataclass(frozen=True)
-class RunLayout:
+class RunLayout(NamedTuple):
     """What was chosen of a run: its nodes, and the settings that were open."""
 
     config: RunConfig
@@ -183,15 +157,14 @@ class RunLayout:
     mesh: Mesh
 
 
-@dataclass(frozen=True)
-class Checks:
+class Checks(NamedTuple):
     """What the checks of a layout returned."""
 
-    config: RunConfig  # with the initial weights
     fit: FitCheck | None
     warnings: Sequence[str]
-    refusals: Sequence[str]
-    limit_faults: Sequence[str]
+    errors: Sequence[ConfigError]
+    compiles: bool  # whether there is a precompile stage, if no graphs exist
+    limit_faults: Mapping[Stage, Sequence[str]]  # why Slurm can never start a stage's job
 
 
 def prepare(request: RunRequest) -> PreparedRun:
@@ -204,22 +177,30 @@ def prepare(request: RunRequest) -> PreparedRun:
         DataError: an input is unusable.
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
     """
-    _require_access(request)
+    cluster = request.config.cluster
+    if cluster.planning_only is not None:
+        fix = "choose another --cluster (`slurmllm recipes --clusters`)"
+        title = f"cluster profile {cluster.name} is for planning only"
+        raise ConfigError(title, [f"{cluster.planning_only}; {fix}"])
+    if request.run is not None:
+        require_own(request.run, cluster.trusted_group)
+    if not request.dry_run:
+        forget_site()
     layout = choose(request)
     checks = check(request, layout)
-    config, run = checks.config, layout.run
-    missing: Sequence[str] = ()
-    if config.recipe.worker.has_model:
-        config, missing = _resolve_data(request, config)
-    else:
-        config = with_folder(config)
     if request.dry_run:
-        prepared = _render(request, layout, checks, config, run)
-        refusals, limit_faults = checks.refusals, checks.limit_faults
-        return replace(prepared, refusals=refusals, limit_faults=limit_faults, missing_data=missing)
+        return _preview(request, layout, checks)
+    for error in checks.errors:
+        raise error
+    if checks.limit_faults["train"]:
+        raise _limit_error(layout, checks, STAGES)
+    config = _with_weights(request, layout.config)
+    if request.fetch is not None and (missing := locate(config, request.root).missing):
+        request.fetch(config, request.root, missing)
+    config, run = _with_inputs(request, config, build=True), layout.run
     if request.run is None:
         folder = request.folder or request.root
-        run = claim_run(folder, request.name, config.recipe.name, config.cluster)
+        run = claim_run(folder, request.name, config.recipe.name, cluster)
         if request.claimed is not None:
             # It takes the run's lock: of two that reuse a directory only one goes on.
             request.claimed(run)
@@ -231,13 +212,13 @@ def prepare(request: RunRequest) -> PreparedRun:
             _find_graphs(request, layout.nodes, config, run) if request.find_graphs else None
         )
         prepared = replace(
-            _render(request, layout, checks, config, run),
+            _render(layout.nodes, checks, config, run),
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
-        if graphs_from is None:
-            _check_limits(request, layout, ("precompile",))
+        if graphs_from is None and checks.limit_faults["precompile"]:
+            raise _limit_error(layout, checks, ("precompile",))
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -246,37 +227,68 @@ def prepare(request: RunRequest) -> PreparedRun:
     return prepared
 
 
-def _render(
-    request: RunRequest, layout: RunLayout, checks: Checks, config: RunConfig, run: RunDir
-) -> PreparedRun:
-    prepared = render_run(config, layout.nodes, run)
-    compiles = has_precompile(request, config)
-    return replace(prepared, fit=checks.fit, warnings=checks.warnings, compiles=compiles)
+def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> PreparedRun:
+    """Return what a dry run shows, with the errors that `prepare` would raise."""
+    config, unstartable = _with_weights(request, layout.config), list[ConfigError]()
+    if any(checks.limit_faults.values()):
+        unstartable.append(_limit_error(layout, checks, STAGES))
+    if config.recipe.worker.has_model:
+        located = locate(config, request.root)
+        missing = missing_data(config, request.root, located)
+        if request.fetch is not None and located.missing:
+            log.warning("--fetch would download the data first: %s", missing[0])
+            if "corpus" in located.values:
+                missing = []  # without a corpus among them, it would fail after the download
+        if missing:
+            title = f"{config.recipe.name} has no training data"
+            unstartable.append(ConfigError(title, missing))
+    config = _with_inputs(request, config, build=False)
+    prepared = _render(layout.nodes, checks, config, layout.run)
+    return replace(prepared, refused=checks.errors, unstartable=unstartable)
+
+
+def _render(nodes: int, checks: Checks, config: RunConfig, run: RunDir) -> PreparedRun:
+    prepared = render_run(config, nodes, run)
+    return replace(prepared, fit=checks.fit, warnings=checks.warnings, compiles=checks.compiles)
+
+
+def _limit_error(layout: RunLayout, checks: Checks, stages: Sequence[Stage]) -> ConfigError:
+    faults = [fault for stage in stages for fault in checks.limit_faults[stage]]
+    return ConfigError(f"Slurm can never start {layout.config.recipe.name} like this", faults)
 
 
 def check(request: RunRequest, layout: RunLayout) -> Checks:
-    """Check the settings of a run; its data are checked later.
-
-    Raises:
-        ConfigError: with the first faults; in a dry run all are returned.
-    """
-    config, fit = layout.config, None
-    title = f"{config.recipe.name}: these settings cannot be used here"
-    refusals = _refuse(request, title, site_faults(config, request.local))
-    if config.recipe.worker.has_model:
-        title = f"backend {config.backend} cannot train {config.recipe.name} like this"
-        refusals += _refuse(request, title, _setting_faults(request, layout))
-        fit, fit_refusals = _check_fit(request, layout)
-        refusals += fit_refusals
-        config = _with_weights(request, config)
-    warnings, limit_faults = _check_limits(request, layout, STAGES)
-    return Checks(config, fit, warnings, refusals, limit_faults)
+    """Check the settings of a run; its weights and data are checked later."""
+    config, fit, errors = layout.config, None, list[ConfigError]()
+    recipe = config.recipe
+    if faults := site_faults(config, request.local):
+        title = f"{recipe.name}: these settings cannot be used here"
+        errors.append(ConfigError(title, faults))
+    if recipe.worker.has_model:
+        if faults := _setting_faults(request, layout):
+            title = f"backend {config.backend} cannot train {recipe.name} like this"
+            errors.append(ConfigError(title, faults))
+        # The fewest nodes: shards of the model are the largest there.
+        fewest = min(layout.nodes, recipe.slurm.min_nodes or layout.nodes)
+        fit = _check_fit(request, layout, fewest)
+        if fit is not None and fit.refusals:
+            title = (
+                f"the planner predicts that {recipe.name} does not fit into the memory of "
+                f"{fewest} node(s) of {config.cluster.name}; --force submits all the same"
+            )
+            errors.append(ConfigError(title, fit.refusals))
+    compiles = request.precompile == "always"
+    if request.precompile == "auto":
+        compiles = needs_precompile(config)
+    warnings, limit_faults = _check_limits(request.slurm, layout, compiles)
+    warnings = [*(fit.warnings if fit is not None else ()), *warnings]
+    return Checks(fit, warnings, errors, compiles, limit_faults)
 
 
 def _with_weights(request: RunRequest, config: RunConfig) -> RunConfig:
     """Return the configuration with the path of its initial weights, which are checked."""
     weights = config.recipe.train.init_from
-    if not request.check_weights or weights is None:
+    if not request.check_weights or weights is None or not config.recipe.worker.has_model:
         return config
     from slurmllm.train.checkpoint.catalogue import find_checkpoint, newest_verified
     from slurmllm.train.checkpoint.state import require_model
@@ -289,18 +301,19 @@ def _with_weights(request: RunRequest, config: RunConfig) -> RunConfig:
     return config.with_settings("train", init_from=str(source))
 
 
-def _require_access(request: RunRequest) -> None:
-    """Raise if the profile is for planning only, or the run is another user's; limit the umask."""
-    cluster = request.config.cluster
-    if cluster.planning_only is not None:
-        fix = "choose another --cluster (`slurmllm recipes --clusters`)"
-        title = f"cluster profile {cluster.name} is for planning only"
-        raise ConfigError(title, [f"{cluster.planning_only}; {fix}"])
-    if request.run is not None:
-        require_own(request.run, cluster.trusted_group)
-    if not request.dry_run:
-        limit_umask(cluster)
-        forget_site()
+def _with_inputs(request: RunRequest, config: RunConfig, build: bool) -> RunConfig:
+    """Return the configuration with absolute paths of its inputs, which are checked."""
+    if not config.recipe.worker.has_model:
+        return with_folder(config)
+    config = resolve_inputs(config, request.root, build)
+    if config.is_trial:
+        log.warning(
+            "TRIAL RUN: with --data builtin, %s trains on the source files of this machine's "
+            "Python instead of %s; its losses cannot be compared with the recipe's",
+            config.recipe.name,
+            " and ".join(config.recipe.data.sources) or "a corpus",
+        )
+    return config
 
 
 def choose(request: RunRequest) -> RunLayout:
@@ -358,13 +371,6 @@ def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupport
     return chosen
 
 
-def _refuse(request: RunRequest, title: str, faults: Sequence[str], hint: str = "") -> list[str]:
-    """Raise ConfigError if there are faults; in a dry run return them."""
-    if faults and not request.dry_run:
-        raise ConfigError(title, [*faults, hint] if hint else faults)
-    return list(faults)
-
-
 def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
     """Return why the backend cannot train a run with these settings."""
     config, mesh = layout.config, layout.mesh
@@ -403,76 +409,39 @@ def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
     return faults
 
 
-def _check_fit(request: RunRequest, layout: RunLayout) -> tuple[FitCheck | None, list[str]]:
+def _check_fit(request: RunRequest, layout: RunLayout, nodes: int) -> FitCheck | None:
     config = layout.config
     if not request.check_layout or config.cluster.hardware is None:
-        return None, []
+        return None
     from slurmllm.plan.fit_check import check_fit
 
-    # The fewest nodes: shards of the model are the largest there.
-    fewest = min(layout.nodes, config.recipe.slurm.min_nodes or layout.nodes)
-    fit = check_fit(
+    return check_fit(
         config,
-        fewest,
+        nodes,
         load_environment(config.backend).unsupported,
         reuse.measured_micro_batch(layout.run),
         chosen=request.config.recipe.parallel.auto,
         force=request.force,
         resumes=request.run is not None,
     )
-    title = (
-        f"the planner predicts that {config.recipe.name} does not fit into the memory of "
-        f"{fewest} node(s) of {config.cluster.name}"
-    )
-    hint = "if the prediction is wrong, --force submits all the same"
-    return fit, _refuse(request, title, fit.refusals if fit is not None else (), hint)
 
 
 def _check_limits(
-    request: RunRequest, layout: RunLayout, stages: Sequence[Stage]
-) -> tuple[Sequence[str], list[str]]:
-    """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
-    faults, limits = list[str](), LimitCheck()
-    # A value that Slurm would misread is refused before data are fetched.
-    options = {
-        stage: directives(stage, layout.config, layout.run, layout.nodes) for stage in STAGES
-    }
-    if request.slurm is None:
-        return (), []
-    site = Site(request.slurm)
-    for stage in stages:
-        if stage == "precompile" and not has_precompile(request, layout.config):
-            continue
-        limits = check_limits(read_options(options[stage]), site)
-        option = "--time " if stage == "train" else "--set slurm.precompile_time="
-        for fault in limits.faults:
-            faults.append(f"{stage} job: {fault}".replace("--time ", option))
-    if stages == STAGES and not limits.faults and not request.dry_run:
-        faults = []  # whether the precompile job is needed shows later
-    title = _NEVER_STARTS % layout.config.recipe.name
-    return limits.warnings, _refuse(request, title, faults)
-
-
-def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
-    """Return the configuration with its inputs, fetched if requested, and what is missing."""
-    located = locate(config, request.root)
-    missing = missing_data(config, request.root, located)
-    if request.fetch is not None and located.missing:
-        if request.dry_run:
-            log.warning("--fetch would download the data first: %s", missing[0])
-            # Without a corpus among them, a submission would fail after the download.
-            missing = [] if "corpus" in located.values else missing
-        else:
-            request.fetch(config, request.root, located.missing)
-    config = resolve_inputs(config, request.root, build=not request.dry_run)
-    if config.is_trial:
-        log.warning(
-            "TRIAL RUN: with --data builtin, %s trains on the source files of this machine's "
-            "Python instead of %s; its losses cannot be compared with the recipe's",
-            config.recipe.name,
-            " and ".join(config.recipe.data.sources) or "a corpus",
-        )
-    return config, missing
+    client: SlurmClient | None, layout: RunLayout, compiles: bool
+) -> tuple[Sequence[str], dict[Stage, Sequence[str]]]:
+    """Compare jobs with their partition; returns warnings of the train job, and the faults."""
+    faults: dict[Stage, Sequence[str]] = dict.fromkeys(STAGES, ())
+    limits, site = LimitCheck(), None if client is None else Site(client)
+    for stage in STAGES:
+        # A value that Slurm would misread is refused, whether there is a limit or not.
+        options = directives(stage, layout.config, layout.run, layout.nodes)
+        if site is not None and (compiles or stage == "train"):
+            limits = check_limits(read_options(options), site)
+            option = "--time " if stage == "train" else "--set slurm.precompile_time="
+            faults[stage] = [
+                f"{stage} job: {fault}".replace("--time ", option) for fault in limits.faults
+            ]
+    return limits.warnings, faults
 
 
 def _largest_node_count(config: RunConfig, nodes: int) -> int:
@@ -536,11 +505,11 @@ def _damaged_files(run: RunDir) -> tuple[str, ...]:
 
 def write_run(prepared: PreparedRun) -> None:
     run = prepared.run
+    make_folders(prepared.config.cluster, run.script("train").parent, run.logs)
     save(prepared.config, run)
     save_mesh(prepared.mesh, run.plan)
     for stage, script in prepared.scripts.items():
         write_atomic(run.script(stage), script)
-    run.logs.mkdir(parents=True, exist_ok=True)
 
 
 def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir) -> str | None:
@@ -566,6 +535,7 @@ def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir
         return GraphManifest.load(run.graphs_manifest).reused_from or run.name
     refused = []
     for source in reuse.find(config, nodes, local, run):
+        make_folders(config.cluster, run.graphs)
         reason = reuse.link_or_copy_graphs(source, run, group)
         if reason is None:
             return GraphManifest.load(run.graphs_manifest).reused_from

@@ -93,7 +93,6 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     Raises:
         RunError: the name is taken.
     """
-    limit_umask(cluster)
     while True:
         run = new_run(root, name, recipe)
         try:
@@ -103,7 +102,8 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
                     shutil.rmtree(run.path)
                 else:
                     return run
-            run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
+            # Atomic, on NFS too: the name belongs to who created it.
+            run.path.mkdir(mode=0o777 & ~run_umask(cluster))
             if cluster.runs_group is not None:
                 _give_to_group(run.path, cluster.runs_group)
         except FileExistsError:
@@ -125,12 +125,21 @@ def remove_unsubmitted(run: RunDir) -> None:
         shutil.rmtree(run.path, ignore_errors=True)
 
 
-def limit_umask(cluster: Cluster) -> None:
-    """Limit who may read and write what this process makes, and by sbatch its jobs."""
+def run_umask(cluster: Cluster) -> int:
+    """Return the umask of a run's jobs: this process's, which also keeps other users out."""
+    status = Path("/proc/self/status").read_text("utf-8")
+    current = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
     trusted, readers = cluster.trusted_group, cluster.runs_group
     limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
-    limit |= 0o005 if readers is not None else 0
-    os.umask(os.umask(limit) | limit)
+    if readers is not None:
+        limit |= 0o005
+    return limit | (int(current[1], 8) if current else 0)
+
+
+def make_folders(cluster: Cluster, *folders: Path) -> None:
+    """Make folders of a run that other users may not write into."""
+    for folder in folders:
+        folder.mkdir(0o777 & ~run_umask(cluster), parents=True, exist_ok=True)
 
 
 def require_own(run: RunDir, group: str | None) -> None:

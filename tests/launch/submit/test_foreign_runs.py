@@ -19,6 +19,7 @@ from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.core.errors import ConfigError, RunError
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
+from slurmllm.launch.submit.run_folder import run_umask
 from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.launch.supervise.supervisor import Supervisor
 from slurmllm.launch.supervise.workers import Workers
@@ -98,7 +99,8 @@ def prepare_ours(config: RunConfig, folder: Path, **fields: str | None) -> None:
 def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:
     os.umask(0)
     prepare(RunRequest(config, 1, tmp_path, name="mine"))
-    assert os.umask(0) == 0o022, "sbatch hands it to the jobs"
+    assert os.umask(0) == 0, "it belongs to the process"
+    assert run_umask(config.cluster) == 0o022, "sbatch hands it to the jobs"
     prepare_ours(config, tmp_path, trusted_group="users")
     for path in (tmp_path / "mine", *(tmp_path / "mine").rglob("*")):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
