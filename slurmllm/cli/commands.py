@@ -6,17 +6,15 @@ import contextlib
 import io
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import click
 
 from slurmllm.cli.options import JOB_OPTIONS
 from slurmllm.core import removed
-from slurmllm.core.errors import UserError
 from slurmllm.core.format import printable
 
 _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)  # PATH=VALUE
@@ -42,14 +40,17 @@ class GroupedCommand(click.Command):
         self.common = common.split()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        headings = ("Common options", "Slurm options", "Sweep options", "Advanced options")
-        sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in headings}
+        sections: dict[str, list[tuple[str, str]]] = {
+            f"{kind} options": [] for kind in ("Common", "Slurm", "Sweep", "Advanced")
+        }
         for param in self.get_params(ctx):
-            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 name = max(param.opts, key=len).removeprefix("--")
-                kinds = (name in self.common, name in _OF_SLURM, name in _OF_SWEEPS, True)
-                sections[headings[kinds.index(True)]].append(record)
+                kind = "Slurm" if name in _OF_SLURM else "Sweep" if name in _OF_SWEEPS else ""
+                if name in self.common:
+                    kind = "Common"
+                sections[f"{kind or 'Advanced'} options"].append(record)
         for heading, records in sections.items():
             if records:
                 with formatter.section(heading):
@@ -77,40 +78,30 @@ class Verbs(click.Group):
         if message is not None and not ctx.resilient_parsing:
             ctx.fail(message)
         name, verb, arguments = super().resolve_command(ctx, args)
-        if verb is not None and any(param.name == "overrides" for param in verb.params):
-            before, positional = _with_set_options(verb, arguments, ctx.resilient_parsing)
-            after = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
-            if after and any(param.name == "command" for param in verb.params):
-                arguments = with_command(before, positional, after)
-            else:
-                arguments = [*before, "--", *after] if after else before
-        return name, verb, arguments
+        fields = [] if verb is None else [param.name for param in verb.params]
+        if verb is None or "overrides" not in fields:
+            return name, verb, arguments
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        before, positional = _with_set_options(verb, arguments[:end])
+        after = arguments[end + 1 :]
+        if after and "command" in fields:
+            return name, verb, with_command(before, positional, after)
+        return name, verb, [*before, *arguments[end:]]
 
 
-def _with_set_options(
-    verb: click.Command, arguments: list[str], lenient: bool
-) -> tuple[list[str], list[str]]:
-    """Return arguments up to `--` with --set before each PATH=VALUE, and the positional ones.
-
-    Raises:
-        UserError: a field of a recipe is written as an option, unless `lenient`.
-    """
+def _with_set_options(verb: click.Command, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments with --set before each PATH=VALUE, and the positional ones."""
     options = [param for param in verb.params if isinstance(param, click.Option)]
-    values = {name: 0 if option.is_flag else 1 for option in options for name in option.opts}
-    result, positional, remaining = list[str](), list[str](), list(arguments)
-    while remaining and remaining[0] != "--":
-        argument = remaining.pop(0)
-        option, equals, value = argument.partition("=")
-        if not lenient and option.startswith("--") and "." in option:
-            if not equals:
-                value = remaining[0] if remaining and not remaining[0].startswith("-") else "VALUE"
-            setting = f"{option[2:].replace('-', '_')}={value}"
-            raise UserError(f"{option}: no option, but a field; write {shlex.quote(setting)}")
-        is_setting = _SETTING.fullmatch(argument)
-        result += ["--set", argument] if is_setting else [argument]
-        positional += [] if is_setting or argument.startswith("-") else [argument]
-        count = values.get(argument, 0)  # of the option's values, which may look like settings
-        result, remaining = result + remaining[:count], remaining[count:]
+    takes_value = {name for option in options for name in option.opts if not option.is_flag}
+    result, positional, remaining = list[str](), list[str](), iter(arguments)
+    for argument in remaining:
+        if _SETTING.fullmatch(argument):
+            result.append("--set")
+        elif not argument.startswith("-"):
+            positional.append(argument)
+        result.append(argument)
+        if argument in takes_value:
+            result += islice(remaining, 1)  # which may look like a setting
     return result, positional
 
 
@@ -127,19 +118,15 @@ def with_command(
     from slurmllm.core.config.profiles import TRAINERS
 
     options = list(takewhile(lambda argument: argument.startswith("-"), after))
-    is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
-    if (options and positional and not is_adapter) or len(options) == len(after):
-        return [*before, "--", *after]
     command = after[len(options) :]
-    # Without a RECIPE the name is that of the program.
-    name = f'--set=name="{name_of_command(command)}"'
-    added = [] if positional else [f"{TRAINERS}/plain", name]
-    return [
-        *added,
-        *before,
-        f"--command={join_arguments(command)}",
-        *(["--", *options] if options else []),
-    ]
+    is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
+    if not command or (options and positional and not is_adapter):
+        return [*before, "--", *after]
+    arguments = [*before, f"--command={join_arguments(command)}"]
+    if not positional:  # the name is that of the program
+        name = f'--set=name="{name_of_command(command)}"'
+        arguments = [f"{TRAINERS}/plain", name, *arguments]
+    return [*arguments, "--", *options] if options else arguments
 
 
 class StandardStream(io.TextIOWrapper):
@@ -159,13 +146,16 @@ class StandardStream(io.TextIOWrapper):
         output = printable(output, styles=self.isatty() and "NO_COLOR" not in os.environ)
         if self.ascii:
             output = output.translate(_ASCII).encode("ascii", "backslashreplace").decode()
-        with contextlib.suppress(*([OSError] if self.tolerant else [])):
+        with self._ignored_errors():
             return super().write(output)
         return 0
 
     def flush(self) -> None:
-        with contextlib.suppress(*([OSError] if self.tolerant else [])):
+        with self._ignored_errors():
             super().flush()
+
+    def _ignored_errors(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.suppress(OSError) if self.tolerant else contextlib.nullcontext()
 
 
 def open_outputs() -> None:

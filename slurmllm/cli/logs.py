@@ -222,29 +222,23 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
     from slurmllm.analysis.status.logs import node_of, ranks_with_logs
     from slurmllm.core.run.records import NodeRecord
 
-    run, stage, attempt = selection.run, selection.stages[-1], selection.attempt
-    record, node_record = None, None
+    run, stage, record, node_record = selection.run, selection.stages[-1], None, None
     with suppress(StorageError):
         record = selection.newest_attempt()
     node = node_of(record, rank) if record is not None and rank is not None else ""
-    if follow and (rank is None or record is None or node):
-        if record is None:
-            click.echo(f"{run.name} has no logs yet: {_state_text(run)}", err=True)
+    if follow and record is None:
+        click.echo(f"{run.name} has no logs yet: {_state_text(run)}", err=True)
         return None
-    numbers = [attempt.number for attempt in run.attempts(stage)]
-    if attempt is not None and attempt not in numbers:
-        alternatives = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
-        raise RunError(f"{stage} attempt {attempt} of {run.name}: {alternatives}")
-    if not numbers and rank == 0:
-        raise RunError(f"{run.name} has no logs yet: {_state_text(run)}")
-    number = max(numbers, default=0) if attempt is None else attempt
-    if not (rank and node):
-        ranks = ranks_with_logs(run, stage, number)
-        alternatives = f"those with one are {ranks[0]}–{ranks[-1]}" if ranks else f"see {run.logs}"
-        raise RunError(f"none of these workers of {run.name} wrote a log; {alternatives}")
-    worker = f"rank {rank} on {node}, {stage} attempt {number}"
+    if follow and (rank is None or node):
+        return None
+    if record is None or not (rank and node):
+        attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage)) or "none"
+        listed = "none" if record is None else ranks_with_logs(run, stage, record.attempt)
+        logs = f"{stage} attempts: {attempts}; ranks with a log: {listed}"
+        raise RunError(f"{run.name} has no such logs ({logs}): {_state_text(run)}")
+    worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
     with suppress(StorageError):
-        node_record = NodeRecord.find(run.attempt(stage, number).node(node))
+        node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))
     if node_record is not None and rank in node_record.exit_codes:  # whose logs are collected
         return f"{worker}: it printed nothing"
     collector = f"whose launcher has not collected it; the next attempt on {node} does"

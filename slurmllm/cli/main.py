@@ -51,26 +51,12 @@ _SYNONYMS = {
 }
 
 
-class _Failure(click.ClickException):
-    """A `SlurmllmError` as click prints it."""
-
-    def __init__(self, error: SlurmllmError) -> None:
-        super().__init__(str(error))
-        self.exit_code = error.exit_code  # type: ignore[misc]  # click's own subclasses do it
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(
-            f"{click.style('error:', fg='red', bold=True)} {printable(self.message)}", err=True
-        )
-
-
 class _Verbs(Verbs):
     def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
         try:
             return super().make_context(*arguments, **extra)
         except BrokenPipeError:  # `slurmllm --help | true`, for which click would exit with 1
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise click.exceptions.Exit(EXIT_BROKEN_PIPE) from None
+            raise _broken_pipe() from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -78,17 +64,14 @@ class _Verbs(Verbs):
         except SlurmllmError as error:
             raise _Failure(error) from error
         except BrokenPipeError:  # `slurmllm logs RUN | head`
-            # Python flushes stdout at its exit, which would print another BrokenPipeError.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(EXIT_BROKEN_PIPE)
+            raise _broken_pipe() from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
+        name, verbs = args[0], self.list_commands(ctx)
         is_removed = removed.verb_message(name) is not None
-        may_fail = name[:1] != "-" and not ctx.resilient_parsing and not is_removed
-        if may_fail and self.get_command(ctx, name) is None:
+        if not (name.startswith("-") or name in verbs or ctx.resilient_parsing or is_removed):
             from difflib import get_close_matches
 
             verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]
@@ -106,6 +89,28 @@ class _Verbs(Verbs):
         verbs = importlib.import_module(f"slurmllm.cli.{_MODULES.get(cmd_name, cmd_name)}")
         verb: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
         return verb
+
+
+class _Failure(click.ClickException):
+    """A `SlurmllmError` as click prints it."""
+
+    def __init__(self, error: SlurmllmError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click's own subclasses do it
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        _print_error(self.message)
+
+
+def _print_error(message: str) -> None:
+    mark = click.style("error:", fg="red", bold=True)
+    click.echo(f"{mark} {printable(message)}", err=True)
+
+
+def _broken_pipe() -> click.exceptions.Exit:
+    # Python flushes stdout at its exit, which would print another BrokenPipeError.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return click.exceptions.Exit(EXIT_BROKEN_PIPE)
 
 
 @click.group(
@@ -145,17 +150,16 @@ def main() -> None:
         click.echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
     except UnicodeEncodeError as error:  # before anything was submitted: no file can hold it
-        click.echo(f"error: {error.object!r:.200} is not UTF-8 text; rename it", err=True)
+        _print_error(f"{error.object!r:.200} is not UTF-8 text; rename it")
         code = UserError.exit_code
     except OSError as error:
         action = "write the output" if error.filename is None else f"read {error.filename}"
-        click.echo(f"error: cannot {action}: {os_error_text(error)}", err=True)
+        _print_error(f"cannot {action}: {os_error_text(error)}")
         code = StorageError.exit_code
     except Exception:
         import traceback
 
         traceback.print_exc()
-        message = "an internal error of slurmllm; please report the traceback above"
-        click.echo(f"error: {message}", err=True)
+        _print_error("an internal error of slurmllm; please report the traceback above")
         code = CodeError.exit_code
     sys.exit(code if isinstance(code, int) else 0)

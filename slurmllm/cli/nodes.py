@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
-from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import SlurmError, UserError
 from slurmllm.core.format import format_time
 from slurmllm.core.run.rundir import RunDir, find_run
@@ -62,21 +61,25 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
             listed = [job for job, names in jobs.items() if name in names]
             row = {"run": run_dir.name, "node": name, **unknown, **recorded.get(name, {})}
             rows.append({**row, "jobs": listed})
-    if as_json:
-        options.echo_json({"excluded": rows})
-        return
-    if not rows:
+    if not rows and not as_json:
         click.echo("no node is excluded")
         return
 
-    cells = []
-    for row in rows:
-        times = [format_time(row[key]) if row[key] else "" for key in ("since", "until")]
-        reason = row["reason"] or "slurm.exclude, or its time is over"
-        job_ids = " ".join(row["jobs"])
-        cells.append((row["run"], row["node"], row["evidence"] or "", *times, job_ids, reason))
-    headings = ("run", "node", "evidence", "since", "until", "pending jobs", "reason")
-    print_table(headings, cells, fold="reason")
+    def time_of(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: format_time(row[key]) if row[key] else ""
+
+    columns: options.Columns = {
+        "run": "run",
+        "node": "node",
+        "evidence": lambda row: row["evidence"] or "",
+        "since": time_of("since"),
+        "until": time_of("until"),
+        "pending jobs": lambda row: " ".join(row["jobs"]),
+        "reason": lambda row: row["reason"] or "slurm.exclude, or its time is over",
+    }
+    options.print_rows(as_json, "excluded", rows, columns, "reason")
+    if as_json:
+        return
     click.echo(
         "excluded from the jobs of the run; `slurmllm nodes RUN --include NODE` ends it", err=True
     )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
+from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
+from slurmllm.core.format import ABSENT
 from slurmllm.core.run.rundir import RUN_NAME, is_run, is_sweep, run_folders
 from slurmllm.core.run.rundir import runs_root as runs_root_of
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from slurmllm.launch.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
+Columns = Mapping[str, str | Callable[[Mapping[str, Any]], str]]  # by heading
 _Step = click.IntRange(min=0)
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
 
@@ -128,30 +131,34 @@ class LogOptions(NamedTuple):
         for value in chain(*self):
             side = _SIDE.match(value)
             if side and side[1] not in letters:
-                raise UserError(
-                    f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}"
-                )
+                fault = f"there is no {side[1]}; the sources are A to {letters[-1]}"
+                raise UserError(f"{value!r}: {fault}")
         arguments = []
         for letter in letters:
-            tags, patterns, wheres = (_values_of(letter, values) for values in self)
+            # The values for this source, without its letter, and those for all
+            tags, patterns, wheres = (
+                [
+                    value.removeprefix(f"{letter}:")
+                    for value in values
+                    if value.startswith(f"{letter}:") or not _SIDE.match(value)
+                ]
+                for values in self
+            )
             for regex in patterns:
                 check_pattern(regex)
-            conditions = [value.partition("=") for value in wheres]
-            for column, equals, _ in conditions:
+            if len(set(patterns)) > 1:
+                fix = f"give one for each log, such as A:{patterns[0]}"
+                raise UserError(
+                    f"--pattern '{patterns[1]}': there is '{patterns[0]}' already; {fix}"
+                )
+            conditions = {}
+            for where in wheres:
+                column, equals, entry = where.partition("=")
                 if not (column and equals):
                     raise UserError(f"--where {column!r}: give COLUMN=VALUE, such as split=train")
-            if len(set(patterns)) > 1:
-                raise UserError(
-                    f"--pattern '{patterns[1]}': there is '{patterns[0]}' already; give one for "
-                    f"each log, such as A:{patterns[0]}"
-                )
-            arguments.append(
-                {
-                    "tags": parse_tags(tags),
-                    "pattern": next(iter(patterns), None),
-                    "where": {column.strip(): entry.strip() for column, _, entry in conditions},
-                }
-            )
+                conditions[column.strip()] = entry.strip()
+            pattern = patterns[0] if patterns else None
+            arguments.append({"tags": parse_tags(tags), "pattern": pattern, "where": conditions})
         return arguments
 
     def refuse_unused(self, curves: Sequence[Curve]) -> None:
@@ -169,13 +176,8 @@ class LogOptions(NamedTuple):
                 )
 
 
-def _values_of(letter: str, values: Sequence[str]) -> list[str]:
-    """Return the values for one source, without its letter, and those for all."""
-    prefix = f"{letter}:"
-    return [v.removeprefix(prefix) for v in values if v.startswith(prefix) or not _SIDE.match(v)]
-
-
-def _of_logs(option: str, name: str, metavar: str, description: str) -> Callable[[Any], Any]:
+def _of_logs(name: str, metavar: str, description: str) -> Callable[[Any], Any]:
+    option = f"--{name.removesuffix('s')}"
     return click.option(option, name, multiple=True, metavar=metavar, help=description)
 
 
@@ -184,21 +186,18 @@ log_options = grouped(
     LogOptions,
     LogOptions._fields,
     _of_logs(
-        "--tag",
         "tags",
         "METRIC=TAG",
         "Tag, column or key of another framework's log that holds a metric, such as "
         "loss=train/my_loss; A:loss=… for the first source only; repeatable.",
     ),
     _of_logs(
-        "--pattern",
         "patterns",
         "REGEX",
         "Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
         "A:REGEX for the first source only; repeatable.",
     ),
     _of_logs(
-        "--where",
         "wheres",
         "COLUMN=VALUE",
         "Rows of another framework's log to read, such as split=train or rank=0; A:split=train "
@@ -246,16 +245,14 @@ def _node_counts(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int | None, int] | None:
     """Parse `4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", (value or "").strip())
     if value is None:
         return None
-    fewest, largest = (
-        (int(count) if count else None for count in match.groups()) if match else (0, 0)
-    )
-    if largest is None or not 1 <= (largest if fewest is None else fewest) <= largest:
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", value.strip())
+    fewest, largest = map(int, (match[1] or match[2], match[2])) if match else (0, 0)
+    if match is None or not 1 <= fewest <= largest:
         fault = f"{value!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
         raise click.BadParameter(fault, ctx, param)
-    return fewest, largest
+    return fewest if match[1] else None, largest
 
 
 node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
@@ -361,6 +358,24 @@ def echo_json(value: Any, indent: int | None = 2) -> None:
     click.echo(json.dumps(value, indent=indent))
 
 
+def print_rows(
+    as_json: bool,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    columns: Columns,
+    fold: str = "",
+) -> None:
+    """Print rows as JSON, or as a table of heading → key or function of a row; None is `-`."""
+    if as_json:
+        echo_json({name: rows})
+        return
+    table = []
+    for row in rows:
+        values = (row[key] if isinstance(key, str) else key(row) for key in columns.values())
+        table.append([ABSENT if value is None else str(value) for value in values])
+    print_table(tuple(columns), table, fold)
+
+
 def plot(ending: str) -> Callable[[Any], Any]:
     return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{ending}")
 
@@ -396,12 +411,10 @@ def check_folder(option: str, path: str | None) -> None:
     """Raise UserError if a file cannot be written by its name; before any work is done."""
     if path is None:
         return
+    folder = Path(path).parent
     if not path or Path(path).is_dir():
         fault = "a folder" if path else "no name"
         raise UserError(f"{option} {path or repr(path)}: {fault}; give the name of a file")
-    folder = Path(path).parent
     if not folder.is_dir():
-        raise UserError(
-            f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
-            "name another file"
-        )
+        fix = f"`mkdir -p {folder}` first, or name another file"
+        raise UserError(f"{option} {path}: the folder {folder} does not exist; {fix}")

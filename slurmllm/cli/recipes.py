@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +16,8 @@ from slurmllm.core.format import format_count
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
+
+_FIGURES = ("bf16_tflops", "memory_gib", "memory_gb_s", "node_link_gb_s", "network_gb_s")
 
 
 @click.command()
@@ -73,16 +77,15 @@ def _list(as_json: bool) -> None:
     recipes = [resolve(name, "local").recipe for name in available(recipes_dir())]
     counts = {recipe.name: parameters(recipe.model) for recipe in recipes}
     recipes.sort(key=lambda r: (r.name.partition("_")[0], counts[r.name], r.name))
-    if as_json:
-        fields = {"name", "description", "default_cluster"}
-        rows = [{**r.model_dump(include=fields), "parameters": counts[r.name]} for r in recipes]
-        options.echo_json({"recipes": rows})
-        return
-    table = (
-        (r.name, format_count(counts[r.name]), r.description, r.default_cluster) for r in recipes
-    )
-    headings = ("recipe", "parameters", "description", "default cluster")
-    print_table(headings, table, fold="description")
+    fields = {"name", "description", "default_cluster"}
+    rows = [{**r.model_dump(include=fields), "parameters": counts[r.name]} for r in recipes]
+    columns: options.Columns = {
+        "recipe": "name",
+        "parameters": lambda row: format_count(row["parameters"]),
+        "description": "description",
+        "default cluster": "default_cluster",
+    }
+    options.print_rows(as_json, "recipes", rows, columns, "description")
 
 
 def _list_trainers(as_json: bool) -> None:
@@ -95,13 +98,9 @@ def _list_trainers(as_json: bool) -> None:
         del command["run"]
         begin = (folder / f"{name}.yaml").read_text("utf-8").partition("\n")[0]
         rows.append({"name": name, "description": begin.removeprefix("# "), **command})
-    if as_json:
-        options.echo_json({"trainers": rows})
-        return
-
-    columns = ("name", "resume", "checkpoints", "progress", "description")
-    table = [tuple(row[key] or "-" for key in columns) for row in rows]
-    print_table(("adapter", *columns[1:]), table, fold="description")
+    fields = ("resume", "checkpoints", "progress", "description")
+    columns = {"adapter": "name"} | {name: name for name in fields}
+    options.print_rows(as_json, "trainers", rows, columns, "description")
 
 
 def _list_clusters(more: str | None, as_json: bool) -> None:
@@ -111,31 +110,31 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     names = available(clusters_dir())
     names += [more] if more is not None and more not in names else []
     rows = [_cluster_row(resolve("tiny_neox", name)) for name in names]
-    if as_json:
-        options.echo_json({"clusters": rows})
-        return
-
+    if not as_json:
+        rows = [{**row, "notes": _cluster_notes(row)} for row in rows]
+        for row, name in product(rows, (*_FIGURES, "usd_per_hour")):
+            if row[name] is not None:
+                row[name] = f"{round(row[name], 2):g}"
     columns = {
+        "profile": "name",
+        "device": "device",
         "a node": "devices_per_node",
         "GiB": "memory_gib",
         "TFLOP/s": "bf16_tflops",
         "node GB/s": "node_link_gb_s",
         "network GB/s": "network_gb_s",
         "$/h": "usd_per_hour",
+        "backend": "backend",
+        "notes": "notes",
     }
-    table = []
-    for row in rows:
-        values = [row[key] for key in columns.values()]
-        figures = ["-" if value is None else f"{round(value, 2):g}" for value in values]
-        notes = []
-        if row["planning_only"] is not None:
-            notes.append("planning only")
-        if row["rough"]:
-            notes.append("rough")
-        if row["assumed"]:
-            notes.append(f"{len(row['assumed'])} assumed")
-        table.append((row["name"], row["device"], *figures, row["backend"], ", ".join(notes)))
-    print_table(("profile", "device", *columns, "backend", "notes"), table)
+    options.print_rows(as_json, "clusters", rows, columns)
+
+
+def _cluster_notes(row: Mapping[str, Any]) -> str:
+    notes = ["planning only"] if row["planning_only"] is not None else []
+    notes += ["rough"] if row["rough"] else []
+    notes += [f"{len(row['assumed'])} assumed"] if row["assumed"] else []
+    return ", ".join(notes)
 
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:
@@ -144,20 +143,17 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
 
     cluster, hardware = config.cluster, config.cluster.hardware
     price = select_price(config, None)
-    figures = ("bf16_tflops", "memory_gib", "memory_gb_s", "node_link_gb_s", "network_gb_s")
+    fields = {"name", "description", "device", "instance_type", "devices_per_node"}
     return {
-        **cluster.model_dump(
-            mode="json",
-            include={"name", "description", "device", "instance_type", "devices_per_node"},
-        ),
-        **{name: getattr(hardware, name, None) for name in figures},
-        "usd_per_hour": None if price is None else price.usd,
-        "price_date": None if price is None else price.date,
+        **cluster.model_dump(mode="json", include=fields),
+        **{name: getattr(hardware, name, None) for name in _FIGURES},
+        "usd_per_hour": getattr(price, "usd", None),
+        "price_date": getattr(price, "date", None),
         "backend": config.backend,
         "planning_only": cluster.planning_only,
         "rough": hardware is not None and hardware.rough,
-        "assumed": [] if hardware is None else list(hardware.assumed),
-        "source": None if hardware is None else hardware.source,
+        "assumed": list(getattr(hardware, "assumed", ())),
+        "source": getattr(hardware, "source", None),
     }
 
 

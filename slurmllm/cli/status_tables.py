@@ -119,7 +119,7 @@ def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> tuple
     evidence = "; ".join(attempt.evidence)
     return (
         str(attempt.attempt),
-        " ".join(attempt.nodes[:_SHOWN]) + (" …" if len(attempt.nodes) > _SHOWN else ""),
+        format_names(attempt.nodes, _SHOWN),
         f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else "",
         str(attempt.checkpoint_after or ""),
         format_duration(attempt.ended_at - attempt.started_at) if attempt.ended_at else "",
@@ -131,8 +131,7 @@ def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> tuple
 
 def _lines(state: RunState) -> Iterator[Line]:
     details = state.details
-    nodes = format_plural(state.nodes, "node")
-    yield "run", f"{state.name}  recipe {state.recipe}, {nodes}"
+    yield "run", f"{state.name}  recipe {state.recipe}, {format_plural(state.nodes, 'node')}"
     yield "directory", state.run_dir
     if details is not None and details.trial:
         yield "data", "trial: texts that ship with Python (--data builtin), not the recipe's data"
@@ -141,20 +140,8 @@ def _lines(state: RunState) -> Iterator[Line]:
     if state.eta_s is not None and state.finish_at is not None:
         step += f", {format_duration(state.eta_s)} left (until {format_time(state.finish_at)})"
     yield "step", step
-    if details is not None and details.compiling_s is not None:
-        so_far = format_duration(details.compiling_s)
-        compiling = f"compiling the first step …, {so_far} so far"
-        yield "workers", compiling + _limit_and_others(details.workers)
-    elif details is not None and details.workers is not None:
-        yield "workers", _progress(details.workers)
-    if details is not None and (trainer := details.trainer) is not None:
-        yield "command", trainer.command
-        if trainer.missing:
-            yield "progress", trainer.missing
-        if trainer.incomplete:
-            yield "incomplete", f"{', '.join(trainer.incomplete)}: may be half-written"
-    elif details is not None and details.mesh is not None:
-        yield "batch", _batch(details.mesh, details.micro_batch)
+    if details is not None:
+        yield from _worker_lines(details)
     if state.metrics:
         yield from _metric_lines(state)
     for stage, job in state.jobs.items():
@@ -171,38 +158,57 @@ def _lines(state: RunState) -> Iterator[Line]:
         yield from _detail_lines(state, details)
 
 
+def _worker_lines(details: Details) -> Iterator[Line]:
+    workers, trainer = details.workers, details.trainer
+    progress = "" if workers is None else _progress(workers)
+    if details.compiling_s is not None:
+        so_far = format_duration(details.compiling_s)
+        yield "workers", f"compiling the first step …, {so_far} so far{_limit_and_others(workers)}"
+    elif progress:
+        yield "workers", progress
+    if trainer is not None:
+        yield "command", trainer.command
+        if trainer.missing:
+            yield "progress", trainer.missing
+        if trainer.incomplete:
+            yield "incomplete", f"{', '.join(trainer.incomplete)}: may be half-written"
+    elif details.mesh is not None:
+        yield "batch", _batch(details.mesh, details.micro_batch)
+
+
 def _metric_lines(state: RunState) -> Iterator[Line]:
     row = state.metrics
-    norm = finite_number(row, "grad_norm")
-    of_norm = f", gradient norm {_number(norm, '.3f')}" if norm is not None or not row else ""
+    norm, sequences, tokens = (
+        finite_number(row, key) for key in ("grad_norm", "seq_per_s", "tokens_per_s")
+    )
+    of_norm = "" if norm is None else f", gradient norm {norm:.3f}"
     yield "loss", f"{_number(state.loss, '.4f')}{of_norm}"
-    evaluation = None if state.details is None else state.details.evaluation
-    if evaluation is not None:
+    if state.details is not None and (evaluation := state.details.evaluation) is not None:
         texts = "; ".join(
             f"{name} {value:.4f}, perplexity {perplexity(value):.2f}"
             for name, value in evaluation.values.items()
         )
         yield "validation", f"{texts} (step {evaluation.step})"
-    # Tokens/s at the median throughput, with the tokens per sequence of the last row.
-    sequences, tokens = (finite_number(row, key) for key in ("seq_per_s", "tokens_per_s"))
-    if state.seq_per_s is not None and sequences and tokens is not None:
-        tokens = state.seq_per_s * tokens / sequences
-    rate = f"{_number(state.seq_per_s, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"
-    if row and state.seq_per_s is None:  # another trainer's
-        of_tokens = f", {tokens:.0f} tokens/s" if tokens is not None else ""
-        rate = f"{_number(state.step_s, '.3g')} s per step{of_tokens}"
+    rate = f"{_number(state.step_s, '.3g')} s per step"  # of another trainer
+    if state.seq_per_s is not None:
+        rate = f"{state.seq_per_s:.1f} seq/s"
+        # Tokens/s at the median throughput, with the tokens per sequence of the last row.
+        if sequences and tokens is not None:
+            tokens = state.seq_per_s * tokens / sequences
+    rate += f", {tokens:.0f} tokens/s" if tokens is not None else ""
     trained = f"; {state.tokens:,} tokens so far" if state.tokens is not None else ""
     yield "rate", rate + trained
 
 
 def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     if details.cold_first_step_s is not None:
-        cold = f"first step {details.cold_first_step_s:.1f} s with an empty cache (precompile)"
-        warm = "; ".join(
+        line = f"first step {details.cold_first_step_s:.1f} s with an empty cache (precompile)"
+        warm = [
             f"{node} {step.first_step_s:.1f} s, {step.cache_hits} hits, {step.cache_misses} misses"
-            for node, step in list(details.first_steps.items())[:_SHOWN]
-        )
-        yield "graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"
+            for node, step in details.first_steps.items()
+        ]
+        last_attempt = f"; last attempt: {'; '.join(warm[:_SHOWN])}" if warm else ""
+        yield "graph cache", line + last_attempt
     if details.graphs is not None and details.graphs.reused_from is not None:
         yield "graphs", f"compiled by run {details.graphs.reused_from}"
     for line in details.uncompiled:
@@ -211,10 +217,8 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     for reason in dict.fromkeys(details.unused_graphs.values()):
         nodes = [node for node, message in details.unused_graphs.items() if message == reason]
         yield "graphs", f"not used on {format_names(nodes, _SHOWN)}: {reason}"
-    if state.attempts and state.attempts[-1].new_graphs:
-        added = state.attempts[-1].new_graphs
-        names = ", ".join(added[:_SHOWN]) + (" …" if len(added) > _SHOWN else "")
-        yield "new graphs", f"{len(added)} by the last attempt: {names}"
+    if state.attempts and (added := state.attempts[-1].new_graphs):
+        yield "new graphs", f"{len(added)} by the last attempt: {format_names(added, _SHOWN)}"
     for exclusion in details.excluded:
         until = format_time(exclusion.until)
         yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"
@@ -223,7 +227,7 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     if details.unequal_versions:
         yield "warning", details.unequal_versions
     if cores := details.core_files:
-        names, size = " ".join(sorted(cores)[:_SHOWN]), format_bytes(sum(cores.values()))
+        names, size = format_names(sorted(cores), _SHOWN), format_bytes(sum(cores.values()))
         yield "warning", f"core files, {size}, in the run's directory: {names}"
 
 
@@ -245,8 +249,8 @@ def _progress(workers: WorkerProgress) -> str:
     if workers.unchanged_s < 10:
         return message + _limit_and_others(replace(workers, limit_s=None))
     subject = "no step" if workers.phase == "stepping" else "no change"
-    unchanged = f", {subject} for {format_duration(workers.unchanged_s)}"
-    return message + unchanged + _limit_and_others(workers)
+    unchanged = f"{subject} for {format_duration(workers.unchanged_s)}"
+    return f"{message}, {unchanged}{_limit_and_others(workers)}"
 
 
 def _limit_and_others(workers: WorkerProgress | None) -> str:
@@ -255,8 +259,7 @@ def _limit_and_others(workers: WorkerProgress | None) -> str:
         return ""
     message = "" if workers.limit_s is None else f" (limit {format_duration(workers.limit_s)})"
     if workers.behind:
-        ranks = ", ".join(map(str, workers.behind[:8]))
-        message += f"; behind the others: rank {ranks}" + (" …" if len(workers.behind) > 8 else "")
+        message += f"; behind the others: rank {format_names(list(map(str, workers.behind)))}"
     return message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.run.records import Submission
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
+
+_NO_RANGE = "--nodes M-N: a range is for Slurm's jobs; give one number"
 
 
 @click.command(
@@ -77,7 +81,12 @@ def submit(
     from slurmllm.launch.submit.launch import start_run
     from slurmllm.launch.submit.sweep import resolve_cases
 
-    _check_options(shared, nodes, data, fetch, sweep)
+    if shared.local and nodes[0] is not None:
+        raise click.UsageError(_NO_RANGE)
+    if sweep.max_running is not None and shared.settings["slurm.dependency"][1] is not None:
+        raise click.UsageError("--dependency and --max-running exclude each other; give one")
+    if data == "builtin" and fetch:
+        raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
     settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
     settings |= {**data_settings(data), "command.run": ("command line", command)}
     cases = sweeps.read_cases(sweep, shared.local)
@@ -96,39 +105,14 @@ def submit(
         configs[0].recipe.require_training("--fetch", "leave it out")
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]
-    fields = {"name": name, "fetch": fetch_sources if fetch else None}
-    request = _request(configs[0], count, shared, local=shared.local, **fields)
+    request = _request(configs[0], count, shared, shared.local)
+    request = replace(request, name=name, fetch=fetch_sources if fetch else None)
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
-    run = start_run(request, allocation, print_warnings)
-    if shared.dry_run:
-        _print_dry_run(run, shared.as_json)
-    else:
-        _finish(ctx, run, shared.as_json)
+    ctx.exit(_print_run(start_run(request, allocation, print_warnings), shared))
 
 
-def _check_options(
-    shared: RunOptions,
-    nodes: tuple[int | None, int],
-    data: str | None,
-    fetch: bool,
-    sweep: SweepOptions,
-) -> None:
-    _check_range(nodes[0], shared.local)
-    if sweep.max_running is not None and shared.settings["slurm.dependency"][1] is not None:
-        raise click.UsageError("--dependency and --max-running exclude each other; give one")
-    if data == "builtin" and fetch:
-        raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
-
-
-def _check_range(fewest: int | None, local: bool) -> None:
-    if local and fewest is not None:
-        raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
-
-
-def _request(
-    config: RunConfig, nodes: int, shared: RunOptions, *, local: bool, **fields: Any
-) -> RunRequest:
+def _request(config: RunConfig, nodes: int, shared: RunOptions, local: bool) -> RunRequest:
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.prepare import RunRequest
 
@@ -141,15 +125,20 @@ def _request(
         force=shared.force,
         dry_run=shared.dry_run,
         slurm=None if local or shared.in_allocation else SlurmClient(),
-        **fields,
     )
 
 
-def _finish(ctx: click.Context, run: SubmittedRun, as_json: bool) -> None:
-    """Run the stages here if local or in an allocation; else print the submitted jobs."""
+def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
+    """Print a dry run, submitted jobs, or a run here, which it runs; returns the exit code."""
     if run.sent is not None and run.sent.local:
-        ctx.exit(_run_and_report(run, as_json))
-    _print_submission(run, as_json)
+        return _run_and_report(run, shared.as_json)
+    if run.sent is None:
+        _print_dry_run(run, shared.as_json)
+    elif shared.as_json:
+        options.echo_json(run.to_dict(), indent=None)
+    else:
+        _print_submission(run.prepared, run.sent)
+    return EXIT_OK
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
@@ -165,8 +154,6 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 def print_warnings(prepared: PreparedRun) -> None:
     for warning in prepared.warnings:
         click.echo(f"warning: {warning}", err=True)
-    for reason in prepared.rederived:
-        click.echo(f"warning: {reason}; written again from config.yaml", err=True)
     if prepared.excluded:
         names = " ".join(prepared.excluded)
         click.echo(f"excluded: {names}, which failed the run; see status", err=True)
@@ -214,63 +201,67 @@ def _print_scripts(prepared: PreparedRun, summary: Mapping[str, Any]) -> None:
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
 
 
-def _print_submission(submitted: SubmittedRun, as_json: bool) -> None:
+def _print_facts(facts: Mapping[str, str | None]) -> None:
+    for name, fact in facts.items():
+        if fact is not None:
+            click.echo(f"{name:<10} {fact}")
+
+
+def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
     """Print job ids, directory, mesh and the next commands."""
-    if as_json:
-        options.echo_json(submitted.to_dict(), indent=None)
-        return
-    prepared, submission = submitted.prepared, submitted.sent
-    run, mesh = prepared.run, prepared.mesh
-    assert submission is not None, "a dry run prints its scripts"
-    first = (
-        f"precompile job {submission.precompile_job}, then " if submission.precompile_job else ""
-    )
-    click.echo(f"run        {run.name}")
-    click.echo(f"directory  {run.path}")
-    click.echo(f"jobs       {first}train job {submission.train_job}")
-    _print_graphs(prepared)
+    run, mesh, precompile = prepared.run, prepared.mesh, submission.precompile_job
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
         batch = "micro batch auto: measured by the precompile stage"
     degrees = f"tensor {mesh.tensor}, pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
-    if (command := prepared.command_line) is not None:
-        click.echo(f"command    {command}")
+    command = prepared.command_line
+    if command is not None:
         degrees = f"{prepared.config.workers_per_node} of the command on each node"
-    click.echo(f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}")
-    _print_choice(prepared)
-    click.echo("next       " + f"slurmllm status {run.name}")
+    first = f"precompile job {precompile}, then " if precompile else ""
+    _print_facts(
+        {
+            "run": run.name,
+            "directory": str(run.path),
+            "jobs": f"{first}train job {submission.train_job}",
+            "graphs": _graphs_text(prepared),
+            "command": command,
+            "mesh": f"{mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}",
+            "planner": _choice_text(prepared),
+            "next": f"slurmllm status {run.name}",
+        }
+    )
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
 
 
-def _print_choice(prepared: PreparedRun) -> None:
-    if prepared.fit is not None and prepared.fit.chosen:
-        click.echo(f"planner    {prepared.fit.line()}")
+def _choice_text(prepared: PreparedRun) -> str | None:
+    return prepared.fit.line() if prepared.fit is not None and prepared.fit.chosen else None
 
 
-def _print_graphs(prepared: PreparedRun) -> None:
+def _graphs_text(prepared: PreparedRun) -> str | None:
+    """Return why there is no precompile stage; None if there is one, or never is."""
     source = prepared.graphs_from
     if not prepared.config.recipe.worker.has_model:
-        return
+        return None
     if source is not None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
-        click.echo(f"graphs     compiled by {owner} already; no precompile stage")
-    elif "precompile" not in prepared.stages:
-        from slurmllm.train.backends.environment import needs_precompile
+        return f"compiled by {owner} already; no precompile stage"
+    if "precompile" in prepared.stages:
+        return None
+    from slurmllm.train.backends.environment import needs_precompile
 
-        state = "compiled in training" if needs_precompile(prepared.config) else "none to compile"
-        click.echo(f"graphs     {state}; no precompile stage")
+    state = "compiled in training" if needs_precompile(prepared.config) else "none to compile"
+    return f"{state}; no precompile stage"
 
 
 def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     """Run the stages on this machine, or in an allocation; returns the exit code."""
     prepared, run = submitted.prepared, submitted.prepared.run
     if not as_json:
-        click.echo(f"run        {run.name}\ndirectory  {run.path}")
-        _print_choice(prepared)
-        _print_graphs(prepared)
+        facts = {"run": run.name, "directory": str(run.path), "planner": _choice_text(prepared)}
+        _print_facts({**facts, "graphs": _graphs_text(prepared)})
     submitted = submitted.run_to_end(quiet=as_json)
-    code = submitted.exit_code or EXIT_OK
+    code, resume = submitted.exit_code or EXIT_OK, f"slurmllm resume {run.name}"
     if as_json:
         options.echo_json(submitted.to_dict(), indent=None)
     elif code == EXIT_OK:
@@ -278,10 +269,9 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         click.echo(f"done       slurmllm status {run.name}; curves in {run.path}/metrics{more}")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         saved = "saved; " if run.checkpoint_steps() else ""
-        click.echo(f"stopped    {saved}slurmllm resume {run.name} continues", err=True)
+        click.echo(f"stopped    {saved}{resume} continues", err=True)
     else:
-        fix = f"see the reason above, fix it, then slurmllm resume {run.name}"
-        click.echo(f"stopped    exit code {code}; {fix}", err=True)
+        click.echo(f"stopped    exit code {code}; fix the reason above, then {resume}", err=True)
     return code
 
 
@@ -349,19 +339,19 @@ def resume(
             requested = max_nodes or (last.nodes if last else None)
             refused = {"--local": shared.local, **dict(settings.values())}
             local, (allocation, count) = False, _held_nodes(requested, refused)
-        _check_range(nodes and nodes[0], local)
+        if local and nodes is not None and nodes[0] is not None:
+            raise click.UsageError(_NO_RANGE)
         config = load(run_dir.config, trusted=True)
-        request = _request(config, count, shared, local=local, run=run_dir)
+        request = replace(_request(config, count, shared, local), run=run_dir)
         changes = Changes(cluster, overrides, settings, from_scratch)
         prepared = prepare_resume(request, changes, last)
-        if shared.dry_run:
-            print_warnings(prepared)
-            _print_dry_run(SubmittedRun(prepared), shared.as_json)
-            return
         print_warnings(prepared)
-        commands.ignore_output_errors()
-        submitted = start(prepared, local or shared.in_allocation, allocation)
-    _finish(ctx, submitted, shared.as_json)
+        if shared.dry_run:
+            submitted = SubmittedRun(prepared)
+        else:
+            commands.ignore_output_errors()
+            submitted = start(prepared, local or shared.in_allocation, allocation)
+    ctx.exit(_print_run(submitted, shared))
 
 
 def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], unused: Sequence[str]) -> bool:

@@ -86,53 +86,35 @@ def fitted(
         for column in zip(*cells, strict=True)
     ]
     narrowest = [
-        min(widest[index], column.room) if column.room else widest[index]
-        for index, column in enumerate(columns)
+        min(size, column.room or size) for size, column in zip(widest, columns, strict=True)
     ]
-    visible = list(range(len(columns)))
-
-    def needed() -> int:
-        return sum(narrowest[index] for index in visible) + _GAP * (len(visible) - 1)
-
-    left_out = []
-    for index in sorted(
-        (index for index in visible if columns[index].drop), key=lambda index: -columns[index].drop
-    ):
-        if needed() <= room:
-            break
-        visible.remove(index)
-        left_out.append(columns[index].heading)
-    widths = _narrowed(
-        [widest[index] for index in visible], [narrowest[index] for index in visible], room
-    )
+    visible, left_out = list(range(len(columns))), list[str]()
+    for index in sorted(visible, key=lambda index: -columns[index].drop):
+        needed = sum(narrowest[index] + _GAP for index in visible) - _GAP
+        if needed > room and columns[index].drop:
+            visible.remove(index)
+            left_out.append(columns[index].heading)
+    # If the columns do not fit, the widest of those that may be folded are narrowed.
+    widths = {index: max(min(widest[index], room), narrowest[index]) for index in visible}
+    foldable = [index for index in visible if widths[index] > narrowest[index]]
+    while foldable and sum(widths.values()) + _GAP * (len(widths) - 1) > room:
+        index = max(foldable, key=lambda index: (widths[index], index))
+        widths[index] -= 1
+        if widths[index] == narrowest[index]:
+            foldable.remove(index)
     lines = []
     for row in cells:
-        parts = [
-            _cell_lines(row[index], size, one_line)
-            for index, size in zip(visible, widths, strict=True)
-        ]
-        for line in zip_longest(*parts, fillvalue=""):
-            lines.append((" " * _GAP).join(map(set_cell_size, line, widths)).rstrip())
+        folded = [_cell_lines(row[index], size, one_line) for index, size in widths.items()]
+        for line in zip_longest(*folded, fillvalue=""):
+            lines.append((" " * _GAP).join(map(set_cell_size, line, widths.values())).rstrip())
     return Fitted(lines, left_out)
-
-
-def _narrowed(widest: Sequence[int], narrowest: Sequence[int], room: int) -> list[int]:
-    """Return the widths of columns: if they do not fit, the widest of them are narrowed."""
-    widths = [
-        max(min(widest_column, room), fewest)
-        for widest_column, fewest in zip(widest, narrowest, strict=True)
-    ]
-    while sum(widths) + _GAP * (len(widths) - 1) > room:
-        folded = [index for index, size in enumerate(widths) if size > narrowest[index]]
-        if not folded:
-            break
-        widths[max(folded, key=lambda index: (widths[index], index))] -= 1
-    return widths
 
 
 def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
     """Return the lines of a cell; rich, which takes 0.1 ms for each, folds only wide ones."""
     from rich.cells import cell_len, set_cell_size
+    from rich.console import Console
+    from rich.text import Text
 
     lines = []
     for line in cell.split("\n"):
@@ -141,11 +123,7 @@ def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
         elif one_line:
             lines.append(f"{set_cell_size(line, room - 1)}…")
         else:
-            from rich.console import Console
-            from rich.text import Text
-
-            folded = Text(line).wrap(Console(), room, overflow="fold")
-            lines += [cell_line.plain for cell_line in folded]
+            lines += [part.plain for part in Text(line).wrap(Console(), room, overflow="fold")]
     return lines
 
 

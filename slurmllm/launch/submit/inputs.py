@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,16 +71,17 @@ def locate(config: RunConfig, root: Path) -> LocatedData:
     for name in data.sources if data.corpus is None else ():
         source, site = read_source(name), config.cluster.data.get(name)
         for field in ("corpus", "tokenizer"):
-            path, how = getattr(site, field, None), f"cluster.data.{name}.{field}"
-            how = f"cluster.data.{name} ({config.origins.get(how, 'default')})"
-            if site is None and (file := getattr(source, field)) is not None:
-                folder = source_folder(data_folder(config, root), name)
-                path, how = str(folder / file), f"fetched: {name}"
-                if not _exists(Path(path)) and name not in located.missing:
+            if site is not None:
+                path, origin = getattr(site, field), f"cluster.data.{name}"
+                origin += f" ({config.origins.get(f'{origin}.{field}', 'default')})"
+            elif (path := getattr(source, field)) is not None:
+                file = source_folder(data_folder(config, root), name) / path
+                path, origin = str(file), f"fetched: {name}"
+                if not _exists(file) and name not in located.missing:
                     located.missing.append(name)
             if path is not None and getattr(data, field) is None:
                 located.values.setdefault(field, path)
-                located.origins.setdefault(f"data.{field}", how)
+                located.origins.setdefault(f"data.{field}", origin)
     return located
 
 
@@ -125,8 +125,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     Args:
         root: The folder of all runs; built-in data is stored in its `.data`.
         build: Whether to build `stdlib` if it is missing. Without it, a configuration that names
-            no corpus, or `stdlib`, is returned as it is; the texts of `eval` are checked with a
-            temporary `stdlib`.
+            no corpus, or `stdlib`, is returned as it is.
 
     Raises:
         ConfigError: no corpus is set.
@@ -150,24 +149,19 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             exists = prefix is not None or Path(file).exists() or Path(f"{file}.idx").exists()
             if path != STDLIB and not exists:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
-        if data.corpus is not None and config.recipe.eval.every_steps is not None:
-            # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
-            with tempfile.TemporaryDirectory(prefix="slurmllm-") as temporary:
-                resolve_inputs(config, Path(temporary), build=True)
         return config
-    builtin = _builtin_data(config, root) if has_builtin else None
+    corpus, tokenizer = _builtin_data(config, root) if has_builtin else (Path(), Path())
 
-    def absolute(path: str, index: int) -> str:
-        return plugins.absolute(builtin[index] if builtin and path == STDLIB else path)
+    def absolute(path: str, builtin: Path = corpus) -> str:
+        return plugins.absolute(builtin if path == STDLIB else path)
 
-    corpora = tuple(
-        share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
-    )
-    tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
-    evaluated = {name: absolute(path, 0) for name, path in texts.items()}
-    corpus = corpora[0].path if isinstance(data.corpus, str) else corpora
-    config = config.with_settings("data", corpus=corpus, tokenizer=tokenizer)
-    config = config.with_settings("eval", corpora=evaluated)
+    shares = [share.model_copy(update={"path": absolute(share.path)}) for share in data.corpora]
+    evaluated = {name: absolute(path) for name, path in texts.items()}
+    files: dict[str, Any] = {
+        "corpus": shares[0].path if isinstance(data.corpus, str) else tuple(shares),
+        "tokenizer": None if data.tokenizer is None else absolute(data.tokenizer, tokenizer),
+    }
+    config = config.with_settings("data", **files).with_settings("eval", corpora=evaluated)
     _check_contents(config, evaluated)
     return config
 
@@ -233,20 +227,14 @@ def plugin_faults(config: RunConfig) -> list[str]:
     environment = {**os.environ, **public, "CUDA_VISIBLE_DEVICES": ""}
     # -P: a file in the current folder must not shadow a module.
     command = [cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
+    options: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
     document = json.dumps(config.values())
     try:
-        done = subprocess.run(
-            command,
-            input=document,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        done = subprocess.run(command, input=document, timeout=LIMIT_S, **options)
         last = done.stderr.strip().rpartition("\n")[2] or "no output"
         faults = [f"plugins: the process that imports them failed: {last}"]
         if done.returncode == 0:
-            faults = list(json.loads(done.stdout))
+            faults = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         faults = [
             f"plugins: not imported within {LIMIT_S:.0f} s on this machine; import less at the top "
@@ -267,16 +255,14 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     from slurmllm.launch.supervise.attempts import node_records
 
     attempts = run.attempts("train")
-    now = plugins.versions(config.recipe.plugin_refs, config.recipe.plugins) if attempts else None
-    if not now:
-        return
+    now = plugins.versions(config.recipe.plugin_refs, config.recipe.plugins) if attempts else {}
     try:
         nodes = node_records(run, AttemptRecord.load(attempts[-1].record)).values()
     except StorageError:  # resume reports damaged records itself
         return
     for name, version in now.items():
-        before = sorted({node.versions[name] for node in nodes if name in node.versions})
-        if before and before != [version]:
-            earlier = f"{' and '.join(before)} in attempt {attempts[-1].number}"
-            effect = "results may differ from the earlier ones"
-            log.warning("plugin %s: %s now, %s; %s", name, version, earlier, effect)
+        earlier = {node.versions.get(name, version) for node in nodes}
+        if earlier - {version}:
+            versions, effect = " and ".join(sorted(earlier)), "results may differ from earlier ones"
+            message = "plugin %s: %s now, %s in attempt %d; %s"
+            log.warning(message, name, version, versions, attempts[-1].number, effect)

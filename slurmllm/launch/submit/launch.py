@@ -41,6 +41,8 @@ from slurmllm.train.backends.environment import load_environment, worker_environ
 from slurmllm.train.control.rendezvous import die_with_parent
 
 log = logging.getLogger(__name__)
+# Whether a job has completed → the kind of dependency that can then never be met
+_NEVER_AFTER = {True: "afternotok", False: "afterok"}
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,9 @@ class SubmittedRun:
         prepared, run = self.prepared, self.prepared.run
         planner = None if prepared.fit is None else prepared.fit.to_json()
         if self.sent is None:
-            config, variables = prepared.config, worker_environment(prepared.config, run)
+            config, command = prepared.config, prepared.command_line
+            variables = worker_environment(config, run)
             backend = load_environment(config.backend)
-            command = prepared.command_line
             return {
                 "run_dir": str(run.path),
                 "from_step": prepared.from_step,
@@ -107,12 +109,11 @@ class SubmittedRun:
                 **({} if command is None else {"command": command}),
                 "planner": planner,
             }
-        result: dict[str, Any] = {"run": run.name, "run_dir": str(run.path)}
-        if self.sent.local:
-            result["exit_code"] = self.exit_code
-        else:
-            jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
-            result |= {"jobs": jobs, "mesh": prepared.mesh_json()}
+        jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
+        result: dict[str, Any] = {"exit_code": self.exit_code}
+        if not self.sent.local:
+            result = {"jobs": jobs, "mesh": prepared.mesh_json()}
+        result = {"run": run.name, "run_dir": str(run.path), **result}
         return {**result, "graphs_from": prepared.graphs_from, "planner": planner}
 
 
@@ -173,26 +174,20 @@ def _git_commit() -> str | None:
 def check_dependency(dependency: str, client: SlurmClient) -> list[str]:
     """Raise SlurmError if a dependency can never be met; returns warnings of unknown jobs."""
     jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", dependency))
-    queue = client.queue(jobs)
     states = {row.job_id: row.state for row in client.accounting(*jobs)}
-    states |= {job.job_id: job.state for job in queue.values()}
+    states |= {job.job_id: job.state for job in client.queue(jobs).values()}
     warnings, never = [], []
     for kind, ids in re.findall(r"(after[a-z]*)((?::[\d_*+]+)+)", dependency):
         for job in re.findall(r":(\d+)", ids):
             state = states.get(job)
             if state is None:
                 warnings.append(f"--dependency={dependency}: Slurm knows no job {job}")
-            elif state in ENDED_STATES and (
-                (kind == "afterok" and state != "COMPLETED")
-                or (kind == "afternotok" and state == "COMPLETED")
-            ):
+            elif state in ENDED_STATES and kind == _NEVER_AFTER[state == "COMPLETED"]:
                 never.append(f"job {job} has ended as {state}")
     # `?` separates alternatives, of which one is enough.
     if never and "?" not in dependency:
-        raise SlurmError(
-            f"--dependency={dependency} can never be met: {'; '.join(never)}; leave it out, or "
-            "name a job that is yet to end"
-        )
+        fix = "leave it out, or name a job that is yet to end"
+        raise SlurmError(f"--dependency={dependency} can never be met: {'; '.join(never)}; {fix}")
     return warnings
 
 
@@ -218,17 +213,17 @@ def submit_jobs(
     restart = choose_restart(slurm.restart, earlier.last, client)
     submission = _submission(prepared, local=False, restart=restart, **fields)
     try:
-        by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
-        client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
+        srun = as_arguments(slurm.directives.srun)
+        if container is not None and container.srun_runs_it:
+            srun = ["--container-image=any", *srun]
+        client.check_srun(srun)
         for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
             log.warning("%s", line)
         if not earlier.submissions and not fields:  # the directory of a sweep is new
             # Of a `submit` of this name that was killed before it recorded them.
             names = [f"{run.name}-{stage}" for stage in STAGES]
-            jobs = client.jobs_with_output(names, [run.stage_log(stage) for stage in STAGES])
-            if jobs:
-                killed = "cancelling job %s of an earlier submit, which was killed"
-                log.warning(killed, ", ".join(jobs))
+            if jobs := client.jobs_with_output(names, [*map(run.stage_log, STAGES)]):
+                log.warning("cancelling job %s of a submit that was killed", ", ".join(jobs))
                 client.cancel(jobs)
         for stage in stages or prepared.stages:
             job = _sbatch(prepared, stage, submission, client)
@@ -248,11 +243,13 @@ def _sbatch(
     prepared: PreparedRun, stage: Stage, submission: Submission, client: SlurmClient
 ) -> str:
     """Submit the script of a stage after the jobs of the stages before; returns the job id."""
-    exclude = prepared.config.recipe.slurm.exclude if prepared.excluded else None
+    excluded = [*prepared.excluded]
+    if excluded and (exclude := prepared.config.recipe.slurm.exclude):
+        excluded.insert(0, exclude)
     try:
         return client.submit(
             prepared.scripts[stage],
-            exclude=",".join([*([exclude] if exclude else []), *prepared.excluded]),
+            exclude=",".join(excluded),
             after_ok=submission.precompile_job,
             requeue=submission.restart == "requeue",
             name=submission.lane if stage == "train" else None,

@@ -21,7 +21,6 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, write_atomic
-from slurmllm.core.run.safe_files import read_limited
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.container import container_faults
 from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
@@ -53,7 +52,6 @@ from slurmllm.plan.mesh import (
     Mesh,
     MeshError,
     adapt_to_nodes,
-    load_mesh,
     make_mesh,
     possible_nodes,
     replica_nodes,
@@ -113,7 +111,6 @@ class PreparedRun:
     compiles: bool = True  # whether precompile has graphs, or a micro batch to measure
     graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
-    rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
     from_scratch: bool = False  # whether to start again from step 0, whatever was saved
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of a resume's settings
 
@@ -211,12 +208,8 @@ def prepare(request: RunRequest) -> PreparedRun:
         graphs_from = (
             _find_graphs(request, layout.nodes, config, run) if request.find_graphs else None
         )
-        prepared = replace(
-            _render(layout.nodes, checks, config, run),
-            graphs_from=graphs_from,
-            is_new=request.run is None,
-            rederived=_damaged_files(run) if run.jobs.is_file() else (),
-        )
+        prepared = _render(layout.nodes, checks, config, run)
+        prepared = replace(prepared, graphs_from=graphs_from, is_new=request.run is None)
         if graphs_from is None and checks.limit_faults["precompile"]:
             raise _limit_error(layout, checks, ("precompile",))
         write_run(prepared)
@@ -485,22 +478,6 @@ def render_run(config: RunConfig, nodes: int, run: RunDir) -> PreparedRun:
     python = config.cluster.python or sys.executable
     scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}
     return PreparedRun(config, mesh, run, scripts)
-
-
-def _damaged_files(run: RunDir) -> tuple[str, ...]:
-    """Return the reasons for which files of `write_run` are missing or damaged."""
-    reasons = []
-    try:
-        load_mesh(run.plan)
-    except StorageError as error:
-        reasons.append(str(error).partition("; ")[0])
-    for path in map(run.script, STAGES):
-        try:
-            if not read_limited(path).startswith(b"#!/bin/bash\n"):
-                reasons.append(f"{path} is damaged")
-        except OSError as error:
-            reasons.append(f"cannot read {path}: {error.strerror}")
-    return tuple(reasons)
 
 
 def write_run(prepared: PreparedRun) -> None:

@@ -44,15 +44,14 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
         return few
     from slurmllm.plan.estimate import predict
 
-    per_node, model = config.cluster.devices_per_node, parallel.tensor * parallel.pipeline
+    per_node, tensor, pipeline = config.cluster.devices_per_node, parallel.tensor, parallel.pipeline
     # As the stage computes: a micro batch for each pipeline stage, or two if it measures.
     micro, passes = (1, 2) if train.micro_batch == "auto" else (train.micro_batch, 1)
     for count in range(few, nodes, few):
-        data = count * per_node // model
-        batch = data * micro * passes * parallel.pipeline
-        degrees = (parallel.tensor, parallel.pipeline, data)
-        mesh = Mesh(count, per_node, *degrees, batch, micro, parallel.virtual_pipeline)
-        if predict(config, mesh).fits:
+        data = count * per_node // (tensor * pipeline)
+        batch = data * micro * passes * pipeline
+        sizes = (count, per_node, tensor, pipeline, data, batch, micro)
+        if predict(config, Mesh(*sizes, parallel.virtual_pipeline)).fits:
             return count
     return nodes
 
@@ -71,7 +70,7 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     lines += ["", *limits_script(), "", *setup_script(config.cluster.setup, stop=False)]
     lines += ["# What the body below reads.", *_exports(config, run, python)]
     count = node_count(stage, config, nodes)
-    if not count.isdecimal() or config.recipe.slurm.spare_nodes:
+    if "-" in count or config.recipe.slurm.spare_nodes:
         count = "N"
     srun = launch_line(count, stage, _srun_options(config, run))
     lines += ["", "# The supervisor starts the workers of attempt N by:", f"# {srun}"]
@@ -148,14 +147,13 @@ def _checked(name: str, value: str) -> str:
 def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     """Return the folders outside the container that a run's tasks read and write."""
     recipe = config.recipe
-    texts = (*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values())
+    texts = [*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values()]
     files = [*(split_prefix(source)[1] for source in texts), recipe.data.tokenizer]
-    folders = [Path(file).parent for file in files if file is not None and file.startswith("/")]
-    command = recipe.command
-    start = recipe.train.init_from if command is None else command.folder
-    places = (start, recipe.checkpoint.replica)
-    folders += [Path(folder) for folder in places if folder is not None and folder.startswith("/")]
-    return [root_of(run), run.path, Path(config.cluster.node_local), *folders]
+    start = recipe.train.init_from if recipe.command is None else recipe.command.folder
+    folders = [*(file and str(Path(file).parent) for file in files), start]
+    folders = [config.cluster.node_local, *folders, recipe.checkpoint.replica]
+    paths = [Path(folder) for folder in folders if folder is not None and folder.startswith("/")]
+    return [root_of(run), run.path, *paths]
 
 
 def _container_prefix(config: RunConfig, run: RunDir) -> list[str]:
@@ -172,31 +170,27 @@ def _srun_options(config: RunConfig, run: RunDir) -> list[str]:
 
 
 def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
-    cache, srun = node_local_cache(config, run), _srun_options(config, run)
-    container, lines = config.cluster.container, list[str]()
+    cluster, srun, variables = config.cluster, _srun_options(config, run), dict[str, str]()
+    container, port = cluster.container, cluster.master_port
     if container is not None:
-        lines.append(f"export {CONTAINER_PYTHON}={shlex.quote(container.python)}")
         # An image's passwd need not know the user, whose name is in paths.
-        lines.append(f"export LOGNAME={shlex.quote(getpass.getuser())}")
+        variables = {CONTAINER_PYTHON: container.python, "LOGNAME": getpass.getuser()}
         if not container.srun_runs_it:
-            prefix = _container_prefix(config, run)
-            lines.append(f"export {CONTAINER}={shlex.quote(shlex.join(prefix))}")
-    port = config.cluster.master_port
-    lines = [
-        *lines,
-        f"export SLURMLLM_RUN={shlex.quote(str(run.path))}",
-        f"export SLURMLLM_PYTHON={shlex.quote(python)}",
-        f"export SLURMLLM_CACHE={shlex.quote(cache)}",
-        *([f"export {VERSION}={__version__}"] if config.cluster.python else []),
-        *([f"export {SRUN_OPTIONS}={shlex.quote(shlex.join(srun))}"] if srun else []),
-        *([f"export SLURMLLM_MASTER_PORT={port}"] if port is not None else []),
-        "",
-        f"# The workers' environment: backend {config.backend}, cluster {config.cluster.name}.",
-    ]
-    lines += [
-        f"# {name}: from secrets.json, by the launcher  # {variable.source}"
-        if is_secret(name, variable.value)
-        else f"export {name}={shlex.quote(variable.value)}  # {variable.source}"
-        for name, variable in worker_environment(config, run).items()
-    ]
+            variables[CONTAINER] = shlex.join(_container_prefix(config, run))
+    variables["SLURMLLM_RUN"] = str(run.path)
+    variables["SLURMLLM_PYTHON"] = python
+    variables["SLURMLLM_CACHE"] = node_local_cache(config, run)
+    if cluster.python:
+        variables[VERSION] = __version__
+    if srun:
+        variables[SRUN_OPTIONS] = shlex.join(srun)
+    if port is not None:
+        variables["SLURMLLM_MASTER_PORT"] = str(port)
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    lines += ["", f"# The workers' environment: backend {config.backend}, cluster {cluster.name}."]
+    for name, variable in worker_environment(config, run).items():
+        line = f"export {name}={shlex.quote(variable.value)}"
+        if is_secret(name, variable.value):
+            line = f"# {name}: from secrets.json, by the launcher"
+        lines.append(f"{line}  # {variable.source}")
     return lines

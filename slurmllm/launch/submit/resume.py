@@ -55,21 +55,16 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
             f"{run.name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
             f"there, or `slurmllm resume {run.name} --force` if that process is gone"
         )
-    if active := last is not None and process is None and is_active(run, client):
+    active = last is not None and process is None and is_active(run, client)
+    if active:
         records = read_records(run, read_summary(run.config))
-        ending = records.ended or records.cancelled
-        deadline = time.monotonic() + (_ENDING_S if ending else 0.0)
-        if ending:
+        if records.ended or records.cancelled:
             message = "waiting up to %.0f s for the last processes of %s to end"
             log.warning(message, _ENDING_S, run.name)
-        while active and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            active = is_active(run, client)
-        if active and ending:
-            raise RunError(
-                f"the last processes of {run.name} still run; type this command again when "
-                "`squeue` no longer shows its jobs"
-            )
+            deadline = time.monotonic() + _ENDING_S
+            while active and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                active = is_active(run, client)
     if active:
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
@@ -120,23 +115,22 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
 
 def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
     """Return a run's configuration with changes, in which settings of its last jobs are reset."""
-    recipe, overrides = config.recipe, list(changes.overrides)
-    # The job that the last submission waited for has ended.
-    if recipe.slurm.dependency is not None:
-        overrides.insert(0, "slurm.dependency=null")
-    if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
-        overrides.insert(0, "slurm.min_nodes=null")
+    recipe, resets = config.recipe, list[str]()
     if not changes.from_scratch and recipe.worker.has_model:
         # The warm-up keeps its steps, if another train.steps would change them.
-        optim, names = recipe.optim, {override.partition("=")[0].strip() for override in overrides}
+        names = {override.partition("=")[0].strip() for override in changes.overrides}
         sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
-        if optim.warmup_ratio is not None and not sets_warmup and "train.steps" in names:
-            steps = optim.warmup(recipe.train.steps)
-            overrides[:0] = ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
-    has_options = any(value for _, value in changes.options.values())
-    if changes.cluster is None and not overrides and not has_options:
-        return config
-    return change(config, changes.cluster, overrides, changes.options)
+        if recipe.optim.warmup_ratio is not None and not sets_warmup and "train.steps" in names:
+            steps = recipe.optim.warmup(recipe.train.steps)
+            resets += ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
+    if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
+        resets.append("slurm.min_nodes=null")
+    if recipe.slurm.dependency is not None:  # the job that the last submission waited for has ended
+        resets.append("slurm.dependency=null")
+    overrides = [*resets, *changes.overrides]
+    if changes.cluster or overrides or any(value for _, value in changes.options.values()):
+        return change(config, changes.cluster, overrides, changes.options)
+    return config
 
 
 def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: bool) -> None:

@@ -219,34 +219,26 @@ def prepare_sweep(
         )
         if not request.dry_run:
             record.save(sweep.record)
-        names = [case.run for case in record.cases]
         request = replace(request, folder=sweep.path, find_graphs=False)
-        jobs = [(config.recipe.slurm, config.cluster) for config in configs]
-        # The limits of equal jobs are compared once: it takes commands of Slurm.
-        clients = [None if jobs[n] in jobs[n - 1 : n] else request.slurm for n in range(len(jobs))]
-        runs = [
-            _prepare_case(replace(request, slurm=client), name, config)
-            for client, name, config in zip(clients, names, configs, strict=True)
-        ]
-        keys = [_graphs_key(run, request.local) for run in runs]
-        order = [key for key in dict.fromkeys(keys) if key is not None]
-        shared = [runs[keys.index(key)].config for key in order]
-        graphs = [_prepare_graphs(request, sweep, *pair) for pair in enumerate(shared, 1)]
+        runs: list[PreparedRun] = []
+        graphs: dict[object, PreparedRun] = {}
+        checked = None  # the limits of equal jobs are compared once: it takes commands of Slurm
+        for case, config in zip(record.cases, configs, strict=True):
+            job = (config.recipe.slurm, config.cluster)
+            client, checked = None if job == checked else request.slurm, job
+            try:
+                run = prepare(replace(request, config=config, name=case.run, slurm=client))
+            except ConfigError as error:
+                raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
+            if run.compiles and (key := _graphs_key(run, request.local)) not in graphs:
+                graphs[key] = _prepare_graphs(request, sweep, len(graphs) + 1, run.config)
+            shared = graphs[key].run.name if run.compiles else None
+            runs.append(replace(run, graphs_from=shared))
     except BaseException:
         if not request.dry_run:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise
-    names_of = {None: None} | {key: g.run.name for key, g in zip(order, graphs, strict=True)}
-    pairs = zip(runs, keys, strict=True)
-    runs = [replace(run, graphs_from=names_of[key]) for run, key in pairs]
-    return PreparedSweep(sweep, record, graphs, runs)
-
-
-def _prepare_case(request: RunRequest, name: str, config: RunConfig) -> PreparedRun:
-    try:
-        return prepare(replace(request, config=config, name=name))
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error.title}", error.faults) from error
+    return PreparedSweep(sweep, record, list(graphs.values()), runs)
 
 
 def _prepare_graphs(
@@ -266,10 +258,8 @@ def _prepare_graphs(
     )
 
 
-def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int] | None:
-    """Return what is equal for runs that can use the same graphs; None if it has none."""
-    if not prepared.compiles:
-        return None
+def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int]:
+    """Return what is equal for runs that can use the same graphs."""
     config, train = prepared.config, prepared.config.recipe.train
     # Whatever micro batch will be measured: the candidates follow from the global batch.
     auto = train.micro_batch == "auto"

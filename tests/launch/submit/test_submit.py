@@ -236,9 +236,6 @@ def test_resume_writes_damaged_derived_files_again(
     assert resumed.exit_code == 0, resumed.output
     for path, text in zip(derived, whole, strict=True):
         assert path.read_text() == text
-        if damage != "cut" or path == run.plan:  # a cut script still begins as one
-            assert sum(str(path) in line for line in resumed.stderr.splitlines()) == 1
-            assert "; written again from config.yaml" in resumed.stderr
 
 
 def test_resume_looks_at_other_weights_to_start_from(
