@@ -20,6 +20,7 @@ from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
 from slurmllm.core.run.safe_files import untrusted_error
 
 if TYPE_CHECKING:
+    from slurmllm.core.run.records import Submission
     from slurmllm.core.slurm.client import SlurmClient
 
 _runs = click.argument(
@@ -43,10 +44,7 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
     for target in targets:
         try:
             with _locked(RunDir(target.path)):
-                if isinstance(target, RunDir):
-                    _cancel_run(target, client)
-                else:
-                    _cancel_sweep(target, client)
+                _cancel(target, client)
         except SlurmllmError as error:
             errors.append(error)
     for earlier in errors[:-1]:
@@ -87,37 +85,63 @@ def _require_own_record(run: RunDir) -> None:
         )
 
 
-def _cancel_run(run: RunDir, client: SlurmClient) -> None:
-    from slurmllm.core.run.records import JobsRecord
+def _cancel(target: RunDir | SweepDir, client: SlurmClient) -> None:
+    """Cancel all jobs of a run or a sweep, those that run last: no lane may start another one."""
+    from slurmllm.core.run.records import JobsRecord, SweepRecord
     from slurmllm.launch.supervise.run_state import is_active, process_elsewhere
+
+    runs = [target] if isinstance(target, RunDir) else target.graph_runs()
+    if isinstance(target, SweepDir):
+        cases = SweepRecord.load(target.record).cases
+        runs = [*runs, *(target.run(case.run) for case in cases)]
+    jobs, is_local = dict[str, RunDir](), False
+    for run in runs:
+        last = JobsRecord.of(run).last
+        if last is None:
+            continue
+        if process := process_elsewhere(run, client):
+            raise RunError(f"{run.name}: {process} may run it; `slurmllm cancel {run.name}` there")
+        if not last.local or last.pid is None:
+            jobs |= dict.fromkeys(last.own_jobs, run)
+        elif is_active(run, client):
+            _require_own_record(run)
+            is_local = True
+            _cancel_process(run, last)
+    queue = client.queue(list(jobs)) if jobs else {}
+    active = [job for job in reversed(jobs) if job in queue and queue[job].active]
+    active.sort(key=lambda job: queue[job].state != "PENDING")
+    if not active:
+        if not is_local:
+            click.echo(f"{target.name} has no pending or running jobs; nothing to cancel")
+        return
+    for job in active:
+        _require_own_record(jobs[job])
+    client.cancel(active)
+    for run in dict.fromkeys(jobs[job] for job in active):
+        _record(run)
+    click.echo(f"cancelled {format_plural(len(active), 'job')}: {', '.join(active)}")
+    if isinstance(target, RunDir):
+        click.echo(f"`slurmllm resume {target.name}` continues from the newest checkpoint")
+
+
+def _cancel_process(run: RunDir, submission: Submission) -> None:
+    """Ask the process of a local run to save and exit, once: a second signal would end it."""
     from slurmllm.train.checkpoint.foreign import command_of
 
-    submission = JobsRecord.of(run).last
-    if submission is not None:
-        _require_own_record(run)
-    if process := process_elsewhere(run, client):
-        raise RunError(f"{run.name}: {process} may run it; `slurmllm cancel {run.name}` there")
-    if submission is None or not is_active(run, client):
-        click.echo(f"{run.name} has no pending or running jobs; nothing to cancel")
+    pid = submission.pid
+    assert pid is not None, "recorded with a local run"
+    _signal(pid, 0)
+    if submission.cancelled_at is not None:
+        click.echo(
+            f"process {pid} was asked to save and exit before, and is still running; `kill {pid}` "
+            "ends it at once, without a checkpoint"
+        )
         return
-    if submission.local and submission.pid is not None:
-        _signal(submission.pid, 0)
-        if submission.cancelled_at is not None:  # a second signal would end it before it has saved
-            click.echo(
-                f"process {submission.pid} was asked to save and exit before, and is still "
-                f"running; `kill {submission.pid}` ends it at once, without a checkpoint"
-            )
-            return
-        _record(run)  # before the signal: the process reads the reason when it ends
-        _signal(submission.pid, signal.SIGTERM)
-        command = command_of(run)
-        saves = command is None or command.stop_signal is not None
-        action = "save and exit" if saves else "exit"
-        click.echo(f"asked process {submission.pid} to {action}")
-    else:
-        client.cancel(submission.own_jobs)
-        _record(run)
-        click.echo(f"cancelled {', '.join(submission.own_jobs)}")
+    _record(run)  # before the signal: the process reads the reason when it ends
+    _signal(pid, signal.SIGTERM)
+    command = command_of(run)
+    saves = command is None or command.stop_signal is not None
+    click.echo(f"asked process {pid} to {'save and exit' if saves else 'exit'}")
     click.echo(f"`slurmllm resume {run.name}` continues from the newest checkpoint")
 
 
@@ -130,37 +154,6 @@ def _signal(pid: int, number: int) -> None:
         raise UserError(
             f"process {pid} belongs to another user; only who started a local run can cancel it"
         ) from error
-
-
-def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
-    """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
-    from slurmllm.core.run.records import JobsRecord, SweepRecord
-    from slurmllm.launch.supervise.run_state import is_active
-
-    cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
-    submissions = {
-        run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
-    }
-    local = [run for run, last in submissions.items() if last.local and is_active(run, client)]
-    for run in local:
-        _cancel_run(run, client)
-    jobs = {
-        job: run for run, last in submissions.items() if not last.local for job in last.own_jobs
-    }
-    queue = client.queue(list(jobs))
-    active = [job for job in reversed(jobs) if job in queue and queue[job].active]
-    active.sort(key=lambda job: queue[job].state != "PENDING")
-    for job in active:
-        _require_own_record(jobs[job])
-    if not active:
-        if local:
-            return
-        click.echo(f"{sweep.name} has no pending or running jobs; nothing to cancel")
-        return
-    client.cancel(active)
-    for run in dict.fromkeys(jobs[job] for job in active):
-        _record(run)
-    click.echo(f"cancelled {len(active)} jobs: {', '.join(active)}")
 
 
 @click.command()

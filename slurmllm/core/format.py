@@ -53,11 +53,16 @@ def format_number(value: float | None) -> str:
 
 def format_count(number: float | None) -> str:
     """`1.23B`: parameters, tokens, tokens per dollar."""
-    if number is None:
-        return ABSENT
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
-    unit, letter = next((unit for unit in units if number >= unit[0]), units[-1])
-    return f"{number / unit:.3g}{letter}"
+    return ABSENT if number is None else _scaled(number, "TBMK", "")
+
+
+def _scaled(number: float, letters: str, unit: str) -> str:
+    """Return a number with three digits and the letter of its power of 1,000."""
+    for power, letter in enumerate(letters):
+        scale = 1000.0 ** (len(letters) - power)
+        if number >= scale:
+            return f"{number / scale:.3g}{letter}{unit}"
+    return f"{number:.3g}{unit}"
 
 
 def format_plural(number: int, noun: str) -> str:
@@ -79,9 +84,8 @@ def format_bytes(num_bytes: float | None) -> str:
     """`1.25 GB`, of 10^9 bytes."""
     if num_bytes is None or num_bytes < 1e3:
         return ABSENT if num_bytes is None else f"{num_bytes:.0f} B"
-    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-    unit, letters = next(unit for unit in units if num_bytes >= unit[0])
-    return f"{num_bytes / unit:.3g} {letters}"
+    scaled = _scaled(num_bytes, "TGMk", "B")
+    return f"{scaled[:-2]} {scaled[-2:]}"
 
 
 def format_gib(num_bytes: float) -> str:

@@ -102,5 +102,4 @@ def parse_line(line: str) -> LogLine | None:
 
 def message_of(line: str) -> str:
     """Return the message of a log line without its prefix; other lines unchanged."""
-    match = _LINE.match(line)
-    return match["message"] if match is not None else line
+    return match["message"] if (match := _LINE.match(line)) else line

@@ -21,45 +21,35 @@ print("loaded", ",".join(heavy) or "nothing", "code", code, file=sys.stderr)
 """
 
 
-def loaded(*arguments: str, among: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT, *arguments],
-        input=among,
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=True,
-    )
-    return done.stderr.strip().splitlines()[-1]
+LIGHT = "torch transformers matplotlib tensorboard numpy pandas pyarrow"
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "among"),
     [
-        ("recipes", "neox_20b", "--explain"),
-        ("submit", "neox_20b", "--nodes", "4", "--dry-run", "--fetch"),
-        ("status",),
+        ("--help", "torch numpy pyarrow pydantic rich yaml tokenizers submitit asyncio"),
+        ("recipes neox_20b --explain", LIGHT),
+        ("submit neox_20b --nodes 4 --dry-run --fetch", LIGHT),
+        ("submit neox_20b --nodes 4 --dry-run --fetch parallel=auto", LIGHT),
+        ("status", LIGHT),
+        ("plan llama2_70b --nodes 4096", "torch matplotlib pandas pyarrow"),
     ],
 )
-def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    among = "torch transformers matplotlib tensorboard numpy pandas"
-    assert loaded(*arguments, among=among, cwd=tmp_path) == "loaded nothing code 0"
-
-
-def test_a_plan_of_thousands_of_nodes_loads_no_torch(tmp_path: Path) -> None:
-    among = "torch matplotlib pandas pyarrow"
-    plan = loaded("plan", "llama2_70b", "--nodes", "4096", among=among, cwd=tmp_path)
-    assert plan == "loaded nothing code 0"
+def test_the_login_node_loads_little(arguments: str, among: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, *arguments.split()],
+        input=among,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert done.stderr.strip().splitlines()[-1] == "loaded nothing code 0"
 
 
 def test_resume_loads_no_numpy() -> None:
     script = "import sys, slurmllm.launch.submit.resume; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_help_loads_click_and_little_else(tmp_path: Path) -> None:
-    among = "torch numpy pyarrow pydantic rich yaml tokenizers submitit asyncio"
-    assert loaded("--help", among=among, cwd=tmp_path) == "loaded nothing code 0"
 
 
 def test_every_module_but_the_workers_loads_without_torch() -> None:

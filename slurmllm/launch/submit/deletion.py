@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -31,9 +32,14 @@ class Deletion(NamedTuple):
     keeps_checkpoints: bool
 
     def to_json(self) -> dict[str, Any]:
-        fields = {"run": self.target.name, "run_dir": str(self.target.path), "bytes": self.bytes}
-        fields |= {name: getattr(self, name) for name in ("checkpoints", "checkpoint_bytes")}
-        return {**fields, "checkpoints_deleted": not self.keeps_checkpoints}
+        return {
+            "run": self.target.name,
+            "run_dir": str(self.target.path),
+            "bytes": self.bytes,
+            "checkpoints": self.checkpoints,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoints_deleted": not self.keeps_checkpoints,
+        }
 
 
 def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
@@ -84,12 +90,14 @@ def plan_deletion(
     for job, run in jobs.items():
         if job in queue and queue[job].active:
             require_ended(run, client)
-    saved = [_saved(run) for run in runs]
-    folders = [folder for _, places in saved for folder in places]
+    count, folders = 0, list[Path]()
+    for run in runs:
+        checkpoints, outputs = _saved(run)
+        count += checkpoints
+        folders += outputs
     keeps = bool(folders) and not with_checkpoints
     paths = [*_all_but(folders, path)] if keeps else [path]
-    sizes = _freed_bytes(paths), _freed_bytes(folders)
-    return Deletion(target, paths, sizes[0], sum(count for count, _ in saved), sizes[1], keeps)
+    return Deletion(target, paths, _freed_bytes(paths), count, _freed_bytes(folders), keeps)
 
 
 def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
@@ -121,13 +129,15 @@ def _freed_bytes(paths: Iterable[Path]) -> int:
     """Return the size of files whose last link is in `paths`; RunError if one cannot be removed."""
     sizes, links = dict[tuple[int, int], tuple[int, int]](), Counter[tuple[int, int]]()
     for path in paths:
-        is_folder = path.is_dir() and not path.is_symlink()
-        for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:
+        files = [path]
+        for folder, _, names in os.walk(path) if not path.is_symlink() else ():
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 raise RunError(f"{folder} is not writable for you; nothing was deleted")
-            for name in names:
-                with suppress(FileNotFoundError):
-                    info = Path(folder, name).lstat()
+            files += (Path(folder, name) for name in names)
+        for file in files:
+            with suppress(FileNotFoundError):
+                info = file.lstat()
+                if not stat.S_ISDIR(info.st_mode):
                     sizes[info.st_dev, info.st_ino] = (info.st_size, info.st_nlink)
                     links[info.st_dev, info.st_ino] += 1
     return sum(size for file, (size, count) in sizes.items() if links[file] >= count)

@@ -255,7 +255,9 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     from slurmllm.launch.supervise.attempts import node_records
 
     attempts = run.attempts("train")
-    now = plugins.versions(config.recipe.plugin_refs, config.recipe.plugins) if attempts else {}
+    if not attempts:
+        return
+    now = plugins.versions(config.recipe.plugin_refs, config.recipe.plugins)
     try:
         nodes = node_records(run, AttemptRecord.load(attempts[-1].record)).values()
     except StorageError:  # resume reports damaged records itself

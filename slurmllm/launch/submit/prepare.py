@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -157,10 +157,8 @@ class RunLayout(NamedTuple):
 class Checks(NamedTuple):
     """What the checks of a layout returned."""
 
-    fit: FitCheck | None
-    warnings: Sequence[str]
+    fields: dict[str, Any]  # of `PreparedRun`: fit, warnings, compiles
     errors: Sequence[ConfigError]
-    compiles: bool  # whether there is a precompile stage, if no graphs exist
     limit_faults: Mapping[Stage, Sequence[str]]  # why Slurm can never start a stage's job
 
 
@@ -205,11 +203,11 @@ def prepare(request: RunRequest) -> PreparedRun:
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.
-        graphs_from = (
-            _find_graphs(request, layout.nodes, config, run) if request.find_graphs else None
-        )
-        prepared = _render(layout.nodes, checks, config, run)
-        prepared = replace(prepared, graphs_from=graphs_from, is_new=request.run is None)
+        graphs_from = None
+        if request.find_graphs:
+            graphs_from = _find_graphs(request, layout.nodes, config, run)
+        fields = {**checks.fields, "graphs_from": graphs_from, "is_new": request.run is None}
+        prepared = render_run(config, layout.nodes, run, **fields)
         if graphs_from is None and checks.limit_faults["precompile"]:
             raise _limit_error(layout, checks, ("precompile",))
         write_run(prepared)
@@ -236,13 +234,8 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
             title = f"{config.recipe.name} has no training data"
             unstartable.append(ConfigError(title, missing))
     config = _with_inputs(request, config, build=False)
-    prepared = _render(layout.nodes, checks, config, layout.run)
-    return replace(prepared, refused=checks.errors, unstartable=unstartable)
-
-
-def _render(nodes: int, checks: Checks, config: RunConfig, run: RunDir) -> PreparedRun:
-    prepared = render_run(config, nodes, run)
-    return replace(prepared, fit=checks.fit, warnings=checks.warnings, compiles=checks.compiles)
+    fields = {**checks.fields, "refused": checks.errors, "unstartable": unstartable}
+    return render_run(config, layout.nodes, layout.run, **fields)
 
 
 def _limit_error(layout: RunLayout, checks: Checks, stages: Sequence[Stage]) -> ConfigError:
@@ -275,13 +268,15 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
         compiles = needs_precompile(config)
     warnings, limit_faults = _check_limits(request.slurm, layout, compiles)
     warnings = [*(fit.warnings if fit is not None else ()), *warnings]
-    return Checks(fit, warnings, errors, compiles, limit_faults)
+    fields = {"fit": fit, "warnings": warnings, "compiles": compiles}
+    return Checks(fields, errors, limit_faults)
 
 
 def _with_weights(request: RunRequest, config: RunConfig) -> RunConfig:
     """Return the configuration with the path of its initial weights, which are checked."""
-    weights = config.recipe.train.init_from
-    if not request.check_weights or weights is None or not config.recipe.worker.has_model:
+    if not request.check_weights or not config.recipe.worker.has_model:
+        return config
+    if (weights := config.recipe.train.init_from) is None:
         return config
     from slurmllm.train.checkpoint.catalogue import find_checkpoint, newest_verified
     from slurmllm.train.checkpoint.state import require_model
@@ -472,12 +467,12 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
     return faults
 
 
-def render_run(config: RunConfig, nodes: int, run: RunDir) -> PreparedRun:
+def render_run(config: RunConfig, nodes: int, run: RunDir, **fields: Any) -> PreparedRun:
     """Compute mesh and scripts, with `parallel.auto` resolved; write nothing; raise ConfigError."""
     mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
     python = config.cluster.python or sys.executable
     scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}
-    return PreparedRun(config, mesh, run, scripts)
+    return PreparedRun(config, mesh, run, scripts, **fields)
 
 
 def write_run(prepared: PreparedRun) -> None:

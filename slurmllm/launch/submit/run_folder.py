@@ -33,15 +33,14 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
     run = RunDir(root / name)
     if _is_left_behind(run):
         return run
-    if is_run(run.path):
-        owner = load(run.config).recipe.name
-        hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
-        raise RunError(
-            f"run name {name!r} is taken: {run.path} is a run of recipe {owner!r} ({hint}); "
-            "choose another --name"
-        )
-    if run.path.exists():
-        raise RunError(f"run name {name!r} is taken: {run.path} exists; choose another --name")
+    if run.path.exists() or is_run(run.path):
+        reason = "exists"
+        if is_run(run.path):
+            owner = load(run.config).recipe.name
+            hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
+            reason = f"is a run of recipe {owner!r} ({hint})"
+        taken_by = f"{run.path} {reason}; choose another --name"
+        raise RunError(f"run name {name!r} is taken: {taken_by}")
     return run
 
 
@@ -65,11 +64,8 @@ def _is_left_behind(run: RunDir) -> bool:
         sweep = SweepRecord.find(SweepDir(run.path).record)
         if sweep is not None:  # it has runs; without a lock, its process counts
             alive = sweep.pid is None or is_running(sweep.pid, sweep.process, b"slurmllm")
-            if (
-                alive
-                or sweep.host != socket.gethostname()
-                or [*run.path.glob("*/jobs.json"), *run.path.glob("graphs/*/jobs.json")]
-            ):
+            jobs = [*run.path.glob("*/jobs.json"), *run.path.glob("graphs/*/jobs.json")]
+            if alive or jobs or sweep.host != socket.gethostname():
                 return False
             names = [name for name in names if not name.startswith(f"{run.name}-")]
     except (OSError, StorageError):
@@ -153,10 +149,9 @@ def require_own(run: RunDir, group: str | None) -> None:
         )
     for folder in (run.path, run.script("train").parent):
         if folder.exists() and (why := untrusted_error(folder.stat(), group)):
-            raise RunError(
-                f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
-                f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"
-            )
+            fix = f"look at what is in it, then `chmod -R go-w {run.path}`"
+            harm = f"{folder}: {why}, and could have it run a program as you"
+            raise RunError(f"{harm}; {fix}, or set cluster.trusted_group")
 
 
 def group_error(group: str) -> str | None:

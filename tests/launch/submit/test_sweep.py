@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from fake_slurm import FakeSlurm
-from launch.submit.commands import Inputs
+from launch.submit.commands import Inputs, fails
+from launch.submit.commands import call as invoke
 from training_rows import make_row, write_rows
 
 from slurmllm.analysis.status.runs import list_runs, run_states
-from slurmllm.cli.main import cli
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import UserError
 from slurmllm.core.run.records import JobsRecord
@@ -32,10 +31,7 @@ def fake(fake: FakeSlurm) -> FakeSlurm:
 
 
 def call(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.stderr if code else result.stdout
+    return fails(code, *arguments) if code else invoke(*arguments).stdout
 
 
 def submit(inputs: Inputs, *more: str) -> dict[str, Any]:
