@@ -136,7 +136,7 @@ def _print_prepared(
         }
         for graphs in prepared.graphs
     ]
-    runs = [
+    runs: list[dict[str, Any]] = [
         {
             "run": run.run.name,
             "run_dir": str(run.run.path),

@@ -23,9 +23,7 @@ from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.container import container_faults
-from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.core.slurm.setup import setup_faults
-from slurmllm.core.slurm.site import Site
 from slurmllm.launch.graphs import reuse
 from slurmllm.launch.graphs.archive import load_manifest
 from slurmllm.launch.submit.inputs import (
@@ -36,7 +34,7 @@ from slurmllm.launch.submit.inputs import (
     warn_if_changed,
     with_folder,
 )
-from slurmllm.launch.submit.render import directives, render
+from slurmllm.launch.submit.render import check_jobs, render
 from slurmllm.launch.submit.run_folder import (
     claim_run,
     group_error,
@@ -266,7 +264,8 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
     compiles = request.precompile == "always"
     if request.precompile == "auto":
         compiles = needs_precompile(config)
-    warnings, limit_faults = _check_limits(request.slurm, layout, compiles)
+    jobs = (config, layout.run, layout.nodes, compiles)
+    warnings, limit_faults = check_jobs(request.slurm, *jobs)
     warnings = [*(fit.warnings if fit is not None else ()), *warnings]
     fields = {"fit": fit, "warnings": warnings, "compiles": compiles}
     return Checks(fields, errors, limit_faults)
@@ -371,21 +370,15 @@ def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
         if isinstance(weights, str):
             fix = f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
             fix += "--set train.init_from=weights"
-        faults.append(
-            "train.init_from: not set, and this recipe starts from trained weights "
-            f"(train.finetune); {fix}"
-        )
+        reason = "not set, and this recipe starts from trained weights (train.finetune)"
+        faults.append(f"train.init_from: {reason}; {fix}")
     if request.precompile == "never" and mesh.unmeasured:
-        faults.append(
-            "train.micro_batch: auto: the precompile stage measures it; leave out --precompile "
-            "never, or set a number"
-        )
+        fix = "leave out --precompile never, or set a number"
+        faults.append(f"train.micro_batch: auto: the precompile stage measures it; {fix}")
     profile, workers = recipe.profile, mesh.world_size
     if profile.steps is not None and max(profile.ranks) >= workers:
-        fault = (
-            f"profile.ranks: {max(profile.ranks)}: the run has {workers} workers; choose ranks "
-            f"from 0 to {workers - 1}"
-        )
+        rank, fix = max(profile.ranks), f"choose ranks from 0 to {workers - 1}"
+        fault = f"profile.ranks: {rank}: the run has {workers} workers; {fix}"
         if request.run is None:
             faults.append(fault)
         else:  # the profile may be over
@@ -412,24 +405,6 @@ def _check_fit(request: RunRequest, layout: RunLayout, nodes: int) -> FitCheck |
         force=request.force,
         resumes=request.run is not None,
     )
-
-
-def _check_limits(
-    client: SlurmClient | None, layout: RunLayout, compiles: bool
-) -> tuple[Sequence[str], dict[Stage, Sequence[str]]]:
-    """Compare jobs with their partition; returns warnings of the train job, and the faults."""
-    faults: dict[Stage, Sequence[str]] = dict.fromkeys(STAGES, ())
-    limits, site = LimitCheck(), None if client is None else Site(client)
-    for stage in STAGES:
-        # A value that Slurm would misread is refused, whether there is a limit or not.
-        options = directives(stage, layout.config, layout.run, layout.nodes)
-        if site is not None and (compiles or stage == "train"):
-            limits = check_limits(read_options(options), site)
-            option = "--time " if stage == "train" else "--set slurm.precompile_time="
-            faults[stage] = [
-                f"{stage} job: {fault}".replace("--time ", option) for fault in limits.faults
-            ]
-    return limits.warnings, faults
 
 
 def _largest_node_count(config: RunConfig, nodes: int) -> int:

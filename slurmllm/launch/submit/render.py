@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurmllm import __version__
@@ -17,10 +18,12 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.variables import is_secret
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.plugins import split_prefix
-from slurmllm.core.run.rundir import RunDir, Stage, root_of
-from slurmllm.core.slurm.client import SRUN_OPTIONS
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, root_of
+from slurmllm.core.slurm.client import SRUN_OPTIONS, SlurmClient
 from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments
+from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.core.slurm.setup import VERSION, limits_script, setup_script
+from slurmllm.core.slurm.site import Site
 from slurmllm.launch.supervise.allocation import launch_line
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.environment import (
@@ -133,6 +136,24 @@ def directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list
     for name, value in users.items():
         lines.append(f"--{name}" if value is True else f"--{name}={quoted(str(value))}")
     return [f"#SBATCH {line}" for line in lines]
+
+
+def check_jobs(
+    client: SlurmClient | None, config: RunConfig, run: RunDir, nodes: int, compiles: bool
+) -> tuple[Sequence[str], dict[Stage, Sequence[str]]]:
+    """Compare jobs with their partition; returns warnings of the train job, and the faults."""
+    faults: dict[Stage, Sequence[str]] = dict.fromkeys(STAGES, ())
+    limits, site = LimitCheck(), None if client is None else Site(client)
+    for stage in STAGES:
+        # A value that Slurm would misread is refused, whether there is a limit or not.
+        options = directives(stage, config, run, nodes)
+        if site is not None and (compiles or stage == "train"):
+            limits = check_limits(read_options(options), site)
+            option = "--time " if stage == "train" else "--set slurm.precompile_time="
+            faults[stage] = [
+                f"{stage} job: {fault}".replace("--time ", option) for fault in limits.faults
+            ]
+    return limits.warnings, faults
 
 
 def _checked(name: str, value: str) -> str:
