@@ -112,13 +112,14 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     rows = []
     for entry in entries:
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
-        state = f"replica in {entry.replica_url}" if entry.replica_url is not None else state
-        values = ("", "", "", "")
+        if entry.replica_url is not None:
+            state = f"replica in {entry.replica_url}"
+        row = [entry.directory.name.rpartition("_")[2].lstrip("0") or "0", "", "", "", "", state]
         if (manifest := entry.manifest) is not None:
             saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
             size = format_bytes(entry.num_bytes)
-            values = (saved, size, str(manifest.attempt), str(manifest.world_size))
-        rows.append((str(int(entry.directory.name.rpartition("_")[2])), *values, state))
+            row[1:5] = [saved, size, str(manifest.attempt), str(manifest.world_size)]
+        rows.append(row)
     print_table(("step", "saved", "size", "attempt", "workers", "state"), rows, fold="state")
 
 
@@ -339,13 +340,15 @@ def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
         rows.append({**entry._asdict(), "path": str(entry.path), "age_s": age_s})
     if as_json:
         options.echo_json({"run": run.name, "checkpoints": rows})
-    elif rows:
-        states = {True: "complete", False: "half-written"}
-        table = [
-            (str(row["step"]), format_age(row["age_s"]), states[row["complete"]], row["path"])
-            for row in rows
-        ]
-        print_table(("step", "changed", "state", "path"), table, fold="path")
-    else:
+        return
+    if not rows:
         pattern = command.checkpoints or "not set"
         click.echo(f"run {run.name}: no checkpoint; command.checkpoints: {pattern}")
+        return
+    columns: options.Columns = {
+        "step": "step",
+        "changed": lambda row: format_age(row["age_s"]),
+        "state": lambda row: "complete" if row["complete"] else "half-written",
+        "path": "path",
+    }
+    options.print_rows(False, "checkpoints", rows, columns, "path")

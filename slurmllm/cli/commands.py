@@ -21,11 +21,6 @@ _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)  # PATH=VALUE
 # Options under these headings
 _OF_SLURM = {*JOB_OPTIONS, "in-allocation", "slurm", "cluster", "cpus", "gpus"}
 _OF_SWEEPS = {"sweep", "sweep-file", "max-running", "yes"}
-# For terminals and files without Unicode (LC_ALL=C)
-_ASCII = str.maketrans(
-    {"…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "×": "x", "·": "."}
-    | dict(zip("–─├└│“”’", '--|`|""\'', strict=True))
-)
 
 
 class GroupedCommand(click.Command):
@@ -145,7 +140,7 @@ class StandardStream(io.TextIOWrapper):
     def write(self, output: str) -> int:
         output = printable(output, styles=self.isatty() and "NO_COLOR" not in os.environ)
         if self.ascii:
-            output = output.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+            output = output.encode("ascii", "backslashreplace").decode()
         with self._ignored_errors():
             return super().write(output)
         return 0

@@ -118,11 +118,17 @@ def allreduce(
         rendezvous_variables,
     )
 
-    command = [sys.executable, "-P", "-m", "slurmllm.launch.diagnose.allreduce", device, floor]
-    sizes = {"nodes": nodes, "workers_per_node": workers, "node_rank": own_node_rank()}
     processes = []
     for local_rank in range(workers):
-        variables = rendezvous_variables(address, port, **sizes, local_rank=local_rank)
+        variables = rendezvous_variables(
+            address,
+            port,
+            nodes=nodes,
+            workers_per_node=workers,
+            node_rank=own_node_rank(),
+            local_rank=local_rank,
+        )
+        command = [sys.executable, "-P", "-m", "slurmllm.launch.diagnose.allreduce", device, floor]
         # One thread each: workers of one node would compete for its CPUs.
         env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))

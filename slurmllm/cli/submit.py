@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,13 @@ from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, UserError
-from slurmllm.core.run.rundir import RunDir, find_run
+from slurmllm.core.run.rundir import find_run
 
 if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.run.records import Submission
-    from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
 
@@ -316,6 +315,7 @@ def resume(
     from slurmllm.launch.submit.launch import SubmittedRun, start
     from slurmllm.launch.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.launch.supervise.run_lock import locked
+    from slurmllm.launch.supervise.run_state import is_active
 
     if shared.dry_run and included:
         raise click.UsageError("--include changes the run's jobs; leave out --dry-run")
@@ -323,9 +323,14 @@ def resume(
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
     if included:
+        active = is_active(run_dir, client)  # then its jobs will use the nodes
         unused: dict[str, object] = {"--nodes": nodes, "--cluster": cluster, "--set": overrides}
         unused |= {"--from-scratch": from_scratch, **dict(settings.values())}
-        if _include(run_dir, client, included, [name for name in unused if unused[name]]):
+        if active and (names := [name for name, value in unused.items() if value]):
+            reason = f"run {run} is queued or running, so only --include can change it"
+            raise UserError(f"{reason}: leave out {names[0]}, or cancel the run first")
+        include_nodes(run_dir, client, included)
+        if active:
             if shared.as_json:
                 fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
                 options.echo_json(fields, indent=None)
@@ -352,17 +357,3 @@ def resume(
             commands.ignore_output_errors()
             submitted = start(prepared, local or shared.in_allocation, allocation)
     ctx.exit(_print_run(submitted, shared))
-
-
-def _include(run: RunDir, client: SlurmClient, nodes: Sequence[str], unused: Sequence[str]) -> bool:
-    """Include nodes in a run; return whether it is active, in which case its jobs will use them.
-
-    Raises UserError if it is and other options are given, which have no effect.
-    """
-    from slurmllm.launch.supervise.run_state import is_active
-
-    if (active := is_active(run, client)) and unused:
-        reason = f"run {run.name} is queued or running, so only --include can change it"
-        raise UserError(f"{reason}: leave out {unused[0]}, or cancel the run first")
-    include_nodes(run, client, nodes)
-    return active

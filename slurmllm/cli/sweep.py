@@ -124,58 +124,56 @@ def _print_prepared(
     prepared: PreparedSweep, jobs: Sequence[str], as_json: bool, **more: Any
 ) -> None:
     """Print the runs of a sweep with their jobs, as `submit_sweep` yields them, and graphs."""
-    count, record = len(prepared.precompiles), prepared.record
+    count = len(prepared.precompiles)
     train_jobs: list[str | None] = [*jobs[count:]] or [None] * len(prepared.runs)
-    names = (graphs.run.name for graphs in prepared.precompiles)
-    precompile_jobs = dict(zip(names, jobs, strict=False))
-    graphs_of_runs = [
-        {
-            "run_dir": str(graphs.run.path),
-            "graphs_from": graphs.graphs_from,
-            "precompile_job": precompile_jobs.get(graphs.run.name),
-        }
-        for graphs in prepared.graphs
-    ]
-    runs: list[dict[str, Any]] = [
-        {
-            "run": run.run.name,
-            "run_dir": str(run.run.path),
-            "values": case.values,
-            "graphs": run.graphs_from,
-            "lane": prepared.lane(number),
-            "train_job": job,
-            "refusals": run.refusals,
-        }
-        for number, (run, case, job) in enumerate(
-            zip(prepared.runs, record.cases, train_jobs, strict=True)
-        )
-    ]
-    name, folder = prepared.sweep.name, str(prepared.sweep.path)
+    pairs = zip(prepared.precompiles, jobs, strict=False)
+    precompile_jobs = {graphs.run.name: job for graphs, job in pairs}
+    name, record = prepared.sweep.name, prepared.record
+    rows = list(zip(prepared.runs, record.cases, train_jobs, strict=True))
     if as_json:
-        summary: dict[str, Any] = {"sweep": name, "sweep_dir": folder}
+        graphs_of_runs = [
+            {
+                "run_dir": str(graphs.run.path),
+                "graphs_from": graphs.graphs_from,
+                "precompile_job": precompile_jobs.get(graphs.run.name),
+            }
+            for graphs in prepared.graphs
+        ]
+        runs = [
+            {
+                "run": run.run.name,
+                "run_dir": str(run.run.path),
+                "values": case.values,
+                "graphs": run.graphs_from,
+                "lane": prepared.lane(number),
+                "train_job": job,
+                "refusals": run.refusals,
+            }
+            for number, (run, case, job) in enumerate(rows)
+        ]
+        summary: dict[str, Any] = {"sweep": name, "sweep_dir": str(prepared.sweep.path)}
         summary |= {"max_running": record.max_running, "graphs": graphs_of_runs, "runs": runs}
         options.echo_json({**summary, **more}, indent=None)
         return
     at_a_time = "" if record.max_running is None else f", {record.max_running} at a time"
-    click.echo(f"sweep      {name}: {format_plural(len(runs), 'run')}{at_a_time}")
-    click.echo(f"directory  {folder}")
-    for graphs, row in zip(prepared.graphs, graphs_of_runs, strict=True):
-        source = "one precompile stage"
-        if row["graphs_from"] is not None:
-            source = f"compiled by run {row['graphs_from']} already"
-        elif row["precompile_job"]:
-            source = f"precompile job {row['precompile_job']}"
-        users = sum(run["graphs"] == graphs.run.name for run in runs)
+    click.echo(f"sweep      {name}: {format_plural(len(prepared.runs), 'run')}{at_a_time}")
+    click.echo(f"directory  {prepared.sweep.path}")
+    for graphs in prepared.graphs:
+        source = f"compiled by run {graphs.graphs_from} already"
+        if graphs.graphs_from is None:
+            job = precompile_jobs.get(graphs.run.name)
+            source = f"precompile job {job}" if job else "one precompile stage"
+        users = sum(run.graphs_from == graphs.run.name for run in prepared.runs)
         click.echo(f"graphs     {source}, for {format_plural(users, 'run')}")
-    headings, cells = ["run", *record.labels.values()], []
-    for run in runs:
-        cells.append([run["run"], *(run["values"].get(path, "") for path in record.labels)])
+    labels = record.labels
+    cells = (
+        (run.run.name, *(case.values.get(path, "") for path in labels), *([job] if job else []))
+        for run, case, job in rows
+    )
+    print_table(("run", *labels.values(), *(["train job"] if jobs else [])), cells)
     if jobs:
-        headings.append("train job")
-        cells = [[*row, str(job)] for row, job in zip(cells, train_jobs, strict=True)]
-    print_table(headings, cells)
-    for verb in ("status", "compare", "cancel") if jobs else ():
-        click.echo(f"{'next' if verb == 'status' else '':<10} slurmllm {verb} {name}")
+        for number, verb in enumerate(("status", "compare", "cancel")):
+            click.echo(f"{'' if number else 'next':<10} slurmllm {verb} {name}")
 
 
 def print_table_of(sweep: SweepDir, as_json: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from core.slurm.test_environment import input_variables
 from data.corpus.data_server import data_server
 from data.corpus.published import mirror_configuration, publish_wikipedia
 from end_to_end.bench import SLOWLY, Bench
@@ -21,21 +19,6 @@ from end_to_end.scenes import SceneBench, scene
 from slurmllm.core.slurm.client import SlurmClient, to_unix
 
 pytestmark = pytest.mark.slurm
-# Values that change a job, by variable without its prefix; 1 for all others.
-HARMFUL = {
-    **dict.fromkeys(("OUTPUT", "ERROR", "INPUT"), "/dev/null"),
-    **dict.fromkeys(("STDOUTMODE", "STDERRMODE", "STDINMODE"), "/dev/null"),
-    **dict.fromkeys(("EXPORT", "EXPORT_ENV"), "NONE"),
-    **dict.fromkeys(("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK"), "1"),
-    **dict.fromkeys(("GRES", "STEP_GRES", "TRES_PER_TASK"), "gres/gpu:1"),
-    **dict.fromkeys(("PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG"), "/bin/false"),
-    **dict.fromkeys(("WORKING_DIR", "REMOTE_CWD"), "/usr"),
-    **{"DISTRIBUTION": "arbitrary", "HINT": "nomultithread", "CPU_BIND": "rank", "UMASK": "0777"},
-    **{"MEM_PER_NODE": "500", "MEM_PER_CPU": "100", "MEM_BIND": "local", "SIGNAL": "TERM@50"},
-    **{"ARRAY_INX": "0-1", "EXCLUSIVE": "user", "CLUSTERS": "other", "CONSTRAINT": "none"},
-    **{"OPEN_MODE": "truncate", "CPU_FREQ_REQ": "low", "ACCTG_FREQ": "task=1"},
-}
-DEFAULTS = ("ACCOUNT", "PARTITION", "QOS", "RESERVATION")
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A node of the development cluster has one CPU, so one worker; four of them are the pipeline.
 REHEARSED = (
@@ -118,41 +101,3 @@ def test_a_sweep_of_two_at_a_time_of_which_one_is_cancelled(stage: SceneBench) -
     assert all(better <= worse for better, worse in pairwise(losses))
     assert table["runs"][-1]["run"] == cancelled
     assert "report.html" in stage.look("report", "grid")
-
-
-def variables(*commands: str) -> set[str]:
-    names = {name for command in commands for name in input_variables(command)}
-    return names - {"SLURM_CONF"}
-
-
-def harmful(name: str) -> str:
-    return HARMFUL.get(name.partition("_")[2], "1")
-
-
-def shown(kind: str, name: str) -> dict[str, str]:
-    done = subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True)
-    return dict(re.findall(r"(\S+?)=(\S+)", done.stdout))
-
-
-@scene()
-def test_job_and_step_are_as_the_script_says(stage: SceneBench) -> None:
-    """Whatever variables the shell of `submit` has."""
-    names = variables("sbatch", "srun", "salloc") - {f"SBATCH_{name}" for name in DEFAULTS}
-    line = (*stage.line("leak"), *SLOWLY, "--time=0:20:00", "--mem=600", "--json")
-    output = stage.call(*line, env={name: harmful(name) for name in names})
-    job_id = json.loads(output[output.index("{") :])["jobs"]["train"]
-    stage.wait_for_step("leak", 1)
-    job = shown("job", job_id)
-    step = shown("step", f"{job_id}.1") or shown("step", f"{job_id}.0")
-    expected = {
-        **{"NumNodes": "2", "TimeLimit": "00:20:00", "Requeue": "1", "MinMemoryNode": "600M"},
-        **{"WorkDir": str(stage.runs / "leak"), "JobName": "leak-train"},
-        "StdOut": str(stage.runs / "leak" / "logs" / "train.log"),
-    }
-    assert {key: job.get(key) for key in expected} == expected
-    assert "ArrayJobId" not in job
-    assert (step["Nodes"], step["Tasks"]) == ("2", "2"), step
-    assert step["TimeLimit"] in ("UNLIMITED", "00:20:00")
-    assert re.search(r"cpu=8\b", step["TRES"]), step
-    stage.look("cancel", "leak")
-    stage.wait("leak", "cancelled")
