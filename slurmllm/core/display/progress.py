@@ -15,6 +15,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
@@ -42,36 +43,32 @@ def count_progress(title: str, total: int) -> Iterator[Callable[[], object]]:
 
     Yields what to call after each part.
     """
-    console = Console(file=sys.__stderr__)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with _bar(MofNCompleteColumn()) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    """Return a progress bar on the raw stderr, whose cursor it moves; disabled if no terminal."""
+    console = Console(file=sys.__stderr__)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 @contextlib.contextmanager
 def stage_progress() -> Iterator[OnStage]:
     """Show the progress of consecutive stages, on stderr."""
-    console = Console(file=sys.__stderr__)  # the raw stream: it moves the cursor
-    if not console.is_terminal:
+    bar = _bar(DownloadColumn(), TransferSpeedColumn())
+    if bar.disable:
         yield _Lines()
         return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
     tasks: dict[str, TaskID] = {}
 
     def show(title: str, done_bytes: int, total_bytes: int) -> None:
