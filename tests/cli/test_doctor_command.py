@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,13 +67,3 @@ def test_an_environment_without_the_neuron_wheels_is_2(
 def test_torch_is_imported_in_a_process_of_its_own() -> None:
     assert login_node.import_torch().startswith("imported ")
     assert CliRunner().invoke(cli, ["doctor", "--cluster", "trn9"]).exit_code == 2
-
-
-@pytest.mark.slurm
-def test_a_real_cluster(slurm: object, tmp_path: Path, doctor: Callable[..., Result]) -> None:
-    done = doctor("--json", "--runs-dir", str(tmp_path), path=os.environ["PATH"])
-    states = checks(done.stdout)
-    assert done.exit_code == 0, done.stdout
-    assert states["accounting"]["found"] == "accounting_storage/slurmdbd"
-    assert states["nodes"]["found"] == "5 of 5 usable"
-    assert states["partition"]["found"] == "main, the default"
