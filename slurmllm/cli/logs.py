@@ -232,10 +232,10 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
     if follow and (rank is None or node):
         return None
     if record is None or not (rank and node):
-        attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage)) or "none"
+        attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage))
         listed = "none" if record is None else ranks_with_logs(run, stage, record.attempt)
-        logs = f"{stage} attempts: {attempts}; ranks with a log: {listed}"
-        raise RunError(f"{run.name} has no such logs ({logs}): {_state_text(run)}")
+        logs = f"such logs ({stage} attempts: {attempts}; ranks with a log: {listed})"
+        raise RunError(f"{run.name} has no {logs if attempts else 'logs yet'}: {_state_text(run)}")
     worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
     with suppress(StorageError):
         node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))

@@ -92,7 +92,7 @@ def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expect
 
 def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir) -> None:
     shutil.rmtree(run.logs)
-    assert "): interrupted, never submitted" in call("--stage=precompile").output
+    assert "r has no logs yet: interrupted, never submitted" in call("--stage=precompile").output
     result = call("--rank", "1")
     assert (result.exit_code, "the disk of b" in result.output) == (2, True), result.output
     NodeRecord(node="b", pids={1: 1}, exit_codes={1: 0}).save(run.attempt("train", 0).node("b"))
