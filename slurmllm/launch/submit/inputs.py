@@ -22,6 +22,7 @@ from slurmllm.core.errors import ConfigError, DataError, StorageError
 from slurmllm.core.run.records import AttemptRecord
 from slurmllm.core.run.rundir import RunDir, runs_root
 from slurmllm.core.run.safe_files import make_private_folder, os_error_text, untrusted_error
+from slurmllm.launch.submit.run_folder import make_folders
 
 log = logging.getLogger(__name__)
 LIMIT_S = 180.0  # torch from a busy network file system takes a minute
@@ -150,7 +151,18 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             if path != STDLIB and not exists:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         return config
-    corpus, tokenizer = _builtin_data(config, root) if has_builtin else (Path(), Path())
+    corpus, tokenizer = Path(), Path()
+    if has_builtin:
+        from slurmllm.data.corpus.builtin import ensure_stdlib
+
+        # Another user's: what is in it need not be the standard library.
+        folder = own_folder(root, ".data", config.cluster.trusted_group)
+        try:
+            make_folders(config.cluster, folder)
+            corpus, tokenizer = ensure_stdlib(folder, config.recipe.model.vocab_size)
+        except OSError as error:
+            fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
+            raise StorageError(f"{fault}; choose another --runs-dir") from error
 
     def absolute(path: str, builtin: Path = corpus) -> str:
         return plugins.absolute(builtin if path == STDLIB else path)
@@ -164,18 +176,6 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     config = config.with_settings("data", **files).with_settings("eval", corpora=evaluated)
     _check_contents(config, evaluated)
     return config
-
-
-def _builtin_data(config: RunConfig, root: Path) -> tuple[Path, Path]:
-    from slurmllm.data.corpus.builtin import ensure_stdlib
-
-    # Another user's: what is in it need not be the standard library.
-    folder = own_folder(root, ".data", config.cluster.trusted_group)
-    try:
-        return ensure_stdlib(folder, config.recipe.model.vocab_size)
-    except OSError as error:
-        fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
-        raise StorageError(f"{fault}; choose another --runs-dir") from error
 
 
 def with_folder(config: RunConfig) -> RunConfig:

@@ -27,6 +27,7 @@ from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.launch.graphs import reuse
 from slurmllm.launch.graphs.archive import load_manifest
 from slurmllm.launch.submit.inputs import (
+    data_folder,
     locate,
     missing_data,
     plugin_faults,
@@ -189,6 +190,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise _limit_error(layout, checks, STAGES)
     config = _with_weights(request, layout.config)
     if request.fetch is not None and (missing := locate(config, request.root).missing):
+        make_folders(cluster, data_folder(config, request.root))
         request.fetch(config, request.root, missing)
     config, run = _with_inputs(request, config, build=True), layout.run
     if request.run is None:
@@ -254,7 +256,18 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
             errors.append(ConfigError(title, faults))
         # The fewest nodes: shards of the model are the largest there.
         fewest = min(layout.nodes, recipe.slurm.min_nodes or layout.nodes)
-        fit = _check_fit(request, layout, fewest)
+        if request.check_layout and config.cluster.hardware is not None:
+            from slurmllm.plan.fit_check import check_fit
+
+            fit = check_fit(
+                config,
+                fewest,
+                load_environment(config.backend).unsupported,
+                reuse.measured_micro_batch(layout.run),
+                chosen=request.config.recipe.parallel.auto,
+                force=request.force,
+                resumes=request.run is not None,
+            )
         if fit is not None and fit.refusals:
             title = (
                 f"the planner predicts that {recipe.name} does not fit into the memory of "
@@ -388,23 +401,6 @@ def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
     if request.run is not None:
         warn_if_changed(config, request.run)
     return faults
-
-
-def _check_fit(request: RunRequest, layout: RunLayout, nodes: int) -> FitCheck | None:
-    config = layout.config
-    if not request.check_layout or config.cluster.hardware is None:
-        return None
-    from slurmllm.plan.fit_check import check_fit
-
-    return check_fit(
-        config,
-        nodes,
-        load_environment(config.backend).unsupported,
-        reuse.measured_micro_batch(layout.run),
-        chosen=request.config.recipe.parallel.auto,
-        force=request.force,
-        resumes=request.run is not None,
-    )
 
 
 def _largest_node_count(config: RunConfig, nodes: int) -> int:

@@ -92,7 +92,7 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     while True:
         run = new_run(root, name, recipe)
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folders(cluster, root)
             if name is not None and _is_left_behind(run):
                 if SweepDir(run.path).record.exists():
                     shutil.rmtree(run.path)
@@ -100,18 +100,21 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
                     return run
             # Atomic, on NFS too: the name belongs to who created it.
             run.path.mkdir(mode=0o777 & ~run_umask(cluster))
-            if cluster.runs_group is not None:
-                _give_to_group(run.path, cluster.runs_group)
+            if (group := cluster.runs_group) is not None:
+                if error := group_error(group):
+                    raise PermissionError(errno.EPERM, error, str(run.path))
+                os.chown(run.path, -1, group_id(group) or 0)
+                # Afterwards: chown clears the setgid bit.
+                run.path.chmod(stat.S_IMODE(run.path.stat().st_mode) | stat.S_ISGID)
         except FileExistsError:
             if not root.is_dir():
                 raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None
             continue  # another submit was faster: take the next name
         except NotADirectoryError:
             raise RunError(f"--runs-dir: {root} is below a file; name another one") from None
-        except OSError as error:
-            raise StorageError(
-                f"cannot make {run.path}: {error.strerror or error}; choose another --runs-dir"
-            ) from error
+        except OSError as refusal:
+            fault = f"cannot make {run.path}: {refusal.strerror or refusal}"
+            raise StorageError(f"{fault}; choose another --runs-dir") from refusal
         return run
 
 
@@ -161,12 +164,3 @@ def group_error(group: str) -> str | None:
     if os.geteuid() and number not in (os.getegid(), *os.getgroups()):
         return f"you are not a member of the group {group}"
     return None
-
-
-def _give_to_group(folder: Path, group: str) -> None:
-    """Give a folder, and what will be made in it, to a group; OSError if that is refused."""
-    if error := group_error(group):
-        raise PermissionError(errno.EPERM, error, str(folder))
-    os.chown(folder, -1, group_id(group) or 0)
-    # Afterwards: chown clears the setgid bit.
-    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)

@@ -231,7 +231,18 @@ def prepare_sweep(
             except ConfigError as error:
                 raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
             if run.compiles and (key := _graphs_key(run, request.local)) not in graphs:
-                graphs[key] = _prepare_graphs(request, sweep, len(graphs) + 1, run.config)
+                # A run that only compiles the graphs of all these runs
+                graphs[key] = prepare(
+                    replace(
+                        request,
+                        config=run.config,
+                        name=f"{sweep.name}-graphs-{len(graphs) + 1}",
+                        folder=sweep.graphs,
+                        find_graphs=True,
+                        check_layout=False,
+                        check_weights=False,
+                    )
+                )
             shared = graphs[key].run.name if run.compiles else None
             runs.append(replace(run, graphs_from=shared))
     except BaseException:
@@ -239,23 +250,6 @@ def prepare_sweep(
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise
     return PreparedSweep(sweep, record, list(graphs.values()), runs)
-
-
-def _prepare_graphs(
-    request: RunRequest, sweep: SweepDir, number: int, config: RunConfig
-) -> PreparedRun:
-    """Prepare a run that only compiles the graphs of some runs of a sweep."""
-    return prepare(
-        replace(
-            request,
-            config=config,
-            name=f"{sweep.name}-graphs-{number}",
-            folder=sweep.graphs,
-            find_graphs=True,
-            check_layout=False,
-            check_weights=False,
-        )
-    )
 
 
 def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int]:
