@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +37,17 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
     cancelled if a name is wrong; if one run cannot be cancelled, the others still are.
     """
     from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.supervise.run_lock import locked
 
     client, errors = SlurmClient(), list[SlurmllmError]()
     targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
     for target in targets:
         try:
-            with _locked(RunDir(target.path)):
+            with ExitStack() as locks:
+                try:
+                    locks.enter_context(locked(RunDir(target.path), "cancel"))
+                except StorageError as error:  # a full disk must not keep its jobs
+                    click.echo(f"warning: {error}; cancelling without the lock", err=True)
                 _cancel(target, client)
         except SlurmllmError as error:
             errors.append(error)
@@ -51,19 +55,6 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
         click.echo(f"error: {earlier}", err=True)
     if errors:
         raise errors[-1]
-
-
-@contextmanager
-def _locked(run: RunDir) -> Iterator[None]:
-    """Hold the lock of a run; a full disk, which does not take it, must not keep its jobs."""
-    from slurmllm.launch.supervise.run_lock import locked
-
-    with ExitStack() as locks:
-        try:
-            locks.enter_context(locked(run, "cancel"))
-        except StorageError as error:
-            click.echo(f"warning: {error}; cancelling without the lock", err=True)
-        yield
 
 
 def _record(run: RunDir) -> None:

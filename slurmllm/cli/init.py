@@ -67,7 +67,11 @@ def init(
 
     Exit codes: 0 done; 2 invalid options, or a file exists; 3 no Slurm here, or no answer.
     """
-    from slurmllm.core.config.profiles import user_configuration
+    from slurmllm.core.config.profiles import (
+        default_cluster,
+        set_default_cluster,
+        user_configuration,
+    )
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.init.draft import draft_profile, survey
 
@@ -95,7 +99,13 @@ def init(
     if not as_json:
         click.echo(f"{draft.text}\nfigures     {draft.figures.confidence}: {draft.figures.reason}")
     written = not dry_run and _write(path, draft.text, confirm, asks)
-    is_default = written and _make_default(path, confirm)
+    is_default = False
+    if written:  # the user may want the other profile that config.yaml names
+        current = default_cluster()
+        question = f"the default cluster is {current}; make it this one?"
+        is_default = current in (None, str(path)) or confirm(question, False)
+        if is_default:
+            set_default_cluster(path)
     if as_json:
         options.echo_json(_as_json(site, chosen, draft, path, written, is_default))
     elif written:
@@ -133,18 +143,6 @@ def _write(path: Path, profile: str, confirm: Confirm, asks: bool) -> bool:
         raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, profile)
-    return True
-
-
-def _make_default(path: Path, confirm: Confirm) -> bool:
-    """Name a profile in config.yaml, unless the user wants the other one that it names."""
-    from slurmllm.core.config.profiles import default_cluster, set_default_cluster
-
-    current = default_cluster()
-    question = f"the default cluster is {current}; make it this one?"
-    if current not in (None, str(path)) and not confirm(question, False):
-        return False
-    set_default_cluster(path)
     return True
 
 

@@ -278,6 +278,9 @@ class _Printer:
         self.width = 0
 
     def texts(self, lines: Iterable[RankLine]) -> Iterator[str]:
+        from slurmllm.analysis.status.logs import node_of
+        from slurmllm.core.run.records import AttemptRecord
+
         for line in lines:
             if not self.labels:
                 yield _coloured(line.text)
@@ -285,22 +288,16 @@ class _Printer:
             if self.attempt != line[:2]:
                 self.attempt = line[:2]
                 yield click.style(f"── {line.stage} attempt {line.attempt}", bold=True)
-            label = f"[rank {line.rank}{self._node(line)}]"
+            node = ""  # if the record of the attempt is not written yet
+            with suppress(StorageError):
+                if line[:2] not in self.records:
+                    path = self.run.attempt(line.stage, line.attempt).record
+                    self.records[line[:2]] = AttemptRecord.load(path)
+                node = f" {node_of(self.records[line[:2]], line.rank)}".rstrip()
+            label = f"[rank {line.rank}{node}]"
             self.width = max(self.width, len(label))
             label = click.style(label.ljust(self.width), fg=_COLOURS[line.rank % len(_COLOURS)])
             yield f"{label} {_coloured(line.text)}".rstrip()
-
-    def _node(self, line: RankLine) -> str:
-        """Return the node of a line; empty if the record of its attempt is not written yet."""
-        from slurmllm.analysis.status.logs import node_of
-        from slurmllm.core.run.records import AttemptRecord
-
-        key = line[:2]
-        with suppress(StorageError):
-            if key not in self.records:
-                self.records[key] = AttemptRecord.load(self.run.attempt(*key).record)
-            return f" {node_of(self.records[key], line.rank)}".rstrip()
-        return ""
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:

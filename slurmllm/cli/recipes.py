@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +110,11 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     names += [more] if more is not None and more not in names else []
     rows = [_cluster_row(resolve("tiny_neox", name)) for name in names]
     if not as_json:
-        rows = [{**row, "notes": _cluster_notes(row)} for row in rows]
+        for row in rows:
+            notes = ["planning only"] if row["planning_only"] is not None else []
+            notes += ["rough"] if row["rough"] else []
+            notes += [f"{len(row['assumed'])} assumed"] if row["assumed"] else []
+            row["notes"] = ", ".join(notes)
         for row, name in product(rows, (*_FIGURES, "usd_per_hour")):
             if row[name] is not None:
                 row[name] = f"{round(row[name], 2):g}"
@@ -128,13 +131,6 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
         "notes": "notes",
     }
     options.print_rows(as_json, "clusters", rows, columns)
-
-
-def _cluster_notes(row: Mapping[str, Any]) -> str:
-    notes = ["planning only"] if row["planning_only"] is not None else []
-    notes += ["rough"] if row["rough"] else []
-    notes += [f"{len(row['assumed'])} assumed"] if row["assumed"] else []
-    return ", ".join(notes)
 
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:

@@ -132,7 +132,17 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
     if run.sent is not None and run.sent.local:
         return _run_and_report(run, shared.as_json)
     if run.sent is None:
-        _print_dry_run(run, shared.as_json)
+        verb, summary = click.get_current_context().info_name, run.to_dict()
+        for error in run.prepared.refused:
+            for reason in error.faults:
+                click.echo(f"warning: {verb} would refuse this: {reason}", err=True)
+        if shared.as_json:
+            options.echo_json(summary, indent=None)
+        else:
+            _print_scripts(run.prepared, summary)
+            click.echo("dry run: nothing was written, nothing submitted", err=True)
+        for error in run.prepared.unstartable:
+            raise error
     elif shared.as_json:
         options.echo_json(run.to_dict(), indent=None)
     else:
@@ -158,23 +168,8 @@ def print_warnings(prepared: PreparedRun) -> None:
         click.echo(f"excluded: {names}, which failed the run; see status", err=True)
 
 
-def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
-    """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
-    prepared, summary = submitted.prepared, submitted.to_dict()
-    verb = click.get_current_context().info_name
-    for error in prepared.refused:
-        for reason in error.faults:
-            click.echo(f"warning: {verb} would refuse this: {reason}", err=True)
-    if as_json:
-        options.echo_json(summary, indent=None)
-    else:
-        _print_scripts(prepared, summary)
-        click.echo("dry run: nothing was written, nothing submitted", err=True)
-    for error in prepared.unstartable:
-        raise error
-
-
 def _print_scripts(prepared: PreparedRun, summary: Mapping[str, Any]) -> None:
+    """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
     import yaml
 
     if prepared.fit is not None and prepared.fit.chosen:

@@ -231,8 +231,18 @@ def submit_jobs(
             # Saved after each job: if this process is killed here, no job is without a record.
             JobsRecord(submissions=(*earlier.submissions, submission)).save(run.jobs)
     except SlurmError as error:
-        if submission.precompile_job is not None and submission.graphs_of is None:
-            _cancel_precompile(run, submission.precompile_job, earlier, client, error)
+        if (precompile := submission.precompile_job) is not None and submission.graphs_of is None:
+            try:
+                client.cancel([precompile])
+            except SlurmError as reason:
+                raise SlurmError(
+                    f"{error}\n  and the precompile job is still queued: {reason}; `scancel "
+                    f"{precompile}` ends it, {run.path} is kept"
+                ) from error
+            if earlier.submissions:
+                earlier.save(run.jobs)
+            else:
+                run.jobs.unlink(missing_ok=True)  # `remove_unsubmitted` keeps runs with a record
         if prepared.is_new and not isinstance(error.__cause__, UnansweredError):
             remove_unsubmitted(run)
         raise
@@ -257,23 +267,6 @@ def _sbatch(
         )
     except SlurmError as error:
         raise SlurmError(f"{error}; --dry-run shows the scripts") from error
-
-
-def _cancel_precompile(
-    run: RunDir, job: str, earlier: JobsRecord, client: SlurmClient, refusal: SlurmError
-) -> None:
-    """Cancel the precompile job of a run whose train job was refused, and remove its record."""
-    try:
-        client.cancel([job])
-    except SlurmError as error:
-        raise SlurmError(
-            f"{refusal}\n  and the precompile job is still queued: {error}; `scancel {job}` ends "
-            f"it, {run.path} is kept"
-        ) from refusal
-    if earlier.submissions:
-        earlier.save(run.jobs)
-    else:
-        run.jobs.unlink(missing_ok=True)  # `remove_unsubmitted` keeps every run that has a record
 
 
 def record_local(prepared: PreparedRun, **fields: object) -> Submission:
@@ -350,19 +343,12 @@ class LocalJob:
             code = self._run_once()
             if code != EXIT_REQUEUE:
                 return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
-            if not self._has_nodes():
-                return code
+            if self.allocation is not None:  # Slurm ends it if one of its nodes dies
+                job = SlurmClient().queue([self.allocation]).get(self.allocation)
+                if job is None or not job.has_nodes:
+                    log.error("job %s, which held the nodes, has ended", self.allocation)
+                    return code
             self.restarts += 1
-
-    def _has_nodes(self) -> bool:
-        """Return whether the allocation still has its nodes: Slurm ends it if one of them dies."""
-        if self.allocation is None:
-            return True
-        job = SlurmClient().queue([self.allocation]).get(self.allocation)
-        if job is not None and job.has_nodes:
-            return True
-        log.error("job %s, which held the nodes, has ended", self.allocation)
-        return False
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1

@@ -89,7 +89,16 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
     is_done = read_records(run, summarize(before)).done
     request = replace(request, config=config)
     if not recipe.worker.has_model:
-        _check_command(run, earlier, recipe, is_done, changes.from_scratch)
+        if changes.from_scratch:
+            raise RunError(
+                f"--from-scratch: the checkpoints of {run.name} are its trainer's, which decides "
+                "where it continues; remove them, or start another run"
+            )
+        if is_done and recipe.command == earlier.command:
+            fix = "--set command.run=…, or --set command.steps=… with more steps, to continue it"
+            raise RunError(
+                f"{run.name} is done: its command ended with exit code 0; change it with {fix}"
+            )
     else:
         _check_recipe(run, earlier, recipe, changes.from_scratch)
         if is_done and recipe.train.steps <= earlier.train.steps:
@@ -151,22 +160,6 @@ def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: boo
             "means over different sequences",
             earlier.sequences,
             later.sequences,
-        )
-
-
-def _check_command(
-    run: RunDir, before: Recipe, recipe: Recipe, is_done: bool, from_scratch: bool
-) -> None:
-    """Raise RunError if a trainer of another project would not continue, or not from its start."""
-    if from_scratch:
-        raise RunError(
-            f"--from-scratch: the checkpoints of {run.name} are its trainer's, which decides where "
-            "it continues; remove them, or start another run"
-        )
-    if is_done and recipe.command == before.command:
-        raise RunError(
-            f"{run.name} is done: its command ended with exit code 0; change it with --set "
-            "command.run=…, or --set command.steps=… with more steps, to continue it"
         )
 
 
