@@ -158,7 +158,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         # Another user's: what is in it need not be the standard library.
         folder = own_folder(root, ".data", config.cluster.trusted_group)
         try:
-            make_folders(config.cluster, folder)
+            make_folders(config.cluster, root, folder)
             corpus, tokenizer = ensure_stdlib(folder, config.recipe.model.vocab_size)
         except OSError as error:
             fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"

@@ -190,7 +190,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise _limit_error(layout, checks, STAGES)
     config = _with_weights(request, layout.config)
     if request.fetch is not None and (missing := locate(config, request.root).missing):
-        make_folders(cluster, data_folder(config, request.root))
+        make_folders(cluster, request.root, data_folder(config, request.root))
         request.fetch(config, request.root, missing)
     config, run = _with_inputs(request, config, build=True), layout.run
     if request.run is None:
