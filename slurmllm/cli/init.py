@@ -98,9 +98,15 @@ def init(
 
     if not as_json:
         click.echo(f"{draft.text}\nfigures     {draft.figures.confidence}: {draft.figures.reason}")
-    written = not dry_run and _write(path, draft.text, confirm, asks)
-    is_default = False
-    if written:  # the user may want the other profile that config.yaml names
+    exists, written, is_default = path.exists(), False, False
+    if not dry_run:
+        written = confirm(f"{'replace' if exists else 'write'} {path}?", not exists)
+        if not written and not asks:
+            raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
+    if written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, draft.text)
+        # The user may want the other profile that config.yaml names.
         current = default_cluster()
         question = f"the default cluster is {current}; make it this one?"
         is_default = current in (None, str(path)) or confirm(question, False)
@@ -132,18 +138,6 @@ def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
         kind = click.Choice(list(site.partitions))
         name = _ask(lambda: click.prompt("partition", default, False, type=kind, err=True))
     return site.partitions[name or default]
-
-
-def _write(path: Path, profile: str, confirm: Confirm, asks: bool) -> bool:
-    """Write the profile if the user agrees; return whether it was written."""
-    exists = path.exists()
-    if not confirm(f"{'replace' if exists else 'write'} {path}?", not exists):
-        if asks:
-            return False
-        raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, profile)
-    return True
 
 
 def _print_survey(site: Survey) -> None:

@@ -151,6 +151,9 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             if path != STDLIB and not exists:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         return config
+    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
+    from slurmllm.data.spec import StreamSpec
+
     corpus, tokenizer = Path(), Path()
     if has_builtin:
         from slurmllm.data.corpus.builtin import ensure_stdlib
@@ -174,7 +177,12 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         "tokenizer": None if data.tokenizer is None else absolute(data.tokenizer, tokenizer),
     }
     config = config.with_settings("data", **files).with_settings("eval", corpora=evaluated)
-    _check_contents(config, evaluated)
+    spec = StreamSpec.of(config.recipe)
+    # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
+    check_corpora(replace(spec, global_batch=1) if config.is_trial else spec)
+    if config.recipe.eval.every_steps is not None:
+        for warning in check_evaluation_texts(spec, evaluated):
+            log.warning("%s", warning)
     return config
 
 
@@ -196,18 +204,6 @@ def with_folder(config: RunConfig) -> RunConfig:
     if faults:
         raise ConfigError(f"{config.recipe.name} cannot start", faults)
     return config.with_settings("command", folder=str(folder))
-
-
-def _check_contents(config: RunConfig, evaluated: dict[str, str]) -> None:
-    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
-    from slurmllm.data.spec import StreamSpec
-
-    spec = StreamSpec.of(config.recipe)
-    # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
-    check_corpora(replace(spec, global_batch=1) if config.is_trial else spec)
-    if config.recipe.eval.every_steps is not None:
-        for warning in check_evaluation_texts(spec, evaluated):
-            log.warning("%s", warning)
 
 
 def plugin_faults(config: RunConfig) -> list[str]:

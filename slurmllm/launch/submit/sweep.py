@@ -230,8 +230,16 @@ def prepare_sweep(
                 run = prepare(replace(request, config=config, name=case.run, slurm=client))
             except ConfigError as error:
                 raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
-            if run.compiles and (key := _graphs_key(run, request.local)) not in graphs:
-                # A run that only compiles the graphs of all these runs
+            if not run.compiles:
+                runs.append(run)
+                continue
+            # Equal for runs that can use the same graphs. Whatever micro batch will be measured:
+            # the candidates follow from the global batch.
+            train = run.config.recipe.train
+            auto = train.micro_batch == "auto"
+            setting = (run.config, run.mesh, request.local, 1 if auto else None)
+            key = graph_fingerprint(*setting), train.global_batch if auto else 0
+            if key not in graphs:
                 graphs[key] = prepare(
                     replace(
                         request,
@@ -243,22 +251,12 @@ def prepare_sweep(
                         check_weights=False,
                     )
                 )
-            shared = graphs[key].run.name if run.compiles else None
-            runs.append(replace(run, graphs_from=shared))
+            runs.append(replace(run, graphs_from=graphs[key].run.name))
     except BaseException:
         if not request.dry_run:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise
     return PreparedSweep(sweep, record, list(graphs.values()), runs)
-
-
-def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int]:
-    """Return what is equal for runs that can use the same graphs."""
-    config, train = prepared.config, prepared.config.recipe.train
-    # Whatever micro batch will be measured: the candidates follow from the global batch.
-    auto = train.micro_batch == "auto"
-    fingerprint = graph_fingerprint(config, prepared.mesh, local, measured=1 if auto else None)
-    return fingerprint, train.global_batch if auto else 0
 
 
 def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:
