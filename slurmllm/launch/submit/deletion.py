@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -129,15 +128,13 @@ def _freed_bytes(paths: Iterable[Path]) -> int:
     """Return the size of files whose last link is in `paths`; RunError if one cannot be removed."""
     sizes, links = dict[tuple[int, int], tuple[int, int]](), Counter[tuple[int, int]]()
     for path in paths:
-        files = [path]
-        for folder, _, names in os.walk(path) if not path.is_symlink() else ():
+        is_folder = path.is_dir() and not path.is_symlink()
+        for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 raise RunError(f"{folder} is not writable for you; nothing was deleted")
-            files += (Path(folder, name) for name in names)
-        for file in files:
-            with suppress(FileNotFoundError):
-                info = file.lstat()
-                if not stat.S_ISDIR(info.st_mode):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    info = Path(folder, name).lstat()
                     sizes[info.st_dev, info.st_ino] = (info.st_size, info.st_nlink)
                     links[info.st_dev, info.st_ino] += 1
     return sum(size for file, (size, count) in sizes.items() if links[file] >= count)
