@@ -65,6 +65,9 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
             while active and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 active = is_active(run, client)
+            if active:
+                fix = "type this command again when `squeue` no longer shows its jobs"
+                raise RunError(f"the last processes of {run.name} still run; {fix}")
     if active:
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
