@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 def _parse_size(ctx: click.Context, _: click.Parameter, size_text: str) -> int:
     """Return the bytes of `5GB`, `500MB` or `2GiB`."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError  # takes time: not for --help
+
     with suppress(ValidationError):
         if size := TypeAdapter(ByteSize).validate_python(size_text):
             return size
