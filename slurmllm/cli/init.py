@@ -67,11 +67,7 @@ def init(
 
     Exit codes: 0 done; 2 invalid options, or a file exists; 3 no Slurm here, or no answer.
     """
-    from slurmllm.core.config.profiles import (
-        default_cluster,
-        set_default_cluster,
-        user_configuration,
-    )
+    from slurmllm.core.config.profiles import user_configuration
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.init.draft import draft_profile, survey
 
@@ -98,20 +94,8 @@ def init(
 
     if not as_json:
         click.echo(f"{draft.text}\nfigures     {draft.figures.confidence}: {draft.figures.reason}")
-    exists, written, is_default = path.exists(), False, False
-    if not dry_run:
-        written = confirm(f"{'replace' if exists else 'write'} {path}?", not exists)
-        if not written and not asks:
-            raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
-    if written:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, draft.text)
-        # The user may want the other profile that config.yaml names.
-        current = default_cluster()
-        question = f"the default cluster is {current}; make it this one?"
-        is_default = current in (None, str(path)) or confirm(question, False)
-        if is_default:
-            set_default_cluster(path)
+    written = not dry_run and _write(path, draft.text, confirm, asks)
+    is_default = written and _make_default(path, confirm)
     if as_json:
         options.echo_json(_as_json(site, chosen, draft, path, written, is_default))
     elif written:
@@ -138,6 +122,30 @@ def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
         kind = click.Choice(list(site.partitions))
         name = _ask(lambda: click.prompt("partition", default, False, type=kind, err=True))
     return site.partitions[name or default]
+
+
+def _write(path: Path, profile: str, confirm: Confirm, asks: bool) -> bool:
+    """Write the profile if the user agrees; return whether it was written."""
+    exists = path.exists()
+    if not confirm(f"{'replace' if exists else 'write'} {path}?", not exists):
+        if asks:
+            return False
+        raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, profile)
+    return True
+
+
+def _make_default(path: Path, confirm: Confirm) -> bool:
+    """Name a profile in config.yaml, unless the user wants the other one that it names."""
+    from slurmllm.core.config.profiles import default_cluster, set_default_cluster
+
+    current = default_cluster()
+    question = f"the default cluster is {current}; make it this one?"
+    if current not in (None, str(path)) and not confirm(question, False):
+        return False
+    set_default_cluster(path)
+    return True
 
 
 def _print_survey(site: Survey) -> None:
