@@ -112,7 +112,7 @@ def test_same_training(
     assert groups == expected[0].after
 
 
-# One with a z-loss is in test_evaluation.py.
+# One with a z-loss is in EVALUATED.
 @pytest.mark.long
 @pytest.mark.parametrize("documents", [(), (DOCUMENTS,)], ids=["plain", "documents"])
 def test_compiled(pool: MeshPool, reference: Reference, documents: tuple[str, ...]) -> None:
@@ -198,9 +198,6 @@ def divide(backend: NativeBackend) -> float:
 
 
 HALF = STEPS // 2
-FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
-INTERLEAVED = "parallel.virtual_pipeline=2"
-
 CHANGES = {
     "pp2-tp2 to dp4": (
         small("neox", 2, 2, 1, FEW, SEQUENCE),
@@ -286,10 +283,7 @@ def test_one_process_has_the_same(pool: MeshPool, mesh: tuple[str, int, int, int
         assert outcome.before.items() <= expected.items()
 
 
-FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
-DOCUMENTS, INTERLEAVED = "data.mask=document", "parallel.virtual_pipeline=2"
-STEPS = 3
-
+EVALUATED_STEPS = 3
 Z_LOSS = "train.z_loss=0.01"
 
 # Data-parallel workers alone are in tests/train/test_evaluation.py.
@@ -309,14 +303,16 @@ EVALUATED = [
 )
 def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     same = [part for part in mesh if part in (DOCUMENTS, Z_LOSS)]
-    (expected,) = pool.run(Case(small(mesh[0], 1, 1, 1, *same), last=STEPS, between=evaluated))
-    outcomes = pool.run(Case(small(*mesh), last=STEPS, between=evaluated))
+    (expected,) = pool.run(
+        Case(small(mesh[0], 1, 1, 1, *same), last=EVALUATED_STEPS, between=evaluated)
+    )
+    outcomes = pool.run(Case(small(*mesh), last=EVALUATED_STEPS, between=evaluated))
     if "train.compile=true" not in mesh:
-        plain = pool.run(Case(small(*mesh), last=STEPS))
+        plain = pool.run(Case(small(*mesh), last=EVALUATED_STEPS))
         assert [o.rows for o in outcomes] == [o.rows for o in plain], "bit-identical"
     # Of two in three sequences, whose prompts are not learnt.
-    tolerance = training_rounding(small(*mesh), STEPS, targets=LABELS // 4)
+    tolerance = training_rounding(small(*mesh), EVALUATED_STEPS, targets=LABELS // 4)
     assert max(deviation(outcomes, [expected])) < tolerance
     for outcome in outcomes:
         assert outcome.between == pytest.approx(expected.between, rel=tolerance)
-    assert len(set(expected.between)) == STEPS
+    assert len(set(expected.between)) == EVALUATED_STEPS

@@ -237,7 +237,7 @@ def test_each_mode_trains(new_backend: NewBackend, mode: str) -> None:
 def test_stochastic_rounding_resumes_exactly(new_backend: NewBackend, tmp_path: Path) -> None:
     backend = new(new_backend, "bf16_sr")
     train(backend, 3)
-    backend.save_shards(tmp_path)
+    backend.save_shards(tmp_path).finish()
     expected = train(backend, 3, first=3)
     resumed = new(new_backend, "bf16_sr")
     resumed.load_shards(tmp_path)
@@ -258,7 +258,7 @@ def test_precision_may_change_at_a_resume(
 ) -> None:
     backend = new(new_backend, saved)
     train(backend, 3)
-    backend.save_shards(tmp_path)
+    backend.save_shards(tmp_path).finish()
     before = {n: local_part(p).float().clone() for n, p in backend.model.named_parameters()}
     expected = train(backend, 3, first=3)
     second = new(new_backend, resumed)
