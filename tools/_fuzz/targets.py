@@ -165,7 +165,7 @@ def dcp(path: Path) -> None:
         files.read(name)
         files.step(name)
     for kind, name in list(files.moments)[:4]:
-        files.read_moment(kind, name)
+        files.read(name, kind=kind)
 
 
 def huggingface(path: Path) -> None:

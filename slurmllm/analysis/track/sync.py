@@ -29,7 +29,7 @@ from slurmllm.analysis.track.trackers import (
 )
 from slurmllm.core.config.recipe import TrackerName
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.config.variables import missing_for_trackers
+from slurmllm.core.config.trackers import missing_for_trackers
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
 from slurmllm.core.metrics.curves import TAGS, Curve

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from slurmllm.core.config.recipe import TrackerName
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.config.variables import MASK, is_secret, tracking_uri
+from slurmllm.core.config.trackers import tracking_uri
+from slurmllm.core.config.variables import MASK, is_secret
 
 # How the run ended; "running" also between two attempts.
 State = Literal["running", "finished", "failed", "cancelled"]

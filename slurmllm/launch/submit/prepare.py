@@ -432,7 +432,7 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         fix = "is not a program here; name it with its folder"
         faults.append(f"slurm.notify.command: {notify.command[0]} {fix}")
     if config.recipe.trackers and config.cluster.trackers.network:
-        from slurmllm.core.config.variables import missing_for_trackers
+        from slurmllm.core.config.trackers import missing_for_trackers
 
         faults += missing_for_trackers(config, config.recipe.trackers)
     return faults

@@ -18,10 +18,10 @@ from slurmllm.analysis.track import sync as sending
 from slurmllm.analysis.track.sync import TrackerRecord, state_of, sync
 from slurmllm.analysis.track.trackers import Description, State, StepValues, Tracker
 from slurmllm.cli.main import cli
-from slurmllm.core.config import variables
+from slurmllm.core.config import trackers as tracker_settings
 from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig, resolve
-from slurmllm.core.config.variables import missing_for_trackers
+from slurmllm.core.config.trackers import missing_for_trackers
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
@@ -187,7 +187,7 @@ def test_what_is_missing_is_refused_at_submit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(variables, "PACKAGES", {"wandb": "no_wandb", "mlflow": "no_mlflow"})
+    monkeypatch.setattr(tracker_settings, "PACKAGES", {"wandb": "no_wandb", "mlflow": "no_mlflow"})
     config = resolve("tiny_neox", "local", ["trackers=[wandb, mlflow]"])
     with pytest.raises(ConfigError) as error:
         prepare(RunRequest(config=config, nodes=1, root=tmp_path / "runs", local=True))
@@ -203,7 +203,7 @@ def test_a_key_may_be_in_any_of_wandb_s_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(variables, "PACKAGES", {"wandb": "json"})
+    monkeypatch.setattr(tracker_settings, "PACKAGES", {"wandb": "json"})
 
     def complete(*overrides: str) -> bool:
         return not missing_for_trackers(resolve("tiny_neox", "local", overrides), ("wandb",))
