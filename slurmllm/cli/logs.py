@@ -103,16 +103,7 @@ def logs(
     """
     from slurmllm.analysis.status.logs import LogSelection
 
-    used = [
-        param.opts[0]
-        for param in ctx.command.params
-        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    ]
-    if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
-        names = " and ".join(sorted(unused))
-        raise UserError(f"--stacks combines only with --rank; leave out {names}")
-    if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
-        raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
+    _check_options(ctx, stacks)
     run_dir = find_run(run, runs_dir)
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     single = rank is not None or not (follow or all_ranks or ranks)  # worker
@@ -135,6 +126,19 @@ def logs(
         if not follow:
             raise
         ctx.exit(EXIT_INTERRUPTED)
+
+
+def _check_options(ctx: click.Context, stacks: bool) -> None:
+    used = [
+        param.opts[0]
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    ]
+    if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
+        names = " and ".join(sorted(unused))
+        raise UserError(f"--stacks combines only with --rank; leave out {names}")
+    if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
+        raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
 
 
 def _print_logs(selection: LogSelection, lines: int | None, follow: bool, rank: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.run.records import Submission
+    from slurmllm.core.run.rundir import RunDir
+    from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
 
@@ -148,6 +150,27 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
     else:
         _print_submission(run.prepared, run.sent)
     return EXIT_OK
+
+
+def _include(
+    run_dir: RunDir,
+    client: SlurmClient,
+    included: Sequence[str],
+    unused: dict[str, object],
+    as_json: bool,
+) -> bool:
+    """Let a run use nodes again; return whether it is active, so that nothing else is to do."""
+    from slurmllm.launch.supervise.run_state import is_active
+
+    active = is_active(run_dir, client)  # then its jobs will use the nodes
+    if active and (names := [name for name, value in unused.items() if value]):
+        reason = f"run {run_dir.name} is queued or running, so only --include can change it"
+        raise UserError(f"{reason}: leave out {names[0]}, or cancel the run first")
+    include_nodes(run_dir, client, included)
+    if active and as_json:
+        fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
+        options.echo_json(fields, indent=None)
+    return active
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
@@ -310,7 +333,6 @@ def resume(
     from slurmllm.launch.submit.launch import SubmittedRun, start
     from slurmllm.launch.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.launch.supervise.run_lock import locked
-    from slurmllm.launch.supervise.run_state import is_active
 
     if shared.dry_run and included:
         raise click.UsageError("--include changes the run's jobs; leave out --dry-run")
@@ -318,17 +340,9 @@ def resume(
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
     if included:
-        active = is_active(run_dir, client)  # then its jobs will use the nodes
         unused: dict[str, object] = {"--nodes": nodes, "--cluster": cluster, "--set": overrides}
         unused |= {"--from-scratch": from_scratch, **dict(settings.values())}
-        if active and (names := [name for name, value in unused.items() if value]):
-            reason = f"run {run} is queued or running, so only --include can change it"
-            raise UserError(f"{reason}: leave out {names[0]}, or cancel the run first")
-        include_nodes(run_dir, client, included)
-        if active:
-            if shared.as_json:
-                fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
-                options.echo_json(fields, indent=None)
+        if _include(run_dir, client, included, unused, shared.as_json):
             return
     require_ended(run_dir, client, shared.force)  # waits: its last processes need the lock
     with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):

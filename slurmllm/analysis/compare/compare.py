@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,12 +100,7 @@ def compare(
         UserError: a precision that the basis needs is unknown.
     """
     tolerances = tolerances or Tolerances()
-    for curve in (a, b):
-        if "loss" not in curve.columns:
-            tags = list_tags(curve.tags or curve.columns)
-            raise RunError(
-                f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
-            )
+    _require_loss(a, b)
     matches = match_steps(a, b, shifts, by_step=axis == "step")
     a, b = matches[0].used, matches[1].used
     alignment = Alignment(a, b, axis, from_step, to_step, letter)
@@ -115,103 +110,184 @@ def compare(
     points = {name: metric.points for name, metric in metrics.items()}
     warnings = sentences.warnings_of(alignment, points, tolerances.exact)
     settings = find_differences(a, b, alignment)
-    measure = result.Basis(kind="tolerance")
-    if tolerances.exact:
-        measure = result.Basis(kind="exact")
-    elif seeds:  # they allow for another seed
+    if seeds and not tolerances.exact:  # they allow for another seed
         measure = result.Basis(kind="seeds")
         settings = [setting for setting in settings if setting.kind != "seed"]
-    elif basis != "tolerance":
-        requested = basis == "precision" or any(precisions)
-        measure = (
-            precision_basis(alignment.curves, precisions, settings, requested, letter) or measure
-        )
-    deciding = [name for name in (*METRICS, "param_norm") if name in metrics]
-    if measure.precisions is None:
-        deciding = [name for name in deciding if name != "param_norm"]
-        limits = {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
     else:
-        by_name = {name: (points[name], metrics[name].signed) for name in deciding}
-        limits = precision_limits(a, measure.precisions, by_name, tolerances)
+        measure = _basis(alignment, tolerances, basis, precisions, settings)
+    limits = _limits(a, metrics, measure, tolerances)
     band: result.Band | None = None
     if seeds:
         shifted = [shift_steps(seed, matches[0].shift) for seed in seeds]
         seed_band = SeedBand(a, shifted, axis)
         band = seed_band.compare({name: points[name] for name in limits}, letter)
         warnings += seed_band.warnings
-    changes = [_first_step(points[name].steps, ~points[name].same) for name in limits]
+    rules = _Rules(tolerances, measure, settings, limits, band)
+    return _judge(matches, alignment, metrics, rules, warnings)
+
+
+def _require_loss(*curves: Curve) -> None:
+    for curve in curves:
+        if "loss" not in curve.columns:
+            tags = list_tags(curve.tags or curve.columns)
+            raise RunError(
+                f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
+            )
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What the metrics are measured by, and the settings in which the runs differ."""
+
+    tolerances: Tolerances
+    basis: result.Basis
+    settings: Sequence[SettingDifference]
+    limits: Mapping[str, PrecisionLimits]  # of the metrics that decide the verdict
+    band: result.Band | None  # of the seeds
+
+
+def _basis(
+    alignment: Alignment,
+    tolerances: Tolerances,
+    basis: result.BasisKind | None,
+    precisions: tuple[str, str],
+    settings: Sequence[SettingDifference],
+) -> result.Basis:
+    """Return what differences are measured by without seeds."""
+    if tolerances.exact:
+        return result.Basis(kind="exact")
+    by_tolerance = result.Basis(kind="tolerance")
+    if basis == "tolerance":
+        return by_tolerance
+    requested = basis == "precision" or any(precisions)
+    by_precision = precision_basis(
+        alignment.curves, precisions, settings, requested, alignment.letter
+    )
+    return by_precision or by_tolerance
+
+
+def _limits(
+    a: Curve, metrics: Mapping[str, _Metric], basis: result.Basis, tolerances: Tolerances
+) -> dict[str, PrecisionLimits]:
+    deciding = [name for name in (*METRICS, "param_norm") if name in metrics]
+    if basis.precisions is None:
+        deciding = [name for name in deciding if name != "param_norm"]
+        return {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
+    by_name = {name: (metrics[name].points, metrics[name].signed) for name in deciding}
+    return precision_limits(a, basis.precisions, by_name, tolerances)
+
+
+def _judge(
+    matches: tuple[StepMatch, StepMatch],
+    alignment: Alignment,
+    metrics: Mapping[str, _Metric],
+    rules: _Rules,
+    warnings: list[str],
+) -> Comparison:
+    """Compare the metrics; return verdict and causes. `warnings` are those of the steps before."""
+    a, b = alignment.curves
+    exact, band = rules.tolerances.exact, rules.band
+    same = {name: metrics[name].points.same for name in rules.limits}
+    changes = [_first_step(metrics[name].points.steps, ~bits) for name, bits in same.items()]
     changed = min((step for step in changes if step is not None), default=math.inf)
     described = {
         name: statistics(metric.points, metric.signed, name not in RATES)
         for name, metric in metrics.items()
     }
-    results = {
-        name: _compare_metric(
-            metrics[name],
-            limit,
-            described[name],
-            alignment,
-            changed,
-            exact=tolerances.exact,
-            band=None if band is None else band.metrics[name],
+    results = {}
+    for name, limit in rules.limits.items():
+        of_seeds = None if band is None else band.metrics[name]
+        results[name] = _compare_metric(
+            metrics[name], limit, described[name], alignment, changed, exact=exact, band=of_seeds
         )
-        for name, limit in limits.items()
-    }
-    verdict: result.Verdict = "match"
-    causes: tuple[Cause, ...] = ()
-    if any(metric.departs for metric in results.values()):
-        verdict = "differ"
-    elif changed == math.inf and not alignment.one_sided & set(METRICS):
-        verdict = "identical"
-    elif band is not None or any(metric.scattered for metric in results.values()):
+    verdict = _verdict(results, changed == math.inf and not alignment.one_sided & set(METRICS))
+    if verdict == "match" and band is not None:
         verdict = "equivalent"
-    match = verdict != "differ"
-    if not match or (verdict == "equivalent" and band is None):
-        causes = _causes(alignment, metrics, results, settings, measure)
+    causes: tuple[Cause, ...] = ()
+    if verdict == "differ" or (verdict == "equivalent" and band is None):
+        causes = _causes(alignment, metrics, results, rules.settings, rules.basis)
     commands = sentences.command_differences(a, b)
-    warnings += commands
-    if match:
+    warnings = warnings + commands
+    if verdict != "differ":
         warnings += [
             f"the curves match although {setting.text}"
-            for setting in settings
-            if not (setting.weak or setting.shifted) and setting.kind != measure.kind
+            for setting in rules.settings
+            if not (setting.weak or setting.shifted) and setting.kind != rules.basis.kind
         ]
-    steps = points["loss"].steps
+    settings = (*(setting.text for setting in rules.settings), *commands)
+    record = _record(matches, alignment, rules, verdict, causes, results)
+    steps = metrics["loss"].points.steps
+    identical = steps[steps < changed].tolist()
     reason = sentences.reason(
-        verdict, results, measure, band, () if match else causes, letter, steps
+        verdict,
+        results,
+        rules.basis,
+        band,
+        causes if verdict == "differ" else (),
+        alignment.letter,
+        steps,
     )
-    identical = steps[steps < changed]
+    return Comparison.model_validate(
+        record
+        | {
+            "bit_identical_to_step": identical[-1] if identical else None,
+            "reason": sentences.invented_steps(alignment.curves, alignment.letter) + reason,
+            "settings": settings,
+            "statistics": described,
+            "warnings": tuple(warnings),
+        }
+    )
+
+
+def _verdict(results: Mapping[str, MetricComparison], identical: bool) -> result.Verdict:
+    if any(metric.departs for metric in results.values()):
+        return "differ"
+    if identical:
+        return "identical"
+    scattered = any(metric.scattered for metric in results.values())
+    return "equivalent" if scattered else "match"
+
+
+def _record(
+    matches: tuple[StepMatch, StepMatch],
+    alignment: Alignment,
+    rules: _Rules,
+    verdict: result.Verdict,
+    causes: tuple[Cause, ...],
+    results: Mapping[str, MetricComparison],
+) -> dict[str, Any]:
+    """Return fields of the comparison: what was compared, and the verdict with its causes."""
+    a, b = alignment.curves
+    match = verdict != "differ"
+    diagnosis = None
+    if not match:
+        diagnosis = result.Diagnosis(
+            kind=causes[0].kind, step=causes[0].step, text=causes[0].evidence
+        )
     only_in_a, only_in_b = alignment.only
-    return Comparison(
-        verdict=verdict,
-        match=match,
-        bit_identical_to_step=int(identical[-1]) if len(identical) else None,
-        power={name: metric.power for name, metric in results.items()},
-        reason=sentences.invented_steps(alignment.curves, letter) + reason,
-        causes=causes,
-        diagnosis=None
-        if match
-        else result.Diagnosis(kind=causes[0].kind, step=causes[0].step, text=causes[0].evidence),
-        settings=(*(setting.text for setting in settings), *commands),
-        data=_compare_data(a, b, letter),
-        tolerance=tolerances,
-        basis=measure,
-        a=_side(matches[0]),
-        b=_side(matches[1]),
-        steps_compared=len(alignment.steps),
-        first_step=int(alignment.steps[0]),
-        last_step=int(alignment.steps[-1]),
-        only_in_a=only_in_a,
-        only_in_b=only_in_b,
-        alignment=result.AlignmentRecord(
-            axis=axis, method=alignment.method, points=len(alignment.steps)
+    return {
+        "verdict": verdict,
+        "match": match,
+        "power": {name: metric.power for name, metric in results.items()},
+        "causes": causes,
+        "diagnosis": diagnosis,
+        "data": _compare_data(a, b, alignment.letter),
+        "tolerance": rules.tolerances,
+        "basis": rules.basis,
+        "a": _side(matches[0]),
+        "b": _side(matches[1]),
+        "steps_compared": len(alignment.steps),
+        "first_step": int(alignment.steps[0]),
+        "last_step": int(alignment.steps[-1]),
+        "only_in_a": only_in_a,
+        "only_in_b": only_in_b,
+        "alignment": result.AlignmentRecord(
+            axis=alignment.axis, method=alignment.method, points=len(alignment.steps)
         ),
-        metrics=results,
-        statistics=described,
-        band=band,
-        overlaps={"a": _overlap(a), "b": _overlap(b)},
-        warnings=tuple(warnings),
-    )
+        "metrics": results,
+        "band": rules.band,
+        "overlaps": {"a": _overlap(a), "b": _overlap(b)},
+    }
 
 
 def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
@@ -276,6 +352,48 @@ def _compare_data(a: Curve, b: Curve, letter: str) -> result.DataComparison | No
     return result.DataComparison(same=not differences, differences=differences)
 
 
+def _comparable(metric: _Metric, alignment: Alignment, exact: bool) -> tuple[Points, Floats]:
+    """Return the points and differences that the tolerance applies to."""
+    if exact and {"text", "tensorboard"} & {curve.kind for curve in alignment.curves}:
+        return metric.printed, metric.visible
+    if not (exact or np.any(metric.visible != 0)):
+        return metric.points, metric.visible
+    return metric.points, metric.signed
+
+
+def _decide(
+    steps: Ints,
+    detected: DivergenceResult,
+    finite: Flags,
+    departure: int | None,
+    exact: bool,
+    band: result.BandOfMetric | None,
+) -> tuple[result.RuleName | None, int | None]:
+    """Return the rule by which a metric departs, and the step of its onset."""
+    onset = None if detected.onset is None else int(steps[finite][detected.onset])
+    if not finite.all():
+        # They may diverge before that; but a single point beyond the tolerance may be noise.
+        starts = (departure if exact else onset, _first_step(steps, ~finite))
+        return "not_finite", min(step for step in starts if step is not None)
+    if exact:
+        return None if departure is None else "exact", departure
+    if band is not None:
+        return (None, None) if band.within else ("band", band.first_outside_step)
+    return detected.rule, onset
+
+
+def _describe_lasting(detected: DivergenceResult, steps: Ints) -> dict[str, Any]:
+    lasting = detected.lasting
+    if lasting is None:
+        return {}
+    return {
+        "lasting_departure_step": int(steps[lasting.first]),
+        "lasting_departure_last_step": int(steps[lasting.last]),
+        "lasting_departure_points": lasting.last - lasting.first + 1,
+        "lasting_departure_rel_diff": lasting.size,
+    }
+
+
 def _compare_metric(
     metric: _Metric,
     limits: PrecisionLimits,
@@ -287,11 +405,7 @@ def _compare_metric(
     band: result.BandOfMetric | None,
 ) -> MetricComparison:
     """Apply the limits, or the band of seeds, to a metric. `changed`: first step of other bits"""
-    points, r = metric.points, metric.signed
-    if exact and {"text", "tensorboard"} & {curve.kind for curve in alignment.curves}:
-        points, r = metric.printed, metric.visible
-    elif not (exact or np.any(metric.visible != 0)):
-        r = metric.visible
+    points, r = _comparable(metric, alignment, exact)
     steps, finite, unequal = points.steps, np.isfinite(r), metric.visible != 0
     detected, correlation = DivergenceResult(), None
     if finite.any():
@@ -301,30 +415,13 @@ def _compare_metric(
     beyond = ~finite | (~points.same if exact else np.abs(r) > limits.bias)
     departure = _first_step(steps, beyond)
     size = float(np.abs(r[np.argmax(beyond)]))
-    rule: result.RuleName | None = detected.rule
-    onset = None if detected.onset is None else int(steps[finite][detected.onset])
-    if not finite.all():
-        # They may diverge before that; but a single point beyond the tolerance may be noise.
-        starts = (departure if exact else onset, _first_step(steps, ~finite))
-        rule, onset = "not_finite", min(step for step in starts if step is not None)
-    elif exact:
-        rule, onset = None if departure is None else "exact", departure
-    elif band is not None:
-        rule, onset = (None, None) if band.within else ("band", band.first_outside_step)
+    rule, onset = _decide(steps, detected, finite, departure, exact, band)
     at_onset = math.nan if onset is None else float(abs(r[np.searchsorted(steps, onset)]))
     power = detected.power
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         power = max(power, 10.6 * (described.max_rel_diff or 0.0) / len(steps))
-    lasting = detected.lasting if rule is not None else None
-    of_lasting = {}
-    if lasting is not None:
-        of_lasting = {
-            "lasting_departure_step": int(steps[finite][lasting.first]),
-            "lasting_departure_last_step": int(steps[finite][lasting.last]),
-            "lasting_departure_points": lasting.last - lasting.first + 1,
-            "lasting_departure_rel_diff": lasting.size,
-        }
+    of_lasting = _describe_lasting(detected, steps[finite]) if rule is not None else {}
     return MetricComparison.model_validate(
         {
             **described.model_dump(include={"max_rel_diff", "max_rel_diff_step", "mean_rel_diff"}),

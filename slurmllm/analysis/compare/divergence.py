@@ -17,7 +17,7 @@ freedom, white and slow, 50 to 20,000 points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
@@ -111,15 +111,28 @@ def detect_divergence(
             hits += noisy
             hits += _outliers(r, tolerance + 3 * rough, spread)
     if not (hits or after_identical or scattered):
-        # Slow differences are no noise of curves whose other noise is the same, if they grew.
-        usual = TO_SIGMA * float(np.median(np.abs(r)))
-        if usual > _NOISY_EVERYWHERE * tolerance + rough:
-            early = np.median(np.abs(r[: max(3, len(r) // 8)]))
-            scattered = not (early < _GROWN * usual and shared > _SHARED)
-            if not scattered:
-                hits = [_Hit("lasting", 0, len(r), len(r) - 1)]
+        hits, scattered = _slow(r, tolerance, rough, shared)
     if not hits:
         return replace(result, scattered=scattered)
+    return _describe(result, r, hits, scattered)
+
+
+def _slow(r: Floats, tolerance: float, rough: float, shared: float) -> tuple[list[_Hit], bool]:
+    """Return the hit of slow differences, or that they are scatter, if they are large."""
+    usual = TO_SIGMA * float(np.median(np.abs(r)))
+    if not usual > _NOISY_EVERYWHERE * tolerance + rough:
+        return [], False
+    # They are no noise of curves whose other noise is the same, if they grew.
+    early = np.median(np.abs(r[: max(3, len(r) // 8)]))
+    if early < _GROWN * usual and shared > _SHARED:
+        return [_Hit("lasting", 0, len(r), len(r) - 1)], False
+    return [], True
+
+
+def _describe(
+    result: DivergenceResult, r: Floats, hits: Sequence[_Hit], scattered: bool
+) -> DivergenceResult:
+    """Return the divergence that hits show: its onset, its rule and its lasting part."""
     earliest = min(hits, key=lambda hit: hit.end)
     onset = find_onset(r, earliest.first, earliest.end)
     before, after = r[hits[0].first : onset], r[onset : hits[0].end]

@@ -40,7 +40,7 @@ from slurmllm.core.run.records import AttemptRecord, Event, NodeRecord
 from slurmllm.core.run.rundir import RunDir, read_all
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.client import SlurmClient
-from slurmllm.plan.mesh import load_mesh
+from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.plan.prices import NodePrice, select_price
 from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
@@ -112,6 +112,30 @@ def read_run_facts(
     )
 
 
+def _warn_of_lost_steps(run: RunDir, history: RunHistory, warnings: list[str]) -> None:
+    for attempt in history.attempts:
+        number, last = attempt.attempt, attempt.last_step
+        if attempt.stage == "train" and last is not None and number not in history.steps:
+            warnings.append(
+                f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
+                f"{run.metrics(number)} lacks them: none of its time is productive"
+            )
+
+
+def _rates(
+    curve: Curve,
+    attempts: Sequence[AttemptRecord],
+    mesh: Mesh | None,
+    configuration: LenientConfig,
+    usd: float | None,
+) -> list[Rate]:
+    sizes = {a.attempt: (len(a.nodes), a.world_size) for a in attempts if a.stage == "train"}
+    if not sizes and mesh is not None:  # metrics were copied without the records
+        planned = (mesh.nodes, mesh.world_size)
+        sizes = dict.fromkeys(set(curve.attempts.tolist()), planned)
+    return throughput_by_nodes(curve, sizes, configuration.config, usd)
+
+
 def _read_run(
     run: RunDir,
     curve: Curve | None,
@@ -131,13 +155,7 @@ def _read_run(
     attempts = tuple(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
-    for attempt in history.attempts:
-        number, last = attempt.attempt, attempt.last_step
-        if attempt.stage == "train" and last is not None and number not in history.steps:
-            warnings.append(
-                f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
-                f"{run.metrics(number)} lacks them: none of its time is productive"
-            )
+    _warn_of_lost_steps(run, history, warnings)
     paid = _price(configuration.config, price)
     usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
@@ -147,11 +165,7 @@ def _read_run(
     rates: list[Rate] = []
     if curve is not None:
         warnings += curve.warnings
-        sizes = {a.attempt: (len(a.nodes), a.world_size) for a in attempts if a.stage == "train"}
-        if not sizes and mesh is not None:  # metrics were copied without the records
-            planned = (mesh.nodes, mesh.world_size)
-            sizes = dict.fromkeys(set(curve.attempts.tolist()), planned)
-        rates = throughput_by_nodes(curve, sizes, configuration.config, usd)
+        rates = _rates(curve, attempts, mesh, configuration, usd)
     warnings += doubts
     return RunFacts(
         name=run.name,

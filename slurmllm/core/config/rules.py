@@ -293,8 +293,12 @@ def warmup_before_decay_ends(
 
 
 @_rule(
-    *("optim.decay_start", "optim.decay", "optim.decay_steps"),
-    *("optim.warmup_steps", "optim.warmup_ratio", "train.steps"),
+    "optim.decay_start",
+    "optim.decay",
+    "optim.decay_steps",
+    "optim.warmup_steps",
+    "optim.warmup_ratio",
+    "train.steps",
 )
 def decay_starts_in_between(
     start: int | None,

@@ -123,7 +123,7 @@ def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
         elif one_line:
             lines.append(f"{set_cell_size(line, room - 1)}…")
         else:
-            lines += [part.plain for part in Text(line).wrap(Console(), room, overflow="fold")]
+            lines += [piece.plain for piece in Text(line).wrap(Console(), room, overflow="fold")]
     return lines
 
 

@@ -121,7 +121,7 @@ def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     texts: list[str] = []
     for kind, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
         listed = f" ({format_names(names)})" if texts else ""
-        differing = " and ".join(part for part in kind if part not in shared)
+        differing = " and ".join(trait for trait in kind if trait not in shared)
         texts.append(f"{len(names)} × {differing}{listed}")
     return f"nodes differ: {', '.join(texts)}" if len(kinds) > 1 else ""
 

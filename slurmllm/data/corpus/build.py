@@ -212,6 +212,18 @@ def _finished_shards(
     return finished
 
 
+def _write_here(
+    missing: Sequence[Shard], work: WorkFolder, report: Callable[[Mapping[str, int]], None]
+) -> None:
+    for shard in missing:
+
+        def show(done_bytes: int, name: str = shard.name) -> None:
+            report({name: done_bytes})
+
+        write_shard(shard, work, show)
+        report({})
+
+
 def _write_missing_shards(
     shards: Sequence[Shard],
     finished: set[str],
@@ -233,20 +245,14 @@ def _write_missing_shards(
         on_progress("reading", min(done, total), total)
 
     if not missing or (slurm is None and min(workers, len(missing)) == 1):
-        for shard in missing:
-
-            def show(done_bytes: int, name: str = shard.name) -> None:
-                report({name: done_bytes})
-
-            write_shard(shard, work, show)
-            report({})
+        _write_here(missing, work, report)
         return []
     # 0.3 s of imports that a build in this process does not need.
     from slurmllm.core.slurm.arrays import MOST_TASKS, ArrayRequest, map_calls
     from slurmllm.core.slurm.processes import FailedCall
 
     calls = workers if slurm is None else min(workers * _JOBS_PER_WORKER, MOST_TASKS)
-    parts = _equal_parts(missing, calls)
+    groups = _equal_parts(missing, calls)
 
     def on_submit(job_id: str, num_jobs: int) -> None:
         on_note(
@@ -256,18 +262,12 @@ def _write_missing_shards(
 
     array = None
     if slurm is not None:
-        array = ArrayRequest(
-            name="slurmllm-data",
-            options=slurm,
-            cpus=1,
-            description="the jobs that read the inputs",
-            alternative="read them on this machine without --slurm",
-            on_submit=on_submit,
-        )
+        texts = "the jobs that read the inputs", "read them on this machine without --slurm"
+        array = ArrayRequest("slurmllm-data", slurm, texts[0], texts[1], on_submit, cpus=1)
     results = map_calls(
         write_shards,
-        [(part, work.path) for part in parts],
-        names=[part[0].name for part in parts],
+        [(group, work.path) for group in groups],
+        names=[group[0].name for group in groups],
         logs=work.logs,
         at_once=workers,
         on_poll=lambda: report(work.running()),
@@ -277,7 +277,7 @@ def _write_missing_shards(
     with contextlib.closing(results):
         for index, result in results:
             if isinstance(result, FailedCall):
-                raise _call_error(result, parts[index], in_job=slurm is not None)
+                raise _call_error(result, groups[index], in_job=slurm is not None)
             peak, error = result
             if error is not None:
                 raise error
@@ -298,16 +298,16 @@ def _equal_parts(shards: Sequence[Shard], count: int) -> list[list[Shard]]:
 
 
 def _call_error(failed: FailedCall, shards: Sequence[Shard], in_job: bool) -> Exception:
-    kept = "Finished shards are kept; run the same command again to continue"
+    hint = "Finished shards are kept; run the same command again to continue"
     if in_job:
-        return SlurmError(f"Slurm {failed.message}. {kept}")
+        return SlurmError(f"Slurm {failed.message}. {hint}")
     files = [file.name for shard in shards for file in shard.files]
     reader = f"the process that read {len(files):,} input files, the first {files[0]},"
     if failed.signal is None:
-        return CodeError(f"{reader} failed: {failed.message}. {kept}")
+        return CodeError(f"{reader} failed: {failed.message}. {hint}")
     return NodeError(
         f"{reader} was killed by {signal.Signals(failed.signal).name}; the usual cause is that the "
-        f"machine is out of memory: see `dmesg`, or lower --workers. {kept}"
+        f"machine is out of memory: see `dmesg`, or lower --workers. {hint}"
     )
 
 
@@ -328,6 +328,43 @@ def _verify_shards(
         checked += shard.size_bytes
         on_progress("verifying shards", checked, total)
     return finished
+
+
+def _write_outputs(
+    shards: Sequence[FinishedShard],
+    outputs: Sequence[OutputFile],
+    options: BuildOptions,
+    names: Sequence[str],
+    documents: int,
+    work: WorkFolder,
+    on_progress: OnStage,
+) -> dict[str, Any]:
+    """Write the corpus; return counts and digests for the manifest."""
+    counts: dict[str, Any] = {}
+    if tokenize := options.tokenize:
+        tokens = column_size(shards, "tokens")
+        total = tokens * np.dtype(tokenize.dtype).itemsize
+        outputs[0].on_write = lambda done: on_progress("writing", done, total)
+        write_tokens(outputs[0], outputs[1], shards, documents, tokenize.dtype)
+        sizes = column_parts(shards, "text_bytes")
+        counts |= {
+            "text_bytes": sum(int(np.asarray(shard_sizes).sum()) for shard_sizes in sizes),
+            "columns": (),
+            "tokens": tokens,
+            "tokenizer": str(tokenize.tokenizer),
+            "tokenizer_fingerprint": tokenize.fingerprint,
+            "dtype": tokenize.dtype,
+        }
+    else:
+        text_sizes = {column: column_size(shards, column) for column in options.read.columns}
+        text_bytes = sum(text_sizes.values())
+        # The file also holds ids, offsets and metadata: report no more than the text's bytes.
+        outputs[0].on_write = lambda done: on_progress("writing", min(done, text_bytes), text_bytes)
+        columns = write_arrow(outputs[0], shards, documents, text_sizes, names, work)
+        counts |= {"text_bytes": text_bytes, "columns": columns}
+    for ending, file in zip(("bin", "idx") if tokenize else ("arrow",), outputs, strict=True):
+        counts |= {f"{ending}_bytes": file.size_bytes, f"{ending}_sha256": file.sha256}
+    return counts
 
 
 def _join(
@@ -356,29 +393,7 @@ def _join(
     by_input = [count for shard in shards for count in shard.documents_by_input()]
     documents = sum(by_input)
     counts: dict[str, Any] = {"documents": documents, "duplicates": duplicates}
-    if tokenize := options.tokenize:
-        tokens = column_size(shards, "tokens")
-        total = tokens * np.dtype(tokenize.dtype).itemsize
-        outputs[0].on_write = lambda done: on_progress("writing", done, total)
-        write_tokens(outputs[0], outputs[1], shards, documents, tokenize.dtype)
-        sizes = column_parts(shards, "text_bytes")
-        counts |= {
-            "text_bytes": sum(int(np.asarray(shard_sizes).sum()) for shard_sizes in sizes),
-            "columns": (),
-            "tokens": tokens,
-            "tokenizer": str(tokenize.tokenizer),
-            "tokenizer_fingerprint": tokenize.fingerprint,
-            "dtype": tokenize.dtype,
-        }
-    else:
-        text_sizes = {column: column_size(shards, column) for column in options.read.columns}
-        text_bytes = sum(text_sizes.values())
-        # The file also holds ids, offsets and metadata: report no more than the text's bytes.
-        outputs[0].on_write = lambda done: on_progress("writing", min(done, text_bytes), text_bytes)
-        columns = write_arrow(outputs[0], shards, documents, text_sizes, names, work)
-        counts |= {"text_bytes": text_bytes, "columns": columns}
-    for ending, file in zip(("bin", "idx") if tokenize else ("arrow",), outputs, strict=True):
-        counts |= {f"{ending}_bytes": file.size_bytes, f"{ending}_sha256": file.sha256}
+    counts |= _write_outputs(shards, outputs, options, names, documents, work, on_progress)
     read_inputs = [entry for record in records for entry in record.inputs]
     settings = asdict(options.read) | {"dedup": options.dedup}
     del settings["skip_bad"], settings["zstd_long"]  # what was skipped is counted

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from slurmllm.core.config.cluster import Cluster
@@ -21,6 +21,7 @@ from slurmllm.core.format import format_names
 from slurmllm.core.run.records import Finding
 from slurmllm.core.slurm.client import (
     COMMANDS,
+    PartitionNode,
     SlurmClient,
     count_gpus,
 )
@@ -125,8 +126,10 @@ def installed_version(distribution: str) -> str | None:
 
 def at_least(version: str, minimum: str) -> bool:
     """Whether a version such as `2.13.0+cpu` is not older than another."""
-    numbers = [re.match(r"[\d.]*", text) for text in (version, minimum)]
-    parts = [[int(part) for part in match[0].split(".") if part] for match in numbers if match]
+    numbers = [re.match(r"[\d.]*", name) for name in (version, minimum)]
+    parts = [
+        [int(number) for number in match[0].split(".") if number] for match in numbers if match
+    ]
     return parts[0] >= parts[1]
 
 
@@ -295,6 +298,40 @@ def slurm_findings(
     yield from _partition_findings(site, cluster, partition or cluster.partition)
 
 
+def _device_findings(
+    cluster: Cluster, suited: Sequence[PartitionNode], options: Mapping[str, str]
+) -> Iterator[Finding]:
+    """The CPUs and devices of the nodes that a job may get."""
+    # A job may get any node: the smallest one counts.
+    cpus, gpus = min(n.cpus for n in suited), min(count_gpus(n.gres) for n in suited)
+    devices, required = cluster.devices_per_node, cluster.cpus_per_node
+    state, fix = f"{cpus} a node", ""
+    if required not in (None, cpus):
+        state += f"; profile {cluster.name} has {required}"
+        fix = f"--set cluster.cpus_per_node={cpus}, or another --cluster or --partition"
+    elif cluster.device == "cpu" and cpus < devices:
+        state += f" for {devices} workers"
+        fix = f"--set cluster.devices_per_node={cpus}"
+    yield judge("CPUs", state, fix)
+    if cluster.device == "cpu":
+        yield ok("devices", f"CPUs, {devices} worker(s) a node")
+    elif cluster.device == "neuron":
+        reason = f"the profile's {devices} a node cannot be checked here"
+        yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
+    else:
+        state = f"{gpus} GPU(s) a node"
+        if gpus < devices:
+            state += f"; profile {cluster.name} requires {devices}"
+            fix = f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
+            fix += "GPUs if slurm.conf has Gres=gpu:N"
+            yield fail("devices", state, fix=fix, blame="user")
+        elif not options.keys() & _GPU_REQUESTS:
+            fix = f"directives: [--gpus-per-node={devices}] in profile {cluster.name}"
+            yield warn("devices", f"{state}; the profile requests none", fix=fix)
+        else:
+            yield ok("devices", state)
+
+
 def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> Iterator[Finding]:
     """The partition that jobs are submitted to, and its nodes."""
     nodes = site.nodes
@@ -332,31 +369,4 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
         yield warn("equal nodes", difference, fix=EQUAL_NODES)
     else:
         yield ok("equal nodes", "CPUs, memory and GPUs are the same")
-    # A job may get any node: the smallest one counts.
-    cpus, gpus = min(n.cpus for n in suited), min(count_gpus(n.gres) for n in suited)
-    devices, required = cluster.devices_per_node, cluster.cpus_per_node
-    state, fix = f"{cpus} a node", ""
-    if required not in (None, cpus):
-        state += f"; profile {cluster.name} has {required}"
-        fix = f"--set cluster.cpus_per_node={cpus}, or another --cluster or --partition"
-    elif cluster.device == "cpu" and cpus < devices:
-        state += f" for {devices} workers"
-        fix = f"--set cluster.devices_per_node={cpus}"
-    yield judge("CPUs", state, fix)
-    if cluster.device == "cpu":
-        yield ok("devices", f"CPUs, {devices} worker(s) a node")
-    elif cluster.device == "neuron":
-        reason = f"the profile's {devices} a node cannot be checked here"
-        yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
-    else:
-        state = f"{gpus} GPU(s) a node"
-        if gpus < devices:
-            state += f"; profile {cluster.name} requires {devices}"
-            fix = f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
-            fix += "GPUs if slurm.conf has Gres=gpu:N"
-            yield fail("devices", state, fix=fix, blame="user")
-        elif not options.keys() & _GPU_REQUESTS:
-            fix = f"directives: [--gpus-per-node={devices}] in profile {cluster.name}"
-            yield warn("devices", f"{state}; the profile requests none", fix=fix)
-        else:
-            yield ok("devices", state)
+    yield from _device_findings(cluster, suited, options)

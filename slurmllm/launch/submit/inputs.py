@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +121,29 @@ def missing_data(config: RunConfig, root: Path, located: LocatedData) -> list[st
     ]
 
 
+def _builtin_files(config: RunConfig, root: Path) -> tuple[Path, Path]:
+    """Return corpus and tokenizer of the built-in data, built if they are missing."""
+    from slurmllm.data.corpus.builtin import ensure_stdlib
+
+    # Another user's: what is in it need not be the standard library.
+    folder = own_folder(root, ".data", config.cluster.trusted_group)
+    try:
+        make_folders(config.cluster, root, folder)
+        return ensure_stdlib(folder, config.recipe.model.vocab_size)
+    except OSError as error:
+        fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
+        raise StorageError(f"{fault}; choose another --runs-dir") from error
+
+
+def _require_files(paths: Sequence[tuple[str, str]]) -> None:
+    for option, path in paths:
+        # A tokenized corpus may be named by the common prefix of its two files.
+        prefix, file = plugins.split_prefix(path)
+        exists = prefix is not None or Path(file).exists() or Path(f"{file}.idx").exists()
+        if path != STDLIB and not exists:
+            raise DataError(f"{option}: {path!r} is not a file; name one that exists")
+
+
 def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     """Make corpus and tokenizer absolute paths and check them.
 
@@ -144,28 +168,14 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
     has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
     if not build and (data.corpus is None or has_builtin):
-        for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
-            # A tokenized corpus may be named by the common prefix of its two files.
-            prefix, file = plugins.split_prefix(path)
-            exists = prefix is not None or Path(file).exists() or Path(f"{file}.idx").exists()
-            if path != STDLIB and not exists:
-                raise DataError(f"{option}: {path!r} is not a file; name one that exists")
+        _require_files([*paths, ("data.tokenizer", data.tokenizer or STDLIB)])
         return config
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
 
     corpus, tokenizer = Path(), Path()
     if has_builtin:
-        from slurmllm.data.corpus.builtin import ensure_stdlib
-
-        # Another user's: what is in it need not be the standard library.
-        folder = own_folder(root, ".data", config.cluster.trusted_group)
-        try:
-            make_folders(config.cluster, root, folder)
-            corpus, tokenizer = ensure_stdlib(folder, config.recipe.model.vocab_size)
-        except OSError as error:
-            fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
-            raise StorageError(f"{fault}; choose another --runs-dir") from error
+        corpus, tokenizer = _builtin_files(config, root)
 
     def absolute(path: str, builtin: Path = corpus) -> str:
         return plugins.absolute(builtin if path == STDLIB else path)

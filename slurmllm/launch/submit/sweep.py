@@ -187,6 +187,46 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
     )
 
 
+def _prepare_runs(
+    request: RunRequest, sweep: SweepDir, record: SweepRecord, configs: Sequence[RunConfig]
+) -> tuple[list[PreparedRun], list[PreparedRun]]:
+    """Return the prepared runs, and those that compile the graphs of several."""
+    request = replace(request, folder=sweep.path, find_graphs=False)
+    runs: list[PreparedRun] = []
+    graphs: dict[object, PreparedRun] = {}
+    checked = None  # the limits of equal jobs are compared once: it takes commands of Slurm
+    for case, config in zip(record.cases, configs, strict=True):
+        job = (config.recipe.slurm, config.cluster)
+        client, checked = None if job == checked else request.slurm, job
+        try:
+            run = prepare(replace(request, config=config, name=case.run, slurm=client))
+        except ConfigError as error:
+            raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
+        if not run.compiles:
+            runs.append(run)
+            continue
+        # Equal for runs that can use the same graphs. Whatever micro batch will be measured:
+        # the candidates follow from the global batch.
+        train = run.config.recipe.train
+        auto = train.micro_batch == "auto"
+        setting = (run.config, run.mesh, request.local, 1 if auto else None)
+        key = graph_fingerprint(*setting), train.global_batch if auto else 0
+        if key not in graphs:
+            graphs[key] = prepare(
+                replace(
+                    request,
+                    config=run.config,
+                    name=f"{sweep.name}-graphs-{len(graphs) + 1}",
+                    folder=sweep.graphs,
+                    find_graphs=True,
+                    check_layout=False,
+                    check_weights=False,
+                )
+            )
+        runs.append(replace(run, graphs_from=graphs[key].run.name))
+    return runs, list(graphs.values())
+
+
 def prepare_sweep(
     request: RunRequest,
     cases: Sequence[Case],
@@ -219,44 +259,12 @@ def prepare_sweep(
         )
         if not request.dry_run:
             record.save(sweep.record)
-        request = replace(request, folder=sweep.path, find_graphs=False)
-        runs: list[PreparedRun] = []
-        graphs: dict[object, PreparedRun] = {}
-        checked = None  # the limits of equal jobs are compared once: it takes commands of Slurm
-        for case, config in zip(record.cases, configs, strict=True):
-            job = (config.recipe.slurm, config.cluster)
-            client, checked = None if job == checked else request.slurm, job
-            try:
-                run = prepare(replace(request, config=config, name=case.run, slurm=client))
-            except ConfigError as error:
-                raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
-            if not run.compiles:
-                runs.append(run)
-                continue
-            # Equal for runs that can use the same graphs. Whatever micro batch will be measured:
-            # the candidates follow from the global batch.
-            train = run.config.recipe.train
-            auto = train.micro_batch == "auto"
-            setting = (run.config, run.mesh, request.local, 1 if auto else None)
-            key = graph_fingerprint(*setting), train.global_batch if auto else 0
-            if key not in graphs:
-                graphs[key] = prepare(
-                    replace(
-                        request,
-                        config=run.config,
-                        name=f"{sweep.name}-graphs-{len(graphs) + 1}",
-                        folder=sweep.graphs,
-                        find_graphs=True,
-                        check_layout=False,
-                        check_weights=False,
-                    )
-                )
-            runs.append(replace(run, graphs_from=graphs[key].run.name))
+        runs, graphs = _prepare_runs(request, sweep, record, configs)
     except BaseException:
         if not request.dry_run:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise
-    return PreparedSweep(sweep, record, list(graphs.values()), runs)
+    return PreparedSweep(sweep, record, graphs, runs)
 
 
 def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:

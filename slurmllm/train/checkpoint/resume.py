@@ -41,6 +41,29 @@ class Resumable(NamedTuple):
     invalidated: tuple[str, ...] = ()  # one line for each newer one that a roll-back invalidated
 
 
+def _list_checkpoints(run: RunDir, config: RunConfig) -> tuple[Replica | None, tuple[Any, ...]]:
+    """Return the replica, if it can be used, and what is recorded of the run's checkpoints."""
+    replica: Replica | None = None
+    replica_steps: list[int] = []
+    try:
+        replica = open_replica(config.recipe.checkpoint, run.name)
+        if replica is not None:
+            replica.make_folder(config.cluster.trusted_group)
+            replica_steps = usable_steps(run, replica)
+    except StorageError as error:  # the run's own checkpoints do not depend on it
+        log.warning("%s", error)
+        replica = None
+    invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
+    return replica, (run.checkpoint_steps(), invalid, replica_steps, saves, lost_attempts(run))
+
+
+def _load_state(run: RunDir, step: int) -> TrainState:
+    state = TrainState.load(run.checkpoint(step) / TRAIN_STATE)
+    if state.step != step:  # its shards would be read from another folder
+        raise StorageError(f"{run.checkpoint(step)} holds step {state.step}; restore it")
+    return state
+
+
 def find_resumable(
     run: RunDir, config: RunConfig, control: ControlPlane, fingerprint: Mapping[str, Any]
 ) -> Resumable:
@@ -50,32 +73,13 @@ def find_resumable(
     is of another model or of other data.
     """
     # All workers take rank 0's listing: on a shared file system, nodes may see different ones.
-    replica: Replica | None = None
-    listing = None
-    if control.rank == 0:
-        replica_steps: list[int] = []
-        try:
-            replica = open_replica(config.recipe.checkpoint, run.name)
-            if replica is not None:
-                replica.make_folder(config.cluster.trusted_group)
-                replica_steps = usable_steps(run, replica)
-        except StorageError as error:  # the run's own checkpoints do not depend on it
-            log.warning("%s", error)
-            replica = None
-        invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
-        listing = (run.checkpoint_steps(), invalid, replica_steps, saves, lost_attempts(run))
+    replica, listing = _list_checkpoints(run, config) if control.rank == 0 else (None, None)
     steps, invalidated, replica_steps, saves, lost = control.broadcast(listing)
 
     def fetch(step: int) -> None:
         assert replica is not None
         replica.fetch(step, run)
         log.info("restored step %d from %s", step, replica.location)
-
-    def load_state(step: int) -> TrainState:
-        state = TrainState.load(run.checkpoint(step) / TRAIN_STATE)
-        if state.step != step:  # its shards would be read from another folder
-            raise StorageError(f"{run.checkpoint(step)} holds step {state.step}; restore it")
-        return state
 
     def resumable(state: TrainState | None, step: int, skipped: Sequence[str]) -> Resumable:
         newer = sorted((other for other in invalidated if other > step), reverse=True)
@@ -94,7 +98,7 @@ def find_resumable(
             except StorageError as error:
                 fault = str(error)
         if fault is None:
-            state = _on_first(control, partial(load_state, step))
+            state = _on_first(control, partial(_load_state, run, step))
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
                 raise RunError(
                     f"{directory} is of another model or other data and cannot be continued:\n"

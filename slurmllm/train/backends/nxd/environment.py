@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.config.families import FAMILIES
-from slurmllm.core.config.recipe import ADAMW
+from slurmllm.core.config.recipe import ADAMW, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.environment import BackendEnvironment, Graph, Variable, output_of
@@ -53,6 +53,24 @@ _EFA = {
     "FI_EFA_USE_DEVICE_RDMA": Variable("1", "Neuron: device memory straight to the network"),
     "FI_EFA_FORK_SAFE": Variable("1", "Neuron: data workers fork; kernels before 5.15"),
 }
+
+
+def _buckets(recipe: Recipe, has_rms_norm: bool) -> tuple[str, str, str]:
+    """Return variable, value and source of the size of NxD's buckets."""
+    # In the variable that this run's optimizer reads.
+    if recipe.parallel.zero == 0:
+        buckets, size, source = (
+            "ALLREDUCE_BUCKET_CAP_MB",
+            "1024",
+            "neox_20b.sh (there BUCKET_CAP_MB)",
+        )
+        if has_rms_norm:
+            size, source = "512", "HLAT 7B, NxD: its default"
+    else:
+        buckets, size, source = _ZERO_BUCKETS, "130", "NxD: its default; NaN above 140"
+        if recipe.train.precision != "fp32":  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
+            size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
+    return buckets, size, source
 
 
 def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
@@ -82,19 +100,7 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
     # other modes cast the whole model by XLA_USE_BF16, where our model casts by itself. Explicit,
     # because releases differ in the default (matmult, later none).
     flags.append("--auto-cast=none")
-    # The size of NxD's buckets, in the variable that this run's optimizer reads.
-    if recipe.parallel.zero == 0:
-        buckets, size, source = (
-            "ALLREDUCE_BUCKET_CAP_MB",
-            "1024",
-            "neox_20b.sh (there BUCKET_CAP_MB)",
-        )
-        if has_rms_norm:
-            size, source = "512", "HLAT 7B, NxD: its default"
-    else:
-        buckets, size, source = _ZERO_BUCKETS, "130", "NxD: its default; NaN above 140"
-        if precision != "fp32":  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
-            size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
+    buckets, size, source = _buckets(recipe, has_rms_norm)
     # Neuron's profiler, which the runtime reads when a worker starts. It profiles the whole
     # attempt, and of the device each graph's first execution.
     profiling: dict[str, Variable] = {}
