@@ -129,7 +129,7 @@ def test_builtin_data_of_another_user_is_not_used(
     config, planted = resolve("tiny_neox"), tmp_path / ".data"
     for mode in (None, 0o777):
         if mode is not None:
-            planted.mkdir()
+            planted.mkdir(exist_ok=True)
             give_away(planted, mode)
         with pytest.raises(StorageError, match="far enough"):
             inputs.resolve_inputs(config, tmp_path, build=True)
