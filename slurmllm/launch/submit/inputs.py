@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,10 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
     if not build and (data.corpus is None or has_builtin):
         _require_files([*paths, ("data.tokenizer", data.tokenizer or STDLIB)])
+        if data.corpus is not None and config.recipe.eval.every_steps is not None:
+            # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
+            with tempfile.TemporaryDirectory(prefix="slurmllm-") as temporary:
+                resolve_inputs(config, Path(temporary), build=True)
         return config
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
