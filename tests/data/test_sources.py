@@ -294,3 +294,9 @@ def test_added_tokens_across_words_prevent_cuts(token: AddedToken, tmp_path: Pat
     library.save(str(path))
     assert TokenEncoder(path).splits_words
     pieces_and_whole(path, re.sub("z", "  ", "the foxz<tool_call> jumps " * 90), tmp_path, 32)
+
+
+def test_a_pipe_in_place_of_token_ids_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.npy")
+    with pytest.raises(DataError, match="not a regular file"):
+        open_source(tmp_path / "t.npy", None, 12)

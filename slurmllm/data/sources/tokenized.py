@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.run.safe_files import open_regular
 from slurmllm.data.sources.base import (
     BEGINS,
     Marks,
@@ -119,6 +120,7 @@ class NumpySource(TokenizedSource):
         super().__init__(encoder, vocab_size)
         self.path = path
         try:
+            open_regular(path).close()  # numpy waits for whoever writes to a pipe
             # Without pickle, which could run code.
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError as error:
