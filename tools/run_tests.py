@@ -98,10 +98,10 @@ def failed_tests(reports: Iterable[Path]) -> list[str]:
 
 def repeat(tests: Sequence[str], options: Sequence[str]) -> int:
     """Run tests again, alone; return pytest's exit code."""
-    print("repeated, alone: " + ", ".join(tests), flush=True)
+    print("failed; run again, alone: " + ", ".join(tests), flush=True)
     command = [sys.executable, "-m", "pytest", *options, *tests]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    print("passed when repeated" if code == 0 else "failed again", flush=True)
+    print("passed the second time" if code == 0 else "failed again", flush=True)
     return code
 
 

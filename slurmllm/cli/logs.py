@@ -309,10 +309,11 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     from slurmllm.launch.supervise.stacks import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
-    dumps = read_stacks(hung[-1]) if hung else {}
+    if not hung:
+        raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
+    dumps = read_stacks(hung[-1])
     if not dumps:
-        reason = f"none can be read in {hung[-1].path}" if hung else "no attempt of it has hung"
-        raise RunError(f"{run.name} has no stacks: {reason}")
+        raise RunError(f"{run.name} has no stacks that can be read; see {hung[-1].path}")
     attempt = f"attempt {hung[-1].number}"
     if rank is not None and rank not in dumps:
         listed = ", ".join(map(str, sorted(dumps)))

@@ -65,5 +65,5 @@ def test_failed_tests_are_repeated_alone(tmp_path: Path, capfd: pytest.CaptureFi
     (tmp_path / "mark").unlink()
     assert run_tests.repeat(again, options) == 1
     printed = capfd.readouterr().out
-    assert "passed when repeated" in printed
+    assert "passed the second time" in printed
     assert "failed again" in printed

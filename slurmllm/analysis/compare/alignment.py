@@ -110,7 +110,7 @@ def shift_steps(curve: Curve, by: int) -> Curve:
 
 
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
-    firsts = list[int]()  # what each log calls its first step: its own, else that of its format
+    firsts = list[int]()  # number of the first step: that of the log, else that of its format
     for curve in (a, b):
         if curve.convention is not None and curve.convention.counts == "steps":
             first: int | None = int(curve.steps[0])
@@ -122,7 +122,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     if len(firsts) == 2:
         usual = firsts[0] - firsts[1]  # of B relative to A
         candidates = {0} if usual else candidates
-    else:  # a few steps, and those that make the ends equal
+    else:  # small shifts, and those that align first or last steps
         ends = {int(a.steps[end] - b.steps[end]) for end in (0, -1)}
         candidates = {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends} - {0}
     shift, scatter = usual, _scatter(a, b) if candidates else 0.0

@@ -1,6 +1,6 @@
-"""Bands: what several seeds of one training span, and what rounding alone makes of one.
+"""Tolerance bands of a comparison: the spread of several seeds, and that of rounding alone.
 
-`compare --seed` and `compare --as precision` take them for tolerances.
+`compare --seed` uses the first, `compare --as precision` the second.
 
 A further seed of the same training differs from the mean of m seeds by their spread, pooled over
 the points around, times √(1 + 1/m), and by Student's t with few seeds. Seeds also differ slowly

@@ -227,6 +227,7 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
             gap=observation.gap,
             step=observation.first,
             ratio=f"{ratio:.3g}",
+            letter=letter,
         )
         if kind == "gradient" and not causes:
             evidence += _describe_nodes(observation.first or 0, b, letter)

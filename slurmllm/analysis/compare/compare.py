@@ -123,7 +123,7 @@ def compare(
         band = seed_band.compare({name: points[name] for name in limits}, letter)
         warnings += seed_band.warnings
     rules = _Rules(tolerances, measure, settings, limits, band)
-    return _judge(matches, alignment, metrics, rules, warnings)
+    return _conclude(matches, alignment, metrics, rules, warnings)
 
 
 def _require_loss(*curves: Curve) -> None:
@@ -177,7 +177,7 @@ def _limits(
     return precision_limits(a, basis.precisions, by_name, tolerances)
 
 
-def _judge(
+def _conclude(
     matches: tuple[StepMatch, StepMatch],
     alignment: Alignment,
     metrics: Mapping[str, _Metric],
@@ -361,7 +361,7 @@ def _comparable(metric: _Metric, alignment: Alignment, exact: bool) -> tuple[Poi
     return metric.points, metric.signed
 
 
-def _decide(
+def _departure_rule(
     steps: Ints,
     detected: DivergenceResult,
     finite: Flags,
@@ -382,7 +382,7 @@ def _decide(
     return detected.rule, onset
 
 
-def _describe_lasting(detected: DivergenceResult, steps: Ints) -> dict[str, Any]:
+def _lasting_fields(detected: DivergenceResult, steps: Ints) -> dict[str, Any]:
     lasting = detected.lasting
     if lasting is None:
         return {}
@@ -415,13 +415,13 @@ def _compare_metric(
     beyond = ~finite | (~points.same if exact else np.abs(r) > limits.bias)
     departure = _first_step(steps, beyond)
     size = float(np.abs(r[np.argmax(beyond)]))
-    rule, onset = _decide(steps, detected, finite, departure, exact, band)
+    rule, onset = _departure_rule(steps, detected, finite, departure, exact, band)
     at_onset = math.nan if onset is None else float(abs(r[np.searchsorted(steps, onset)]))
     power = detected.power
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         power = max(power, 10.6 * (described.max_rel_diff or 0.0) / len(steps))
-    of_lasting = _describe_lasting(detected, steps[finite]) if rule is not None else {}
+    of_lasting = _lasting_fields(detected, steps[finite]) if rule is not None else {}
     return MetricComparison.model_validate(
         {
             **described.model_dump(include={"max_rel_diff", "max_rel_diff_step", "mean_rel_diff"}),

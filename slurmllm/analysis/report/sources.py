@@ -122,7 +122,7 @@ def _warn_of_lost_steps(run: RunDir, history: RunHistory, warnings: list[str]) -
             )
 
 
-def _rates(
+def _throughput_rates(
     curve: Curve,
     attempts: Sequence[AttemptRecord],
     mesh: Mesh | None,
@@ -165,7 +165,7 @@ def _read_run(
     rates: list[Rate] = []
     if curve is not None:
         warnings += curve.warnings
-        rates = _rates(curve, attempts, mesh, configuration, usd)
+        rates = _throughput_rates(curve, attempts, mesh, configuration, usd)
     warnings += doubts
     return RunFacts(
         name=run.name,

@@ -59,7 +59,8 @@ _STEPS = (
 )
 # A bar of something else: `Loading weights: 5%|`
 _DESCRIBED = re.compile(r"[A-Za-z]:\s{1,3}\d{1,3}%\|")
-_PLACES = {"step", "epoch", "total", "bar", "time"}  # what says where a line is, not what was
+# Fields that locate a line in the training, and report no measured value
+_LOCATING = {"step", "epoch", "total", "bar", "time"}
 _NUMBERED = "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
 # What launchers and log collectors write before each line: the rank, the host, the time
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[-+]\d\d:?\d\d)?"
@@ -244,7 +245,7 @@ class _LineReader:
             numbers = ((name.strip(), parse_value(name, value)) for name, value in texts)
             pairs = {name: number for name, number in numbers if number is not None}
             if values is not None:
-                if not (pairs or unread or self._following or values.keys() - _PLACES):
+                if not (pairs or unread or self._following or values.keys() - _LOCATING):
                     continue  # a line of another format, which has the values
                 self.end_row()
                 self.row, self._number = pairs | values, number

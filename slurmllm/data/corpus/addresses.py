@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DOWNLOAD = "download it, and name the file"
+DOWNLOAD = "download it and give its local path"
 MIRROR = "set cluster.data_mirrors to a mirror (docs/data.md#published-data-sets)"
 AGAIN = "run the same command again"
 _TRIES = 5  # without a byte in between
@@ -75,9 +75,9 @@ def _http_options(protocol: str) -> dict[str, Any]:
 
 
 def paths_of(url: str) -> list[UPath]:
-    """Return the files at an address: itself, those of a pattern, or those of a folder, sorted.
+    """Return the remote files that a URL names: a file, the matches of a glob, or a folder's files.
 
-    Hidden files and those in hidden folders are ignored.
+    They are sorted by path. Hidden files and those in hidden folders are ignored.
 
     Raises:
         DataError: There is none, it may not be read, or a package is missing.
@@ -105,7 +105,7 @@ def paths_of(url: str) -> list[UPath]:
 
 
 def state_of(path: Path | UPath, fresh: bool = False) -> tuple[int, str]:
-    """Return a file's size in bytes, and what changes with its content.
+    """Return a file's size in bytes, and a version tag that changes with its content.
 
     Args:
         fresh: Ask the server again, whatever it said before.
@@ -121,17 +121,20 @@ def state_of(path: Path | UPath, fresh: bool = False) -> tuple[int, str]:
         path.fs.invalidate_cache()
     entry = retry(str(path), partial(path.fs.info, path.path), alternative=DOWNLOAD)
     if entry.get("size") is None:
-        raise DataError(f"{path}: the server does not say how large it is; {DOWNLOAD}")
+        raise DataError(f"{path}: the server does not report the file's size; {DOWNLOAD}")
     return int(entry["size"]), version_of(entry)
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """Return what changes with a file's content, as far as the server says, of fsspec's info."""
+    """Return a version tag (ETag, modification time, …) of fsspec's info; empty without one.
+
+    It changes when the file's content changes, as far as the server reports that.
+    """
     return str(next((info[key] for key in _VERSIONS if info.get(key)), ""))
 
 
 class RemoteFile(io.RawIOBase):
-    """An open address; a read that fails is tried again from where it was."""
+    """A remote file open for reading; a failed read is retried from the same position."""
 
     def __init__(self, path: UPath) -> None:
         self._url = str(path)
@@ -169,7 +172,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def open_input(path: Path | UPath) -> io.RawIOBase:
-    """Open a local file, or an address, to be read from its begin."""
+    """Open a local or a remote file for reading."""
     if isinstance(path, Path):
         return path.open("rb", buffering=0)
     return RemoteFile(path)

@@ -1,4 +1,4 @@
-"""Who may change or run a run: the lock of its commands, and the check of a job's start.
+"""The lock of a run: one command at a time changes it; a job checks that no other runs its stage.
 
 Commands hold `lock.json` while they submit or cancel jobs and record that, never while a run
 trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed by its time of

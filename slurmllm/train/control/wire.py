@@ -1,4 +1,4 @@
-"""Connections of the control plane, their proof, their frames, and how relays combine these.
+"""Connections of the control plane: authentication, frames, and how relays combine messages.
 
 Both ends prove by one HMAC of both their nonces that they belong to this start of the attempt.
 
