@@ -156,10 +156,7 @@ def run_groups(
     while waiting or running:
         while waiting and len(running) < AT_A_TIME:
             number, files = waiting.popleft()
-            report = ["-o", "junit_family=xunit1", f"--junitxml={folder / f'{number}.xml'}"]
-            if kind_of(ROOT / files[0]) == "scenes":
-                # pytest replaces sys.stdout between tests, while scenes in threads read theirs.
-                report.append("--capture=no")
+            report = ("-o", "junit_family=xunit1", f"--junitxml={folder / f'{number}.xml'}")
             with (folder / f"{number}.log").open("wb") as log:
                 running[number] = subprocess.Popen(
                     [sys.executable, "-m", "pytest", *options, *report, *files],

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from end_to_end.bench import REHEARSED, SMALL, Bench
+from click.testing import Result
+from end_to_end.bench import REHEARSED, SMALL, Bench, run_verb
 
 from slurmllm.core.slurm.client import SlurmClient
 
@@ -62,19 +63,25 @@ class SceneBench(Bench):
         super().__init__(folder)
         self.cluster, self.shared, self.inputs = cluster, shared, inputs
         self._once = threading.Lock()
+        # CliRunner replaces the streams of its whole process; this one has threads.
+        self._verbs = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._verbs.shutdown(cancel_futures=True)
+
+    def invoke(self, *arguments: str) -> Result:
+        """Run a verb in a process that serves all scenes, one verb after the other."""
+        variables, folder = dict(os.environ), str(Path.cwd())
+        return self._verbs.submit(run_verb, self.in_runs(*arguments), variables, folder).result()
 
     def line(self, name: str) -> tuple[str, ...]:
         """The command that submits a small run on two nodes."""
         return ("submit", "tiny_neox", "--nodes=2", f"--name={name}", *SMALL, *self.inputs)
 
     def submit(self, name: str, *options: str) -> str:
-        """Submit a run on two nodes, or as `options` say; returns its train job.
-
-        Its record has the job: what a verb prints in a process with threads was lost once.
-        """
-        self.look(*self.line(name), *options, "--json")
-        record = json.loads((self.runs / name / "jobs.json").read_text())
-        return str(record["submissions"][-1]["train_job"])
+        """Submit a run on two nodes, or as `options` say; returns its train job."""
+        return str(json.loads(self.look(*self.line(name), *options, "--json"))["jobs"]["train"])
 
     def once(self, name: str, submit: Callable[[], object]) -> None:
         """Submit a run that several scenes share, by the first of them."""
@@ -131,7 +138,7 @@ class Scenes:
     """The scenes of the selected tests, played; `outcomes` has that of each by the test's id."""
 
     def __init__(self, stage: SceneBench, items: list[pytest.Item]) -> None:
-        self.stage, self._output = stage, sys.stdout  # which CliRunner replaces now and then
+        self.stage = stage
         self.outcomes: dict[str, Future[None]] = {}
         items = sorted(items, key=lambda item: item.function.order)
         try:
@@ -156,7 +163,7 @@ class Scenes:
             result = "passed"
         finally:
             line = f"{result} after {time.monotonic() - began:.0f} s: {item.name}"
-            print(line, file=self._output, flush=True)
+            print(line, flush=True)
 
 
 def scenes_of(session: pytest.Session) -> list[pytest.Item]:

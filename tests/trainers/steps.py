@@ -29,6 +29,7 @@ args.out.mkdir(parents=True, exist_ok=True)
 asked: list[int] = []
 if args.save_on:
     signal.signal(signal.Signals[f"SIG{args.save_on}"], lambda number, _: asked.append(number))
+(args.out / f"ready-{rank}").touch()  # a signal ends it no more
 
 
 def save(step: int, state: float) -> None:

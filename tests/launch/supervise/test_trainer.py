@@ -76,6 +76,7 @@ def test_a_stop_before_the_end(bench: Bench) -> None:
     words = ("--steps=2000", "--save-every=1000", "--save-on=USR1")
     process = bench.start(*steps(*words, settings=settings))
     bench.wait_for_step("r", 3)
+    bench.until((bench.runs / "r/out/ready-1").exists, "rank 1 has not started")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=400)
     (attempt,) = bench.status("r")["attempts"]
