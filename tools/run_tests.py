@@ -89,7 +89,8 @@ def measured(reports: Iterable[Path]) -> dict[str, float]:
 def failed_tests(reports: Iterable[Path]) -> list[str]:
     """Return the names of the tests that failed, as pytest's arguments, from its XML reports."""
     return [
-        f"{case.attrib['file']}::{case.attrib['name']}"
+        # Not its `file`, which is that of the decorator of a scene
+        f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
         for report in reports
         for case in ElementTree.parse(report).iter("testcase")  # noqa: S314 - pytest wrote it
         if case.find("failure") is not None or case.find("error") is not None

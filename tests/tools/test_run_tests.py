@@ -44,11 +44,20 @@ def test_seconds_are_read_from_the_reports(tmp_path: Path) -> None:
 def test_failed_tests_are_repeated_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A test that fails once passes when repeated; one that always fails does not."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "decorating.py").write_text(
+        "def decorate(play):\n"
+        "    def test(n):\n"
+        "        play(n)\n"
+        "    test.__name__, test.__module__ = play.__name__, play.__module__\n"
+        "    return test\n"
+    )
     tests = tmp_path / "test_x.py"
     tests.write_text(
         "import pathlib, pytest\n"
+        "from decorating import decorate\n"
         "mark = pathlib.Path(__file__).with_name('mark')\n"
         "@pytest.mark.parametrize('n', [1, 2])\n"
+        "@decorate\n"
         "def test_once(n):\n"
         "    existed = mark.exists()\n"
         "    mark.touch()\n"
