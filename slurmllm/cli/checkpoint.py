@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import time
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 def _parse_size(ctx: click.Context, _: click.Parameter, size_text: str) -> int:
     """Return the bytes of `5GB`, `500MB` or `2GiB`."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError  # takes time: not for --help
-
-    with suppress(ValidationError):
-        if size := TypeAdapter(ByteSize).validate_python(size_text):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size_text, re.IGNORECASE)
+    if match is not None:
+        number, unit, binary = match.groups()
+        power = "KMGT".index(unit.upper()) + 1 if unit else 0
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+        if size > 0:
             return size
     raise UserError(f"--shard-size {size_text}: write a size such as 5GB, 500MB or 2GiB")
 

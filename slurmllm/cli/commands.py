@@ -23,6 +23,12 @@ _OF_SLURM = {*JOB_OPTIONS, "in-allocation", "slurm", "cluster", "cpus", "gpus"}
 _OF_SWEEPS = {"sweep", "sweep-file", "max-running", "yes"}
 
 
+_ASCII = str.maketrans(
+    {"…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "×": "x", "·": "."}
+    | dict(zip("–─├└│“”’", '--|`|""\'', strict=True))
+)
+
+
 class GroupedCommand(click.Command):
     """A command with many options, which its help shows under headings.
 
@@ -140,7 +146,7 @@ class StandardStream(io.TextIOWrapper):
     def write(self, output: str) -> int:
         output = printable(output, styles=self.isatty() and "NO_COLOR" not in os.environ)
         if self.ascii:
-            output = output.encode("ascii", "backslashreplace").decode()
+            output = output.translate(_ASCII).encode("ascii", "backslashreplace").decode()
         with self._ignored_errors():
             return super().write(output)
         return 0

@@ -300,8 +300,8 @@ def _write_files(
                 c.model_copy(update={"warnings": (*c.warnings, fault)}) for c in comparisons
             ]
     if choices.html is not None:
+        from slurmllm.analysis.report.comparison_page import write_comparison
         from slurmllm.analysis.report.tables import Table
-        from slurmllm.analysis.report.write import write_comparison
 
         tables = [Table.from_rows(_metric_rows(comparison)) for comparison in comparisons]
         write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)

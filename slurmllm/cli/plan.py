@@ -281,7 +281,7 @@ def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
 def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     """Return the command that submits a layout; it fetches missing data."""
     from slurmllm.launch.submit.inputs import locate
-    from slurmllm.plan.fit_check import changes
+    from slurmllm.plan.choose_layout import changes
 
     if plan.config.cluster.planning_only is not None:
         return f"refused: {plan.config.cluster.planning_only}"

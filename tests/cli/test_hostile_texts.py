@@ -159,6 +159,7 @@ def test_a_terminal_without_unicode_is_no_error() -> None:
         text = (done.stdout + done.stderr).decode()
         assert done.returncode in (0, 1, 2), (verb, text)
         assert text.isascii()
+        assert "\\u2026" not in text, "an ellipsis is three points"
         assert "Traceback" not in text, (verb, text)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig, change, resolve
 from slurmllm.core.errors import ConfigError
+from slurmllm.plan.choose_layout import SLOW, FitCheck, check_fit, choose_parallel
 from slurmllm.plan.estimate import predict
-from slurmllm.plan.fit_check import SLOW, FitCheck, check_fit, choose_parallel
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.environment import load_environment
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slurmllm.core.config.resolve import RunConfig, resolve
-from slurmllm.plan.fit_check import check_fit
+from slurmllm.plan.choose_layout import check_fit
 from slurmllm.plan.memory import WorkerMemory, dense_mask_warning, worker_memory
 from slurmllm.plan.mesh import Mesh, make_mesh
 from slurmllm.plan.neuron_memory import neuron_memory

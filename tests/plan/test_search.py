@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from slurmllm.core.config.resolve import RunConfig, change, resolve
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.errors import ConfigError
+from slurmllm.plan.choose_layout import mesh_fixes
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.explain import explain
-from slurmllm.plan.fit_check import mesh_fixes
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
 from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, some_fits

@@ -113,7 +113,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     firsts = list[int]()  # number of the first step: that of the log, else that of its format
     for curve in (a, b):
         if curve.convention is not None and curve.convention.counts == "steps":
-            first: int | None = int(curve.steps[0])
+            first: int | None = int(curve.series("loss")[0][0])  # a validation may come before
             if first not in (0, 1):
                 first = curve.convention.steps_from
             if first is not None:
@@ -128,7 +128,10 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     shift, scatter = usual, _scatter(a, b) if candidates else 0.0
     if scatter and not _coincide(a, b, usual, scatter):
         matching = [
-            other for other in candidates if _coincide(a, b, other, scatter, far_from=usual)
+            other
+            for other in candidates
+            if _coincide(a, b, other, scatter, far_from=usual)
+            and (abs(other) <= 1 or _same_values(a, b, other))
         ]
         shift = matching[0] if len(matching) == 1 else usual
     lower = b if shift > 0 else a  # the one whose steps are counted from 0
@@ -182,6 +185,24 @@ def _coincide(
     return distance("loss", far_from) > _FAR * scatter
 
 
+def _same_values(a: Curve, b: Curve, shift: int) -> bool:
+    """Return whether the losses of B, shifted, are those of A as far as both logs print them.
+
+    Of data that are shifted they are only alike: an offset of the batches is no count of steps.
+    """
+    (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
+    _, at_a, at_b = np.intersect1d(steps_a, steps_b + shift, True, True)[:3]
+    digits = _digits(losses_a[at_a], losses_b[at_b], a.kind, b.kind)
+    return bool(np.median(np.abs(losses_a[at_a] - losses_b[at_b]) <= digits) == 1.0)
+
+
+def _digits(a: Floats, b: Floats, kind_a: SourceKind, kind_b: SourceKind) -> Floats:
+    """Return what the logs' last digits leave open of each pair of values; 0 if not finite."""
+    digits = np.maximum(_printed_unit(a, kind_a), _printed_unit(b, kind_b))
+    digits = np.maximum(digits, 1e-7 * np.abs(a))
+    return np.where(np.isfinite(digits), digits, 0.0)
+
+
 def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     """Return a step of A, and of B the one with its loss, if only the count of steps differs.
 
@@ -189,19 +210,34 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     neither a shift nor a factor of the steps was found before.
     """
     (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
-    units = np.append(_printed_unit(losses_a, a.kind), _printed_unit(losses_b, b.kind))
-    # Infinite values have no digits.
-    digit = max(float(np.max(units[np.isfinite(units)], initial=0.0)), 1e-7 * abs(losses_a[0]))
-    begins = [(int(row), 0) for row in np.flatnonzero(np.abs(losses_a - losses_b[0]) <= digit)]
-    begins += [(0, int(row)) for row in np.flatnonzero(np.abs(losses_b - losses_a[0]) <= digit)]
+    common = min(len(steps_a), len(steps_b))
+    differ = np.flatnonzero(losses_a[:common] != losses_b[:common])
+    # From the first point on, or from where the curves part: a resume may count a step twice.
+    for since in dict.fromkeys([0, *differ[:1].tolist()]):
+        rows = _same_rows(losses_a[since:], losses_b[since:], a.kind, b.kind)
+        if rows is not None:
+            row_a, row_b = (since + row for row in rows)
+            count = min(len(steps_a) - row_a, len(steps_b) - row_b)
+            apart = steps_a[row_a : row_a + count] != steps_b[row_b : row_b + count]
+            if apart.any():
+                row = int(np.argmax(apart))
+                return int(steps_a[row_a + row]), int(steps_b[row_b + row])
+    return None
+
+
+def _same_rows(
+    a: Floats, b: Floats, kind_a: SourceKind, kind_b: SourceKind
+) -> tuple[int, int] | None:
+    """Return rows of A and B, one of them the first, from which on all values are the same."""
+    begins = [(int(row), 0) for row in np.flatnonzero(np.isclose(a, b[0], 1e-2))]
+    begins += [(0, int(row)) for row in np.flatnonzero(np.isclose(b, a[0], 1e-2))]
     for row_a, row_b in begins[:_MAX_BEGINS]:
-        count = min(len(losses_a) - row_a, len(losses_b) - row_b)
-        values = losses_a[row_a : row_a + count]
-        same = np.abs(values - losses_b[row_b : row_b + count]) <= digit
-        apart = steps_a[row_a : row_a + count] != steps_b[row_b : row_b + count]
-        if same.all() and apart.any() and len(np.unique(values)) >= _MIN_POINTS:
-            row = int(np.argmax(apart))
-            return int(steps_a[row_a + row]), int(steps_b[row_b + row])
+        count = min(len(a) - row_a, len(b) - row_b)
+        values, compared = a[row_a : row_a + count], b[row_b : row_b + count]
+        digits = _digits(values, compared, kind_a, kind_b)
+        same = np.isfinite(values) & (np.abs(values - compared) <= digits)
+        if same.all() and len(np.unique(values)) >= _MIN_POINTS:
+            return row_a, row_b
     return None
 
 

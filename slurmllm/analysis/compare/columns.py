@@ -40,7 +40,8 @@ _UPDATE = 0.5
 _MIN_WEIGHTS = 1e-5
 _OTHER_NORM = 0.25  # a gradient norm that differs by more is of other gradients
 _AT_ONCE = 0.3  # of the median of the points after it: a smaller first difference grew
-_SHOWN = 100.0  # times the loss's digits: weights that make such a difference of norms show there
+# Times the loss's digits: weights that make such a difference of norms show in the loss
+_SHOWN, _SHOWN_GROWING = 100.0, 300.0  # if it is as large at once, and if it grows
 _RATIO = 0.2  # logarithm of a factor between losses that no seed makes at the first point
 _JUMP_POINTS = 16  # in which the columns follow the one that jumps first
 SLACK_POINTS = 3  # by which an onset that emerges from noise may be wrong
@@ -250,7 +251,7 @@ class Observation:
             if len(r) > 2 and np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
                 clues.append("weights_scatter")
         elif norm < loss and np.any(np.abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
-            clues.append("gradient_first" if self._jumps("grad_norm") else "small_gradient_first")
+            clues.append(self._clue_of_gradients())
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
             decided = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
@@ -268,13 +269,22 @@ class Observation:
             clues += self._clues_of_size(early)
         return clues
 
-    def _jumps(self, name: str) -> bool:
-        """Return whether a column's first difference is as large as those soon after it, and so
-        large that the loss, as it is logged, would show weights that make it.
+    def _clue_of_gradients(self) -> str:
+        """Return the clue of a gradient norm that differs before the loss.
+
+        The weights are the same at the first step, or if the loss, as it is logged, would show
+        those that make such a difference. A fault of gradients differs in full at once.
         """
-        size, loss = np.abs(self.after(name)[:_JUMP_POINTS]), self.points["loss"]
-        digits = max(float(np.max(loss.unit / np.abs(loss.a))), _LAST_DIGITS)
-        return bool(size[0] > _AT_ONCE * np.median(size) and size[0] > _SHOWN * digits)
+        size = np.abs(self.after("grad_norm")[:_JUMP_POINTS])
+        at_once = size[0] > _AT_ONCE * np.median(size)
+        loss, first = self.points["loss"], self.first or 0
+        row = int(np.searchsorted(loss.steps, first))
+        value, unit = float(loss.a[row]), float(np.broadcast_to(loss.unit, loss.a.shape)[row])
+        digits = max(unit / abs(value) if value else 0.0, _LAST_DIGITS)
+        shown = (_SHOWN if at_once else _SHOWN_GROWING) * digits
+        if first <= 1 or size[0] > min(shown, _OTHER_NORM):
+            return "gradient_first"
+        return "gradient_or_update" if at_once else "small_gradient_first"
 
     def ratio(self, at_first: bool) -> float:
         """Return B's loss over A's at the first difference, or the median from there on."""
@@ -290,12 +300,14 @@ class Observation:
             return None
         logs = np.log(b / a)
         level = float(np.median(logs))
-        if abs(logs[0]) < _RATIO:
+        interval = int(np.median(np.diff(self.points["loss"].steps))) if len(logs) > 1 else 1
+        # Of a log that begins later, the weights are not those of the start.
+        if abs(logs[0]) < _RATIO or self.first is None or self.first > interval:
             return None
-        steady = np.median(np.abs(logs - level)) < abs(level) / 4
-        if len(logs) >= _MIN_POINTS and steady and level * logs[0] > 0 and abs(level) > _RATIO:
+        steady = np.median(np.abs(logs - level)) < abs(level) / 4 > abs(logs[0] - level)
+        if len(logs) >= _MIN_POINTS and steady:
             return "loss_ratio"
-        return "first_ratio" if self.first == 1 else None
+        return "first_ratio" if self.first <= 1 else None
 
     def _clues_of_size(self, early: slice) -> list[str]:
         if (ratio := self._ratio_clue()) is not None:

@@ -188,8 +188,6 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
 
     By Wilcoxon's signed-rank test of r - τ; neighbours on the same side of τ count as fewer.
     """
-    from scipy.stats import wilcoxon  # takes a second to import
-
     splits = [count for count in (1, 2, 4) if count == 1 or len(r) >= 10 * count]
     needed = NormalDist().inv_cdf(1 - 10 * FALSE_ALARMS / 2 / sum(splits))
     for count in splits:
@@ -205,6 +203,8 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
             if share < 1:
                 together = float(np.mean(beyond[1:] & beyond[:-1]))
                 alike = max(0.0, (together - share**2) / (share - share**2))
+            from scipy.stats import wilcoxon  # takes a second to import: if a test is due
+
             chance = float(wilcoxon(side - tolerance, alternative="greater").pvalue)
             quantile = NormalDist().inv_cdf(1 - min(max(chance, 1e-9), 1 - 1e-9))
             if quantile * np.sqrt((1 - alike) / (1 + alike)) > needed:

@@ -153,7 +153,7 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     i = int(np.argmax(different))
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     sentence = f"learning rates differ from step {step} ({values})"
-    shifted = _is_shifted(lr, tolerance)
+    shifted = exact and _is_shifted(lr, tolerance)
     if shifted:
         sentence += ": they are the same one step apart, logged or counted so (optim.step_count)"
     for letter, curve in (("A", a), (alignment.letter, b)):
@@ -164,10 +164,16 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
 
 
 def _is_shifted(lr: Points, tolerance: float) -> bool:
-    """Return whether the rates are the same one point earlier or later: it may be the logging."""
-    for a, b in ((lr.a[:-1], lr.b[1:]), (lr.a[1:], lr.b[:-1])):
-        allowed = tolerance * np.abs(a) + np.max(lr.unit)
-        if len(a) > _CORNER_POINTS and np.all(np.abs(a - b) <= allowed):
+    """Return whether the rates are the same one step earlier or later: it may be the logging."""
+    unit = np.broadcast_to(lr.unit, lr.a.shape)
+    if len(lr) <= _CORNER_POINTS + 1 or np.any(np.diff(lr.steps) != 1):
+        return False
+    allowed = np.maximum(tolerance * np.abs(lr.a), 0.5000001 * unit)
+    # Rates that print alike without the shift, too, show none.
+    moving = np.abs(lr.a - lr.b) > 2 * allowed
+    for a, b in ((slice(-1), slice(1, None)), (slice(1, None), slice(-1))):
+        same = np.abs(lr.a[a] - lr.b[b]) <= np.maximum(allowed[a], 0.5000001 * unit[b])
+        if same.all() and np.count_nonzero(moving[a]) > _CORNER_POINTS:
             return True
     return False
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from slurmllm.analysis.evaluate.request import (
     EvaluationSettings,
@@ -23,7 +24,7 @@ from slurmllm.analysis.evaluate.request import (
     harness_version,
 )
 from slurmllm.analysis.evaluate.suites import suites_dir
-from slurmllm.analysis.evaluate.task_templates import TaskTemplates
+from slurmllm.analysis.evaluate.task_templates import Sandbox
 from slurmllm.core.config.profiles import did_you_mean
 from slurmllm.core.errors import DataError, SlurmllmError, UserError
 from slurmllm.train.model.private_names import TASK_FUNCTIONS
@@ -128,6 +129,18 @@ class Harness:
         return dict(results)
 
 
+class _TaskTemplates(NamedTuple):
+    """The harness's Jinja environment, in a child process."""
+
+    sandbox: Sandbox
+
+    def from_string(self, template: str) -> Any:
+        def render(**values: Any) -> str:
+            return self.sandbox.render(template, values)
+
+        return SimpleNamespace(render=render)
+
+
 @cache
 def task_manager(folder: str | None, allow_code: bool = False) -> Any:
     """Return the harness's index of tasks, with those of a folder.
@@ -143,8 +156,10 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
             f"lm-evaluation-harness (lm_eval) cannot be imported ({error}); {REMEDY}"
         ) from error
     env = lm_eval.utils.env
-    if not isinstance(env, TaskTemplates):
-        lm_eval.utils.env = TaskTemplates(env.undefined.__name__, env.keep_trailing_newline)
+    if not isinstance(env, _TaskTemplates):
+        options = {"undefined": env.undefined.__name__}
+        options["keep_trailing_newline"] = env.keep_trailing_newline
+        lm_eval.utils.env = _TaskTemplates(Sandbox(options))
     if folder is None:
         manager = TaskManager()
     else:

@@ -3,23 +3,29 @@
 A template is a program, and one operation of it (`a == b` of long lists, `a|sort`) can run in C for
 hours, so nothing in its own process can stop it. The kernel ends a child that takes more than
 `_RENDER_S` of processor time for one answer, and refuses it more than `_RENDER_BYTES`.
+
+    stdin    options of the Jinja environment; then requests: JSON, one a line
+    stdout   for each request {"value": …}, {"error": "…"} or {"limit": "…"}
+    stderr   inherited from the parent
+
+A child answers many requests, and exits at the end of stdin: when its parent has exited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import multiprocessing
+import json
 import os
 import re
 import resource
 import signal
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-from slurmllm.train.control.rendezvous import die_with_parent
 
 # Limits of one answer; a long prompt takes milliseconds and some kilobytes.
 _RENDER_S = 5
@@ -28,73 +34,121 @@ _RENDER_BYTES = 1 << 29
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class TaskTemplates:
-    """The harness's Jinja environment, in a child process that is started when it is needed.
+class Sandbox:
+    """A child process that renders templates, started when it is needed.
 
     Args:
-        undefined: Jinja's class of undefined variables.
+        options: Of the Jinja environment, as JSON.
     """
 
-    def __init__(self, undefined: str, keep_trailing_newline: bool) -> None:
-        self._options = undefined, keep_trailing_newline
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process id: a fork must not use the pipes
 
-    def from_string(self, template: str) -> Any:
-        """Return a template; its `render` raises a ValueError, an OverflowError beyond a limit."""
-        return SimpleNamespace(render=functools.partial(self._render, template))
+    def render(self, template: str, values: dict[str, Any]) -> str:
+        """Return the text of a template; after an error another child is started.
 
-    def _render(self, template: str, /, **values: Any) -> str:
-        if self._pool is None or self._owner != os.getpid():
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, context, _start)
-            self._owner = os.getpid()
+        A ValueError has the child's error message, an OverflowError the limit that it exceeds.
+        """
+        if self._process is None or self._owner != os.getpid():
+            self._start()
+        process = self._process
+        assert process is not None
         try:
-            return self._pool.submit(_render_here, template, values, *self._options).result()
-        except BrokenProcessPool as error:
-            self._pool = None  # the next template gets another child
-            raise OverflowError(f"it takes more than {_RENDER_S} s to render") from error
+            _send(process, (template, values))
+            return _receive(process)
+        except BaseException:  # it may have ended, or still answer
+            self._process = None
+            _end_child(process, self._owner)
+            raise
+
+    def _start(self) -> None:
+        # -P: not the modules of the working directory, which may be another user's.
+        command = [sys.executable, "-P", "-m", __name__]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        weakref.finalize(self, _end_child, process, os.getpid())
+        _send(process, self._options)
+        self._process, self._owner = process, os.getpid()
 
 
-def _start() -> None:
-    """Set the limits of the child process."""
-    import jinja2.sandbox  # noqa: F401 (its memory is not part of the limit)
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    line = json.dumps(value, ensure_ascii=False, default=str)
+    with contextlib.suppress(BrokenPipeError):  # reading from it says why
+        process.stdin.write(line.encode("utf-8", "surrogatepass") + b"\n")
+        process.stdin.flush()
 
-    die_with_parent()
+
+def _receive(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        code = process.wait()
+        if code == -signal.SIGPROF:
+            raise OverflowError(f"it runs for more than {_RENDER_S} s")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise OverflowError(f"the process that renders it ended with {how}")
+    answer = json.loads(line.decode("utf-8", "surrogatepass"))
+    if "limit" in answer:
+        raise OverflowError(answer["limit"])
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return str(answer["value"])
+
+
+def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Kill a child process and close its pipes, unless this is a fork of its owner."""
+    if owner != os.getpid():
+        return
+    process.kill()
+    with contextlib.suppress(BrokenPipeError), process:  # closes the pipes
+        process.wait()
+
+
+def _serve() -> None:
+    """Answer requests from stdin to its end."""
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside an operation
+    render = _renderer(json.loads(sys.stdin.buffer.readline()))
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if soft == hard == resource.RLIM_INFINITY:  # else the user has a limit
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + _RENDER_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _render_here(template: str, values: dict[str, Any], *options: Any) -> str:
-    signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
-    try:
-        rendered: str = _compile(template, *options).render(**values)
-        return rendered
-    except MemoryError:
-        raise OverflowError(f"it takes more than {_RENDER_BYTES >> 20} MiB to render") from None
-    except Exception as error:  # a template may fail in any way; not all errors can be pickled
-        raise ValueError(str(error) or type(error).__name__) from None
-    finally:
+    for line in sys.stdin.buffer:
+        if soft == hard == resource.RLIM_INFINITY:  # else the user has a limit
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + _RENDER_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
+        try:
+            template, values = json.loads(line.decode("utf-8", "surrogatepass"))
+            reply = json.dumps({"value": render(template, values)}, ensure_ascii=False)
+        except MemoryError:
+            reason = f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
+            reply = json.dumps({"limit": reason})
+        except Exception as error:  # a template may fail in any way
+            reply = json.dumps({"error": str(error) or type(error).__name__})
         signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
 
 
-@functools.cache
-def _compile(template: str, undefined: str, keep_trailing_newline: bool) -> Any:
-    """Compile a template as lm-evaluation-harness does; it reaches no Python objects but values."""
+def _renderer(options: dict[str, Any]) -> Callable[[str, dict[str, Any]], str]:
+    """Return the function that renders a template and its values, as lm-evaluation-harness does.
+
+    Templates reach no Python objects but their values.
+    """
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        undefined=getattr(jinja2, undefined), keep_trailing_newline=keep_trailing_newline
-    )
+    undefined = getattr(jinja2, options.pop("undefined"))
+    environment = ImmutableSandboxedEnvironment(undefined=undefined, **options)
     del environment.globals["lipsum"]  # makes any amount of text in one call
     environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(
         pattern, new, text, count=count
     )
-    return environment.from_string(template)
+    compiled = functools.cache(environment.from_string)
+    return lambda template, values: compiled(template).render(**values)
+
+
+if __name__ == "__main__":
+    _serve()

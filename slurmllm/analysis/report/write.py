@@ -1,4 +1,4 @@
-"""Writes a report, or the comparison of `compare --html`, as HTML and JSON.
+"""Writes a report as HTML and JSON.
 
 The page draws its plots with the script of plotly.js beside it; both open without a network, and
 the page's content security policy forbids every other request. The template escapes all texts.
@@ -14,27 +14,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pydantic_core
 
 from slurmllm import __version__
-from slurmllm.analysis.compare.plot import LABELS, Drawn, align
 from slurmllm.analysis.compare.result import Comparison, curve_letter
 from slurmllm.analysis.report import tables
 from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, scaling_rows
 from slurmllm.analysis.report.figures import (
-    CurveFigure,
-    CurvePositions,
     PlotData,
     figures,
-    run_line,
 )
 from slurmllm.analysis.report.tables import Table
 from slurmllm.analysis.spikes.analysis import NAMES
 from slurmllm.analysis.status.recoveries import sum_by_ending
 from slurmllm.analysis.status.utilization import sum_utilization
 from slurmllm.core.format import ABSENT, format_names, format_plural, format_utc
-from slurmllm.core.metrics.curves import Curve, thin_rows
 from slurmllm.core.run.rundir import report_path, write_atomic
 
 _HERE = Path(__file__).parent
@@ -179,17 +173,17 @@ def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for comparison, (verdict, title) in zip(comparisons, comparison_texts(runs), strict=True):
         yield Paragraph(verdict, strong=title)
         if not isinstance(comparison, str):
-            yield from _causes(comparison)
-    yield from _settings(runs)
+            yield from causes_tables(comparison)
+    yield from settings_tables(runs)
 
 
-def _causes(comparison: Comparison) -> Iterator[Table]:
+def causes_tables(comparison: Comparison) -> Iterator[Table]:
     causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in comparison.causes]
     if causes:
         yield Table(("cause", "confidence", "step", "evidence"), causes)
 
 
-def _settings(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def settings_tables(runs: Sequence[RunFacts]) -> Iterator[Block]:
     """Yield the settings that differ, of the runs with any."""
     settings_of = {facts.name: facts.curve.settings for facts in runs if facts.curve}
     settings_of = {name: settings for name, settings in settings_of.items() if settings}
@@ -368,81 +362,3 @@ def _run(facts: RunFacts) -> dict[str, Any]:
         "recoveries": facts.lost,
         "endings": sum_by_ending(facts.lost),
     }
-
-
-_MAX_ROWS = 3000  # of a line of differences
-
-
-def write_comparison(
-    curves: Sequence[Curve],
-    comparisons: Sequence[Comparison],
-    metrics: Sequence[Table],
-    page: Path,
-    *,
-    from_step: int | None = None,
-    to_step: int | None = None,
-) -> None:
-    """Write the page of A and the curves that it was compared with.
-
-    `metrics` has a table for each comparison; steps are those of the comparisons.
-
-    Raises:
-        StorageError: the page cannot be written.
-    """
-    a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
-    labels = [("A", a), *((each.label, each.curve) for each in drawn)]
-    runs = [RunFacts(f"{label}: {c.name}", c.path, c.kind, curve=c) for label, c in labels]
-    of_runs = figures(runs)
-    names = {name for each in comparisons for name in each.metrics}
-    differences: list[Block] = []
-    for name in (name for name in LABELS if name in names):
-        of_metric = [c.metrics[name] for c in comparisons if name in c.metrics]
-        bit_identical = all(metric.bit_identical for metric in of_metric)
-        differences.append(_difference(runs, a, drawn, name, bit_identical))
-    differences.sort(key=lambda block: isinstance(block, Paragraph))
-    sections = filled(
-        {
-            "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
-            "loss": ("Loss", plots_of("loss", of_runs)),
-            "differences": ("Relative differences", differences),
-            "settings": ("Settings", _settings(runs)),
-            "curves": ("Curves", plots_of("curves", of_runs)),
-        }
-    )
-    title = "Comparison of " + format_names([curve.name for curve in curves], 4)
-    write_page(page, title, sections)
-
-
-def _verdicts(
-    runs: Sequence[RunFacts], comparisons: Sequence[Comparison], metrics: Sequence[Table]
-) -> Iterator[Block]:
-    for facts, comparison, table in zip(runs[1:], comparisons, metrics, strict=True):
-        title = f"{facts.name} compared with {runs[0].name}"
-        yield Paragraph(f"{comparison.verdict}: {comparison.reason}", strong=title)
-        yield table
-        yield from _causes(comparison)
-        if comparison.data is not None:
-            same = "the same in both runs"
-            yield Paragraph("; ".join(comparison.data.differences) or same, strong="data")
-        if comparison.warnings:
-            yield Bullets(comparison.warnings)
-
-
-def _difference(
-    runs: Sequence[RunFacts], a: Curve, drawn: Sequence[Drawn], metric: str, bit_identical: bool
-) -> Block:
-    """Return the plot of a metric's relative differences; or a sentence, if none."""
-    limit = drawn[0].tolerance(metric)
-    figure = CurveFigure("relative difference", log=True, limit=limit)
-    for number, each in enumerate(drawn, 1):
-        points, values = each.differences(metric)
-        if not np.isnan(values).all():
-            rows = thin_rows(values, _MAX_ROWS)
-            axes = CurvePositions(a).select_steps(a, points.steps[rows])
-            figure.add(run_line(runs, number, len(rows)), axes, values[rows])
-    title = LABELS[metric].split(" (")[0].capitalize()
-    if not figure:
-        reason = "every difference is 0" if bit_identical else "none is a finite number above 0"
-        return Paragraph(reason, strong=title)
-    note = f"Dashed: the tolerance, {limit:.2g}." if limit else ""
-    return PlotData(f"difference-{metric}", title, "curves", figure.finish(), note)

@@ -61,7 +61,7 @@ from slurmllm.train.checkpoint.catalogue import usable_steps
 from slurmllm.train.checkpoint.foreign import saved_steps
 
 if TYPE_CHECKING:
-    from slurmllm.plan.fit_check import FitCheck
+    from slurmllm.plan.choose_layout import FitCheck
     from slurmllm.plan.search import Unsupported
 
 Precompile = Literal["auto", "always", "never"]
@@ -257,7 +257,7 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
         # The fewest nodes: shards of the model are the largest there.
         fewest = min(layout.nodes, recipe.slurm.min_nodes or layout.nodes)
         if request.check_layout and config.cluster.hardware is not None:
-            from slurmllm.plan.fit_check import check_fit
+            from slurmllm.plan.choose_layout import check_fit
 
             fit = check_fit(
                 config,
@@ -333,7 +333,7 @@ def choose(request: RunRequest) -> RunLayout:
     except MeshError as error:
         if not request.check_layout or config.cluster.hardware is None:
             raise
-        from slurmllm.plan.fit_check import mesh_fixes
+        from slurmllm.plan.choose_layout import mesh_fixes
 
         fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
         raise ConfigError(error.title, [error.rule, *fixes]) from None
@@ -345,7 +345,7 @@ def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupport
 
     Without hardware figures a recipe's `parallel: auto` is data parallelism alone.
     """
-    from slurmllm.plan.fit_check import check_fit, choose_parallel
+    from slurmllm.plan.choose_layout import check_fit, choose_parallel
 
     nodes = request.nodes
     auto, source = config.origins.get("parallel.auto", "default"), "no hardware figures"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +45,9 @@ def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
         b: list[Row],
         settings: Mapping[str, Setting] | None = None,
         nodes: Mapping[int, tuple[str, ...]] | None = None,
+        reference: list[Row] | None = None,
     ) -> Comparison:
-        curve = read_curve(make_file("a", make_rows(1, 120)))
+        curve = read_curve(make_file("a", reference or make_rows(1, 120)))
         other = read_curve(make_file("b", b))
         if settings is not None:
             curve = replace(curve, settings=RECIPE)
@@ -101,25 +103,47 @@ def test_a_bad_rank(compared) -> None:
     assert "slurmllm health" in comparison.reason
 
 
-def test_a_gradient_norm_that_parts_slowly_accuses_no_node(compared) -> None:
-    """Weights that differ a little move the norm before the loss shows it."""
-    rows = changed(grad_norm=(K, lambda s: 1 + 1e-5 * (s + 1)), loss=(K + 2, drift(2e-2)))
-    for row in rows:
+@pytest.mark.parametrize(
+    ("size", "growth", "digits", "later", "kind"),
+    [
+        (1e-5, 1.0, None, 2.0, "optimizer"),  # small, and it grows: weights that differ a little
+        (1e-3, 1.0, None, 2.0, "gradient"),  # it grows, but the loss would show such weights
+        (1e-3, 0.0, None, 0.0, "gradient"),  # at once, whatever a loss of zero long after
+        (1e-3, 0.0, None, math.nan, "gradient"),
+        (1e-3, 0.0, 2, 2.0, "gradient"),  # few digits show no weights: possible only
+        (0.5, 0.0, 2, 2.0, "gradient"),
+    ],
+)
+def test_a_gradient_norm_before_the_loss(
+    compared, size: float, growth: float, digits: int | None, later: float, kind: str
+) -> None:
+    rows = changed(grad_norm=(K, lambda s: 1 + size * (1 + growth * s)), loss=(K + 2, drift(2e-2)))
+    reference = make_rows(1, 120)
+    for row in rows + reference:
         del row["param_norm"]
-    comparison = compared(rows)
-    assert "health" not in comparison.reason
-    assert kinds(comparison)[0] == "optimizer"
+        row["loss"] = later if row["step"] == 110 else row["loss"]
+        if digits is not None:
+            row["loss"] = round(row["loss"], digits)
+    comparison = compared(rows, reference=reference)
+    first = next(cause for cause in comparison.causes if cause.kind != "not_finite")
+    assert first.kind == kind
+    assert ("health" in comparison.reason) == (kind == "gradient" and first.confidence == "likely")
+    if digits == 2:
+        assert (first.confidence == "likely") == (size > 0.25)
 
 
 @pytest.mark.parametrize(
-    ("factors", "kind", "sentence"),
+    ("factors", "begin", "kind", "sentence"),
     [
-        ((2, 2), "logging", "is about 2 times that of A"),
-        ((1.5, 1.0), "model", "is 1.44 times that of A"),
+        ((2, 2), 1, "logging", "is about 2 times that of A"),
+        ((2, 2), 0, "logging", "is about 2 times that of A"),
+        ((1.5, 1.0), 1, "model", "is 1.44 times that of A"),
+        ((1.5, 1.0), 0, "model", "is 1.44 times that of A"),
+        ((2, 2), 1000, "seed", "nothing in common"),  # a log that begins later shows no start
     ],
 )
 def test_a_seed_explains_no_factor(
-    make_file: MakeFile, factors: tuple[float, float], kind: str, sentence: str
+    make_file: MakeFile, factors: tuple[float, float], begin: int, kind: str, sentence: str
 ) -> None:
     """Losses of another seed that are twice as large, or only at the first step half as large."""
     a, b = make_rows(1, 120), make_rows(1, 120)
@@ -130,6 +154,8 @@ def test_a_seed_explains_no_factor(
         del row["param_norm"]
     for row in b:
         row["loss"] *= factors[row["step"] > 1]
+    for row in a + b:
+        row["step"] += begin - 1
     comparison = compare(read_curve(make_file("a", a)), read_curve(make_file("b", b)))
     assert comparison.causes[0].kind == kind
     assert sentence in comparison.causes[0].evidence
@@ -335,6 +361,26 @@ def test_the_same_losses_at_other_steps_are_another_count(asked, count) -> None:
     assert first(comparison)[:2] == ("logging", "certain")
     assert len(comparison.causes) == 1
     assert f"step {count(11)} of B is step 11 of A" in comparison.reason
+
+
+@pytest.mark.parametrize("spike", [math.inf, 1e9, 1.2e4])
+def test_a_first_loss_that_is_huge_proves_no_other_count(asked, spike: float) -> None:
+    """The digits of one value say nothing of the others."""
+    rows, moved = noisy(make_rows(1, 120)), noisy(make_rows(1, 120))
+    rows[0]["loss"] = spike
+    for row, number in zip(moved, range(120), strict=True):
+        row["loss"] *= 1.1 + 0.05 * math.sin(number)
+        row["grad_norm"] *= 1.2
+    moved[1]["loss"] = spike
+    assert "logging" not in {
+        cause.kind for cause in asked(rows, moved).causes if cause.confidence == "certain"
+    }
+
+
+def test_a_step_that_a_resume_counts_twice(asked) -> None:
+    rows = noisy(make_rows(1, 120))
+    moved = rows[:60] + [row | {"step": row["step"] + 1} for row in rows[59:119]]
+    assert first(asked(rows, moved))[:2] == ("logging", "certain")
 
 
 def test_every_clue_is_used_and_named_once() -> None:

@@ -148,6 +148,18 @@ def test_rates_that_are_the_same_one_step_apart_are_never_certain(compared) -> N
     assert "apart" not in result.settings[0]
 
 
+@pytest.mark.parametrize(("every", "digits"), [(1, 4), (10, 9)])
+def test_rates_of_other_schedules_are_not_one_step_apart(compared, every: int, digits: int) -> None:
+    """Rates that print alike, or whose points are ten steps apart, show no step."""
+    peaks = (3e-4, 4e-4) if every == 1 else (1e-3, 1e-3)
+    rates = [[round(peak * min(1, (n + 1) / 30), digits) for n in range(51)] for peak in peaks]
+    a, b = with_rates(rates[0][:50]), with_rates(rates[1][every // 10 :][:50])
+    for row in a + b:
+        row["step"] *= every
+    result = compared(a, departed(b, 0.05, 4 * every))
+    assert "apart" not in result.settings[0]
+
+
 def test_another_batch_or_skipped_tokens_are_the_cause(compared) -> None:
     rows = departed(scaled(make_rows(1, 50), "tokens", 1.0, 1), 0.05, 1)
     result = compared(make_rows(1, 50), rows)

@@ -69,6 +69,28 @@ def test_known_formats_are_shifted_by_convention_or_by_values(
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("identical", 0, 0)
 
 
+def test_a_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    line = "step:{step}/120 train_loss:{loss:.6f}"
+    a, b = (curve_of(tmp_path, name, noisy(), 1, line) for name in ("a.log", "b.log"))
+    text = (tmp_path / "a.log").read_text()
+    (tmp_path / "a.log").write_text("step:0/120 val_loss:11.0\n" + text)
+    comparison = compare(read_curve(tmp_path / "a.log"), b)
+    assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("identical", 0, 0)
+    assert a.convention is not None
+
+
+def test_batches_that_are_some_steps_ahead_are_no_count_of_steps(tmp_path: Path) -> None:
+    """Losses of a flat training follow its batches: those of step 8 alike, and not the same."""
+    batches = np.random.default_rng(5).normal(0, 0.05, 400)
+    own = np.random.default_rng(6).normal(0, 0.002, (2, 300))
+    a, b = (
+        curve_of(tmp_path, f"{i}.jsonl", 3.0 + batches[8 * i : 8 * i + 300] + own[i], 1)
+        for i in (0, 1)
+    )
+    comparison = compare(a, b)
+    assert (comparison.a.shift, comparison.b.shift) == (0, 0)
+
+
 @pytest.mark.parametrize(("change", "shift"), [(0.0, 1), (2e-4, 1), (0.0, 5), (0.0, 60)])
 def test_unknown_formats_are_shifted_if_the_values_coincide(
     tmp_path: Path, change: float, shift: int

@@ -212,6 +212,8 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
         ("export 10 --run b --out x", 2, "no run 'b'"),
         ("export 10 --run a --out full", 2, "full is not empty"),
         ("export 10 --run a --out x --shard-size big", 2, "such as 5GB"),
+        ("export 10 --run a --out x --shard-size 5,5GB", 2, "such as 5GB"),
+        ("export 10 --run a --out x --shard-size 5Gbit", 2, "such as 5GB"),
         ("verify full", 4, "full has no manifest.json"),
         ("list nowhere", 2, "no run 'nowhere'"),
     ],
