@@ -187,20 +187,20 @@ def _chunk_table(metadata: Any) -> ChunkTable:
             places.setdefault(key, {})[corner] = [number, *bounds]
         stored = {}
         for key, entry in metadata.state["state_dict_metadata"].items():
-            of_key = places.get(_text(key), {})
-            dtype, shape, rows = None, torch.Size(), list(of_key.values())
+            of_key = rows = places.get(_text(key), {})
+            dtype, shape = None, torch.Size()
             if entry.state is not None:
                 properties, shape = entry.state["properties"].state, _size(entry.state["size"])
                 dtype = properties[0] if type(properties) is list else properties["dtype"]
                 if not isinstance(dtype, torch.dtype):
                     raise TypeError("a tensor without a type")
-                rows = []
+                rows = {}  # by corner: a chunk that is listed twice must not hide a gap
                 for chunk in entry.state["chunks"]:
                     corner, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
                     # A chunk without a place, or of other dimensions, is of no use.
                     if corner in of_key and len(corner) == len(sizes) == len(shape):
-                        rows.append([*corner, *sizes, *of_key[corner]])
-            numbers = np.array(rows, dtype=np.int64).reshape(-1, 2 * len(shape) + 3)
+                        rows[corner] = [*corner, *sizes, *of_key[corner]]
+            numbers = np.array([*rows.values()], dtype=np.int64).reshape(-1, 2 * len(shape) + 3)
             stored[key] = StoredChunks(dtype, tuple(shape), numbers)
         return ChunkTable(list(files), stored)
     except UnpicklingError:
