@@ -122,6 +122,8 @@ def test_the_second_save_uses_the_memory_of_the_first(
         saving.finish()
         addresses.append({i: t.data_ptr() for i, t in backend.shards._copies.items()})
     assert addresses[0] == addresses[1]
+    with pytest.raises(AssertionError, match="names of a state never change"):
+        backend.shards.begin({"late": torch.zeros(1)}, tmp_path, asynchronous=True)
 
 
 def test_several_files_of_one_worker(

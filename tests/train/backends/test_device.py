@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from amounts import sample
 
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.host_memory import host_memory
-from slurmllm.train.backends.native import environment
+from slurmllm.train.backends.native import device, environment
 from slurmllm.train.backends.native.device import KINDS
 from train.backends.conftest import AcceleratorOfCpus, NewBackend, train
 
@@ -24,8 +26,8 @@ def test_a_third_kind_trains_saves_and_resumes(
     expected = train(new_backend(*settings), 4)
     monkeypatch.setitem(KINDS, "neuron", AcceleratorOfCpus)
     monkeypatch.setattr(environment, "missing_torch_neuron", lambda: None)
-    device = (*settings, "cluster.device=neuron")
-    backend = new_backend(*device)
+    on_device = (*settings, "cluster.device=neuron")
+    backend = new_backend(*on_device)
     assert backend.deferred_metrics
     # Norms are summed in fp64, and padded products have other blocks.
     assert train(backend, 4) == pytest.approx(expected, rel=1e-6 if precision == "fp32" else 1e-3)
@@ -33,7 +35,7 @@ def test_a_third_kind_trains_saves_and_resumes(
     saving.wait()
     saving.finish()
     following = train(backend, 4, first=4)
-    resumed = new_backend(*device)
+    resumed = new_backend(*on_device)
     resumed.load_shards(tmp_path)
     assert train(resumed, 4, first=4) == following
 
@@ -43,6 +45,12 @@ def test_neuron_without_its_package(new_backend: NewBackend) -> None:
         new_backend("cluster.device=neuron")
     (fault,) = caught.value.faults
     assert re.search(r"pip install 'torch-neuronx==\d+\.\d+\.\*'", fault)
+
+
+def test_neuron_with_its_package_for_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "missing_torch_neuron", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
+    assert "in its older form, for XLA; install" in (KINDS["neuron"].missing(0) or "")
 
 
 def test_without_cuda_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,7 @@ class DcpSaver:
         self._mesh, self._rank, self._tied = mesh, rank, tied
         self._files: list[list[str]] = []  # keys of this worker's tensors, by file
         self._index: SaveIndex | None = None
+        self._names: frozenset[str] = frozenset()
         self._copies: dict[str, Tensor] = {}
         self._save: DcpSave | None = None
 
@@ -155,7 +156,8 @@ class DcpSaver:
         """
         by_keys = dict(_tensors(state))
         tensors = {".".join(keys): tensor for keys, tensor in by_keys.items()}
-        if self._index is None:  # names and shapes never change
+        if self._index is None:
+            self._names = frozenset(tensors)
             written = own_tensors(tensors, self._mesh, self._rank, tied=self._tied)
             sizes = {key: local_part(tensors[key]).nbytes for key in written}
             # Two files keep two cores busy with checksums.
@@ -165,6 +167,7 @@ class DcpSaver:
             self._index = SaveIndex(
                 self._control, [chunks[key] for file in self._files for key in file]
             )
+        assert self._names == tensors.keys(), "the names of a state never change"
         parts = [{key: local_part(tensors[key]).detach() for key in file} for file in self._files]
         if asynchronous and not self._copies:
             self._allocate_copies(parts)

@@ -213,6 +213,11 @@ class Neuron(Accelerator):
         if fault := missing_torch_neuron():
             return fault
         importlib.import_module("torch_neuronx")  # registers the device
+        if not hasattr(torch, "neuron"):
+            return (
+                "cluster.device: neuron: torch_neuronx is here in its older form, for XLA; install "
+                "that of Neuron SDK 2.33 (trn2, trn3), or --set backend=nxd"
+            )
         return None
 
     @classmethod
