@@ -24,7 +24,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, RunError, StorageError
-from slurmllm.core.metrics.row_reader import last_rows
+from slurmllm.core.metrics.row_reader import last_rows, read_rows
 from slurmllm.core.run.records import AttemptRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import open_regular
@@ -178,10 +178,16 @@ def _is_complete(
 def _step_at(run: RunDir, time_s: float) -> int | None:
     """Return the last step that was read before a time."""
     for path in reversed(run.metrics_files()):
+        step: int | None = None
         with suppress(RunError, OSError):
             # From the end, where it mostly is: this is asked every few seconds.
             for count in (_FEW_ROWS, 64 * _FEW_ROWS):
                 for row in reversed(last_rows(path, count)):
                     if row.get("time", time_s + 1) <= time_s:
                         return int(row["step"])
+            for _, row in read_rows(path):  # it was saved long ago
+                if row.get("time", time_s + 1) <= time_s:
+                    step = int(row["step"])
+        if step is not None:
+            return step
     return None

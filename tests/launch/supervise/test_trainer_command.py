@@ -24,6 +24,7 @@ from slurmllm.launch.supervise.trainer_command import (
     peer_variables,
     slurm_variables,
 )
+from slurmllm.train.checkpoint import foreign
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete, remove_old
 
 PLAIN, NEMO = ("trainers/plain", "local"), "trainers/nemo"
@@ -225,14 +226,17 @@ def test_a_checkpoint_at_the_end_counts_when_its_attempt_is_closed(run: RunDir) 
     assert list_trainer_checkpoints(run, command, closing=closing)[0].complete
 
 
-def test_a_checkpoint_without_a_step_has_the_last_one_before_it(run: RunDir) -> None:
+def test_a_checkpoint_without_a_step_has_the_last_one_before_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "_FEW_ROWS", 20)
     attempt(run)
     begun = time.time() - 5000
     rows = "".join(f'{{"step":{n},"time":{begun + n}}}\n' for n in range(1, 5000))
     run.metrics(0).parent.mkdir()
     run.metrics(0).write_text(rows)
     command = saving("{run}/*.pt")
-    for age_s, step in ((4800.5, 199), (10.5, 4989)):
+    for age_s, step in ((4800.5, 199), (500.5, 4499), (10.5, 4989)):
         write(run.path / "c.pt", age_s)
         assert [entry.step for entry in list_trainer_checkpoints(run, command)] == [step]
 
