@@ -211,18 +211,23 @@ def special_tokens(tokenizer: Path) -> dict[str, str]:
     path = tokenizer.with_name("tokenizer_config.json")
     if tokenizer.name != "tokenizer.json" or not path.is_file():
         return {}
-    try:
-        config = json.loads(read_limited(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not readable JSON: {error}; fix it or remove it") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} is not a JSON object; fix it or remove it")
     tokens = {}
-    for name, value in config.items():
+    for name, value in read_settings(path).items():
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token
     return tokens
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON file that transformers keeps next to a tokenizer.json; DataError if damaged."""
+    try:
+        settings = json.loads(read_limited(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not readable JSON: {error}; fix it or remove it") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is not a JSON object; fix it or remove it")
+    return settings
 
 
 def count_ids(tokenizer: Tokenizer) -> int:

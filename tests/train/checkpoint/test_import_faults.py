@@ -268,11 +268,21 @@ def test_files_without_end(
     refused(source, kind)
 
 
-def test_an_index_with_a_name_that_is_too_long(copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x" * 300, "xx cannot be read: File name too long"),
+        ("x\0", "x\0 cannot be read: embedded null byte"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+)
+def test_an_index_with_a_name_of_no_file(
+    copy: Callable[[str], Path], name: str, reason: str
+) -> None:
     source = copy("sharded")
-    index = {"weight_map": {"x": "x" * 300}}
+    index = {"weight_map": {"x": name}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "xx cannot be read: File name too long" in refused(source, StorageError)
+    assert reason in refused(source, StorageError)
 
 
 def test_no_weights_and_pickled_ones(copy: Callable[[str], Path]) -> None:
@@ -346,11 +356,23 @@ def refused_tokenizer(source: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"version": "1.0"}', b"[" * 100_000])
-def test_a_tokenizer_that_is_none(copy: Callable[[str], Path], content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", b"", "is not a tokenizer.json"),
+        ("tokenizer.json", b"\xff\xfe", "is not a tokenizer.json"),
+        ("tokenizer.json", b'{"version": "1.0"}', "is not a tokenizer.json"),
+        ("tokenizer.json", b"[" * 100_000, "is not a tokenizer.json"),
+        ("vocab.json", b"{", "is not readable JSON"),
+        ("generation_config.json", b"[]", "is not a JSON object"),
+    ],
+)
+def test_a_tokenizer_that_is_none(
+    copy: Callable[[str], Path], name: str, content: bytes, reason: str
+) -> None:
     source = copy("llama")
-    (source / "tokenizer.json").write_bytes(content)
-    assert "tokenizer.json is not a tokenizer.json" in refused_tokenizer(source)
+    (source / name).write_bytes(content)
+    assert f"{name} {reason}" in refused_tokenizer(source)
 
 
 def test_a_tokenizer_of_another_model(copy: Callable[[str], Path]) -> None:

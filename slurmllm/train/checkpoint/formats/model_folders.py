@@ -15,7 +15,7 @@ from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import DataError, InfrastructureError, StorageError, UserError
 from slurmllm.core.run.rundir import RunDir, is_run
 from slurmllm.core.run.safe_files import open_regular
-from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_tokenizer
+from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_settings, read_tokenizer
 
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"
@@ -59,13 +59,15 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
     allowed = [Path(os.path.realpath(folder))]
     if allowed[0].parent.name == "snapshots":
         allowed.append(allowed[0].parent.parent / "blobs")
-    for path in files.values():
+    for name, path in files.items():
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(root) for root in allowed):
             raise DataError(
                 f"{path} is a link to {real}, outside the model's folder; replace it by a copy if "
                 "it belongs to the tokenizer"
             )
+        if name.endswith(".json") and name != TOKENIZER:
+            read_settings(path)  # transformers reads it
     generation = files.pop(GENERATION, None)
     num_ids = count_ids(read_tokenizer(files[TOKENIZER])[0]) if TOKENIZER in files else 0
     return TokenizerFiles(files, num_ids=num_ids, generation=generation)

@@ -115,8 +115,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 shape, code = tuple(stored.get_shape()), stored.get_dtype()
                 tensors[key] = StoredTensor(shape, DTYPES.get(code), code, path.name)
         return tensors
-    except OSError as error:
-        raise StorageError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(f"{path.name} cannot be read: {reason}") from error
     except SafetensorError as error:
         raise StorageError(
             f"{path.name} is cut short or damaged: {error}; copy it again"
