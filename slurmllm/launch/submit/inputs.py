@@ -274,7 +274,7 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     except StorageError:  # resume reports damaged records itself
         return
     for name, version in now.items():
-        earlier = {node.versions.get(name, version) for node in nodes}
+        earlier = {node.versions[name] for node in nodes if name in node.versions}
         if earlier - {version}:
             versions, effect = " and ".join(sorted(earlier)), "results may differ from earlier ones"
             message = "plugin %s: %s now, %s in attempt %d; %s"

@@ -32,6 +32,7 @@ from slurmllm.launch.submit.inputs import (
     missing_data,
     plugin_faults,
     resolve_inputs,
+    source_folder,
     warn_if_changed,
     with_folder,
 )
@@ -190,7 +191,8 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise _limit_error(layout, checks, STAGES)
     config = _with_weights(request, layout.config)
     if request.fetch is not None and (missing := locate(config, request.root).missing):
-        make_folders(cluster, request.root, data_folder(config, request.root))
+        folder = data_folder(config, request.root)
+        make_folders(cluster, request.root, *(source_folder(folder, name) for name in missing))
         request.fetch(config, request.root, missing)
     config, run = _with_inputs(request, config, build=True), layout.run
     if request.run is None:

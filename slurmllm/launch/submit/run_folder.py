@@ -92,7 +92,7 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     while True:
         run = new_run(root, name, recipe)
         try:
-            make_folders(cluster, root)
+            _make_folder(cluster, root)
             if name is not None and _is_left_behind(run):
                 if SweepDir(run.path).record.exists():
                     shutil.rmtree(run.path)
@@ -136,9 +136,19 @@ def run_umask(cluster: Cluster) -> int:
 
 
 def make_folders(cluster: Cluster, *folders: Path) -> None:
-    """Make folders of a run that other users may not write into."""
+    """Make folders, and those above them, that other users may not write into; StorageError."""
     for folder in folders:
-        folder.mkdir(0o777 & ~run_umask(cluster), parents=True, exist_ok=True)
+        try:
+            _make_folder(cluster, folder)
+        except OSError as error:
+            fault = f"cannot make {folder}: {error.strerror or error}"
+            raise StorageError(f"{fault}; choose another folder") from error
+
+
+def _make_folder(cluster: Cluster, folder: Path) -> None:
+    missing = [path for path in folder.parents if not path.exists()]
+    for path in (*reversed(missing), folder):
+        path.mkdir(0o777 & ~run_umask(cluster), exist_ok=True)
 
 
 def require_own(run: RunDir, group: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,10 +86,13 @@ def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path
     before = call(*NEOX, "--fetch", "--dry-run")
     assert before.exit_code == 0
     assert not mirrored.requests
+    umask = os.umask(0)
     corpus, tokenizer, origins = files_of(call(*NEOX, "--fetch", "--json"))
+    os.umask(umask)
     folder = tmp_path / "runs" / ".data" / "wikipedia_gpt2"
     assert corpus == str(folder / "my-gpt2_text_document")
     assert tokenizer == str(folder / "tokenizer.json")
+    assert not folder.stat().st_mode & 0o022, "others could replace what is trained on"
     assert origins["data.corpus"] == origins["data.tokenizer"] == "fetched: wikipedia_gpt2"
     asked = len(mirrored.requests)
     assert call(*NEOX, "--json").exit_code == 0  # it is there now

@@ -98,11 +98,11 @@ def prepare_ours(config: RunConfig, folder: Path, **fields: str | None) -> None:
 
 def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:
     os.umask(0)
-    prepare(RunRequest(config, 1, tmp_path, name="mine"))
+    prepare(RunRequest(config, 1, tmp_path / "new" / "runs", name="mine"))
     assert os.umask(0) == 0, "it belongs to the process"
     assert run_umask(config.cluster) == 0o022, "sbatch hands it to the jobs"
     prepare_ours(config, tmp_path, trusted_group="users")
-    for path in (tmp_path / "mine", *(tmp_path / "mine").rglob("*")):
+    for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
     assert (tmp_path / "ours").stat().st_mode & 0o020, "its members share what they may write"
 
