@@ -49,6 +49,13 @@ def _has_wandb_key(config: RunConfig) -> bool:
     if any(config.variable(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     host = urlsplit(config.variable("WANDB_BASE_URL") or _SAAS).hostname
-    with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        return host in netrc.netrc(os.environ.get("NETRC")).hosts
+    named = os.environ.get("NETRC")
+    files = [named] if named else ["~/.netrc", "~/_netrc"]
+    # By path: of its default file, netrc refuses one that others may read; W&B does not.
+    for path in map(os.path.expanduser, files):
+        with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            hosts = netrc.netrc(path).hosts
+            # W&B's own settings file may name another host; its login is always "user".
+            if host in hosts or any(login == "user" for login, _, _ in hosts.values()):
+                return True
     return False

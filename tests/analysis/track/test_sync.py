@@ -211,10 +211,11 @@ def test_a_key_may_be_in_any_of_wandb_s_places(
     assert not complete()
     assert complete(f"env.WANDB_API_KEY={KEY}")
     assert complete("cluster.env.WANDB_MODE=offline")
-    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {KEY}\n")
-    (tmp_path / ".netrc").chmod(0o600)
-    assert complete()
-    (tmp_path / ".netrc").unlink()
+    for name, host in ((".netrc", "api.wandb.ai"), ("_netrc", "wandb.of.this.site")):
+        (tmp_path / name).write_text(f"machine {host}\n login user\n password {KEY}\n")
+        (tmp_path / name).chmod(0o644)
+        assert complete(), name
+        (tmp_path / name).unlink()
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert complete()
 
