@@ -86,14 +86,18 @@ class CallProcess:
             return FailedCall(f"its process was killed by signal {-code}; see {self.log}", -code)
         return FailedCall(f"its process ended with exit code {code}; see {self.log}")
 
-    def terminate(self) -> None:
-        # The whole session: a call may have started processes.
+    @staticmethod
+    def terminate(calls: Sequence[CallProcess]) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TERMINATE_S)
-        self._result.close()
+            for call in calls:  # the whole session: a call may have started processes
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(call._process.pid, number)
+            deadline = time.monotonic() + _TERMINATE_S
+            for call in calls:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    call._process.wait(max(deadline - time.monotonic(), 0))
+        for call in calls:
+            call._result.close()
 
 
 def cuda_devices() -> list[str]:
@@ -136,8 +140,7 @@ def map_locally(
                     del running[slot]
                     yield index, process.result()
     finally:
-        for _, process in running.values():
-            process.terminate()
+        CallProcess.terminate([process for _, process in running.values()])
 
 
 def main(parent: int, descriptor: int) -> None:

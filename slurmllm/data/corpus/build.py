@@ -213,15 +213,19 @@ def _finished_shards(
 
 
 def _write_here(
-    missing: Sequence[Shard], work: WorkFolder, report: Callable[[Mapping[str, int]], None]
+    missing: Sequence[Shard],
+    work: WorkFolder,
+    report: Callable[[Mapping[str, int], set[str]], None],
 ) -> None:
+    finished = work.shard_names()  # not at each of a million files: it lists the folder
     for shard in missing:
 
         def show(done_bytes: int, name: str = shard.name) -> None:
-            report({name: done_bytes})
+            report({name: done_bytes}, finished)
 
         write_shard(shard, work, show)
-        report({})
+        finished.add(shard.name)
+        report({}, finished)
 
 
 def _write_missing_shards(
@@ -238,8 +242,8 @@ def _write_missing_shards(
     sizes = {shard.name: shard.size_bytes for shard in shards}
     total = sum(sizes.values())
 
-    def report(running: Mapping[str, int]) -> None:
-        done = sum(sizes.get(name, 0) for name in work.shard_names())
+    def report(running: Mapping[str, int], names: set[str]) -> None:
+        done = sum(sizes.get(name, 0) for name in names)
         # A decompressor reads ahead, so a running shard may report more than its size.
         done += sum(min(count, sizes.get(name, 0)) for name, count in running.items())
         on_progress("reading", min(done, total), total)
@@ -270,7 +274,7 @@ def _write_missing_shards(
         names=[group[0].name for group in groups],
         logs=work.logs,
         at_once=workers,
-        on_poll=lambda: report(work.running()),
+        on_poll=lambda: report(work.running(), work.shard_names()),
         array=array,
     )
     peaks = []
@@ -282,7 +286,7 @@ def _write_missing_shards(
             if error is not None:
                 raise error
             peaks.append(peak)
-    report({})
+    report({}, work.shard_names())
     return peaks
 
 

@@ -81,8 +81,12 @@ def fail(inputs: Path, bad_line: str = '{"text": "a"', **options: Any) -> None:
     (inputs / "9.jsonl").unlink()
 
 
-def test_workers_make_the_same_corpus(inputs: Path) -> None:
-    alone = build(inputs, "one.arrow")
+def test_workers_make_the_same_corpus(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listings, names = [0], WorkFolder.shard_names
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "shard_names", lambda w: listings.append(1) or names(w))
+        alone = build(inputs, "one.arrow")
+    assert sum(listings) < FILES, "the folder is not listed for each file"
     two = build(inputs, "two.arrow", workers=2)
     assert (alone.shards, alone.manifest) == (FILES, two.manifest)
     assert content(inputs, "one.arrow") == content(inputs, "two.arrow")
