@@ -124,8 +124,8 @@ def bus_bandwidth(output: str) -> float:
     for line in output.splitlines():
         fields = line.split()
         if fields[:1] == ["size(B)"]:
-            column = next(n for n, name in enumerate(fields) if name.startswith("busbw"))
-        elif 0 < column < len(fields) and fields[column].replace(".", "").isdigit():
+            column = next((n for n, name in enumerate(fields) if name.startswith("busbw")), 0)
+        elif 0 < column < len(fields) and (fields[0] + fields[column]).replace(".", "").isdigit():
             measured = float(fields[column])  # of the largest size, which comes last
         elif fields:
             messages.append(line.strip())

@@ -120,6 +120,7 @@ class AttemptMonitor:
                     following = self._run.attempt(self._record.stage, self._record.attempt + 1)
                     if following.path.is_dir():
                         self._look_for_newer(now)
+                with self._tolerating():
                     self._look(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._send(signal.SIGKILL)

@@ -241,13 +241,14 @@ NO_DRIVER = "Neuron DKMS Driver is not running! Read the troubleshooting guide a
 
 
 def test_the_largest_size_counts() -> None:
-    assert bus_bandwidth(SEVERAL) == 103.89
+    assert bus_bandwidth(f"{SEVERAL}[0] NCCL INFO ring of 7\n") == 103.89
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (FAILED, "Failure running neuron-bench - log file /tmp/nccom_test_log_7pqpdfjf.log"),
+        (SEVERAL.replace("busbw", "bw"), "4  .* mesh"),
         (NO_DRIVER, "Neuron DKMS Driver is not running"),
         ("", "no output"),
     ],

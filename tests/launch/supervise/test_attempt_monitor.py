@@ -105,7 +105,23 @@ def test_a_stop_signal_is_repeated_until_the_time_limit_is_near(
         assert (launchers.killed_at(), observed.overran_s) == (None, None)
 
 
-def test_a_hang_leaves_the_launchers_time_for_their_stacks(launchers: Launchers) -> None:
+def refuse_a_look(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    refusing, is_dir = [*names], Path.is_dir
+
+    def refuse(path: Path) -> bool:
+        if path.name in refusing:
+            refusing.remove(path.name)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    return refusing
+
+
+def test_a_hang_leaves_the_launchers_time_for_their_stacks(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_a_look(monkeypatch, "001")  # for a newer attempt
     observed = launchers.monitor(hang=HANG)
     assert HangRecord.load(launchers.run.attempt("train", 0).hang) == observed.hang == HANG
     begun = observed.launchers_s - attempt_monitor.HANG_GRACE_S
@@ -123,15 +139,7 @@ def test_a_newer_attempt_ends_this_one(launchers: Launchers) -> None:
 def test_a_file_system_that_refuses_for_a_moment_ends_nothing(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusing, is_dir = ["failures", "001"], Path.is_dir
-
-    def refuse(path: Path) -> bool:
-        if path.name in refusing:
-            refusing.remove(path.name)
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return is_dir(path)
-
-    monkeypatch.setattr(Path, "is_dir", refuse)
+    refusing = refuse_a_look(monkeypatch, "failures", "001")
     launchers.at[20.0] = launchers.end
     observed = launchers.monitor()
     assert (refusing, observed.hang, launchers.signals) == ([], None, {})
