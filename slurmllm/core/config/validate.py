@@ -188,6 +188,7 @@ def _describe(
         .replace("Input should be", "must be")
         .replace("a valid tuple", "a list, such as [a, b]")
         .replace("String", "it")
+        .replace("Tuple", "it")
     )
     if not path:
         return rule

@@ -235,6 +235,7 @@ def test_a_single_value_where_a_list_is_expected(tmp_path: Path) -> None:
         ("trackers=wandbb", "trackers: 'wandbb' (--set trackers=wandbb): must be 'wandb' or"),
         ("optim.betas=0.9", "optim.betas: 0.9 (--set optim.betas=0.9): must be a list"),
         ("profile.ranks=-1", "profile.ranks: -1"),
+        ("data.corpus=[]", "data.corpus: [] (--set data.corpus=[]): it should have at least 1"),
     ):
         assert rule in faults(override)[0]
 
