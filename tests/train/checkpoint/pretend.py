@@ -10,9 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from slurmllm.core.run.host_memory import Memory
+from slurmllm.core.run.records import SkippedBatches
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, Worker
+from slurmllm.train.checkpoint.resume import Resumable, find_resumable
 from slurmllm.train.checkpoint.save import Save
 from slurmllm.train.checkpoint.shards import ShardBackend, ShardWrite, WeightReader
 from slurmllm.train.checkpoint.state import TrainState, fingerprint
@@ -32,6 +34,36 @@ def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) ->
     seconds = current.finish()
     current.join_retention()
     return seconds
+
+
+def save_at(run: RunDir, *steps: int, attempt: int = 0) -> None:
+    """Write checkpoints of two workers."""
+    for step in steps:
+        done = PretendGang().all(lambda b, step=step: save(run, b, state(step), attempt))
+        assert all(isinstance(seconds, float) for seconds in done), done
+
+
+def find(run: RunDir, world: int = 3, fingerprint: dict[str, object] = FINGERPRINT) -> Resumable:
+    """On another number of workers than saved; all must answer alike."""
+    answers = PretendGang(world).all(
+        lambda b: find_resumable(run, b.config, b.control, fingerprint)
+    )
+    assert len({str(answer) for answer in answers}) == 1, answers
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def skip(onset: int, attempt: int = 0, roll_back_to: int | None = None) -> SkippedBatches:
+    """Of the six batches from the onset on."""
+    return SkippedBatches(
+        first=onset,
+        last=onset + 5,
+        roll_back_to=roll_back_to,
+        onset=onset,
+        attempt=attempt,
+        reason="spike",
+    )
 
 
 def state(step: int) -> TrainState:

@@ -27,7 +27,7 @@ from slurmllm.train.checkpoint.state import TrainState, fingerprint
 from slurmllm.train.model.decoder import build_model
 from slurmllm.train.model.init import initialize
 from train.checkpoint import hub
-from train.checkpoint.pretend import CONFIG, PretendBackend, PretendGang, save, state
+from train.checkpoint.pretend import CONFIG, PretendBackend, PretendGang, save, save_at
 from train.gang import make_data, make_run, small_config
 
 Run = Callable[..., Result]
@@ -232,8 +232,7 @@ def make_saved(path: Path, steps: Sequence[int], *overrides: str, attempt: int =
     folder = RunDir(path)
     folder.path.mkdir(parents=True)
     folder.config.write_text(small_config(*overrides).to_yaml() if overrides else CONFIG.to_yaml())
-    for step in steps:
-        PretendGang().all(lambda b, step=step: save(folder, b, state(step), attempt=attempt))
+    save_at(folder, *steps, attempt=attempt)
     return folder
 
 
@@ -257,8 +256,7 @@ def test_list_and_verify(run: Run) -> None:
     folder = make_saved(Path("runs/a"), ())
     assert "run a has no checkpoint yet" in run("list", "a").stdout
     assert "has no checkpoint yet" in run("verify", "a").stderr
-    for step in (10, 20):
-        PretendGang().all(lambda backend, step=step: save(folder, backend, state(step), attempt=3))
+    save_at(folder, 10, 20, attempt=3)
     listed = answer(run("list", "a", "--json"))
     assert [c["step"] for c in listed["checkpoints"]] == [10, 20]
     assert [c["verified"] for c in listed["checkpoints"]] == [None, None]

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from made_records import save_attempt
+from made_records import save_attempt, save_submission
 
 from slurmllm.cli.main import cli
 from slurmllm.core.errors import CheckpointError
-from slurmllm.core.run.records import Event, JobsRecord, SkippedBatches, SkipsRecord
-from slurmllm.core.run.records import Submission as Sent
+from slurmllm.core.run.records import Event, SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.policy import is_transient
 from slurmllm.train.checkpoint.catalogue import require_recorded
-from train.checkpoint.pretend import CONFIG, PretendGang, save, state
-from train.checkpoint.test_resume import find
+from train.checkpoint.pretend import CONFIG, find, save_at, skip, state
 
 SAVED_AT = 1_800_000_000.0
 
@@ -39,7 +37,7 @@ def record(run: RunDir, attempt: int, *steps: int, first_step: int | None = None
     run.events(attempt).parent.mkdir(exist_ok=True)
     with run.events(attempt).open("w") as stream:
         for step in steps:
-            PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt))
+            save_at(run, step, attempt=attempt)
             event = Event(kind="save", step=step, attempt=attempt, time=SAVED_AT)
             stream.write(event.model_dump_json() + "\n")
 
@@ -65,11 +63,8 @@ def test_all_gone(run: RunDir) -> None:
     assert not is_transient([f"rank 0 on n: CheckpointError: {message}"])
 
 
-def test_the_events_are_gone_too(run: RunDir) -> None:
-    shutil.rmtree(run.checkpoints)
+def remove_events(run: RunDir) -> None:
     shutil.rmtree(run.events(0).parent)
-    with pytest.raises(CheckpointError, match="step_00000020 was saved"):
-        find(run)
 
 
 def remove_records(run: RunDir) -> None:
@@ -77,10 +72,9 @@ def remove_records(run: RunDir) -> None:
 
 
 def remove_all_but_the_submission(run: RunDir) -> None:
-    sent = Sent(submitted_at=1.0, nodes=1, local=True, first_attempt=1)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, local=True, first_attempt=1)
     remove_records(run)
-    shutil.rmtree(run.events(0).parent)
+    remove_events(run)
 
 
 def damage_events(run: RunDir) -> None:
@@ -94,21 +88,23 @@ def remove_the_record_and_damage_the_events(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "message"),
     [
-        remove_records,
-        remove_all_but_the_submission,
-        damage_events,
-        remove_the_record_and_damage_the_events,
+        (remove_events, "step_00000020 was saved"),
+        (remove_records, "--from-scratch` starts again from step 0"),
+        (remove_all_but_the_submission, "--from-scratch` starts again from step 0"),
+        (damage_events, "--from-scratch` starts again from step 0"),
+        (remove_the_record_and_damage_the_events, "--from-scratch` starts again from step 0"),
     ],
 )
-def test_the_records_are_gone_or_damaged_too(run: RunDir, damage: Callable[[RunDir], None]) -> None:
+def test_the_records_are_gone_or_damaged_too(
+    run: RunDir, damage: Callable[[RunDir], None], message: str
+) -> None:
     shutil.rmtree(run.checkpoints)
     damage(run)
-    with pytest.raises(CheckpointError, match="--from-scratch` starts again from step 0"):
-        require_recorded(run)
-    with pytest.raises(CheckpointError, match="--from-scratch` starts again from step 0"):
-        find(run)
+    for check in (require_recorded, find):
+        with pytest.raises(CheckpointError, match=message):
+            check(run)
 
 
 def test_an_attempt_that_was_killed_at_once_has_saved_nothing(run: RunDir) -> None:
@@ -148,14 +144,12 @@ def test_not_reported_once_its_steps_are_computed_again(run: RunDir) -> None:
 
 def test_a_roll_back_explains_it(run: RunDir) -> None:
     shutil.rmtree(run.checkpoints)
-    back = SkippedBatches(first=5, last=6, roll_back_to=None, onset=5, attempt=0, reason="spike")
-    SkipsRecord(skips=(back,)).save(run.skips)
+    SkipsRecord(skips=(skip(5),)).save(run.skips)
     assert find(run).state is None
 
 
 def test_from_scratch_and_its_requeues(run: RunDir) -> None:
-    sent = Sent(submitted_at=1.0, nodes=1, local=True, first_attempt=1, from_scratch=True)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    save_submission(run, local=True, first_attempt=1, from_scratch=True)
     resumable = find(run)  # the old ones verify
     assert resumable.state is None
     assert resumable.invalidated[0] == "step 20: attempt 0 saved it, before `resume --from-scratch`"

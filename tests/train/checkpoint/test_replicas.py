@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_records import save_manifest
+from made_records import save_manifest, save_submission
 
 from slurmllm.core.errors import CheckpointError, NodeError, StorageError
-from slurmllm.core.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.core.run.records import SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint import replicas
 from slurmllm.train.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.train.checkpoint.replicas import Replica, ReplicaCopier, open_replica
-from slurmllm.train.checkpoint.resume import Resumable, find_resumable
+from slurmllm.train.checkpoint.resume import Resumable
 from train.checkpoint import pretend
-from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, state
+from train.checkpoint.pretend import find, save_at, skip, state
 from train.gang import small_config
 
 
@@ -39,8 +39,7 @@ def run(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDi
     config = small_config("checkpoint.keep=2", f"checkpoint.replica={location}")
     monkeypatch.setattr(pretend, "CONFIG", config)
     run = RunDir(tmp_path / "run")
-    for step in (10, 20):
-        save_at(run, step)
+    save_at(run, 10, 20)
     return run
 
 
@@ -54,30 +53,47 @@ def replica(run: RunDir) -> Replica:
     return opened
 
 
-def save_at(run: RunDir, step: int, attempt: int = 0) -> None:
-    done = PretendGang().all(lambda backend: save(run, backend, state(step), attempt))
-    assert all(isinstance(seconds, float) for seconds in done), done
-
-
-def find(run: RunDir) -> Resumable:
-    answers = PretendGang(3).all(lambda b: find_resumable(run, b.config, b.control, FINGERPRINT))
-    assert len({str(answer) for answer in answers}) == 1, answers
-    if isinstance(answers[0], Exception):
-        raise answers[0]
-    return answers[0]
-
-
 def assert_sound(run: RunDir, step: int) -> None:
     assert file_faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
     hidden = [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")]
     assert hidden == []
 
 
-def test_a_lost_folder_comes_back(run: RunDir, replica: Replica) -> None:
+CUT_SHORT, OTHER = "shard_0 has 7 bytes", "shard_0 does not match its checksum"
+
+
+@pytest.mark.parametrize(
+    ("is_gone", "harmed", "step", "faults"),
+    [
+        (True, {}, 20, []),
+        (False, {}, 20, [CUT_SHORT]),
+        (False, {"shard_0": b"\1" * 1000}, 10, [CUT_SHORT, OTHER]),
+        (True, {"manifest.json": b"{"}, 10, []),
+    ],
+    ids=["lost", "damaged", "damaged in both places", "a cut manifest of the replica"],
+)
+def test_a_checkpoint_comes_back(
+    run: RunDir,
+    replica: Replica,
+    is_gone: bool,
+    harmed: dict[str, bytes],
+    step: int,
+    faults: list[str],
+) -> None:
     assert replica.steps() == [10, 20]
-    shutil.rmtree(run.checkpoints)
-    assert find(run) == Resumable(state(20), ())
-    assert_sound(run, 20)
+    if is_gone:
+        shutil.rmtree(run.checkpoints)
+    else:
+        (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
+    for name, content in harmed.items():
+        replica.file_system.pipe_file(replica.path(20, name), content)
+    resumable = find(run)
+    assert resumable.state == state(step)
+    assert_sound(run, step)
+    for fault, line in zip(faults, resumable.skipped, strict=True):
+        assert fault in line
+    if step == 10 and not is_gone:
+        assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
 
 
 def test_folders_of_a_restored_one_are_durable(
@@ -93,23 +109,6 @@ def test_folders_of_a_restored_one_are_durable(
     replica.fetch(30, run)
     assert_sound(run, 30)
     assert folders == ["model"]
-
-
-def test_a_damaged_one_is_replaced(run: RunDir, replica: Replica) -> None:
-    (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
-    resumable = find(run)
-    assert resumable.state == state(20)
-    assert "shard_0 has 7 bytes" in resumable.skipped[0]
-    assert_sound(run, 20)
-
-
-def test_one_damaged_in_both_places(run: RunDir, replica: Replica) -> None:
-    (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
-    replica.file_system.pipe_file(replica.path(20, "shard_0"), b"\1" * 1000)
-    resumable = find(run)
-    assert resumable.state == state(10)
-    assert "shard_0 does not match its checksum" in resumable.skipped[1]
-    assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
 
 
 def test_a_copy_without_manifest_is_none(run: RunDir, replica: Replica) -> None:
@@ -140,12 +139,10 @@ def test_the_last_saved_are_kept(
 
 def test_replicas_that_a_resume_ignores(run: RunDir, replica: Replica) -> None:
     shutil.rmtree(run.checkpoints)
-    skip = SkippedBatches(first=15, last=21, roll_back_to=10, onset=15, attempt=0, reason="spike")
-    SkipsRecord(skips=(skip,)).save(run.skips)
+    SkipsRecord(skips=(skip(15, roll_back_to=10),)).save(run.skips)
     assert find(run).state == state(10), "invalidated"
     shutil.rmtree(run.checkpoints)
-    later = Submission(submitted_at=4e9, nodes=1, local=True, first_attempt=0)
-    JobsRecord(submissions=(later,)).save(run.jobs)
+    save_submission(run, submitted_at=4e9, local=True)
     assert find(run) == Resumable(None, ()), "of an older run of the same name"
 
 
@@ -172,33 +169,25 @@ def test_copies_during_training(run: RunDir, replica: Replica) -> None:
         if not ours[0]:
             raise NodeError("attempt 0 was superseded by attempt 1")
 
-    copier = ReplicaCopier(
-        replica,
-        run,
-        2,
-        refuse_if_superseded,
-        lambda step, _, size, fault: results.append((step, fault is None)),
-    )
-    for step in (30, 40):
-        save_at(run, step)
+    def record(step: int, _: float, size: int, fault: str | None) -> None:
+        results.append((step, fault is None))
+
+    def copy(step: int) -> None:
         copier.copy(step)
         assert copier.finish(10.0)
+
+    copier = ReplicaCopier(replica, run, 2, refuse_if_superseded, record)
+    save_at(run, 30, 40)
+    copy(30)
+    copy(40)
     assert replica.steps() == [30, 40]
     shutil.rmtree(run.checkpoint(40))
-    copier.copy(40)
-    assert copier.finish(10.0)
+    copy(40)
     ours[0] = False
-    copier.copy(30)
-    assert copier.finish(10.0)
+    copy(30)
     assert results == [(30, True), (40, True), (40, False), (30, False)]
     assert copier.in_use == ()
     assert replica.steps() == [30, 40], "a failed copy removes nothing"
-
-
-def test_one_with_a_cut_manifest_does_not_hide_the_others(run: RunDir, replica: Replica) -> None:
-    replica.file_system.pipe_file(replica.path(20, "manifest.json"), b"{")
-    shutil.rmtree(run.checkpoints)
-    assert find(run).state == state(10)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/../../outside", "", "a//b"])

@@ -12,32 +12,12 @@ from click.testing import CliRunner
 
 from slurmllm.cli.main import cli
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
-from slurmllm.core.run.records import SkippedBatches, SkipsRecord
+from slurmllm.core.run.records import SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint.catalogue import invalidation_reason, newest_verified
 from slurmllm.train.checkpoint.folder import describe, file_faults, read_manifest
-from slurmllm.train.checkpoint.resume import Resumable, find_resumable
-from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, state
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """Checkpoints of two workers at steps 10 and 20."""
-    run = RunDir(tmp_path)
-    for step in (10, 20):
-        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=0))
-    return run
-
-
-def find(run: RunDir, world: int = 3, fingerprint: dict[str, object] = FINGERPRINT) -> Resumable:
-    """On another number of workers than saved; all must answer alike."""
-    answers = PretendGang(world).all(
-        lambda b: find_resumable(run, b.config, b.control, fingerprint)
-    )
-    assert len({str(answer) for answer in answers}) == 1, answers
-    if isinstance(answers[0], Exception):
-        raise answers[0]
-    return answers[0]
+from slurmllm.train.checkpoint.resume import Resumable
+from train.checkpoint.pretend import FINGERPRINT, find, save_at, skip, state
 
 
 def truncate(path: Path) -> None:
@@ -52,8 +32,8 @@ def flip(path: Path) -> None:
 
 def test_newest(run: RunDir, tmp_path: Path) -> None:
     assert find(run) == Resumable(state(20), ())
-    run.path.rename(tmp_path.with_name("moved"))
-    assert find(RunDir(tmp_path.with_name("moved")), world=1) == Resumable(state(20), ())
+    run.path.rename(tmp_path / "moved")
+    assert find(RunDir(tmp_path / "moved"), world=1) == Resumable(state(20), ())
     assert find(run) == Resumable(None, ())
 
 
@@ -159,12 +139,6 @@ def test_a_pipe_in_place_of_a_file(run: RunDir) -> None:
     assert file_faults(run.checkpoint(20), files) == ["shard_0 cannot be read: not a regular file"]
 
 
-def skip(onset: int, attempt: int) -> SkippedBatches:
-    return SkippedBatches(
-        first=onset, last=onset + 5, roll_back_to=None, onset=onset, attempt=attempt, reason="nan"
-    )
-
-
 SKIPS = (skip(20, 1), skip(30, 3))
 
 
@@ -184,16 +158,16 @@ def test_which(step: int, attempt: int, aside: bool) -> None:
 
 
 def test_resume_goes_behind_the_onset(run: RunDir) -> None:
-    SkipsRecord(skips=(skip(15, 0),)).save(run.skips)
+    SkipsRecord(skips=(skip(15),)).save(run.skips)
     message = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
     assert find(run) == Resumable(state(10), (), (f"step 20: {message}",))
     assert newest_verified(run) == (run.checkpoint(10), [f"step_00000020: {message}"])
-    PretendGang().all(lambda backend: save(run, backend, state(20), attempt=1))
+    save_at(run, 20, attempt=1)
     assert find(run) == Resumable(state(20), ()), "made again, it replaced the other"
 
 
 def test_where_none_is_left_training_starts_from_step_0(run: RunDir) -> None:
-    SkipsRecord(skips=(skip(8, 0),)).save(run.skips)
+    SkipsRecord(skips=(skip(8),)).save(run.skips)
     assert find(run).state is None
     assert len(find(run).invalidated) == 2
 

@@ -13,27 +13,16 @@ from hypothesis import strategies as st
 
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.errors import CheckpointError, NodeError, StorageError
-from slurmllm.core.run.records import SkippedBatches, SkipsRecord
+from slurmllm.core.run.records import SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint import save as saving
 from slurmllm.train.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.save import remove_leftovers
 from slurmllm.train.checkpoint.state import TrainState, fingerprint_digest
-from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, state
+from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, save_at, skip, state
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
-
-
-@pytest.fixture
-def saved_run(run: RunDir) -> RunDir:
-    """Checkpoints at steps 10 and 20, of attempt 0."""
-    for step in (10, 20):
-        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=0))
-    return run
+STEPS = ["step_00000010", "step_00000020"]
 
 
 def save_all(gang: PretendGang, run: RunDir, step: int) -> list[float | Exception]:
@@ -44,9 +33,9 @@ def folders(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_files_and_manifest(run: RunDir) -> None:
-    seconds = save_all(PretendGang(), run, 20)
-    assert all(isinstance(s, float) for s in seconds), seconds
+def test_files_and_manifest(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    save_at(run, 20, attempt=3)
     directory = run.checkpoint(20)
     manifest = read_manifest(directory)
     assert [file.path for file in manifest.files] == ["shard_0", "shard_1", "train_state.json"]
@@ -59,12 +48,11 @@ def test_files_and_manifest(run: RunDir) -> None:
 
 
 def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
-    for step in (20, 30):
-        save_all(PretendGang(), run, step)
+    save_at(run, 30, attempt=3)
     (run.checkpoint(30) / "shard_0").write_text("damaged")
-    save_all(PretendGang(), run, 25)
+    save_at(run, 25, attempt=3)
     assert run.checkpoint_steps() == [20, 25, 30], "two that count and the damaged one"
-    save_all(PretendGang(), run, 30)
+    save_at(run, 30, attempt=3)
     assert run.checkpoint_steps() == [25, 30]
     assert file_faults(run.checkpoint(30), read_manifest(run.checkpoint(30)).files) == []
     assert folders(run) == ["step_00000025", "step_00000030"]
@@ -73,9 +61,6 @@ def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
 def test_a_failed_removal_is_a_warning(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for step in (10, 20):
-        save_all(PretendGang(), run, step)
-
     def refuse(path: Path) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
@@ -92,45 +77,42 @@ def test_a_failed_removal_is_a_warning(
 def test_a_refusal_at_one_worker_ends_the_save_on_all(
     run: RunDir, rank: int, error: Exception
 ) -> None:
-    save_all(PretendGang(), run, 10)
     gang = PretendGang()
     gang.refuse[rank] = error
-    errors = save_all(gang, run, 20)
+    errors = save_all(gang, run, 30)
     assert [type(raised) for raised in errors] == [CheckpointError, CheckpointError]
     assert "pace left" in str(errors[1])
     assert (f"(rank {rank} on n{rank})" in str(errors[0])) == isinstance(error, OSError)
-    for part in ("step_00000020", "MB are free", "free space", "resume"):
+    for part in ("step_00000030", "MB are free", "free space", "resume"):
         assert part in str(errors[0])
-    assert folders(run) == ["step_00000010"], "no temporary folder is left"
-    assert file_faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []
+    assert folders(run) == STEPS, "no temporary folder is left"
+    assert file_faults(run.checkpoint(20), read_manifest(run.checkpoint(20)).files) == []
 
 
 def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
-    save_all(PretendGang(), run, 10)
     newer = ".step_00000020.004.tmp"
     for name in (".step_00000020.003.tmp", newer, ".step_00000010.replaced", "notes"):
         (run.checkpoints / name).mkdir()
     remove_leftovers(run, attempt=3)
-    assert folders(run) == [newer, "notes", "step_00000010"]
+    assert folders(run) == [newer, "notes", *STEPS]
     remove_leftovers(run)
-    assert folders(run) == ["notes", "step_00000010"]
+    assert folders(run) == ["notes", *STEPS]
     remove_leftovers(RunDir(run.path / "nothing"))
 
 
 def test_an_attempt_that_was_taken_over_publishes_nothing(run: RunDir) -> None:
-    save_all(PretendGang(), run, 10)
     run.attempt("train", 4).path.mkdir(parents=True)
-    errors = save_all(PretendGang(), run, 20)
+    errors = save_all(PretendGang(), run, 30)
     assert [type(error) for error in errors] == [NodeError, NodeError]
     assert "attempt 3 was superseded by attempt 4" in str(errors[1])
-    assert folders(run) == ["step_00000010"]
+    assert folders(run) == STEPS
 
 
 def test_all_is_on_disk_before_the_manifest_and_that_before_the_name(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fsynced and renamed, in order, by the paths that the descriptors had."""
-    done: list[str] = []
+    run, done = RunDir(tmp_path), list[str]()
     fsync, rename = os.fsync, Path.rename
 
     def recording_fsync(descriptor: int) -> None:
@@ -144,7 +126,7 @@ def test_all_is_on_disk_before_the_manifest_and_that_before_the_name(
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(Path, "rename", recording_rename)
-    save_all(PretendGang(), run, 20)
+    save_at(run, 20, attempt=3)
     folder = "checkpoints/.step_00000020.003.tmp"
     manifest = next(n for n, line in enumerate(done) if f"{folder}/.manifest.json" in line)
     named = done.index(f"rename {folder}")
@@ -190,37 +172,31 @@ def test_by_count_by_age_and_every_nth() -> None:
         assert expired_steps(candidates, now, config) == steps
 
 
-def test_nothing_is_removed_if_the_newest_is_damaged(saved_run: RunDir) -> None:
-    run = saved_run
+def test_nothing_is_removed_if_the_newest_is_damaged(run: RunDir) -> None:
     (run.checkpoint(20) / "shard_1").write_bytes(b"cut")
     remove_expired(run, 20, CheckpointConfig(keep=1))
     assert run.checkpoint_steps() == [10, 20]
 
 
-def test_one_that_is_read_stays(saved_run: RunDir) -> None:
-    run = saved_run
+def test_one_that_is_read_stays(run: RunDir) -> None:
     remove_expired(run, 20, CheckpointConfig(keep=1), in_use=[10])
     assert run.checkpoint_steps() == [10, 20]
     remove_expired(run, 20, CheckpointConfig(keep=1))
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000020"]
 
 
-def test_an_invalidated_one_is_unusable(saved_run: RunDir) -> None:
-    run = saved_run
-    for step in (25, 30):
-        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=1))
-    skip = SkippedBatches(first=15, last=26, roll_back_to=10, onset=15, attempt=0, reason="spike")
-    SkipsRecord(skips=(skip,)).save(run.skips)
+def test_an_invalidated_one_is_unusable(run: RunDir) -> None:
+    save_at(run, 25, 30, attempt=1)
+    SkipsRecord(skips=(skip(15, roll_back_to=10),)).save(run.skips)
     assert run.checkpoint_steps() == [25, 30]
-    PretendGang().all(lambda backend: save(run, backend, state(22), attempt=0))
+    save_at(run, 22)
     remove_expired(run, 30, CheckpointConfig(keep=2))
     assert run.checkpoint_steps() == [25, 30]
 
 
 def test_a_damaged_record_of_roll_backs_keeps_all(
-    saved_run: RunDir, caplog: pytest.LogCaptureFixture
+    run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = saved_run
     run.skips.write_text("{")
     remove_expired(run, 20, CheckpointConfig(keep=1))
     assert run.checkpoint_steps() == [10, 20]
