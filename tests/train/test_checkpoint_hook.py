@@ -326,6 +326,9 @@ def test_warm_up_by_ratio() -> None:
     assert optim(warmup_steps=0, warmup_ratio=0.07).warmup(100) == 7, "0.07 · 100 is above 7"
 
 
+CONSTANT, STEPS = "optim.decay=constant", "train.steps=100"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "trained", "message"),
     [
@@ -333,16 +336,11 @@ def test_warm_up_by_ratio() -> None:
         ((), ("train.steps=80",), 70, "keep the planned rates .*--set optim.decay_steps=100;"),
         ((), ("train.steps=200",), 100, "learning rate of step 101 is"),  # it was done
         ((), ("train.steps=200", "optim.decay_steps=100"), 70, None),
-        (
-            ("optim.decay_steps=90",),
-            ("optim.decay_steps=95",),
-            70,
-            "optim.decay_steps: .* 90 to 95",
-        ),
+        (("optim.decay_steps=90",), ("optim.decay_steps=95",), 70, "decay_steps: .* 90 to 95"),
         (("optim.decay_steps=90",), ("optim.decay_steps=90", "train.steps=200"), 70, None),
         (("optim.decay_start=60",), ("optim.decay_start=60", "train.steps=200"), 60, None),
         (("optim.decay_start=60",), ("optim.decay_start=60", "train.steps=200"), 61, "step 60"),
-        (("optim.decay=constant",), ("optim.decay=constant", "train.steps=200"), 61, None),
+        ((CONSTANT,), (CONSTANT, "train.steps=200"), 61, None),
     ],
 )
 def test_the_end_of_a_decay_that_has_begun(
@@ -357,9 +355,6 @@ def test_the_end_of_a_decay_that_has_begun(
     ]
     assert all(same) is (warning is None), "without a warning, as if it had been planned"
     assert warning is None if message is None else re.search(message, warning or "")
-
-
-CONSTANT, STEPS = "optim.decay=constant", "train.steps=100"
 
 
 @pytest.mark.parametrize(

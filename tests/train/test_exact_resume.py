@@ -84,12 +84,7 @@ def test_a_full_disk_leaves_older_checkpoints_intact(new_run: NewRun, unbroken: 
     assert file_faults(run.checkpoint(40), read_manifest(run.checkpoint(40)).files) == []
     failure = FailureRecord.load(run.attempt("train", 1).failure(0))
     assert (failure.error, failure.blame) == ("CheckpointError", "infrastructure")
-    for part in (
-        "File too large",
-        "step_00000050",
-        "MB are free",
-        "slurmllm resume",
-    ):
+    for part in ("File too large", "step_00000050", "MB are free", "slurmllm resume"):
         assert part in failure.message
     assert "Traceback" not in gang.output(), "one clear message"
 

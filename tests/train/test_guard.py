@@ -26,7 +26,7 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.train.backends.base import Backend
 from slurmllm.train.guard import Guard, SpikeDetector
-from train.checkpoint.pretend import PretendGang, save, state
+from train.checkpoint.pretend import PretendGang, save_at, skip
 from train.gang import Gang, curve, rows, small_config
 
 NewRun = Callable[..., RunDir]
@@ -228,10 +228,8 @@ def test_what_one_worker_finds_ends_all(tmp_path: Path) -> None:
 
 def test_the_checkpoint_to_go_back_to_is_none_that_was_set_aside(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    for step in (2, 4):
-        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=1))
-    earlier = SkippedBatches(first=3, last=9, roll_back_to=2, onset=3, attempt=2, reason="")
-    SkipsRecord(skips=(earlier,)).save(run.skips)
+    save_at(run, 2, 4, attempt=1)
+    SkipsRecord(skips=(skip(3, attempt=2, roll_back_to=2),)).save(run.skips)
     (message,) = diverge(run, "guard.spike=roll_back")
     assert "roll-back 2 of at most 3: the next attempt resumes from step 2" in message
 
@@ -352,9 +350,7 @@ def changes(
             [1.0] * 10 + [9.0] * 8, [("began", 11), ("stays", 17), ("stays", 18)], id="divergence"
         ),
         pytest.param(
-            [1.0] * 10 + [2.0**i for i in range(9)],
-            [("began", 13), ("stays", 19)],
-            id="ever faster",
+            [1.0] * 10 + [2.0**i for i in range(9)], [("began", 13), ("stays", 19)], id="faster"
         ),
         pytest.param([1.01**i for i in range(1000)], [], id="slow growth, 20,000-fold in all"),
         pytest.param([40 * 0.9**i + 1 for i in range(200)], [], id="falls from a height"),

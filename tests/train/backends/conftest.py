@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import SupportsFloat
 
 import numpy as np
@@ -49,6 +50,12 @@ def train(backend: Backend, steps: int, *, first: int = 0, size: int = 2) -> lis
         loss = backend.forward_backward(micro_batches(batch(seed=step), size), LABELS)
         figures += [loss, backend.optimizer_step(1e-2), backend.param_norm()]
     return [float(figure) for figure in figures]
+
+
+def save(backend: Backend, folder: Path) -> list[str]:
+    """Save into a folder; return the names of the files that this worker has written."""
+    saving = backend.save_shards(folder)
+    return saving.wait() + saving.finish()
 
 
 def whole(tensor: Tensor) -> Tensor:

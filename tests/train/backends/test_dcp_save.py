@@ -15,7 +15,8 @@ import torch
 from amounts import sample
 from mesh_pool import Case, MeshPool
 from mesh_pool import small_run as small
-from torch.distributed.checkpoint import FileSystemReader, save
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import save as save_by_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -31,7 +32,7 @@ from slurmllm.train.backends.native.runtime import NativeBackend
 from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.train.checkpoint.formats.dcp_write import Chunk, Place, pack_part
 from slurmllm.train.model.init import local_part
-from train.backends.conftest import LABELS, NewBackend, batch, micro_batches, train
+from train.backends.conftest import LABELS, NewBackend, batch, micro_batches, save, train
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -117,9 +118,7 @@ def test_the_second_save_uses_the_memory_of_the_first(
         train(backend, 1, first=step)
         folder = tmp_path / str(step)
         folder.mkdir()
-        saving = backend.save_shards(folder)
-        saving.wait()
-        saving.finish()
+        save(backend, folder)
         addresses.append({i: t.data_ptr() for i, t in backend.shards._copies.items()})
     assert addresses[0] == addresses[1]
     with pytest.raises(AssertionError, match="names of a state never change"):
@@ -132,9 +131,7 @@ def test_several_files_of_one_worker(
     monkeypatch.setattr(dcp, "_SPLIT_BYTES", 0)
     backend = new_backend()
     train(backend, 2)
-    saving = backend.save_shards(tmp_path)
-    assert saving.wait() == ["__0_0.distcp", "__0_1.distcp"]
-    assert saving.finish() == [".metadata"]
+    assert save(backend, tmp_path) == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
     expected = train(backend, 2, first=2)
     resumed = new_backend()
     resumed.load_shards(tmp_path)
@@ -157,7 +154,7 @@ MESHES = {
 def save_both_ways(folder: Path, backend: NativeBackend) -> list[tuple[int, int]]:
     """By DCP's own `save` into `dcp`, and three times by ours; the latter's traffic each time."""
     state = dcp.state_of(backend.model, backend.optimizer, backend.worker.rank)
-    save(state, checkpoint_id=folder / "dcp")
+    save_by_dcp(state, checkpoint_id=folder / "dcp")
     results = []
     for number in range(3):
         ours = folder / f"ours_{number}"

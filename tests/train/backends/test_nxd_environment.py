@@ -44,14 +44,8 @@ def flags(recipe: str, *overrides: str) -> set[str]:
     ],
 )
 def test_by_recipe(recipe: str, expected: tuple[str | None, ...]) -> None:
-    names = (
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
-        "NEURON_RT_EXEC_TIMEOUT",
-        "MALLOC_ARENA_MAX",
-        ROUNDING,
-        ALL_REDUCE,
-        ZERO,
-    )
+    runtime = ("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "NEURON_RT_EXEC_TIMEOUT")
+    names = (*runtime, "MALLOC_ARENA_MAX", ROUNDING, ALL_REDUCE, ZERO)
     by_name = values(recipe)
     assert tuple(by_name.get(name) for name in names) == expected
 
@@ -75,13 +69,8 @@ def test_by_precision() -> None:
 
 @pytest.mark.parametrize("profile", ["trn1", "trn1n"])
 def test_every_recipe_has_sources_and_nothing_that_is_no_longer_read(profile: str) -> None:
-    dead = {
-        "XLA_USE_BF16",
-        "XLA_DOWNCAST_BF16",
-        "BUCKET_CAP_MB",
-        "TF_NUM_INTEROP_THREADS",
-        "XLA_IO_THREAD_POOL_SIZE",
-    }
+    dead = {"XLA_USE_BF16", "XLA_DOWNCAST_BF16", "BUCKET_CAP_MB"}
+    dead |= {"TF_NUM_INTEROP_THREADS", "XLA_IO_THREAD_POOL_SIZE"}
     for recipe in available(recipes_dir()):
         values = variables(resolve(recipe, profile, ["backend=nxd"]))
         assert not dead & values.keys(), recipe
@@ -160,44 +149,32 @@ def test_torch_xla_gives_each_worker_its_core() -> None:
 
 
 MODULE = "neuron/neuronxcc-2.21.33363.0+82129205/MODULE_9993940051196728623+3cc9a3cb"
-FILES = {
-    "compiled": ("model.hlo_module.pb", "compile_flags.json", "model.neff", "model.done"),
-    "failed": ("model.hlo_module.pb", "compile_flags.json", "model.log"),
-    "extracted": ("model.hlo_module.pb", "compile_flags.json"),
-    "locked": ("model.hlo_module.pb", "model.hlo_module.pb.lock"),
-    "cut": ("model.hlo_module.pb", "model.neff"),
-    "empty": ("model.hlo_module.pb", "model.done"),
-    "retried": ("model.hlo_module.pb", "model.log", "model.neff", "model.done"),
-}
 
 
 @pytest.mark.parametrize(
     ("files", "state"),
     [
-        ("compiled", "compiled"),
-        ("failed", "failed"),
-        ("extracted", "missing"),
-        ("locked", "missing"),
-        ("cut", "missing"),
-        ("empty", "missing"),
-        ("retried", "compiled"),
+        (("compile_flags.json", "model.neff", "model.done"), "compiled"),
+        (("compile_flags.json", "model.log"), "failed"),
+        (("compile_flags.json",), "missing"),
+        (("model.hlo_module.pb.lock",), "missing"),
+        (("model.neff",), "missing"),
+        (("model.done", "empty model.neff"), "missing"),
+        (("model.log", "model.neff", "model.done"), "compiled"),
     ],
+    ids=["compiled", "failed", "extracted", "locked", "cut", "empty", "retried"],
 )
-def test_the_state_of_a_graph(tmp_path: Path, files: str, state: str) -> None:
+def test_the_state_of_a_graph(tmp_path: Path, files: tuple[str, ...], state: str) -> None:
+    assert environment.graphs(tmp_path) == []
     folder = tmp_path / MODULE
     folder.mkdir(parents=True)
-    for name in FILES[files]:
-        (folder / name).write_bytes(b"" if name == "model.done" else b"x")
-    if files == "empty":
-        (folder / "model.neff").write_bytes(b"")
+    for name in ("model.hlo_module.pb", *files):
+        is_empty = name == "model.done" or name.startswith("empty ")
+        (folder / name.removeprefix("empty ")).write_bytes(b"" if is_empty else b"x")
     (graph,) = environment.graphs(tmp_path)
     assert (graph.name, graph.folder, graph.state) == (Path(MODULE).name, MODULE, state)
     assert graph.compiler == "neuronxcc-2.21.33363.0+82129205"
     assert (graph.log is not None) is (state == "failed")
-
-
-def test_an_empty_cache(tmp_path: Path) -> None:
-    assert environment.graphs(tmp_path) == []
 
 
 def test_the_tool_runs_around_the_workers_and_then_compiles_all(tmp_path: Path) -> None:
@@ -205,16 +182,9 @@ def test_the_tool_runs_around_the_workers_and_then_compiles_all(tmp_path: Path) 
     work = tmp_path / "work"
     collect, compile_all = environment.precompile_commands(trn1, ["python", "-m", "x"], work)
     assert collect[0].endswith("neuron_parallel_compile")
-    assert collect[1:] == [
-        "--command",
-        "collect",
-        "--parallel_compile_workdir",
-        str(work),
-        "python",
-        "-m",
-        "x",
-    ]
-    assert compile_all[1:] == ["--command", "compile", "--parallel_compile_workdir", str(work)]
+    folder = ["--parallel_compile_workdir", str(work)]
+    assert collect[1:] == ["--command", "collect", *folder, "python", "-m", "x"]
+    assert compile_all[1:] == ["--command", "compile", *folder]
 
 
 def test_in_cpu_mode_without_the_tool_the_workers_run_alone(

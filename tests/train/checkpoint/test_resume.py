@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from made_records import save_attempt, save_submission
 
 from slurmllm.cli.main import cli
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
-from slurmllm.core.run.records import SkipsRecord
+from slurmllm.core.run.artifact_records import DataRecord
+from slurmllm.core.run.records import Event, SkipsRecord
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.train.checkpoint.catalogue import invalidation_reason, newest_verified
+from slurmllm.launch.supervise.policy import is_transient
+from slurmllm.train.checkpoint.catalogue import (
+    invalidation_reason,
+    newest_verified,
+    require_recorded,
+)
 from slurmllm.train.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.train.checkpoint.resume import Resumable
-from train.checkpoint.pretend import FINGERPRINT, find, save_at, skip, state
+from slurmllm.train.checkpoint.state import (
+    TRAIN_STATE,
+    TrainState,
+    fingerprint,
+    fingerprint_differences,
+    model_differences,
+    model_fields,
+    require_same_settings,
+)
+from train.checkpoint.pretend import CONFIG, FINGERPRINT, find, save_at, skip, state
+from train.gang import small_config
 
 
 def truncate(path: Path) -> None:
@@ -176,3 +194,209 @@ def test_a_damaged_list_of_skips(run: RunDir) -> None:
     run.skips.write_text("{")
     with pytest.raises(StorageError, match=r"skips\.json"):
         find(run, world=1)
+
+
+SAVED_AT = 1_800_000_000.0
+
+
+def record(run: RunDir, attempt: int, *steps: int, first_step: int | None = None) -> None:
+    """An attempt's records and its checkpoints."""
+    save_attempt(
+        run,
+        attempt,
+        started_at=SAVED_AT,
+        ended_at=SAVED_AT,
+        ending="node_failure",
+        first_step=first_step,
+        steps_gained=max(steps, default=0),
+        checkpoint_after=max(steps, default=None),
+    )
+    run.events(attempt).parent.mkdir(exist_ok=True)
+    with run.events(attempt).open("w") as stream:
+        for step in steps:
+            save_at(run, step, attempt=attempt)
+            event = Event(kind="save", step=step, attempt=attempt, time=SAVED_AT)
+            stream.write(event.model_dump_json() + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path / "runs" / "a")
+    run_dir.path.mkdir(parents=True)
+    run_dir.config.write_text(CONFIG.to_yaml())
+    record(run_dir, 0, 10, 20, first_step=1)
+    return run_dir
+
+
+def test_all_gone(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointError) as caught:
+        find(run)
+    message = str(caught.value)
+    assert f"{run.checkpoint(20)} was saved 2027-01-15 0" in message
+    assert "is gone" in message
+    assert "`slurmllm resume a --from-scratch` starts again from step 0" in message
+    # Slurm's requeue ends with this: no further attempt can do better.
+    assert not is_transient([f"rank 0 on n: CheckpointError: {message}"])
+
+
+def remove_events(run: RunDir) -> None:
+    shutil.rmtree(run.events(0).parent)
+
+
+def remove_records(run: RunDir) -> None:
+    shutil.rmtree(run.attempt("train", 0).path.parent)
+
+
+def remove_all_but_the_submission(run: RunDir) -> None:
+    save_submission(run, local=True, first_attempt=1)
+    remove_records(run)
+    remove_events(run)
+
+
+def damage_events(run: RunDir) -> None:
+    run.events(0).unlink()
+    run.events(0).mkdir()
+
+
+def remove_the_record_and_damage_the_events(run: RunDir) -> None:
+    run.events(0).write_text("")
+    run.attempt("train", 0).record.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_events, "step_00000020 was saved"),
+        (remove_records, "--from-scratch` starts again from step 0"),
+        (remove_all_but_the_submission, "--from-scratch` starts again from step 0"),
+        (damage_events, "--from-scratch` starts again from step 0"),
+        (remove_the_record_and_damage_the_events, "--from-scratch` starts again from step 0"),
+    ],
+)
+def test_the_records_are_gone_or_damaged_too(
+    run: RunDir, damage: Callable[[RunDir], None], message: str
+) -> None:
+    shutil.rmtree(run.checkpoints)
+    damage(run)
+    for check in (require_recorded, find):
+        with pytest.raises(CheckpointError, match=message):
+            check(run)
+
+
+def test_an_attempt_that_was_killed_at_once_has_saved_nothing(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints)
+    shutil.rmtree(run.events(0).parent)
+    run.attempt("train", 0).record.unlink()
+    assert find(run).state is None
+
+
+def test_the_verb_refuses_before_a_job_waits_in_the_queue(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints)
+    done = CliRunner().invoke(
+        cli, ["resume", "a", "--local", "--runs-dir", str(run.path.parent)], env={**os.environ}
+    )
+    assert done.exit_code == 4, done.output
+    assert "step_00000020 was saved" in done.output
+    assert not run.jobs.exists()
+
+
+def test_the_newest_gone(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoint(20))
+    resumable = find(run)
+    assert resumable.state == state(10)
+    (line,) = resumable.skipped
+    assert line.startswith("step 20: saved 2027-01-15 0")
+    assert line.endswith("and gone; its steps are recomputed")
+
+
+def test_not_reported_once_its_steps_are_computed_again(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoint(20))
+    record(run, 1, 15, first_step=11)
+    assert find(run).skipped == ()
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointError, match="step_00000015 was saved"):
+        find(run)
+
+
+def test_a_roll_back_explains_it(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints)
+    SkipsRecord(skips=(skip(5),)).save(run.skips)
+    assert find(run).state is None
+
+
+def test_from_scratch_and_its_requeues(run: RunDir) -> None:
+    save_submission(run, local=True, first_attempt=1, from_scratch=True)
+    resumable = find(run)  # the old ones verify
+    assert resumable.state is None
+    assert resumable.invalidated[0] == "step 20: attempt 0 saved it, before `resume --from-scratch`"
+    shutil.rmtree(run.checkpoints)
+    assert find(run).state is None
+    record(run, 1, 10, first_step=1)
+    assert find(run).state == state(10)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointError, match="step_00000010 was saved"):
+        find(run)
+
+
+RECIPE = small_config().recipe
+FIELDS = fingerprint(RECIPE, "corpus", "tokenizer")
+YOUNGER = ("model.activation", "model.tied_embeddings", "model.scaled_init")
+
+
+def test_fields_newer_than_the_checkpoint_have_their_default() -> None:
+    old = {path: value for path, value in FIELDS.items() if path not in YOUNGER}
+    assert fingerprint_differences(old, FIELDS) == []
+    other = fingerprint(small_config("model.activation=gelu_tanh").recipe, "corpus", "tokenizer")
+    assert fingerprint_differences(old, other) == [
+        "model.activation: the checkpoint has 'gelu', the run 'gelu_tanh'"
+    ]
+    strange = {**FIELDS, "model.family": "mamba"}
+    assert fingerprint_differences(strange, FIELDS) == [
+        "model.family: the checkpoint has 'mamba', the run 'neox'"
+    ]
+
+
+def test_the_model_is_nested_again() -> None:
+    scaling = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values = {**scaling, "original_max_position_embeddings": 8192}
+    options = [f"model.rope_scaling.{name}={value}" for name, value in values.items()]
+    llama = small_config("model.family=llama", "model.rotary_pct=1", *options).recipe
+    fields = fingerprint(llama, "corpus", "tokenizer")
+    assert fields["model.rope_scaling.factor"] == 8
+    assert model_fields(fields)["rope_scaling"] == values
+    assert fingerprint_differences(fields, fields) == []
+    unscaled = small_config("model.family=llama", "model.rotary_pct=1").recipe
+    (kind, *others) = fingerprint_differences(fields, fingerprint(unscaled, "corpus", "tokenizer"))
+    assert kind == "model.rope_scaling.kind: the checkpoint has 'llama3', the run None"
+    assert len(others) == 4
+
+
+def test_a_head_width_is_compared_as_a_number() -> None:
+    llama = small_config("model.family=llama", "model.rotary_pct=1").recipe.model
+    same = llama.model_copy(update={"head_dim": llama.hidden_size // llama.num_heads})
+    assert model_differences(llama, same) == []
+    wider = llama.model_copy(update={"head_dim": 2 * llama.head_width})
+    (line,) = model_differences(llama, wider)
+    assert line.startswith("model.head_dim: the checkpoint has")
+
+
+def test_settings_are_compared_before_a_resume(tmp_path: Path) -> None:
+    run, newest = RunDir(tmp_path / "a"), tmp_path / "a" / "checkpoints" / "step_00000010"
+    newest.mkdir(parents=True)
+    TrainState(step=10, tokens=1, data={}, fingerprint=FIELDS).save(newest / TRAIN_STATE)
+    DataRecord(
+        corpora=(), tokenizer=None, seed=1, seq_len=32, global_batch=8, mask="none", validation=0.02
+    ).save(run.data)
+
+    def resume(*changes: str) -> None:
+        require_same_settings(run, small_config("data.validation=0.02", *changes).recipe, newest)
+
+    resume()
+    resume("optim.lr=1", "train.steps=99", "parallel.tensor=2")
+    with pytest.raises(RunError, match=r"model.num_layers: the checkpoint has 2, the run 4"):
+        resume("model.num_layers=4")
+    with pytest.raises(RunError, match=r"data.validation: the run began with 0.02, now 0.1"):
+        resume("data.validation=0.1")
+    (newest / TRAIN_STATE).write_text("{")
+    resume("model.num_layers=4")  # the workers report the damaged file
