@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from click.testing import CliRunner, Result
-
-from slurmllm.cli.main import cli
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["plan", *arguments])
+from click.testing import Result
+from command_line import answer, call
 
 
-def answer(*arguments: str) -> dict[str, Any]:
-    done = call(*arguments, "--json")
-    assert done.exit_code == 0, done.output
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+def plan(*arguments: str) -> Result:
+    return call("plan", *arguments)
+
+
+def ranked(*arguments: str) -> dict[str, Any]:
+    return dict(answer(plan(*arguments, "--json")))

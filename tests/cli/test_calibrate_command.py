@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call, refused
 
 from slurmllm.analysis.calibrate.node import Sample
 from slurmllm.analysis.calibrate.run import Calibration
-from slurmllm.cli.main import cli
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.resolve import resolve
 from slurmllm.launch.supervise.allocation import Allocation
 
 
-def call(*arguments: str, verb: str = "calibrate") -> Result:
-    return CliRunner().invoke(cli, [verb, *arguments])
+def calibrate_here(*arguments: str) -> Result:
+    return call("calibrate", *arguments)
 
 
 def test_what_was_measured_becomes_a_profile(
@@ -40,19 +40,18 @@ def test_what_was_measured_becomes_a_profile(
     monkeypatch.setattr("slurmllm.analysis.calibrate.run.calibrate", measure)
     monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "1")
     path = tmp_path / "mine.yaml"
-    done = call("--local", "--cluster", "p4d", "--out", str(path))
+    options = ("--local", "--cluster", "p4d")
+    done = calibrate_here(*options, "--out", str(path))
     assert done.exit_code == 0, done.output
     assert resolve("neox_20b", str(path)).cluster.hardware == figures
     assert "measuring" in done.stderr
     assert "note: a note" in done.stderr
-    assert call("gpt3_125m", "--nodes", "1", "--cluster", str(path), verb="plan").exit_code == 0
-    second = call("--local", "--cluster", "p4d", "--out", str(path))
-    assert second.exit_code == 2
-    assert "is not overwritten" in second.stderr
-    shown = call("--local", "--cluster", "p4d")
+    assert call("plan", "gpt3_125m", "--nodes", "1", "--cluster", str(path)).exit_code == 0
+    assert "is not overwritten" in refused(calibrate_here(*options, "--out", str(path)))
+    shown = calibrate_here(*options)
     assert shown.stdout == path.read_text(encoding="utf-8")
     picture = tmp_path / "products.png"
-    drawn = call("--local", "--cluster", "p4d", "--plot", str(picture), "--json")
+    drawn = calibrate_here(*options, "--plot", str(picture), "--json")
     measured = json.loads(drawn.stdout)
     assert (measured["plot"], measured["notes"]) == (str(picture), ["a note"])
     assert measured["hardware"]["bf16_tflops"] == 123
@@ -65,7 +64,7 @@ def test_what_was_measured_becomes_a_profile(
 def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> None:
     picture = tmp_path / "matrix.png"
     arguments = ("--matrix-figure", str(picture), "--cluster", "trn1")
-    answer = json.loads(call(*arguments, "--json").stdout)
+    answer = json.loads(calibrate_here(*arguments, "--json").stdout)
     assert answer["measured"] is False
     widths = [256, 512, 1024, 2048, 4096, 8192]
     for rows in (
@@ -85,7 +84,7 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
     )
     assert shares[-1] == pytest.approx(work / (work / hardware.matrix_efficiency + traffic))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    shown = call(*arguments).stdout
+    shown = calibrate_here(*arguments).stdout
     assert "8,192 × 8,192 × 32,768  -        -" in shown
     assert "no neuron device that can be measured" in shown
 
@@ -103,6 +102,6 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("--local --out x.txt", "ends in .yaml"),
         ("--local --cluster trn1", "cannot be calibrated"),
     ):
-        done = call(*arguments.split())
+        done = calibrate_here(*arguments.split())
         assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
         assert message in done.stderr

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 
-from slurmllm.cli.main import cli
 from slurmllm.core.slurm.client import COMMANDS
 from slurmllm.launch.diagnose import login_node, ok
 
@@ -21,11 +21,11 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setattr(login_node, "import_torch", lambda: "imported 2.13.0 None")
     monkeypatch.setattr(login_node, "private_names_finding", lambda: ok("private APIs", ""))
 
-    def call(*arguments: str, path: str) -> Result:
+    def run(*arguments: str, path: str) -> Result:
         monkeypatch.setenv("PATH", path)
-        return CliRunner().invoke(cli, ["doctor", *arguments])
+        return call("doctor", *arguments)
 
-    return call
+    return run
 
 
 def checks(text: str) -> dict[str, dict[str, str]]:
@@ -66,4 +66,4 @@ def test_an_environment_without_the_neuron_wheels_is_2(
 
 def test_torch_is_imported_in_a_process_of_its_own() -> None:
     assert login_node.import_torch().startswith("imported ")
-    assert CliRunner().invoke(cli, ["doctor", "--cluster", "trn9"]).exit_code == 2
+    assert call("doctor", "--cluster", "trn9").exit_code == 2

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 from made_records import save_attempt
 
 from slurmllm.analysis.status.logs import node_log_command
 from slurmllm.cli import logs as module
-from slurmllm.cli.main import cli
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
@@ -40,14 +40,14 @@ def write(path: Path, data: bytes) -> None:
         stream.write(data)
 
 
-def call(*arguments: str) -> Result:
-    result = CliRunner().invoke(cli, ("logs", "r", *arguments))
+def logs(*arguments: str) -> Result:
+    result = call("logs", "r", *arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
 
 
 def test_lines_of_all_ranks_have_a_prefix(run: RunDir) -> None:
-    assert call("--all-ranks").stdout.splitlines() == [
+    assert logs("--all-ranks").stdout.splitlines() == [
         "── precompile attempt 0",
         "[rank 0] precompile attempt 0: 1 node(s): a",
         "── train attempt 0",
@@ -56,20 +56,20 @@ def test_lines_of_all_ranks_have_a_prefix(run: RunDir) -> None:
         "[rank 1 b] one",
         "[rank 1 b] last\ufffd",
     ]
-    assert call("--ranks", "1", "-n", "1").stdout == "── train attempt 0\n[rank 1 b] last\ufffd\n"
-    assert call("--rank", "1").stdout == "one\nlast\ufffd\n"
-    assert call("--attempt", "0", "-n", "1").stdout == "zero\n"
-    assert call("-n", "1").stdout == "precompile attempt 0: 1 node(s): a\nzero\n"
+    assert logs("--ranks", "1", "-n", "1").stdout == "── train attempt 0\n[rank 1 b] last\ufffd\n"
+    assert logs("--rank", "1").stdout == "one\nlast\ufffd\n"
+    assert logs("--attempt", "0", "-n", "1").stdout == "zero\n"
+    assert logs("-n", "1").stdout == "precompile attempt 0: 1 node(s): a\nzero\n"
 
 
 def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
     record = "2026-11-23T08:31:05.123+00:00 {} b rank 1 slurmllm.train: m"
     info, warning, error = (record.format(level) for level in ("INFO", "WARNING", "ERROR"))
     write(run.worker_log("train", 0, 1), f"{info}\n{warning}\n{error}\n".encode())
-    result = CliRunner().invoke(cli, ("logs", "r", "--rank", "1", "-n", "3"), color=True)
+    result = call("logs", "r", "--rank", "1", "-n", "3", color=True)
     coloured = [info, f"\x1b[33m{warning}\x1b[0m", f"\x1b[31m{error}\x1b[0m"]
     assert result.stdout.splitlines() == coloured
-    assert call("--rank", "1", "-n", "3").stdout.splitlines() == [info, warning, error]
+    assert logs("--rank", "1", "-n", "3").stdout.splitlines() == [info, warning, error]
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
     ],
 )
 def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expected: str) -> None:
-    result = call(*arguments)
+    result = logs(*arguments)
     assert (result.exit_code, expected in result.output) == (2, True), result.output
 
 
 def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir) -> None:
     shutil.rmtree(run.logs)
-    assert "r has no logs yet: interrupted, never submitted" in call("--stage=precompile").output
-    result = call("--rank", "1")
+    assert "r has no logs yet: interrupted, never submitted" in logs("--stage=precompile").output
+    result = logs("--rank", "1")
     assert (result.exit_code, "the disk of b" in result.output) == (2, True), result.output
     NodeRecord(node="b", pids={1: 1}, exit_codes={1: 0}).save(run.attempt("train", 0).node("b"))
-    result = call("--rank", "1")
+    result = logs("--rank", "1")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "rank 1 on b, train attempt 0: it printed nothing" in result.stderr
 
@@ -107,16 +107,16 @@ def test_a_running_worker_s_log_is_read_on_its_node(run: RunDir, tmp_path: Path)
     record.save(attempt.record)
     disk = log.rename(tmp_path / log.name)
     NodeRecord(node="b", pids={1: 1}, log_folder=str(tmp_path)).save(attempt.node("b"))
-    assert call("--rank", "1").stdout == "one\nlast\ufffd\n"
-    assert call("--rank", "1", "-n", "1").stdout == "last\ufffd\n"
-    result = call("--ranks", "0,1", "--stage", "train")
+    assert logs("--rank", "1").stdout == "one\nlast\ufffd\n"
+    assert logs("--rank", "1", "-n", "1").stdout == "last\ufffd\n"
+    result = logs("--ranks", "0,1", "--stage", "train")
     assert "without 1 log on the disks of the nodes" in result.stderr
     assert "[rank 0 a] zero" in result.stdout
     disk.unlink()
-    result = call("--rank", "1")
+    result = logs("--rank", "1")
     assert (result.exit_code, "the disk of b" in result.output) == (2, True), result.output
     record.model_copy(update={"host": "other"}).save(attempt.record)
-    assert "the disk of other; print it there" in call("--rank", "1").output
+    assert "the disk of other; print it there" in logs("--rank", "1").output
     following = node_log_command(run, record.model_copy(update={"job_id": "7"}), 1, None, True)
     assert following is not None
     assert following[:3] == ["srun", "--jobid=7", "--nodelist=b"]
@@ -127,7 +127,7 @@ def test_the_first_failing_worker(run: RunDir) -> None:
     texts = {"error": "KeyError", "message": "'x'", "traceback": "Traceback (most recent …):\n"}
     record = {"rank": 1, "node": "b", "blame": "code", "exit_code": 70, "step": 3, "time": 0.0}
     FailureRecord(**record, **texts).save(run.attempt("train", 0).failure(1))
-    text = call("--failed", "-n", "1").stdout
+    text = logs("--failed", "-n", "1").stdout
     assert "r, train attempt 0: code_error → stop\n  rank 1 on b: KeyError: 'x'" in text
     assert "first failing worker: rank 1 on b" in text
     assert "after step 3, blame: code\n  KeyError: 'x'\nTraceback" in text
@@ -151,7 +151,7 @@ def test_following_goes_on_into_the_next_attempt(
 
     thread = threading.Thread(target=later)
     thread.start()
-    text = call("--all-ranks", "-f", "--stage", "train").stdout
+    text = logs("--all-ranks", "-f", "--stage", "train").stdout
     thread.join()
-    assert call("-f", "--rank", "0").stdout == "train attempt 0: 2 node(s): a b\nzero\n"
+    assert logs("-f", "--rank", "0").stdout == "train attempt 0: 2 node(s): a b\nzero\n"
     assert text.endswith("last\ufffd\n── train attempt 1\n[rank 1]   again\n[rank 1]   end\n")

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli.planning import answer, call
-from click.testing import CliRunner
+from cli.planning import plan, ranked
+from command_line import call, refused
 from made_records import save_attempt
 from training_rows import make_row, write_rows
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.resolve import clusters_dir, resolve
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import make_mesh, save_mesh
@@ -35,7 +34,7 @@ def profile(folder: Path, name: str, **changes: object) -> str:
 
 
 def test_json_is_ranked_and_adds_up() -> None:
-    result = answer("neox_20b", "--nodes", "4", "--explain")
+    result = ranked("neox_20b", "--nodes", "4", "--explain")
     assert (result["recipe"], result["cluster"], result["nodes"]) == ("neox_20b", "trn1", 4)
     fit = [item for item in result["candidates"] if item["fits"]]
     rest = result["candidates"][len(fit) :]
@@ -71,24 +70,24 @@ def test_json_is_ranked_and_adds_up() -> None:
 def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
     overrides = ("parallel.tensor=8", "train.activation_checkpointing=full", "parallel.zero=0")
     names = ("tensor", "activation_checkpointing", "zero")
-    fixed = answer("neox_20b", "--nodes", "4", *overrides)["candidates"]
+    fixed = ranked("neox_20b", "--nodes", "4", *overrides)["candidates"]
     assert {tuple(item[name] for name in names) for item in fixed} == {(8, "full", 0)}
     assert {item["pipeline"] for item in fixed} > {1, 4}
     # `parallel: auto` frees all degrees that are not set beside it, and has no layout of its own.
-    auto = answer("neox_20b", "--nodes", "4", "parallel=auto", "parallel.tensor=8")["candidates"]
+    auto = ranked("neox_20b", "--nodes", "4", "parallel=auto", "parallel.tensor=8")["candidates"]
     assert {item["tensor"] for item in auto} == {8}
     assert not any(item["recipe_layout"] for item in auto)
 
 
 def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> None:
-    done = call("neox_20b", "--nodes", "4", "--top", "2")
+    done = plan("neox_20b", "--nodes", "4", "--top", "2")
     lines = done.stdout.splitlines()
     rows = [line.split() for line in lines[2 : lines.index("")]]
     ranks = [int(row[0]) for row in rows]
     assert ranks == sorted(ranks)
     (marked,) = (row for row in rows if row[1] == "*")
     assert ((marked[2], marked[3]), ranks[0], len(rows) <= 3) == (("8", "4"), 1, True)
-    every = answer("neox_20b", "--nodes", "4")["candidates"]
+    every = ranked("neox_20b", "--nodes", "4")["candidates"]
     second = next(c for c in every if (c["tensor"], c["pipeline"]) != tuple(map(int, rows[0][1:3])))
     assert ranks[1] == every.index(second) + 1
     for text in (f"{int(marked[0])} of", "does not fit: ", "warning: the price of trn1 is of 2023"):
@@ -97,29 +96,29 @@ def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> No
 
 
 def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
-    done = call("neox_20b", "--nodes", "4", "parallel.zero=0")
+    done = plan("neox_20b", "--nodes", "4", "parallel.zero=0")
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("submit "))
     assert "--set parallel.zero=0" in line
     assert line.endswith(" --fetch")  # the recipe's data are not there
     dry = (*line.split()[2:], "--dry-run", "--json", "--runs-dir", str(tmp_path))
-    sent = CliRunner().invoke(cli, dry)
+    sent = call(*dry)
     assert sent.exit_code == 0, sent.output
     mesh, names = json.loads(sent.stdout)["mesh"], ("tensor", "pipeline", "data", "micro_batch")
-    best = answer("neox_20b", "--nodes", "4", "parallel.zero=0")["candidates"][0]
+    best = ranked("neox_20b", "--nodes", "4", "parallel.zero=0")["candidates"][0]
     assert [mesh[name] for name in names] == [best[name] for name in names]
 
 
 def test_what_is_asked_for_is_submitted_too() -> None:
-    done = call("gpt3_125m", "--nodes", "1", "train.micro_batch=auto", "--tokens", "20B")
+    done = plan("gpt3_125m", "--nodes", "1", "train.micro_batch=auto", "--tokens", "20B")
     end = "--set train.micro_batch=auto --set train.steps=38147 --fetch"
     assert done.stdout.rstrip().endswith(end)
     options = ("train.micro_batch=null", "train.global_batch=512", "env.HF_TOKEN=abc")
     texts = "--set train.micro_batch=null --set train.global_batch=512 --set env.HF_TOKEN "
-    assert texts in call("neox_20b", "--nodes", "4", *options).stdout
+    assert texts in plan("neox_20b", "--nodes", "4", *options).stdout
 
 
 def test_several_node_counts_are_a_scaling_table() -> None:
-    result = answer("neox_20b", "--nodes", "16,4,8,4", "--price", "7.59")
+    result = ranked("neox_20b", "--nodes", "16,4,8,4", "--price", "7.59")
     rows = result["scaling"]
     assert [row["nodes"] for row in rows] == result["nodes"] == [4, 8, 16]
     assert rows[0]["scaling_efficiency"] == 1
@@ -129,7 +128,7 @@ def test_several_node_counts_are_a_scaling_table() -> None:
         per_node = row["seq_per_s"] / row["nodes"]
         assert row["scaling_efficiency"] == pytest.approx(per_node * 4 / rows[0]["seq_per_s"])
         assert row["usd_per_hour"] == pytest.approx(7.59 * row["nodes"])
-    table = call("neox_20b", "--nodes", "16,4,8,4", "--price", "7.59").stdout.splitlines()
+    table = plan("neox_20b", "--nodes", "16,4,8,4", "--price", "7.59").stdout.splitlines()
     assert [line.split()[0] for line in table[:4]] == ["nodes", "4", "8", "16"]
     # Below it, for each count: the layout, the recipe's own, and how the layout is submitted.
     below = "\n".join(table[4:])
@@ -141,7 +140,7 @@ def test_several_node_counts_are_a_scaling_table() -> None:
 
 
 def test_ranking_by_the_lower_end_of_the_interval() -> None:
-    result = answer("llama2_70b", "--nodes", "32", "--rank", "lower")
+    result = ranked("llama2_70b", "--nodes", "32", "--rank", "lower")
     fit = [item for item in result["candidates"] if item["fits"]]
     lower = [item["seq_per_s_interval"][0] for item in fit]
     assert lower == sorted(lower, reverse=True)
@@ -151,7 +150,7 @@ def test_ranking_by_the_lower_end_of_the_interval() -> None:
 
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
-    result = answer("gpt3_125m", "gpt3_1.3b", "--nodes", "1,4", "--tokens", "20B", "--top", "1")
+    result = ranked("gpt3_125m", "gpt3_1.3b", "--nodes", "1,4", "--tokens", "20B", "--top", "1")
     rows = {(row["recipe"], row["nodes"]): row for row in result["scaling"]}
     assert [*rows] == [(name, nodes) for name in ("gpt3_125m", "gpt3_1.3b") for nodes in (1, 4)]
     assert len(result["candidates"]) == 4
@@ -162,7 +161,7 @@ def test_days_and_dollars_by_model_and_node_count() -> None:
 
 
 def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
-    done = call("llama2_70b", "--nodes", "1", "--json")
+    done = plan("llama2_70b", "--nodes", "1", "--json")
     assert done.exit_code == 2
     assert not any(item["fits"] for item in json.loads(done.stdout)["candidates"])
     assert "too much" in done.stderr
@@ -172,15 +171,15 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     assert f"for instance: slurmllm plan llama2_70b --nodes {enough}\n" in done.stderr
     (row,) = json.loads(done.stdout)["nearest"]
     assert (row["nodes"], row["would_fit"][0]["nodes"]) == (1, enough)
-    assert call("llama2_70b", "--nodes", str(enough)).exit_code == 0
-    assert call("llama2_70b", "--nodes", str(enough - 1)).exit_code == 2
+    assert plan("llama2_70b", "--nodes", str(enough)).exit_code == 0
+    assert plan("llama2_70b", "--nodes", str(enough - 1)).exit_code == 2
     # Among other counts, it is a row of its own.
-    rows = answer("llama2_70b", "--nodes", f"1,{enough}")["scaling"]
+    rows = ranked("llama2_70b", "--nodes", f"1,{enough}")["scaling"]
     assert [row["fits"] for row in rows] == [False, True]
     assert rows[1]["scaling_efficiency"] == 1
-    assert "nothing fits" in call("llama2_70b", "--nodes", f"1,{enough}").stdout
+    assert "nothing fits" in plan("llama2_70b", "--nodes", f"1,{enough}").stdout
     impossible = "3 nodes: no layout is possible: train.global_batch 256 is not a multiple of"
-    assert impossible in call("neox_20b", "--nodes", "3,4").stdout
+    assert impossible in plan("neox_20b", "--nodes", "3,4").stdout
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     ],
 )
 def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
-    done = call(*arguments.split())
+    done = plan(*arguments.split())
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
@@ -219,48 +218,48 @@ def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
 def test_a_profile_without_figures_or_price_or_with_rough_figures(tmp_path: Path) -> None:
     for name, message in (("p4d", "slurmllm calibrate"), ("trn1", "a shipped profile, trn1")):
         path = profile(tmp_path, name, hardware=None)
-        done = call("neox_20b", "--nodes", "4", "--cluster", path)
+        done = plan("neox_20b", "--nodes", "4", "--cluster", path)
         assert (done.exit_code, message in done.output) == (2, True)
     path = profile(tmp_path, "trn1", price=None, instance_type=None)
-    (best,) = answer("neox_20b", "--nodes", "4", "--cluster", path, "--top", "1")["candidates"]
+    (best,) = ranked("neox_20b", "--nodes", "4", "--cluster", path, "--top", "1")["candidates"]
     assert best["tokens_per_usd"] is best["usd_per_hour"] is best["usd"] is None
     assert best["hours"] > 0
     picture = tmp_path / "plan.png"
     for counts in ("4", "4,8"):
-        done = call("neox_20b", "--nodes", counts, "--cluster", path, "--plot", str(picture))
+        done = plan("neox_20b", "--nodes", counts, "--cluster", path, "--plot", str(picture))
         assert (done.exit_code, "has no price" in done.stdout) == (0, True)
         assert picture.read_bytes().startswith(b"\x89PNG")
     path = profile(tmp_path, "trn1", hardware={"rough": True})
-    warning = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
+    warning = ranked("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
     assert "slurmllm calibrate" in warning
-    assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
+    assert f"warning: {warning}" in plan("neox_20b", "--nodes", "4", "--cluster", path).stdout
 
 
 def test_a_run_that_never_gets_on_has_no_end() -> None:
     short = ("neox_20b", "slurm.time=16", "--nodes")
     for counts in ("4", "4,8"):
-        done = call(*short, counts)
+        done = plan(*short, counts)
         assert (done.exit_code, "does not finish" in done.stdout) == (0, True)
         assert "choose a longer slurm.time" in done.stdout
-    (best,) = answer(*short, "4", "--top", "1")["candidates"]
+    (best,) = ranked(*short, "4", "--top", "1")["candidates"]
     assert (best["hours"], best["usd"], best["utilization"]) == (None, None, 0)
 
 
 def test_assumed_constants_are_named() -> None:
     constants = "network_efficiency 0.3, matrix_efficiency 0.927"
-    done = call("neox_20b", "--nodes", "4", "--cluster", "trn2", "--top", "1")
+    done = plan("neox_20b", "--nodes", "4", "--cluster", "trn2", "--top", "1")
     assert f"assumed, not measured: {constants}" in done.stdout
     assert "submit         refused: neuronx-distributed" in done.stdout
-    assert answer("neox_20b", "--nodes", "4")["assumed"] == {"trn1": {"network_efficiency": 0.3}}
-    assert "assumed, not measured: " in call("neox_20b", "--nodes", "4,8").stdout
+    assert ranked("neox_20b", "--nodes", "4")["assumed"] == {"trn1": {"network_efficiency": 0.3}}
+    assert "assumed, not measured: " in plan("neox_20b", "--nodes", "4,8").stdout
 
 
 def test_explanation_and_picture(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
-    done = call("gpt3_125m", "--nodes", "1,2", "--explain", "--plot", str(picture))
+    done = plan("gpt3_125m", "--nodes", "1,2", "--explain", "--plot", str(picture))
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    for line in answer("gpt3_125m", "--nodes", "1,2", "--explain")["explanation"]:
+    for line in ranked("gpt3_125m", "--nodes", "1,2", "--explain")["explanation"]:
         assert line in lines
     assert f"picture: {picture}" in lines
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -279,13 +278,13 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     command = ["report", "measured", "--prediction", "--runs-dir", str(tmp_path)]
 
     def report(*options: str) -> str:
-        result = CliRunner().invoke(cli, [*command, *options])
+        result = call(*command, *options)
         assert result.exit_code == 0, result.output
         return result.stdout
 
     result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     settings = [f"--set={setting}" for setting in layout]
-    candidates = answer("pythia_160m", "--nodes", "1", *settings)["candidates"]
+    candidates = ranked("pythia_160m", "--nodes", "1", *settings)["candidates"]
     (recipe_layout,) = (item for item in candidates if item["recipe_layout"])
     assert result["step"]["predicted"] == pytest.approx(recipe_layout["step_s"])
     assert result["step"]["measured"] == 0.5
@@ -298,6 +297,4 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     assert result["effective utilization"]["predicted"] is None
     for options in (["--price", "3"], ["another"], ["--out", "x.html"]):
-        refused = CliRunner().invoke(cli, [*command, *options])
-        assert refused.exit_code == 2
-        assert "--prediction is of one run" in refused.stderr
+        assert "--prediction is of one run" in refused(call(*command, *options))

@@ -9,9 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 from amounts import sample
-from click.testing import CliRunner, Result
+from command_line import call, fails
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.profiles import available, shipped_dir
 from slurmllm.core.config.resolve import recipes_dir, resolve
 from slurmllm.core.config.schema import schema_line, write_recipe
@@ -21,12 +20,6 @@ ANY = "command.run=COMMAND"
 # One of each family first
 RECIPES = dict.fromkeys(("tiny_neox", "qwen3_0.6b", "gpt3_125m", "llama2_70b"))
 RECIPES |= dict.fromkeys(available(recipes_dir()))
-
-
-def call(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == code, result.output
-    return result
 
 
 def schema_faults(kind: str, text: str) -> list[str]:
@@ -116,7 +109,7 @@ def test_what_init_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--recipe a.yaml --from llama3", "unknown recipe 'llama3'; did you mean"),
         ("--recipe no/a.yaml --from tiny_llama", "the folder no does not exist"),
     ):
-        assert message in call("init", *arguments.split(), code=2).stderr
+        assert message in fails(2, "init", *arguments.split())
         assert (tmp_path / "there.yaml").read_text() == "extends: tiny_llama\n"
         assert list(tmp_path.iterdir()) == [tmp_path / "there.yaml"]
 
@@ -180,4 +173,4 @@ def test_settings_that_are_options_or_wrong() -> None:
         ("data inspect a train.steps=3", "--set changes a recipe: add --recipe NAME"),
         ("submit tiny_llama ./optim.lr=1", "unexpected argument './optim.lr=1'"),
     ):
-        assert message in call(*arguments.split(), code=2).stderr
+        assert message in fails(2, *arguments.split())

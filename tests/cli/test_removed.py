@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from command_line import call
 
-from slurmllm.cli.main import cli
 from slurmllm.core import removed
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import resolve
@@ -17,7 +16,7 @@ from slurmllm.core.errors import ConfigError
 
 
 def _run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli, [*arguments])
+    result = call(*arguments)
     return result.exit_code, " ".join(result.output.split())
 
 

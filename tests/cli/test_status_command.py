@@ -10,14 +10,14 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 from fake_slurm import FakeSlurm
 from made_records import save_attempt
 from rich.console import Console
 
 from slurmllm.analysis.status import runs
 from slurmllm.analysis.status.runs import RunState, SavedCheckpoint
-from slurmllm.cli.main import cli
 from slurmllm.cli.status_tables import runs_view
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import Heartbeat, WorkerPhase
@@ -31,8 +31,8 @@ def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ("status", *arguments))
+def status(*arguments: str) -> Result:
+    return call("status", *arguments)
 
 
 def make(name: str, ended: bool = True) -> RunDir:
@@ -84,44 +84,44 @@ def test_older_runs_give_way_to_those_that_run() -> None:
 
 def test_json_has_the_figures_and_is_json() -> None:
     make("r")
-    state = json.loads(call("r", "--json").stdout, parse_constant=pytest.fail)
+    state = json.loads(status("r", "--json").stdout, parse_constant=pytest.fail)
     assert (state["state"], state["loss"], state["seq_per_s"]) == ("done", None, None)
     assert (state["node_hours"], state["usd"], state["restarts"]) == (0.5, None, 0)
     assert (state["last_checkpoint"], state["finish_at"], state["eta_s"]) == (None, None, None)
-    (row,) = json.loads(call("--json").stdout)["runs"]
+    (row,) = json.loads(status("--json").stdout)["runs"]
     assert row == {key: value for key, value in state.items() if key in row}
 
 
 def test_several_are_a_list() -> None:
     for name in ("a", "b", "caf\udce9"):
         make(name)
-    state, everything = json.loads(call("a", "--json").stdout), call("--json").stdout
+    state, everything = json.loads(status("a", "--json").stdout), status("--json").stdout
     assert (state["name"], "runs" in state) == ("a", False)
     rows = {row["name"]: row for row in json.loads(everything)["runs"]}
-    shown = json.loads(call("caf\udce9", "a", "caf\udce9", "--json").stdout)
+    shown = json.loads(status("caf\udce9", "a", "caf\udce9", "--json").stdout)
     assert shown == {"runs": [rows["caf\udce9"], rows["a"]]}
-    assert "/runs/caf\ufffd\n" in call("caf\udce9").stdout
-    table = call("a", "b").stdout
+    assert "/runs/caf\ufffd\n" in status("caf\udce9").stdout
+    table = status("a", "b").stdout
     assert [line.split()[0] for line in table.splitlines()[1:3]] == ["a", "b"]
-    assert "no run 'nosuch'" in call("a", "nosuch").stderr
+    assert "no run 'nosuch'" in status("a", "nosuch").stderr
 
 
 def test_only_active_ones() -> None:
     make("r")
-    assert "none of the 1 runs" in call("--active").stdout
-    assert json.loads(call("--active", "--json").stdout) == {"runs": []}
-    assert call("r", "--active").exit_code == 2
+    assert "none of the 1 runs" in status("--active").stdout
+    assert json.loads(status("--active", "--json").stdout) == {"runs": []}
+    assert status("r", "--active").exit_code == 2
 
 
 def test_watch_ends_with_the_run_and_takes_seconds_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("nothing goes on"))
     make("r", ended=False)
     for arguments in (("--watch", "r"), ("--watch", "1", "r"), ("r", "--watch=1"), ("--watch",)):
-        result = call(*arguments)
+        result = status(*arguments)
         assert result.exit_code == 0, result.output
         assert "r" in result.stdout.splitlines()[1]
-    assert len(call("--watch", "r", "--json").stdout.splitlines()) == 1
-    assert call("--watch", "0", "r").exit_code == 2
+    assert len(status("--watch", "r", "--json").stdout.splitlines()) == 1
+    assert status("--watch", "0", "r").exit_code == 2
 
 
 def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmllm.analysis.status.runs.run_state", lambda *_: looks.pop())
     monkeypatch.setattr(time, "sleep", interrupt)
     make("r")
-    result = call("r", "--watch", "1")
+    result = status("r", "--watch", "1")
     assert (result.exit_code, result.stderr, len(looks)) == (130, "", 1)
 
 
@@ -149,15 +149,15 @@ def test_the_first_step_compiles_with_the_time_so_far(
         heartbeat.save(run.attempt("train", 0).heartbeat("n1"))
     state = "training" if stage == "train" else "precompiling"
     monkeypatch.setattr(runs, "derive_state", lambda *_: (state, ""))
-    text = call("r").output
+    text = status("r").output
     assert re.search(r"workers +compiling the first step …, 0:01:0\d so far", text), text
-    assert 60 <= json.loads(call("r", "--json").stdout)["compiling_s"] < 70
+    assert 60 <= json.loads(status("r", "--json").stdout)["compiling_s"] < 70
 
 
 def test_no_message_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "derive_state", lambda *_: ("stopped", "code_error: rank 3"))
     run = make("r", ended=False)
     save_attempt(run, 1, ended_at=1900.0, ending="code_error", action="stop", evidence=("rank 3",))
-    text = call("r").output
+    text = status("r").output
     assert "stopped  (code_error: rank 3)" in text
     assert text.count("rank 3") == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from command_line import call
 
 from slurmllm.cli.main import cli
 
@@ -72,7 +72,7 @@ def test_submit_would_be_accepted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _, verb, *words = shlex.split(command)  # what follows `--` may be another program's
-    result = CliRunner().invoke(cli, [verb, "--dry-run", *words])
+    result = call(verb, "--dry-run", *words)
     assert result.exit_code == 0, result.output
     assert "would refuse" not in result.stderr + caplog.text
 
@@ -123,7 +123,7 @@ def test_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         command, *shown = text.splitlines()
         program, *arguments = shlex.split(command.removeprefix("$ "))
         assert program == "slurmllm"
-        done = CliRunner().invoke(cli, arguments)
+        done = call(*arguments)
         assert done.exit_code == (2 if shown[0].startswith("error: ") else 0), done.output
         printed = {_shape(line) for line in done.output.splitlines()}
         for line in shown:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import answer, call
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.yaml_source import flatten
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trn1.md"
@@ -81,9 +80,7 @@ def shown(value: Any) -> str:
 def printed(arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """What a dry run prints, by the page's headings."""
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
-    result = CliRunner().invoke(cli, [*arguments.split(), "--json", "--runs-dir", "/fsx/runs"])
-    assert result.exit_code == 0, result.output
-    dry = json.loads(result.stdout)
+    dry = answer(call(*arguments.split(), "--json", "--runs-dir", "/fsx/runs"))
     environment = {row["name"]: row["value"] for row in dry["environment"]}
     flags = environment.pop("NEURON_CC_FLAGS").split()
     parts: dict[str, dict[str, Any]] = {
@@ -162,7 +159,7 @@ def test_the_job_script_is_the_one_that_is_printed(monkeypatch: pytest.MonkeyPat
     (part,) = re.findall(r"^## The job script$(.*?)^## ", PAGE.read_text(), flags=re.M | re.S)
     rows = [line.split("|")[2].strip() for line in part.splitlines() if line.startswith("| ")][1:]
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
-    dry = CliRunner().invoke(cli, ["submit", "neox_20b", "--nodes", "4", "--dry-run", "--json"])
+    dry = call("submit", "neox_20b", "--nodes", "4", "--dry-run", "--json")
     script = json.loads(dry.stdout)["scripts"]["train"]
     ours = [row.strip("`") for row in rows if row != NOT_OURS]
     assert len(ours) == 6

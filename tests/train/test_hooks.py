@@ -12,10 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import call
 from training_rows import make_row
 
-from slurmllm.cli.main import cli
 from slurmllm.core.run.host_memory import Memory
 from slurmllm.core.run.records import MetricsRow
 from slurmllm.core.run.rundir import RunDir
@@ -184,7 +183,7 @@ def test_training_is_bit_identical_and_each_rank_has_a_trace(tmp_path: Path) -> 
 
 def test_ranks_that_do_not_exist_are_refused_before_submission(tmp_path: Path) -> None:
     verb = f"submit tiny_neox --nodes 2 --dry-run --runs-dir {tmp_path}".split()
-    result = CliRunner().invoke(cli, [*verb, "profile.steps=[3, 4]", "profile.ranks=[1, 2]"])
+    result = call(*verb, "profile.steps=[3, 4]", "profile.ranks=[1, 2]")
     assert "profile.ranks: 2: the run has 2 workers; choose ranks from 0 to 1" in result.output
 
 

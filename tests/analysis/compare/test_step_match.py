@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import call
 from numpy.typing import NDArray
 
 from slurmllm.analysis.compare.alignment import Alignment
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.cli.main import cli
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import Curve, Floats, Ints, Setting
 from slurmllm.core.metrics.source import read_curve
@@ -204,7 +203,7 @@ def test_single_steps_of_a_coarser_log_are_not_averaged(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli, ["compare", *arguments, "--no-plot"])
+    result = call("compare", *arguments, "--no-plot")
     return result.exit_code, result.output
 
 

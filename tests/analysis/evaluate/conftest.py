@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 from train.gang import Gang, make_run
 
 from slurmllm.analysis.evaluate.request import JobOutcome
 from slurmllm.analysis.evaluate.suites import suites_dir
-from slurmllm.cli.main import cli
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.processes import Call
 from slurmllm.data.corpus.build import build_corpus
@@ -124,7 +124,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 def in_processes(run: RunDir | Path, *arguments: object) -> Result:
     path = run.path if isinstance(run, RunDir) else run
-    return CliRunner().invoke(cli, ["evaluate", str(path), *map(str, arguments)])
+    return call("evaluate", path, *arguments)
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,11 @@ import pytest
 from amounts import sample
 from analysis.evaluate.conftest import by_hand, needs_harness, scores, train_tiny
 from analysis.evaluate.made_hub import PER_SPLIT, made_row, write_hub, write_humaneval, write_logiqa
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 
 from slurmllm.analysis.evaluate.harness import task_manager
 from slurmllm.analysis.evaluate.suites import AVERAGE, VALIDATION, find_suite
-from slurmllm.cli.main import cli
 from slurmllm.core.run.rundir import RunDir
 
 pytestmark = needs_harness
@@ -113,7 +113,7 @@ def test_the_figures_are_those_by_hand(made: RunDir, evaluate: Evaluate, tmp_pat
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["suites"][0]["rows"]
     export = ["checkpoint", "export", STEP, "--run", str(made.path), "--out", str(tmp_path / "m")]
-    assert CliRunner().invoke(cli, export).exit_code == 0
+    assert call(*export).exit_code == 0
     with pytest.MonkeyPatch.context() as patch:
         # The list of all tasks, which takes seconds to make, is here already.
         patch.setattr("lm_eval.tasks.TaskManager", lambda **_: task_manager(None))

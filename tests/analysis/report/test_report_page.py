@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from browser import open_report, require_sound
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 from reported_runs import add_scores, make_reported_run
 from training_rows import make_row, write_rows
 from worker_events import evaluation
@@ -18,7 +19,6 @@ from slurmllm.analysis.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.analysis.report.facts import RunFacts
 from slurmllm.analysis.report.tables import scores_table
 from slurmllm.analysis.report.write import default_path
-from slurmllm.cli.main import cli
 from slurmllm.core.run.rundir import RunDir
 
 EVIL = "<script>alert(1)<b>&"
@@ -30,8 +30,8 @@ KEYS = {
 }
 
 
-def call(tmp_path: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["report", *arguments, "--runs-dir", str(tmp_path / "runs")])
+def report(tmp_path: Path, *arguments: str) -> Result:
+    return call("report", *arguments, "--runs-dir", tmp_path / "runs")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     add_scores(runs[0], 30, 60)
     for step in (20, 40, 60):
         evaluation(runs[0], step // 50, step, held_out=7.0 - step / 20, wiki=8.0 - step / 20)
-    done = call(tmp_path, "small", EVIL, str(log), "--price", "7.59", "--out", str(page))
+    done = report(tmp_path, "small", EVIL, str(log), "--price", "7.59", "--out", str(page))
     assert done.exit_code == 0, done.output
     opened = open_report(page, tmp_path)
     require_sound(opened)
@@ -79,7 +79,7 @@ def test_a_comparison_as_a_page(tmp_path: Path) -> None:
         write_rows(tmp_path / f"{name}.jsonl", of_run)
     page = tmp_path / "page.html"
     files = [str(tmp_path / f"{name}.jsonl") for name in names]
-    done = CliRunner().invoke(cli, ["compare", *files, "--no-plot", "--html", str(page)])
+    done = call("compare", *files, "--no-plot", "--html", page)
     assert (done.exit_code, f"page: {page}" in done.output) == (1, True), done.output
     opened = open_report(page, tmp_path)
     require_sound(opened)
@@ -96,7 +96,7 @@ def test_a_log_on_a_narrow_page(tmp_path: Path) -> None:
     rows = [f"{20_000 + i},{8 - i / 50},0.0003,{40 if i == 0 else 0.5}" for i in range(60)]
     log.write_text("\n".join(["step,train_loss,lr,step_time_s", *rows]) + "\n")
     page = tmp_path / "page.html"
-    assert call(tmp_path, str(log.parent), "--out", str(page)).exit_code == 0
+    assert report(tmp_path, str(log.parent), "--out", str(page)).exit_code == 0
     opened = open_report(page, tmp_path, 500)
     require_sound(opened)
     plots = opened.seen["plots"]
@@ -117,7 +117,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     rows = [make_row(step, loss=5.0 + step / 100) for step in range(1, 61)]
     third = write_rows(tmp_path / "third.jsonl", rows)
     short = write_rows(tmp_path / "late.jsonl", [make_row(step) for step in range(900, 910)])
-    out = call(tmp_path, "first", "second", str(third), str(short), "--out", str(runs / "p.html"))
+    out = report(tmp_path, "first", "second", str(third), str(short), "--out", str(runs / "p.html"))
     assert out.exit_code == 0, out.output
     text = (runs / "p.html").read_text()
     assert re.search(r"second \(B\) compared with first \(A\):</strong> (match|identical): ", text)
@@ -126,7 +126,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "late (D) compared with first (A):</strong> differ" not in text
     assert re.search(r"<td>train.seed</td><td[^>]*>1234</td><td[^>]*>7</td>", text)
     assert "second (B) compared with first (A): " in out.output
-    runs = json.loads(call(tmp_path, "first", "second", "--no-files", "--json").stdout)["runs"]
+    runs = json.loads(report(tmp_path, "first", "second", "--no-files", "--json").stdout)["runs"]
     assert runs[0]["comparison"] is None
     assert runs[1]["comparison"]["verdict"] in ("match", "identical")
     assert first.path.is_dir()
@@ -135,7 +135,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
 def test_warnings_about_spikes_are_shown(tmp_path: Path) -> None:
     rows = [make_row(step, loss=3 + 0.2 * (-1) ** step) for step in range(100)]
     log = write_rows(tmp_path / "noisy.jsonl", rows)
-    done = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
+    done = report(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
     assert (done.exit_code, "noisy: 100 steps in a" in done.output) == (0, True)
     text = (tmp_path / "p.html").read_text()
     assert "may be noise" in text
@@ -146,7 +146,7 @@ def test_warnings_about_spikes_are_shown(tmp_path: Path) -> None:
 def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     small = runs[0].reports
     add_scores(runs[0], 60)
-    document = json.loads(call(tmp_path, "small", "--price", "10", "--json").stdout)
+    document = json.loads(report(tmp_path, "small", "--price", "10", "--json").stdout)
     assert set(document) == {"runs", "total", "scaling", "report"}
     assert document["report"] == {"html": str(small / "report.html")}
     (run,) = document["runs"]
@@ -156,27 +156,27 @@ def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     assert suite["suite"] == "hlat"
     assert suite["rows"][0]["scores"] == {"60": 0.6}
     assert document["scaling"][0]["scaling_efficiency"] == 1.0
-    shown = call(tmp_path, "small", EVIL)
+    shown = report(tmp_path, "small", EVIL)
     assert (small / f"report-small-{re.sub('[^a-z0-9]', '_', EVIL)}.html").is_file()
     assert "scaling" in shown.output
     (small / "report.html").unlink()
-    nothing = json.loads(call(tmp_path, "small", "--no-files", "--json").stdout)["report"]
+    nothing = json.loads(report(tmp_path, "small", "--no-files", "--json").stdout)["report"]
     assert nothing == {"html": None}
     assert not (small / "report.html").exists()
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     runs[0].reports.write_text("a file where the folder should be")
-    shown = call(tmp_path, "small")
+    shown = report(tmp_path, "small")
     assert shown.exit_code == 4
     assert "error: cannot write" in shown.output
     assert "--no-files" in shown.output
     assert "node hours" in shown.stdout  # the tables
-    result = call(tmp_path, "small", "--json")
+    result = report(tmp_path, "small", "--json")
     assert result.exit_code == 4
     assert json.loads(result.stdout)["report"] == {"html": None}
-    assert call(tmp_path, "small", "--no-files").exit_code == 0
-    assert call(tmp_path, "small", "--out", str(runs[0].reports / "x.html")).exit_code == 4
+    assert report(tmp_path, "small", "--no-files").exit_code == 0
+    assert report(tmp_path, "small", "--out", str(runs[0].reports / "x.html")).exit_code == 4
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_no_value_is_finite(tmp_path: Path, values: float, steps: range) -> None
     no_time = {"step_time_s": 0.0, "data_wait_s": 0.0} if values == 0 else {}
     rows = [{"step": s, "attempt": 0, "loss": values, "grad_norm": values} | no_time for s in steps]
     log = write_rows(tmp_path / "odd.jsonl", rows)
-    shown = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
+    shown = report(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
     assert shown.exit_code == 0, shown.output
     assert ("plotly-graph-div" in (tmp_path / "p.html").read_text()) == math.isfinite(values)
 
@@ -206,7 +206,7 @@ def test_unusable_options(tmp_path: Path) -> None:
         (("--plot", "p.png"), "was removed"),
         (("--no-html",), "was removed"),
     ):
-        done = call(tmp_path, log, *arguments)
+        done = report(tmp_path, log, *arguments)
         assert (done.exit_code, message in done.stderr) == (2, True), done.output
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import call
 from fake_slurm import FakeSlurm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,6 @@ from slurmllm.analysis.report.facts import RunFacts, scaling_rows
 from slurmllm.analysis.report.figures import figures
 from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
 from slurmllm.analysis.report.write import sections, to_html
-from slurmllm.cli.main import cli
 from slurmllm.core.config.load import load
 from slurmllm.core.metrics.curves import piece_means, thin_rows
 from slurmllm.core.run.rundir import RunDir
@@ -160,7 +159,7 @@ def test_what_is_left_is_reported(
     run = make_reported_run(RunDir(tmp_path / "runs" / "r"), steps=6)
     damage(run)
     arguments = ["report", "r", "--runs-dir", str(tmp_path / "runs"), "--json", "--no-files"]
-    done = CliRunner().invoke(cli, arguments)
+    done = call(*arguments)
     assert done.exit_code == 0, done.output
     (shown,) = json.loads(done.stdout)["runs"]
     assert (shown["steps"] > 0) is steps

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call
 from training_rows import MakeFile, MakeRun, Row, make_row
 
 from slurmllm.analysis.spikes.analysis import Spike, SpikeAnalysis
-from slurmllm.cli.main import cli
 from slurmllm.core.run.rundir import RunDir
 
 
@@ -32,7 +32,7 @@ def spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-
     monkeypatch.setattr("slurmllm.analysis.spikes.plot._draw_run", lambda *_: None)
 
     def run(*arguments: object) -> Result:
-        return CliRunner().invoke(cli, ["spikes", *map(str, arguments)])
+        return call("spikes", *arguments)
 
     return run
 

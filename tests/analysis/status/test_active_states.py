@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import call, refused
 from fake_slurm import FakeSlurm
 from made_records import save_attempt, save_submission
 
 from slurmllm.analysis.status.runs import run_state
-from slurmllm.cli.main import cli
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import RunError
 from slurmllm.core.run.records import (
@@ -91,9 +90,7 @@ def test_a_local_run_of_another_machine(silent: bool, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"process 7 on login2 .* --force"):
         require_ended(run, FakeSlurm())
     assert require_ended(run, FakeSlurm(), force=True) is not None
-    result = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "process 7 on login2 may run it" in result.output
+    assert "process 7 on login2 may run it" in refused(call("cancel", "r", "--runs-dir", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,7 @@ def test_status_and_cancel_on_a_full_disk(full_disk: Path, monkeypatch: pytest.M
     assert shown.reason.startswith("storage full, nothing is written: ")
     assert "No space left on device" in shown.reason
     monkeypatch.setattr("slurmllm.core.slurm.client.SlurmClient", lambda: slurm)
-    result = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(full_disk)])
+    result = call("cancel", "r", "--runs-dir", full_disk)
     assert result.exit_code == 0, result.output
     assert slurm.jobs[job].state == "CANCELLED"
     assert "cancelling without the lock" in result.output

@@ -11,7 +11,7 @@ from typing import Any
 import fake_slurm
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import call
 from fake_slurm import FakeSlurm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,6 @@ from slurmllm.analysis.status.utilization import (
     break_down_time,
     sum_utilization,
 )
-from slurmllm.cli.main import cli
 from slurmllm.core.run.records import TIME_PARTS, AttemptRecord, Submission
 from slurmllm.core.slurm.client import AccountingRow
 
@@ -310,11 +309,11 @@ def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
         write_rows(run.metrics(1), [make_row(s, 1, time=begin + 20 + 0.5 * s) for s in (4, 5, 6)])
         attempt(1, begin + 10, begin + 30, ending="done").save(run.attempt("train", 1).record)
     common = ["report", "a", "b", "--runs-dir", str(tmp_path / "runs"), "--price", "21.5"]
-    shown = CliRunner().invoke(cli, [*common, "--no-files"])
+    shown = call(*common, "--no-files")
     assert shown.exit_code == 0, shown.output
     assert "effective utilization" in shown.output
     assert "node_failure" in shown.output
-    document = json.loads(CliRunner().invoke(cli, [*common, "--json"]).output)
+    document = json.loads(call(*common, "--json").output)
     assert [run["name"] for run in document["runs"]] == ["a", "b"]
     used = document["runs"][0]["utilization"]
     assert set(used["parts"]) == set(TIME_PARTS)
@@ -325,5 +324,5 @@ def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
 
 def test_a_run_without_anything_has_nothing(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("empty")
-    shown = CliRunner().invoke(cli, ["report", "empty", "--runs-dir", str(tmp_path / "runs")])
+    shown = call("report", "empty", "--runs-dir", tmp_path / "runs")
     assert (shown.exit_code, "0.0000" in shown.output) == (0, True), shown.output

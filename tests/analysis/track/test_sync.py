@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from click.testing import CliRunner
+from command_line import call
 from made_records import save_attempt, save_submission
 from training_rows import make_rows, write_rows
 
 from slurmllm.analysis.track import sync as sending
 from slurmllm.analysis.track.sync import TrackerRecord, state_of, sync
 from slurmllm.analysis.track.trackers import Description, State, StepValues, Tracker
-from slurmllm.cli.main import cli
 from slurmllm.core.config import trackers as tracker_settings
 from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig, resolve
@@ -271,5 +270,5 @@ def test_no_child_without_trackers_or_network(run: RunDir) -> None:
         tracking.stop(requeued=False)
         assert not run.track_log.exists()
     save(resolve("tiny_neox", "local"), run)
-    done = CliRunner().invoke(cli, ["track", "sync", str(run.path)])
+    done = call("track", "sync", run.path)
     assert "demo has no trackers; name one with --to wandb or --to mlflow" in done.output

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from amounts import amount
-from click.testing import CliRunner
+from command_line import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import save_attempt
@@ -17,7 +17,6 @@ from training_rows import MakeFile, MakeRun, make_row, make_rows, write_rows
 from worker_events import evaluation
 
 from slurmllm.analysis.track.sync import Session, TrackerRecord, step_values
-from slurmllm.cli.main import cli
 from slurmllm.core.config.load import load, save
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import RunError
@@ -255,18 +254,18 @@ def test_compare_and_status(run: RunDir, tmp_path: Path) -> None:
     write_rows(other.metrics(0), [make_row(step) for step in range(1, 31)])
     evaluation(other, 0, 20, held_out=4.0, wiki=5.0)
     root = ("--runs-dir", str(tmp_path / "runs"))
-    done = CliRunner().invoke(cli, ["compare", "demo", "other", "--json", "--no-plot", *root])
+    done = call("compare", "demo", "other", "--json", "--no-plot", *root)
     assert done.exit_code == 0, done.output
     statistics = json.loads(done.stdout)["statistics"]
     assert (statistics["val_loss"]["points"], statistics["val_loss"]["max_rel_diff"]) == (1, 0)
     assert statistics["val_loss/wiki"]["max_rel_diff"] == pytest.approx(0.5 / 5.5)
     picture = str(tmp_path / "compared.png")
-    shown = CliRunner().invoke(cli, ["compare", "demo", "other", "--plot", picture, *root]).output
+    shown = call("compare", "demo", "other", "--plot", picture, *root).output
     assert (tmp_path / "compared.png").stat().st_size > 10_000
     assert re.search(r"val_loss/wiki +1 ", shown)
-    status = CliRunner().invoke(cli, ["status", "other", *root])
+    status = call("status", "other", *root)
     text = "held_out 4.0000, perplexity 54.60; wiki 5.0000, perplexity 148.41 (step 20)"
     assert text in " ".join(status.output.split())
-    status = CliRunner().invoke(cli, ["status", "other", "--json", *root])
+    status = call("status", "other", "--json", *root)
     texts = json.loads(status.stdout)["evaluation"]["texts"]
     assert texts["wiki"] == {"loss": 5.0, "perplexity": math.exp(5.0)}

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import call
 
 from slurmllm.analysis.calibrate import node as calibrating
-from slurmllm.cli.main import cli
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import NodeError, StorageError
@@ -95,9 +94,7 @@ def test_a_build_uses_no_work_folder_of_another_user(tmp_path: Path) -> None:
     work.path.mkdir()
     work.scratch(out.name).symlink_to(precious)
     give_away(work.path)
-    result = CliRunner().invoke(
-        cli, ["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--format", "text"]
-    )
+    result = call("data", "build", tmp_path / "a.txt", "--out", out, "--format", "text")
     assert (result.exit_code, "belongs to nobody" in " ".join(result.output.split())) == (4, True)
     assert (precious.read_text(), precious.stat().st_mode & 0o777) == ("precious", 0o600)
 
@@ -149,7 +146,7 @@ def test_a_run_of_another_user_cancels_nothing_of_ours(tmp_path: Path) -> None:
         place = {"process": process_identity(ours.pid), "host": socket.gethostname()}
         JobsRecord(submissions=(sent.model_copy(update=place),)).save(run.jobs)
         give_away(run.jobs, 0o644)
-        result = CliRunner().invoke(cli, ["cancel", "theirs", "--runs-dir", str(tmp_path)])
+        result = call("cancel", "theirs", "--runs-dir", tmp_path)
         alive = ours.poll() is None
         ours.kill()
     assert (result.exit_code, alive) == (2, True)

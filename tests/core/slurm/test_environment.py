@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch.submit.commands import call
+from command_line import call
 
 from slurmllm.core.config.resolve import clusters_dir, resolve
 from slurmllm.core.errors import SlurmError

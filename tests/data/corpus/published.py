@@ -6,10 +6,9 @@ import json
 import random
 from pathlib import Path
 
-from click.testing import CliRunner
+from command_line import call
 
 from data.corpus.data_server import DataServer
-from slurmllm.cli.main import cli
 from slurmllm.data.tokenizer import train_tokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs"]
@@ -25,7 +24,7 @@ def publish_wikipedia(server: DataServer, folder: Path, lines: int = 400) -> Non
     (folder / "text.txt").write_text("\n\n".join(texts))
     arguments = [folder / "text.txt", "--out", folder / "c", "--tokenize", folder / "t.json"]
     command = ["data", "build", *map(str, arguments), "--workers", "1"]
-    CliRunner().invoke(cli, command, catch_exceptions=False)
+    call(*command, catch_exceptions=False)
     merges = "\n".join(" ".join(pair) for pair in trained["model"]["merges"])
     server.files |= {
         "wiki/my-gpt2_text_document.bin": (folder / "c.bin").read_bytes(),

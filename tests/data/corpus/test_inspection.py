@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import answer, call
 
 from data.conftest import names_in, some_texts
-from slurmllm.cli.main import cli
 from slurmllm.core.errors import DataError
 from slurmllm.data import inspection
 from slurmllm.data.corpus import builtin
@@ -34,7 +34,7 @@ def arrow(path: Path, **columns: list[str]) -> Path:
 
 
 def inspect(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["data", "inspect", *map(str, arguments)])
+    return call("data", "inspect", *arguments)
 
 
 def test_small_corpora_are_counted(tmp_path: Path, tokenizer: Path, texts: list[str]) -> None:
@@ -77,9 +77,7 @@ def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) 
     corpus = arrow(tmp_path / "c.arrow", text=texts)
     recipe = ["--recipe", "tiny_neox", "--tokenizer", tokenizer, "--set", "model.seq_len=16"]
     sizes = ["--set", "train.global_batch=4", "--set", "train.steps=50"]
-    result = inspect(corpus, *recipe, *sizes, "--json", "--sequences", 3)
-    assert result.exit_code == 0, result.output
-    actual = json.loads(result.stdout)
+    actual = answer(inspect(corpus, *recipe, *sizes, "--json", "--sequences", 3))
     (reach,) = actual["recipe"]
     assert reach["epochs"] == pytest.approx(50 * 4 * 16 / actual["tokens"])
     assert reach["steps_per_epoch"] == pytest.approx(actual["tokens"] / 64)

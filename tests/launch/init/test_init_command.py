@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import call, refused
 from fake_slurm import FakeSlurm
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.schema import schema_line
 from slurmllm.core.slurm import client
 from slurmllm.launch.diagnose import login_node, ok
@@ -49,12 +49,8 @@ def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(login_node, "private_names_finding", lambda: ok("private APIs", ""))
 
 
-def call(*arguments: str, text: str | None = None) -> Result:
-    return CliRunner().invoke(cli, arguments, input=text)
-
-
 def init(*arguments: str, text: str | None = None) -> Result:
-    return call("init", *arguments, text=text)
+    return call("init", *arguments, input=text)
 
 
 def chosen_profile(*arguments: str) -> str:
@@ -79,9 +75,7 @@ def test_nothing_is_replaced_without_force(home: Path, fake: FakeSlurm) -> None:
     home.mkdir()
     profile = home / "cluster-main.yaml"
     profile.write_text("extends: p5\n")
-    done = init("--yes")
-    assert done.exit_code == 2
-    assert "exists; --force replaces it, --out FILE.yaml writes another" in done.stderr
+    assert "exists; --force replaces it, --out FILE.yaml writes another" in refused(init("--yes"))
     done = init(text="n\n")  # one partition: no question for it
     assert (done.exit_code, profile.read_text()) == (0, "extends: p5\n")
     assert f"replace {profile}? [y/N]" in done.stderr
@@ -138,17 +132,13 @@ def test_a_faulty_configuration(home: Path, fake: FakeSlurm) -> None:
     # One of another form is left alone.
     configuration.unlink()
     configuration.write_text("{data_folder: /fsx}\n")
-    done = init("--yes")
-    assert done.exit_code == 2
-    assert "write into it: cluster: cluster-main.yaml" in done.stderr
+    assert "write into it: cluster: cluster-main.yaml" in refused(init("--yes"))
     assert configuration.read_text() == "{data_folder: /fsx}\n"
 
 
 def test_without_slurm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    done = init("--yes")
-    assert done.exit_code == 3
-    assert "no Slurm here: scontrol is not on the PATH" in done.stderr
+    assert "no Slurm here: scontrol is not on the PATH" in refused(init("--yes"), 3)
     assert not home.exists()
 
 

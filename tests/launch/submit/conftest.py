@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command_line import call
 from fake_slurm import FakeSlurm
-from launch.submit.commands import call
 
 from slurmllm.core.slurm import client
 from slurmllm.launch.submit import launch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch.submit.commands import call
+from command_line import call
 from made_records import save_submission
 
 from slurmllm.core.config.resolve import resolve

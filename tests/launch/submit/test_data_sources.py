@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from command_line import call, call_json, fails
 from data.corpus.data_server import DataServer, data_server
 from data.corpus.published import mirror_configuration, publish_wikipedia
 from fake_slurm import FakeSlurm
-from launch.submit.commands import call, call_json, fails
 
 from slurmllm.core.config.data_sources import read_source
 from slurmllm.core.config.load import load

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import Inputs, call, call_json, fails, submitted, submitted_run
+from launch.submit.commands import Inputs, submitted, submitted_run
 from made_records import save_manifest
 
 from slurmllm.core.run.rundir import RunDir

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import Inputs, call, call_json, fails, submitted
+from launch.submit.commands import Inputs, submitted
 
 
 def test_a_run_that_waits_says_why_and_what_to_do(fake: FakeSlurm, inputs: Inputs) -> None:

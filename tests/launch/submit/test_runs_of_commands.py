@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import call, call_json, fails
 from made_records import save_attempt
 from training_rows import write_rows
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import Inputs, call, call_json, fails, submitted, submitted_run
+from launch.submit.commands import Inputs, submitted, submitted_run
 
 from slurmllm.core.config.load import load
 

@@ -13,16 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import (
-    Inputs,
-    call,
-    call_json,
-    fails,
-    graph_manifest,
-    submitted,
-    submitted_run,
-)
+from launch.submit.commands import Inputs, graph_manifest, submitted, submitted_run
 from made_records import save_manifest
 
 from slurmllm.core.config.load import load

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import Result
+from command_line import call, call_json
 from fake_slurm import FakeSlurm
-from launch.submit.commands import call, call_json
 
 from slurmllm.core.config.load import load
 from slurmllm.core.run.rundir import RunDir

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import call as invoke
+from command_line import fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import Inputs, fails
-from launch.submit.commands import call as invoke
+from launch.submit.commands import Inputs
 from training_rows import make_row, write_rows
 
 from slurmllm.analysis.status.runs import list_runs, run_states

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import call, call_json
 from made_records import save_attempt, save_manifest, save_submission
 
 from slurmllm.analysis.status.history import read_history
-from slurmllm.cli.main import cli
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.records import AttemptRecord
@@ -67,21 +64,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def test_verbs_read_its_rows(run: RunDir, tmp_path: Path) -> None:
-    def call(*arguments: str) -> Any:
-        done = CliRunner().invoke(cli, [*arguments, "--runs-dir", str(run.path.parent)])
-        assert done.exit_code == 0, done.output
-        return done.stdout
+    runs = f"--runs-dir={run.path.parent}"
 
-    status = json.loads(call("status", "titan", "--json"))
+    status = call_json("status", "titan", runs)
     assert (status["step"], status["loss"], status["step_s"]) == (200, 4.0, 2.0)
-    assert "4.0000, gradient norm 1.500" in call("status", "titan")
-    (spikes,) = json.loads(call("spikes", "titan", "--window", "5", "--json"))["runs"]
+    assert "4.0000, gradient norm 1.500" in call("status", "titan", runs).stdout
+    (spikes,) = call_json("spikes", "titan", "--window", "5", runs)["runs"]
     assert [spike["step"] for spike in spikes["spikes"]] == [150]
     log = tmp_path / "other.log"
     log.write_text("".join(map(line, range(10, 201, 10))))
-    compared = json.loads(call("compare", "titan", str(log), "--json"))
+    compared = call_json("compare", "titan", str(log), runs)
     assert (compared["verdict"], compared["alignment"]["points"]) == ("identical", 20)
-    report = json.loads(call("report", "titan", "--no-files", "--json"))
+    report = call_json("report", "titan", "--no-files", runs)
     assert report["runs"][0]["utilization"]["steps"] == 200
 
 

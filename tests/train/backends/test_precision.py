@@ -15,7 +15,7 @@ from typing import SupportsFloat
 import pytest
 import torch
 from amounts import amount, sample
-from click.testing import CliRunner, Result
+from command_line import call
 from mesh_pool import Case, MeshPool, Outcome, deviation, small_run
 from mesh_pool import small_run as small
 from rounding import training_rounding
@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.train.backends.native.precision import StochasticAdamW, round_to_bf16, scramble
 from slurmllm.train.backends.native.runtime import NativeBackend
@@ -441,7 +440,7 @@ def test_a_run_trains_with_both_parts(installed: Path, tmp_path: Path) -> None:
 
     # Muon's state does not keep weights from being exported.
     checkpoint = str(whole.checkpoint(8))
-    assert call("export", checkpoint, "--out", str(tmp_path / "hub")).exit_code == 0
+    assert call("checkpoint", "export", checkpoint, "--out", tmp_path / "hub").exit_code == 0
 
     # A resume with another optimizer starts from no checkpoint of this one.
     adamw = ("optim.name=adamw", "optim.settings={}")
@@ -454,7 +453,3 @@ def test_a_run_trains_with_both_parts(installed: Path, tmp_path: Path) -> None:
     gang = Gang(run, 2, attempt=3)
     assert gang.wait() == [2, 2]
     assert "hooks.layer_norms: 'layer_norms' is unknown: no installed package" in gang.output()
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["checkpoint", *arguments])

@@ -8,16 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import answer, call, refused
 from rounding import assert_rounded, forward_terms
 from torch import nn
 from torch.optim import AdamW
 
-from slurmllm.cli.main import cli
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.run.rundir import RunDir
@@ -38,16 +37,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
 
     def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(cli, ["checkpoint", *(str(a) for a in arguments)])
+        return call("checkpoint", *(str(a) for a in arguments))
 
     return invoke
-
-
-def answer(result: Result) -> dict[str, Any]:
-    assert result.exit_code == 0, result.output
-    fields = json.loads(result.stdout)
-    assert isinstance(fields, dict)
-    return fields
 
 
 def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
@@ -135,9 +127,7 @@ def test_a_run_s_checkpoint_in_transformers(
         assert "skipped a checkpoint that does not verify" in second_export.stderr
         assert f"from {directory.checkpoint(10)}" in second_export.stdout
     assert f"from {directory.checkpoint(10)}" in run("export", "a@10", "--out", "e").stdout
-    named = run("export", "a@20", "--out", "d")
-    assert named.exit_code == 4
-    assert "does not verify" in named.stderr
+    assert "does not verify" in refused(run("export", "a@20", "--out", "d"), 4)
     assert not Path("d").exists()
 
 
@@ -156,16 +146,14 @@ def test_into_our_format_and_back(run: Run) -> None:
     original = hub.transformers.AutoModelForCausalLM.from_pretrained("source")
     for name, tensor in original.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
-    repeated = run("export", "new/ours", "--out", "back")
-    assert repeated.exit_code == 2
-    assert "back is not empty; name a folder" in repeated.stderr
+    assert "back is not empty; name a folder" in refused(run("export", "new/ours", "--out", "back"))
     flipped = next(Path("new/ours").glob("*.safetensors"))
     content = bytearray(flipped.read_bytes())
     content[-1] ^= 1
     flipped.write_bytes(content)
-    bad = run("export", "new/ours", "--out", "other")
-    assert bad.exit_code == 4
-    assert f"{flipped.name} does not match its checksum" in bad.stderr
+    assert f"{flipped.name} does not match its checksum" in refused(
+        run("export", "new/ours", "--out", "other"), 4
+    )
 
 
 def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_path: Path) -> None:
@@ -177,10 +165,9 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
     assert json.loads(Path("bare/config.json").read_text())["eos_token_id"] is None
     hub.transformers.AutoModelForCausalLM.from_pretrained("bare")
     (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
-    lost = run("export", "10", "--run", "a", "--out", "x")
-    assert lost.exit_code == 2
-    assert "the run's tokenizer: cannot read tokenizer" in lost.stderr
-    assert "--tokenizer FILE" in lost.stderr
+    message = refused(run("export", "10", "--run", "a", "--out", "x"))
+    assert "the run's tokenizer: cannot read tokenizer" in message
+    assert "--tokenizer FILE" in message
     done = run("export", "10", "--run", "a", "--out", "x", "--tokenizer", "mine.json")
     assert done.exit_code == 0
     assert Path("x/tokenizer.json").read_bytes() == Path("mine.json").read_bytes()
@@ -194,9 +181,9 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
     end = values["added_tokens"][0]
     more = [{**end, "id": 400 + i, "content": f"<extra_{i}>"} for i in range(400)]
     Path("big.json").write_text(json.dumps({**values, "added_tokens": [end, *more]}))
-    tight = run("export", "10", "--run", "a", "--out", "y", "--tokenizer", "big.json")
-    assert tight.exit_code == 2
-    assert "entries and the model 500; give the one that it was trained with" in tight.stderr
+    assert "entries and the model 500; give the one that it was trained with" in refused(
+        run("export", "10", "--run", "a", "--out", "y", "--tokenizer", "big.json")
+    )
     assert not Path("y").exists()
 
 
@@ -280,9 +267,9 @@ def test_list_and_verify(run: Run) -> None:
     (held,) = json.loads(item.stdout)["checkpoints"]
     assert held["verified"] is False
     assert held["faults"] == ["shard_1 has 0 bytes instead of 1000"]
-    latest = run("export", "latest", "--run", "a", "--out", "x")
-    assert latest.exit_code == 4
-    assert "none of the checkpoints of run a verifies" in latest.stderr
+    assert "none of the checkpoints of run a verifies" in refused(
+        run("export", "latest", "--run", "a", "--out", "x"), 4
+    )
 
 
 @pytest.mark.usefixtures("run")

@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import answer, call
 from huggingface_hub import constants
 
-from slurmllm.cli.main import cli
 from train.checkpoint import hub
 
 COMMIT = hashlib.sha1(b"main").hexdigest()
@@ -114,22 +114,20 @@ def import_model(
     values = {"ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": True}
     values["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
 
-    def call(source: str, out: str, offline: bool = False) -> Result:
+    def run(source: str, out: str, offline: bool = False) -> Result:
         for name, value in {**values, "HF_HUB_OFFLINE": offline}.items():
             monkeypatch.setattr(constants, name, value)
         arguments = ["checkpoint", "import", source, "--out", str(tmp_path / out), "--json"]
-        return CliRunner().invoke(cli, arguments)
+        return call(*arguments)
 
-    return call
+    return run
 
 
 def test_a_model_is_downloaded_once_and_used_offline(
     tmp_path: Path, server: ThreadingHTTPServer, import_model: Callable[..., Result]
 ) -> None:
     handler: Any = server.RequestHandlerClass
-    done = import_model("hf://org/model", "a")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    result = answer(import_model("hf://org/model", "a"))
     assert (result["source"], result["architecture"]) == ("hf://org/model", "GPTNeoXForCausalLM")
     assert (tmp_path / "a" / "manifest.json").is_file()
     fetched = {line.rpartition("/")[2] for line in handler.requests if line.startswith("GET /org")}
@@ -180,7 +178,7 @@ def test_a_fine_tuning_recipe_names_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli, ["submit", "llama2_7b_finetune", "--nodes", "4"])
+    done = call("submit", "llama2_7b_finetune", "--nodes", "4")
     assert done.exit_code == 2
     fix = "`slurmllm checkpoint import hf://meta-llama/Llama-2-7b-hf --out weights`, then add"
     assert f"get them with {fix}" in " ".join(done.output.split())

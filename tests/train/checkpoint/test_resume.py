@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import call, refused
 from made_records import save_attempt, save_submission
 
-from slurmllm.cli.main import cli
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import Event, SkipsRecord
@@ -125,7 +124,7 @@ def test_values_that_no_save_writes(run: RunDir, field: str, value: str) -> None
     assert find(run).state == state(10)
     run.config.write_text("recipe: x\n")
     for verb in (["verify"], ["list"], ["list", "--verify", "--json"]):
-        done = CliRunner().invoke(cli, ["checkpoint", *verb, str(run.path)])
+        done = call("checkpoint", *verb, run.path)
         assert done.exit_code == (4 if verb == ["verify"] else 0), done.output
         assert "is damaged" in done.stdout.replace("\n", " ")
 
@@ -293,11 +292,9 @@ def test_an_attempt_that_was_killed_at_once_has_saved_nothing(run: RunDir) -> No
 
 def test_the_verb_refuses_before_a_job_waits_in_the_queue(run: RunDir) -> None:
     shutil.rmtree(run.checkpoints)
-    done = CliRunner().invoke(
-        cli, ["resume", "a", "--local", "--runs-dir", str(run.path.parent)], env={**os.environ}
+    assert "step_00000020 was saved" in refused(
+        call("resume", "a", "--local", "--runs-dir", run.path.parent, env={**os.environ}), 4
     )
-    assert done.exit_code == 4, done.output
-    assert "step_00000020 was saved" in done.output
     assert not run.jobs.exists()
 
 
