@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launch.graphs.conftest import compile_graphs
+from launch.graphs.conftest import compile_graphs, pack
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import NodeError, StorageError
@@ -19,15 +19,11 @@ from slurmllm.launch.graphs.archive import faults
 from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.launch.supervise.supervisor import Supervisor
 
-VERSIONS = {"torch": "2.9", "cpu_capability": "AVX2"}
-
 
 @pytest.fixture
 def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
     """Of an archive with two graphs."""
-    filled = tmp_path / "filled"
-    compile_graphs(filled, "abc", "cde")
-    return graph_cache.pack_archive(filled, run, "native", 9.5, versions=VERSIONS)
+    return pack(tmp_path / "filled", run, "abc", "cde")
 
 
 @pytest.fixture
@@ -74,14 +70,12 @@ def test_a_node_without_its_disk_is_named(run: RunDir, manifest: GraphManifest) 
         graph_cache.empty_cache(Path("/proc/nowhere/cache"))
 
 
+OUTSIDE, KINDS = ("../x", "a/../../x", "/x"), ("SYM", "LNK", "FIFO", "CHR", "DIR")
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("../x", "REGTYPE"),
-        ("a/../../x", "REGTYPE"),
-        ("/x", "REGTYPE"),
-        *(("x", f"{kind}TYPE") for kind in ("SYM", "LNK", "FIFO", "CHR", "DIR")),
-    ],
+    [*((name, "REGTYPE") for name in OUTSIDE), *(("x", f"{kind}TYPE") for kind in KINDS)],
 )
 def test_nothing_but_files_inside_is_unpacked(tmp_path: Path, name: str, kind: str) -> None:
     folder = tmp_path / "a"
@@ -116,8 +110,7 @@ def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Pa
         tmp_path / "n1", run, ["n2", "n3"], lambda node: node == "n3"
     )
     assert collected == ["n3"]
-    pack = functools.partial(graph_cache.pack_archive, run=run, backend="native", versions=VERSIONS)
-    manifest = pack(tmp_path / "n1", cold_first_step_s=1.0, missing_nodes=["n3"])
+    manifest = pack(tmp_path / "n1", run, missing_nodes=["n3"])
     assert (manifest.graphs, manifest.complete) == (3, False)
     assert faults(manifest, run) == ("no graphs from n3",)
     assert not (tmp_path / "n1/inductor/k.lock").exists()
@@ -125,8 +118,8 @@ def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Pa
     assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
     # Without any graph, an archive is incomplete where some are expected.
     (tmp_path / "empty").mkdir()
-    assert pack(tmp_path / "empty", cold_first_step_s=1.0, expected=False).complete
-    manifest = pack(tmp_path / "empty", cold_first_step_s=1.0)
+    assert pack(tmp_path / "empty", run, expected=False).complete
+    manifest = pack(tmp_path / "empty", run)
     assert not manifest.complete
     assert "left no compiled graph" in faults(manifest, run)[0]
 

@@ -92,14 +92,12 @@ class Stage:
     def manifest(self, name: str) -> GraphManifest:
         return GraphManifest.load(RunDir(self.runs / name).graphs_manifest)
 
-    def attempt(self, name: str, number: int = 0) -> dict[str, Any]:
-        return dict(
-            json.loads(RunDir(self.runs / name).attempt("train", number).record.read_text())
-        )
-
-    def precompile_attempt(self, name: str, number: int = 0) -> dict[str, Any]:
-        record = RunDir(self.runs / name).attempt("precompile", number).record
+    def attempt(self, name: str, number: int = 0, stage: StageName = "train") -> dict[str, Any]:
+        record = RunDir(self.runs / name).attempt(stage, number).record
         return dict(json.loads(record.read_text()))
+
+    def precompile_attempt(self, name: str) -> dict[str, Any]:
+        return self.attempt(name, stage="precompile")
 
     def misses(self, name: str) -> dict[str, int]:
         return {n: first["cache_misses"] for n, first in self.status(name)["first_steps"].items()}
@@ -239,11 +237,8 @@ def test_graphs_compiled_while_training_are_there_for_the_next_attempt(stage: St
     assert [(c["cache_hits"], c["cache_misses"]) for c in counts] == [(2, 0), (3, 0)]
     shown = stage.status("r")
     assert shown["attempts"][0]["new_graphs"] == first["new_graphs"]
-    assert {s["name"].partition("+")[0] for s in shown["graphs"]["states"]} == {
-        module("a"),
-        module("c"),
-        module("late"),
-    }
+    states = {s["name"].partition("+")[0] for s in shown["graphs"]["states"]}
+    assert states == {module("a"), module("c"), module("late")}
 
 
 def test_another_run_takes_the_archive_and_skips_precompile(stage: Stage) -> None:
@@ -292,14 +287,9 @@ class Nodes:
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.secret = stage, new_secret()
-        config = resolve(
-            "tiny_neox",
-            overrides=[
-                "backend=nxd",
-                f"cluster.node_local={stage.folder}",
-                *(option.partition("=")[2] for option in stage.inputs),
-            ],
-        )
+        overrides = [option.partition("=")[2] for option in stage.inputs]
+        overrides += ["backend=nxd", f"cluster.node_local={stage.folder}"]
+        config = resolve("tiny_neox", overrides=overrides)
         self.run = RunDir(stage.runs / "r")
         self.run.path.mkdir(parents=True)
         write_run(render_run(config, 2, self.run))
@@ -311,12 +301,7 @@ class Nodes:
     def launch(self, name: StageName, node: int) -> subprocess.Popen[str]:
         # The private folder on the node's disk has the user's name: each node gets its own.
         return self.stage.start_bare(
-            "launch",
-            str(self.run.path),
-            "--stage",
-            name,
-            "--attempt",
-            "0",
+            *("launch", str(self.run.path), "--stage", name, "--attempt", "0"),
             SLURMLLM_CACHE="/replaced",
             SLURM_NODEID=str(node),
             SLURMLLM_NODE=f"n{node}",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from launch.graphs.conftest import compile_graphs
+from launch.graphs.conftest import VERSIONS, compile_graphs, pack
 
 from slurmllm.core.run.artifact_records import GraphManifest, NewGraphs
 from slurmllm.core.run.rundir import RunDir
@@ -16,17 +16,12 @@ from slurmllm.launch.graphs import merge
 from slurmllm.train.backends.native import environment
 
 NODES = ("n1", "n2")
-VERSIONS = {"torch": "2.9", "cpu_capability": "AVX512", "cpu_features": "avx2 avx512f"}
 
 
 @pytest.fixture
 def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
     """Of an archive with graph `aaa`, as precompile left it; each node has it on its disk."""
-    filled = tmp_path / "precompile"
-    compile_graphs(filled, "aaa")
-    manifest = graph_cache.pack_archive(
-        filled, run, "native", 1.0, versions=VERSIONS, fingerprint="f"
-    )
+    manifest = pack(tmp_path / "precompile", run, "aaa", fingerprint="f")
     for node in NODES:
         graph_cache.install_archive(tmp_path / node, run, manifest)
     return manifest

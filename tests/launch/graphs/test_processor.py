@@ -8,11 +8,11 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch.graphs.conftest import compile_graphs
+from launch.graphs.conftest import compile_graphs, pack
 from made_records import save_attempt
 
 from slurmllm.core.config.resolve import resolve
@@ -158,51 +158,49 @@ class MixedPartition:
         return launcher
 
 
-def pack(partition: MixedPartition, folder: Path, versions: Mapping[str, str]) -> GraphManifest:
-    compile_graphs(folder / "precompile", "wide")
-    return graph_cache.pack_archive(
-        folder / "precompile", partition.run, "native", 1.0, versions=versions
+@pytest.fixture
+def partition() -> Iterator[MixedPartition]:
+    """It has an archive with graph `wide`, of the new processor."""
+    with tempfile.TemporaryDirectory(prefix="slurmllm-test-") as folder:
+        partition = MixedPartition(Path(folder))
+        wide = processor("cpu", {"ATEN_CPU_CAPABILITY": "avx512"})
+        versions = {**load_environment("native").versions(), **wide}
+        pack(Path(folder) / "precompile", partition.run, "wide", versions=versions)
+        yield partition
+
+
+@x86
+def test_a_partition_with_two_generations_of_processors(
+    partition: MixedPartition, caplog: pytest.LogCaptureFixture
+) -> None:
+    new, old = partition.launch("new", "late"), partition.launch("old", "narrow")
+    assert partition.installed == {"new": True, "old": False}
+    assert new.node_record.cache == "shared"
+    record = old.node_record
+    reason = (
+        "built in another environment (cpu_capability AVX512 in the archive, AVX2 on this node)"
     )
+    assert (record.cache, record.cache_reason) == ("other_versions", reason)
+    assert record.versions["cpu_capability"] == "AVX2"
+    assert f"ignoring the graph archive: {reason}; this node compiles its own" in caplog.text
+    # The nodes of this test share a disk: their caches are apart.
+    assert new.cache != old.cache
+    graphs = load_environment("native").graphs
+    assert {g.name for g in graphs(new.cache)} == {"wide", "late"}
+    assert {g.name for g in graphs(old.cache)} == {"narrow"}
+    assert record.new_graphs == ("narrow",)
+    assert merge.merge_new_graphs(partition.run) == ("late",)
+    merged = GraphManifest.load(partition.run.graphs_manifest)
+    assert {state.name for state in merged.states} == {"wide", "late"}
+    assert merged.versions["cpu_capability"] == "AVX512"
 
 
 @x86
-def test_a_partition_with_two_generations_of_processors(caplog: pytest.LogCaptureFixture) -> None:
-    with tempfile.TemporaryDirectory(prefix="slurmllm-test-") as name:
-        folder, partition = Path(name), MixedPartition(Path(name))
-        environment = load_environment("native")
-        wide = processor("cpu", {"ATEN_CPU_CAPABILITY": "avx512"})
-        pack(partition, folder, {**environment.versions(), **wide})
-        new, old = partition.launch("new", "late"), partition.launch("old", "narrow")
-        assert partition.installed == {"new": True, "old": False}
-        assert new.node_record.cache == "shared"
-        record = old.node_record
-        reason = (
-            "built in another environment (cpu_capability AVX512 in the archive, AVX2 on this node)"
-        )
-        assert (record.cache, record.cache_reason) == ("other_versions", reason)
-        assert record.versions["cpu_capability"] == "AVX2"
-        assert f"ignoring the graph archive: {reason}; this node compiles its own" in caplog.text
-        # The nodes of this test share a disk: their caches are apart.
-        assert new.cache != old.cache
-        assert {g.name for g in environment.graphs(new.cache)} == {"wide", "late"}
-        assert {g.name for g in environment.graphs(old.cache)} == {"narrow"}
-        assert record.new_graphs == ("narrow",)
-        assert merge.merge_new_graphs(partition.run) == ("late",)
-        merged = GraphManifest.load(partition.run.graphs_manifest)
-        assert {state.name for state in merged.states} == {"wide", "late"}
-        assert merged.versions["cpu_capability"] == "AVX512"
-
-
-@x86
-def test_rejected_graphs_are_not_installed() -> None:
-    with tempfile.TemporaryDirectory(prefix="slurmllm-test-") as name:
-        folder, partition = Path(name), MixedPartition(Path(name))
-        wide = processor("cpu", {"ATEN_CPU_CAPABILITY": "avx512"})
-        pack(partition, folder, {**load_environment("native").versions(), **wide})
-        merge.reject_graphs(partition.run, "train attempt 0 failed with it")
-        record = partition.launch("new", "fresh").node_record
-        assert partition.installed == {"new": False}
-        assert (record.cache, record.cache_reason) == ("rejected", "train attempt 0 failed with it")
+def test_rejected_graphs_are_not_installed(partition: MixedPartition) -> None:
+    merge.reject_graphs(partition.run, "train attempt 0 failed with it")
+    record = partition.launch("new", "fresh").node_record
+    assert partition.installed == {"new": False}
+    assert (record.cache, record.cache_reason) == ("rejected", "train attempt 0 failed with it")
 
 
 def test_workers_learn_whether_graphs_are_reused(
