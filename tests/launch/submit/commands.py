@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import call_json
+from command_line import answer, call
 
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import RunDir
@@ -13,7 +13,7 @@ Inputs = tuple[str, ...]  # corpus and tokenizer, as --set options
 
 
 def submitted(inputs: Inputs, *more: str) -> dict[str, object]:
-    return dict(call_json("submit", "tiny_neox", "--nodes", "4", *inputs, *more))
+    return dict(answer(call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)))
 
 
 def submitted_run(inputs: Inputs, *more: str) -> RunDir:

@@ -73,7 +73,7 @@ def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
     dry = call(*NEOX, "--dry-run")
     assert (dry.exit_code, dry.stdout.count("#!/bin/bash")) == (2, 1)  # rehearsed
     assert message in dry.stderr
-    assert "data fetch" in call_json(*NEOX, "--dry-run")["refusals"][0]
+    assert "data fetch" in json.loads(call(*NEOX, "--dry-run", "--json").stdout)["refusals"][0]
     elsewhere = fails(2, *NEOX, "--runs-dir", "other")
     assert f"fetch wikipedia_gpt2 --to {Path.cwd() / 'other' / '.data'}`" in elsewhere
     # A tokenizer alone is not complete after --fetch.
