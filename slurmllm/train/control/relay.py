@@ -195,8 +195,9 @@ class Relay:
     async def _connect_to_root(self) -> None:
         deadline = time.monotonic() + RENDEZVOUS_S
         while self._above is None:
-            peer = socket.socket()
+            peer: socket.socket | None = None
             try:
+                peer = socket.socket()
                 peer.setblocking(False)
                 async with asyncio.timeout(_CONNECT_S):
                     await self._loop.sock_connect(peer, self._root)
@@ -220,7 +221,7 @@ class Relay:
                     return
                 await asyncio.sleep(RETRY_S)
             finally:
-                if self._above is None:
+                if self._above is None and peer is not None:
                     peer.close()
 
     def _release(self) -> None:

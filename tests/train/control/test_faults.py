@@ -242,22 +242,24 @@ def test_a_relay_that_fails_ends_its_workers(
     assert "the relay has failed" in caplog.text
 
 
+@pytest.mark.parametrize("method", ["accept", "__init__"])
 def test_a_launcher_without_descriptors_serves_when_one_is_free(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    with gang(1, 2) as workers:
-        accept, refusals = socket.socket.accept, [None] * 3
+    call, refusals = getattr(socket.socket, method), [None] * 3
 
-        def full(server: socket.socket) -> object:
-            if refusals and server.family == socket.AF_UNIX:
-                refusals.pop()
-                raise OSError(errno.EMFILE, "Too many open files")
-            return accept(server)
+    def full(*arguments: object, **options: object) -> object:
+        alone = len(arguments) == 1 and not options
+        if refusals and alone and threading.current_thread().name == "control":
+            refusals.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return call(*arguments, **options)
 
-        monkeypatch.setattr(socket.socket, "accept", full)
+    monkeypatch.setattr(socket.socket, method, full)
+    with gang(2, 1) as workers:
         workers.run(ControlPlane.barrier)
     assert refusals == []
-    assert "too many open files in the launcher" in caplog.text
+    assert method != "accept" or "too many open files in the launcher" in caplog.text
 
 
 def test_the_root_may_hold_a_connection_to_each_node() -> None:
