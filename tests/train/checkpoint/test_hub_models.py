@@ -150,7 +150,7 @@ def test_a_model_is_downloaded_once_and_used_offline(
     [
         ("hf://org/none", 2, "hf://org/none cannot be downloaded: "),
         ("hf://org/gated", 2, "hf://org/gated cannot be downloaded: "),
-        ("hf://org/model@no", 2, "hf://org/model@no: no such branch, tag or commit"),
+        ("hf://org/model@no", 2, "hf://org/model@no: no such branch, tag or commit; see http"),
         ("hf://a/b/c", 2, "write hf://ORG/NAME"),
         ("hf://org/pickles", 2, "hf://org/pickles has no safetensors"),
         ("hf://org/broken", 3, "try again, or copy there what `hf download org/broken`"),
@@ -171,7 +171,8 @@ def test_offline_without_the_model(tmp_path: Path, import_model: Callable[..., R
     done = import_model(source, "out", offline=True)
     assert done.exit_code == 2
     reason = f"{source} cannot be downloaded to {tmp_path}/home: HF_HUB_OFFLINE is set; unset it"
-    assert reason in " ".join(done.stderr.split())
+    text = " ".join(done.stderr.split())
+    assert f"{reason}, or copy there what `hf download org/model --revision old` caches" in text
 
 
 def test_a_fine_tuning_recipe_names_its_weights(

@@ -153,14 +153,16 @@ def model_folder(source: str) -> Path:
             "a private or gated model log in with `hf auth login`, or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise UserError(f"{source}: no such branch, tag or commit: {error}") from error
+        page = f"{constants.ENDPOINT}/{name}/tree/main"
+        raise UserError(f"{source}: no such branch, tag or commit; see {page}") from error
     # The base of the errors of the hub's http library need not be an OSError.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
         offline = constants.HF_HUB_OFFLINE
+        version = f" --revision {revision}" if revision else ""
         reason = "HF_HUB_OFFLINE is set; unset it" if offline else f"{error}; try again"
         raise (DataError if offline else InfrastructureError)(
             f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {reason}, or copy there "
-            f"what `hf download {name}` caches on a machine with internet access"
+            f"what `hf download {name}{version}` caches on a machine with internet access"
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise DataError(
