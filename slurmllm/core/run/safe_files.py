@@ -93,7 +93,7 @@ def read_limited(
 def read_lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes]:
     """Yield the lines of a file; OSError if one has more than `longest` bytes."""
     while line := stream.readline(longest + 1):
-        _require_length(len(line), longest, stream)
+        _require_length(len(line), longest)
         yield line
 
 
@@ -105,13 +105,13 @@ def read_pieces(stream: BinaryIO, size: int, longest: int) -> Iterator[bytes]:
     while piece := stream.read(size):
         begin = piece.rfind(b"\n") + 1  # of the line that the piece ends in, or of the next
         piece += stream.readline(longest + 1)
-        _require_length(len(piece) - begin, longest, stream)
+        _require_length(len(piece) - begin, longest)
         yield piece
 
 
-def _require_length(length: int, longest: int, stream: BinaryIO) -> None:
+def _require_length(length: int, longest: int) -> None:
     if length > longest:
-        raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes", stream.name)
+        raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes")
 
 
 def os_error_text(error: OSError) -> str:

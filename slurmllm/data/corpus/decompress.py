@@ -117,8 +117,10 @@ class OpenedInput(io.RawIOBase):
             return _Streams(self._raw, partial(zstd.ZstdDecompressor, options=options))
         if self.file.compression == "gzip":
             return gzip.GzipFile(fileobj=self._raw)
-        kinds = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
-        return _Streams(self._raw, kinds[str(self.file.compression)])
+        if self.file.compression == "bz2":
+            return _Streams(self._raw, bz2.BZ2Decompressor)
+        # Not the older .lzma, of which zeros are an empty file.
+        return _Streams(self._raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
 
 
 class _Streams:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import printable
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
@@ -66,7 +67,7 @@ class DocumentReader:
                         stream.blank_bytes = 0
                     yield chunk
             except OSError as error:
-                reason = " ".join(str(error).split()).rstrip(".")
+                reason = printable(" ".join(str(error).split())).rstrip(".")
                 on_error(
                     f"{self.file.name}: cannot be read to its end: {reason} (near byte "
                     f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from slurmllm.core.format import printable
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import Extent
 
@@ -142,4 +143,5 @@ def reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def no_column(key: str, names: Sequence[str]) -> str:
-    return f"no column {key!r} (columns: {', '.join(names[:10])}); {SEE_KEYS}"
+    shown = ", ".join(f"{printable(name):.40}" for name in names[:10])
+    return f"no column {key!r} (columns: {shown}); {SEE_KEYS}"
