@@ -178,6 +178,12 @@ def huggingface(path: Path) -> None:
     plan_import(path.parent)
 
 
+def huggingface_index(path: Path) -> None:
+    shutil.copy(CORPUS / "safetensors/model.safetensors", path.with_name("other.safetensors"))
+    shutil.copy(CORPUS / "huggingface/llama.json", path.with_name("config.json"))
+    plan_import(path.parent)
+
+
 def slurm(path: Path) -> None:
     text = path.read_text(errors="replace")
     commands = client.SlurmClient()
@@ -262,6 +268,7 @@ def run(path: Path) -> None:
 _FUNCTIONS: tuple[Any, ...] = (
     *(records, config, recipe, profile, suite, metrics, events, logs, tokens, arrow),
     *(corpus, tokenizer, tokenizer_config, safetensors, safetensors_header, dcp, huggingface),
+    huggingface_index,
     *(slurm, lines, tensorboard_event, phase, probe, plan, scores, run),
 )
 TARGETS: dict[str, Target] = {function.__name__: function for function in _FUNCTIONS}

@@ -187,6 +187,8 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
 
     try:
         is_file = source.is_file()
+        if source.exists() and not is_file and not source.is_dir():
+            raise RunError(f"{source} is not a regular file; write it to a file first")
         files = [source] if is_file else RunDir(source).metrics_files()
         warnings = [] if is_file else _unknown_files(source / "metrics", files)
     except OSError as error:

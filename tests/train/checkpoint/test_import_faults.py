@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from slurmllm.cli.main import cli
 from slurmllm.core.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
-from slurmllm.core.run.safe_files import LARGEST_RECORD
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.train.checkpoint.formats import safetensors_files
 from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
@@ -251,21 +249,6 @@ def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:
     for text in ("{", "[]", '{"weight_map": 3}'):
         path.write_text(text)
         assert "is no index of safetensors files" in refused(source, StorageError)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("config.json", ConfigError), ("model.safetensors.index.json", StorageError)],
-)
-def test_files_without_end(
-    copy: Callable[[str], Path], name: str, kind: type[SlurmllmError]
-) -> None:
-    source = copy("sharded")
-    os.truncate(source / name, LARGEST_RECORD + 1)
-    assert f"cannot be read: larger than {LARGEST_RECORD:,} bytes" in refused(source, kind)
-    (source / name).unlink()
-    os.mkfifo(source / name)
-    refused(source, kind)
 
 
 @pytest.mark.parametrize(
