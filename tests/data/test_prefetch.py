@@ -64,9 +64,7 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_worker_is_light_bounded_and_ignores_signals_to_its_job(
-    stream: PackedStream,
-) -> None:
+def test_a_worker_is_light_bounded_and_ignores_signals_to_its_job(stream: PackedStream) -> None:
     # At once, while the interpreter starts, and again at work.
     for _ in range(2):
         for number in PARENT_SIGNALS:

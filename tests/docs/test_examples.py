@@ -65,10 +65,7 @@ def test_verb_and_options_exist(command: str) -> None:
     ],
 )
 def test_submit_would_be_accepted(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _, verb, *words = shlex.split(command)  # what follows `--` may be another program's

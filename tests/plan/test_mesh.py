@@ -26,10 +26,7 @@ from slurmllm.train.backends.environment import load_environment
     ],
 )
 def test_meshes_that_do_not_fit_name_one_that_does(recipe: str, nodes: int, message: str) -> None:
-    changes = {
-        "one": ["train.global_batch=1", "train.micro_batch=1"],
-        "two": ["parallel.tensor=2"],
-    }
+    changes = {"one": ["train.global_batch=1", "train.micro_batch=1"], "two": ["parallel.tensor=2"]}
     name = "tiny_neox" if recipe in changes else recipe
     with pytest.raises(ConfigError) as caught:
         make_mesh(resolve(name, overrides=changes.get(recipe, [])), nodes)
@@ -57,8 +54,7 @@ def test_a_plan_with_an_unmeasured_micro_batch_and_one_that_cannot_be_read(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("nodes", "micro_batch", "accumulation"),
-    [(2, 6, 2), (3, 4, 2), (24, 1, 1)],
+    ("nodes", "micro_batch", "accumulation"), [(2, 6, 2), (3, 4, 2), (24, 1, 1)]
 )
 def test_a_measured_micro_batch_fits_every_node_count(
     tmp_path: Path, nodes: int, micro_batch: int, accumulation: int

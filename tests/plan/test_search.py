@@ -31,8 +31,7 @@ def fits(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "cluster", "nodes"),
-    [("llama2_70b", "trn1", 32), ("gpt3_1.3b", "p4d", 2)],
+    ("recipe", "cluster", "nodes"), [("llama2_70b", "trn1", 32), ("gpt3_1.3b", "p4d", 2)]
 )
 def test_every_candidate_could_be_submitted(recipe: str, cluster: str, nodes: int) -> None:
     config = resolve(recipe, cluster)

@@ -207,9 +207,7 @@ def memory_events(
         return Memory(at[0] * GB, 20 * GB)
 
     job: Any = SimpleNamespace(
-        first_step=first_step,
-        backend=SimpleNamespace(memory=memory),
-        events=EventLog(path, 0),
+        first_step=first_step, backend=SimpleNamespace(memory=memory), events=EventLog(path, 0)
     )
     with control_planes(2) as controls:
         job.control, other = controls

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from slurmllm.analysis.calibrate.fits import hardware_of
-from slurmllm.analysis.calibrate.node import STEP_LAYERS, Sample, Task, step_config
+from slurmllm.analysis.calibrate.measuring import Item, measure, scale_of
+from slurmllm.analysis.calibrate.node import GPU_LIMIT_S, STEP_LAYERS, Sample, Task, step_config
+from slurmllm.analysis.calibrate.worker import PARTS_S, _measurements
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.errors import NodeError
 from slurmllm.plan.mesh import make_mesh
@@ -161,3 +167,39 @@ def test_a_missing_measurement_is_named() -> None:
         lacking = [sample for sample in made_up(TRUTH) if sample.kind != kind]
         with pytest.raises(NodeError, match="did not measure"):
             hardware_of(lacking, TASK, None, "here")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("call_s", "longest_s"), [(0.0, 2.5), (0.2, 6.5)], ids=["fast", "slow"])
+def test_a_part_keeps_its_time(
+    alone: None, capfd: pytest.CaptureFixture[str], call_s: float, longest_s: float
+) -> None:
+    """Six measurements of three rounds in half a second: or one round, each of two calls."""
+    items = [Item("copy", str(i), (), lambda: time.sleep(call_s)) for i in range(6)]
+    begun = time.monotonic()
+    measure(items, torch.device("cpu"), 0.15, 3, limit_s=0.5)
+    assert time.monotonic() - begun < longest_s
+    samples = [Sample.parse(line) for line in capfd.readouterr().out.splitlines()]
+    assert [sample.of for sample in samples if sample] == list("012345")
+    assert all(sample.value >= call_s for sample in samples if sample)
+
+
+def test_the_measurements_of_a_gpu_fit_into_their_time() -> None:
+    scale = scale_of(TASK)
+    counts = {}
+    for name, items in _measurements(TASK, scale, torch.device("meta")).items():
+        if name != "collectives":  # their groups need the workers
+            counts[name] = len(list(items()))
+    # bf16 products of every size and the head's, and one in fp32 for its peak; nothing compiles.
+    assert counts == {"matrix products": 14, "attention": 1, "memory": 1}
+    for name, count in counts.items():
+        assert count * scale.rounds * scale.budget_s <= PARTS_S[name]
+    # What starts and compiles has the rest.
+    assert sum(PARTS_S.values()) <= 0.75 * GPU_LIMIT_S < 45

@@ -45,9 +45,7 @@ NANOGPT = "iter {step}: loss {loss:.12f}"
 TITAN = "step:  {step}  loss:  {loss:.12f}"
 
 
-def test_known_formats_are_shifted_by_convention_or_by_values(
-    tmp_path: Path,
-) -> None:
+def test_known_formats_are_shifted_by_convention_or_by_values(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
     for first, second, shifts in ((a, b, (1, 0)), (b, a, (0, 1)), (a, a, (0, 0))):

@@ -14,10 +14,7 @@ from training_rows import Row as Line
 from training_rows import make_row, write_rows
 
 from slurmllm.analysis.report import prediction as module
-from slurmllm.analysis.report.prediction import (
-    PredictionCheck,
-    check_run_prediction,
-)
+from slurmllm.analysis.report.prediction import PredictionCheck, check_run_prediction
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig, resolve

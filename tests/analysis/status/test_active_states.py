@@ -18,11 +18,7 @@ from made_records import save_attempt, save_submission
 from slurmllm.analysis.status.runs import run_state
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import RunError
-from slurmllm.core.run.records import (
-    SweepRecord,
-    UnrecordedEnding,
-    comment_with,
-)
+from slurmllm.core.run.records import SweepRecord, UnrecordedEnding, comment_with
 from slurmllm.core.run.rundir import RunDir, SweepDir
 from slurmllm.core.slurm.client import QueuedJob
 from slurmllm.launch.submit.resume import require_ended

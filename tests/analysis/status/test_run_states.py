@@ -17,13 +17,7 @@ from slurmllm.core.config.load import read_summary
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.metrics.step_time import read_pace
-from slurmllm.core.run.records import (
-    AttemptRecord,
-    Event,
-    Heartbeat,
-    SkippedBatches,
-    SkipsRecord,
-)
+from slurmllm.core.run.records import AttemptRecord, Event, Heartbeat, SkippedBatches, SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import AccountingRow, QueuedJob
 

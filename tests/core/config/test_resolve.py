@@ -214,12 +214,7 @@ def test_cluster_by_option_environment_and_recipe(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_single_value_where_a_list_is_expected(tmp_path: Path) -> None:
-    overrides = [
-        "trackers=wandb",
-        "profile.ranks=3",
-        "profile.steps=[2, 3]",
-        "slurm.notify.on=end",
-    ]
+    overrides = ["trackers=wandb", "profile.ranks=3", "profile.steps=[2, 3]", "slurm.notify.on=end"]
     overrides += ["slurm.notify.command=mail", "cluster.setup=module load cuda"]
     config = resolve("tiny_neox", overrides=overrides)
     recipe = config.recipe

@@ -64,11 +64,4 @@ def test_what_a_merge_brings_may_be_written_over(tmp_path: Path) -> None:
 
 def test_scalars_of_the_command_line() -> None:
     texts = ("1e-4", "1:30", "[1, a]", "null", "x: [", DEEP)
-    assert [parse_scalar(text) for text in texts] == [
-        1e-4,
-        "1:30",
-        [1, "a"],
-        None,
-        "x: [",
-        DEEP,
-    ]
+    assert [parse_scalar(text) for text in texts] == [1e-4, "1:30", [1, "a"], None, "x: [", DEEP]

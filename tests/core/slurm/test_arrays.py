@@ -43,9 +43,7 @@ class Job:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
-def test_results_in_another_user_s_folder_are_not_read(
-    tmp_path: Path,
-) -> None:
+def test_results_in_another_user_s_folder_are_not_read(tmp_path: Path) -> None:
     folder, mark = tmp_path / "array-x", tmp_path / "code ran"
     folder.mkdir(mode=0o700)
     (folder / "result.pkl").write_bytes(pickle.dumps("fine"))

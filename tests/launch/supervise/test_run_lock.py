@@ -9,17 +9,33 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from socket import gethostname
 
 import pytest
+from fake_slurm import FakeSlurm
+from launch.supervise.starts import attempt_record, start_of
+from made_records import save_submission
 
-from slurmllm.core.errors import RunError
-from slurmllm.core.run.records import JobsRecord, LockRecord
-from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import EXIT_NEGATIVE, RunError
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    Heartbeat,
+    JobsRecord,
+    LockRecord,
+    UnrecordedEnding,
+    comment_with,
+)
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.launch.supervise import run_lock
 from slurmllm.launch.supervise.attempts import process_identity
-from slurmllm.launch.supervise.run_lock import locked
+from slurmllm.launch.supervise.run_lock import locked, not_recorded, other_supervisor, still_runs
+from slurmllm.launch.supervise.supervisor import Supervisor
 
 SLURMLLM = (sys.executable, "-m", "slurmllm")
 # A Slurm that only counts: a job is pending until `ended` has its number.
@@ -177,3 +193,192 @@ def test_a_planted_lock_is_neither_followed_nor_waited_for(
         run.lock.unlink()
     assert victim.read_text() == "precious"
     assert not (tmp_path / "new").exists()
+
+
+Lost = tuple[RunDir, FakeSlurm]
+
+
+def one_node_record(**fields: object) -> AttemptRecord:
+    return attempt_record(**{"nodes": ("n1",), "world_size": 1, **fields})
+
+
+@contextmanager
+def living() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that passes for a supervisor."""
+    command = [sys.executable, "-c", "input()", "supervise"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+        process.communicate(b"\n")
+
+
+def identity(process: subprocess.Popen[bytes]) -> dict[str, object]:
+    pid = process.pid
+    return {"host": gethostname(), "pid": pid, "process": process_identity(pid)}
+
+
+def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) -> None:
+    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
+    with living() as first:
+        record = one_node_record(**identity(first))
+        reason = f"process {first.pid} on {gethostname()} is its supervisor"
+        assert still_runs(run, record, allocation) == reason
+        restarted = record.model_copy(update={"process": "boot 1"})  # its id is used again
+        assert still_runs(run, restarted, allocation) is None
+    assert still_runs(run, record, allocation) is None
+
+
+def test_a_second_supervisor_of_one_start_leaves(
+    lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = lost
+    monkeypatch.setattr("slurmllm.launch.supervise.supervisor.lost_start", lambda _: None)
+    path = run.attempt("train", 0).record
+    with living() as first:
+        one_node_record(job_id="2", **identity(first)).save(path)
+        second = supervisor(run, cluster, "train", "2")
+        before = path.read_bytes()
+        reason = f"attempt 0 of job 2 is supervised by {first.pid}; this supervisor leaves"
+        assert other_supervisor(run, "train", second.allocation) == reason
+        assert second.main() == EXIT_NEGATIVE
+        assert (len(run.attempts("train")), path.read_bytes()) == (1, before)
+        # A start that Slurm made after it takes over.
+        second.allocation.restart_count = 1
+        assert other_supervisor(run, "train", second.allocation) is None
+
+
+@contextmanager
+def beating(path: Path) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            Heartbeat(node="n1", written_at=time.time(), ranks={}).save(path)
+
+    Heartbeat(node="n1", written_at=time.time(), ranks={}).save(path)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.0)
+    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
+    record = one_node_record(host="n1", pid=1, process="boot 1")
+    path = run.attempt("train", 0).heartbeat("n1")
+    assert still_runs(run, record, allocation) is None  # it never wrote one
+    with beating(path):
+        assert still_runs(run, record, allocation) == "n1 still writes heartbeats"
+    assert still_runs(run, record, allocation) is None
+    path.write_text("{")
+    assert still_runs(run, record, allocation) is None
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Lost:
+    """Two jobs that slurmctld shows as pending; each excludes other nodes."""
+    run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
+    run.script("train").parent.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    for stage in STAGES:
+        run.script(stage).write_text(f"#!/bin/bash\n# {stage}\n")
+    precompile = cluster.submit(run.script("precompile").read_text(), exclude="n3")
+    train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
+    cluster.exclude(train, ["n1", "n4"])
+    save_submission(run, precompile_job=precompile, train_job=train)
+    return run, cluster
+
+
+def supervisor(run: RunDir, cluster: FakeSlurm, stage: Stage, job: str) -> Supervisor:
+    return Supervisor(run, stage, start_of(cluster, job, ("n2",)))
+
+
+def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(lost: Lost) -> None:
+    run, cluster = lost
+    assert supervisor(run, cluster, "precompile", "1").main() == 75
+    (sent,) = JobsRecord.load(run.jobs).submissions
+    assert (sent.precompile_job, sent.train_job) == ("3", "4")
+    assert cluster.jobs["4"].after_ok == "3"
+    assert [cluster.jobs[job].state for job in "1234"] == [*["CANCELLED"] * 2, *["PENDING"] * 2]
+    assert "# train" in cluster.jobs["4"].script
+    # Nodes that were excluded since the submission stay excluded.
+    assert (cluster.jobs["3"].excluded, cluster.jobs["4"].excluded) == (("n3",), ("n1", "n4"))
+    assert run.attempts("precompile") == []
+    assert not run.lock.exists()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "evidence", "blamed"),
+    [(0, "slurmctld lost this start of job 2", ()), (1, "Slurm: NODE_FAIL", ("n1",))],
+)
+def test_an_open_attempt_of_the_same_job(
+    lost: Lost, restarts: int, evidence: str, blamed: tuple[str, ...]
+) -> None:
+    run, cluster = lost
+    cluster.finish("1")
+    cluster.start("2")
+    cluster.fail_node(cluster.jobs["2"].nodes[0])
+    cluster.start("2")
+    one_node_record(job_id="2").save(run.attempt("train", 0).record)
+    second = supervisor(run, cluster, "train", "2")
+    second.allocation.restart_count = restarts
+    assert second._close_orphaned() is None
+    closed = AttemptRecord.load(run.attempt("train", 0).record)
+    assert closed.evidence[0].startswith(evidence)
+    assert (closed.ending, closed.blamed_nodes) == ("node_failure", blamed)
+
+
+def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
+    lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, cluster = lost
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
+    before = run.jobs.read_bytes()
+    with run_lock.locked(run, "cancel"):
+        assert supervisor(run, cluster, "train", "2").main() == 75
+    assert (run.jobs.read_bytes(), len(cluster.jobs)) == (before, 2)
+    assert "`slurmllm cancel`" in caplog.text
+    assert "`slurmllm resume r`" in caplog.text
+
+
+def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
+    lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, cluster = lost
+    monkeypatch.setattr(run_lock, "RECORDED_S", 0.0)
+    unknown = cluster.submit(run.script("train").read_text(), exclude="n1")
+    cluster.start(unknown)
+    assert supervisor(run, cluster, "train", unknown).main() == 1
+    assert run.attempts("train") == []
+    assert f"job {unknown} is not of the last submission in {run.jobs}" in caplog.text
+    # It is waited for while `sbatch` returns.
+    monkeypatch.setattr(run_lock, "RECORDED_S", 60.0)
+    (sent,) = JobsRecord.load(run.jobs).submissions
+    late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
+    threading.Timer(0.3, late.save, [run.jobs]).start()
+    assert not_recorded(run, start_of(cluster, unknown, ("n2",))) is None
+
+
+def test_a_run_whose_end_is_only_in_the_comment_of_its_job_is_not_trained_again(
+    tmp_path: Path,
+) -> None:
+    run, cluster = RunDir(tmp_path), FakeSlurm()
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run.script("train").parent.mkdir()
+    run.script("train").write_text("#!/bin/bash\n")
+    job = cluster.submit("#!/bin/bash\n")
+    save_submission(run, train_job=job)
+    cluster.start(job)
+    record = one_node_record(job_id=job, started_at=time.time() - 99)
+    record.save(run.attempt("train", 0).record)
+    fields = {"stage": "train", "attempt": 0, "ended_at": time.time(), "ending": "done"}
+    ending = UnrecordedEnding.model_validate({**fields, "evidence": ("all workers finished",)})
+    cluster.comment(job, comment_with(ending, ""))
+    closed = Supervisor(run, "train", start_of(cluster, job, ("n1",), 1))._close_orphaned()
+    assert closed is not None
+    assert (closed.ending, closed.action) == ("done", "finish")

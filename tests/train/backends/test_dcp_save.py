@@ -18,11 +18,7 @@ from mesh_pool import small_run as small
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import save as save_by_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import make_mesh

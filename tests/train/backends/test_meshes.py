@@ -42,10 +42,7 @@ pytestmark = pytest.mark.numerics
 # DTensor costs tensor-parallel workers 30 ms a layer and micro batch on two busy cores.
 FEW = "train.micro_batch=4"
 SEQUENCE, FULL = "parallel.sequence=true", "train.activation_checkpointing=full"
-SELECTIVE, INTERLEAVED = (
-    "train.activation_checkpointing=selective",
-    "parallel.virtual_pipeline=2",
-)
+SELECTIVE, INTERLEAVED = ("train.activation_checkpointing=selective", "parallel.virtual_pipeline=2")
 PARTS = "train.activation_checkpointing=[core, mlp, norm]"
 # Masks, positions that begin anew, and labels not learnt: other counts in each micro batch.
 DOCUMENTS = "data.mask=document"
@@ -208,10 +205,7 @@ CHANGES = {
         small("llama", 1, 1, 2),
         small("llama", 2, 2, 1, FEW, INTERLEAVED),
     ),
-    "tied, one process to two stages of two": (
-        small("gpt3"),
-        small("gpt3", 1, 2, 2, INTERLEAVED),
-    ),
+    "tied, one process to two stages of two": (small("gpt3"), small("gpt3", 1, 2, 2, INTERLEAVED)),
     "tp4 to tp2-dp2": (small("llama", 4, 1, 1, FEW), small("llama", 2, 1, 2, FEW, SEQUENCE)),
 }
 

@@ -149,8 +149,7 @@ def test_bf16_stays_and_is_made(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "missing"),
-    [("neox", ("mlp_bias",)), ("gpt3", ("mlp_bias", "attention_bias"))],
+    ("family", "missing"), [("neox", ("mlp_bias",)), ("gpt3", ("mlp_bias", "attention_bias"))]
 )
 def test_biases_that_only_theirs_has_become_0(
     family: str, missing: tuple[str, ...], tmp_path: Path
