@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.core.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    JobsRecord,
+    SkippedBatches,
+    SkipsRecord,
+    Submission,
+)
 from slurmllm.core.run.rundir import RunDir
+
+
+def make_run(path: Path, *overrides: str, recipe: str = "tiny_neox") -> RunDir:
+    """Make the folder of a run with its configuration."""
+    run = RunDir(path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.config.write_text(resolve(recipe, overrides=overrides).to_yaml())
+    return run
 
 
 def make_attempt(
@@ -38,3 +54,11 @@ def save_submission(run: RunDir, **fields: Any) -> Submission:
     sent = Submission.model_validate(values | fields)
     JobsRecord(submissions=(sent,)).save(run.jobs)
     return sent
+
+
+def save_skips(run: RunDir, *, onset: int, last: int | None = None, **fields: Any) -> None:
+    """Record that attempt 0 diverged from a step on, and which batches are skipped for it."""
+    values = {"first": onset, "last": last or onset + 5, "roll_back_to": 10, "onset": onset}
+    values |= {"attempt": 0, "reason": "spike"}
+    skip = SkippedBatches.model_validate(values | fields)
+    SkipsRecord(skips=(skip,)).save(run.skips)

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from command_line import call
-from made_records import save_attempt
+from made_records import make_run, save_attempt
 
 from slurmllm.analysis.status.logs import node_log_command
 from slurmllm.cli import logs as module
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
 
@@ -22,9 +21,7 @@ from slurmllm.core.run.rundir import RunDir
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
-    run = RunDir(tmp_path / "runs" / "r")
-    run.path.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run = make_run(tmp_path / "runs" / "r")
     write(run.stage_log("precompile"), b"precompile attempt 0: 1 node(s): a\n")
     write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nzero\n")
     write(run.worker_log("train", 0, 1), b"one\nlast\xff\x00\n")

@@ -13,13 +13,12 @@ import pytest
 from click.testing import Result
 from command_line import call
 from fake_slurm import FakeSlurm
-from made_records import save_attempt
+from made_records import make_run, save_attempt
 from rich.console import Console
 
 from slurmllm.analysis.status import runs
 from slurmllm.analysis.status.runs import RunState, SavedCheckpoint
 from slurmllm.cli.status_tables import runs_view
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import Heartbeat, WorkerPhase
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.slurm import client
@@ -36,9 +35,7 @@ def status(*arguments: str) -> Result:
 
 
 def make(name: str, ended: bool = True) -> RunDir:
-    run = RunDir(Path("runs") / name)
-    run.path.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox", "local").to_yaml())
+    run = make_run(Path("runs") / name)
     ending, action = ("done", "finish") if ended else ("code_error", "stop")
     save_attempt(run, ended_at=1800.0, ending=ending, action=action)
     run.metrics(0).parent.mkdir()

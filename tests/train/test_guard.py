@@ -16,6 +16,7 @@ import pytest
 from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_records import save_skips
 
 from slurmllm.core.config.operation import GuardConfig
 from slurmllm.core.errors import DivergenceError, StaleGraphsError
@@ -26,7 +27,7 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.train.backends.base import Backend
 from slurmllm.train.guard import Guard, SpikeDetector
-from train.checkpoint.pretend import PretendGang, save_at, skip
+from train.checkpoint.pretend import PretendGang, save_at
 from train.gang import Gang, curve, rows, small_config
 
 NewRun = Callable[..., RunDir]
@@ -229,7 +230,7 @@ def test_what_one_worker_finds_ends_all(tmp_path: Path) -> None:
 def test_the_checkpoint_to_go_back_to_is_none_that_was_set_aside(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     save_at(run, 2, 4, attempt=1)
-    SkipsRecord(skips=(skip(3, attempt=2, roll_back_to=2),)).save(run.skips)
+    save_skips(run, onset=3, last=9, attempt=2, roll_back_to=2)
     (message,) = diverge(run, "guard.spike=roll_back")
     assert "roll-back 2 of at most 3: the next attempt resumes from step 2" in message
 

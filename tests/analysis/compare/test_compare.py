@@ -66,10 +66,8 @@ def test_a_schedule_changed_at_a_resume_is_not_the_fault_of_the_resume(make_run:
     assert (old.overlap_rows, old.overlap_identical) == (5, True)
     changes = {"optim.decay_start": (None, 25), "train.log_every": (10, 5)}
     common = {"nodes": 1, "local": True, "submitted_at": 1.0}
-    first, resumed = (
-        Submission.model_validate({**common, "first_attempt": 0}),
-        Submission.model_validate({**common, "first_attempt": 1, "changes": changes}),
-    )
+    first = Submission.model_validate({**common, "first_attempt": 0})
+    resumed = Submission.model_validate({**common, "first_attempt": 1, "changes": changes})
     JobsRecord(submissions=(first, resumed)).save(run.jobs)
     result = compare(a, read_curve(run.path))
     text = "the schedule was changed at the resume of attempt 1 (optim.decay_start none → 25)"

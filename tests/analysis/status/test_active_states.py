@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from command_line import call, refused
 from fake_slurm import FakeSlurm
-from made_records import save_attempt, save_submission
+from made_records import make_run, save_attempt, save_submission
 
 from slurmllm.analysis.status.runs import run_state
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import RunError
 from slurmllm.core.run.records import SweepRecord, UnrecordedEnding, comment_with
 from slurmllm.core.run.rundir import RunDir, SweepDir
@@ -28,9 +27,7 @@ LOCAL = {"local": True, "pid": 7, "process": "boot 1", "host": "login2"}
 
 
 def make(folder: Path, name: str = "r", **sent: object) -> RunDir:
-    run = RunDir(folder / name)
-    run.path.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run = make_run(folder / name)
     if sent:
         save_submission(run, **sent)
     return run

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
-from made_records import save_attempt, save_manifest, save_submission
+from made_records import make_run, save_attempt, save_manifest, save_skips, save_submission
 from training_rows import make_row, write_rows
 
 from slurmllm.analysis.status.runs import node_hours, run_state, run_states
 from slurmllm.core.config.load import read_summary
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.metrics.step_time import read_pace
-from slurmllm.core.run.records import AttemptRecord, Event, Heartbeat, SkippedBatches, SkipsRecord
+from slurmllm.core.run.records import AttemptRecord, Event, Heartbeat
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import AccountingRow, QueuedJob
 
@@ -43,9 +42,7 @@ class CountingSlurm(FakeSlurm):
 
 
 def make(folder: Path, name: str = "r", job: str = "7", *overrides: str) -> RunDir:
-    run = RunDir(folder / name)
-    run.path.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100", *overrides]).to_yaml())
+    run = make_run(folder / name, "train.steps=100", *overrides)
     save_submission(run, nodes=2, precompile_job="6", train_job=job)
     return run
 
@@ -117,8 +114,7 @@ def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     run = make(tmp_path)
     for step in (10, 20):
         save_manifest(run, step)
-    skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
-    SkipsRecord(skips=(skip,)).save(run.skips)
+    save_skips(run, onset=15)
     saved = run_state(run, CountingSlurm()).last_checkpoint
     assert saved is not None
     assert saved.step == 10

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import call
+from made_records import make_run
 
 from slurmllm.analysis.calibrate import node as calibrating
 from slurmllm.core.config.operation import CheckpointConfig
@@ -137,9 +138,7 @@ def test_builtin_data_of_another_user_is_not_used(
 
 @only_root
 def test_a_run_of_another_user_cancels_nothing_of_ours(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "theirs")
-    run.path.mkdir()
-    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run = make_run(tmp_path / "theirs")
     command = [sys.executable, "-c", "import time; time.sleep(60)", "slurmllm"]
     with subprocess.Popen(command) as ours:
         sent = Submission(submitted_at=1.0, nodes=1, local=True, first_attempt=0, pid=ours.pid)

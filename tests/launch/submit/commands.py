@@ -16,8 +16,12 @@ def submitted(inputs: Inputs, *more: str) -> dict[str, object]:
     return dict(answer(call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)))
 
 
+def run_of(sent: dict[str, object]) -> RunDir:
+    return RunDir(Path(str(sent["run_dir"])))
+
+
 def submitted_run(inputs: Inputs, *more: str) -> RunDir:
-    return RunDir(Path(str(submitted(inputs, *more)["run_dir"])))
+    return run_of(submitted(inputs, *more))
 
 
 def graph_manifest(**fields: object) -> GraphManifest:

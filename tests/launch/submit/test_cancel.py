@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import call
-from made_records import save_submission
+from command_line import call, fails
+from fake_slurm import FakeSlurm
+from launch.submit.commands import Inputs, submitted_run
+from made_records import make_run, save_submission
 
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import EXIT_INTERRUPTED
 from slurmllm.core.run.records import Submission
 from slurmllm.core.run.rundir import RunDir
@@ -34,9 +35,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def submitted(folder: Path, pid: int, identity: str | None) -> Submission:
-    run = RunDir(folder / "r")
-    run.path.mkdir()
-    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run = make_run(folder / "r")
     process = {"pid": pid, "process": identity, "host": socket.gethostname()}
     return save_submission(run, local=True, **process)
 
@@ -89,3 +88,16 @@ def test_a_signal_while_the_script_starts(
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     assert job.run_to_end() == EXIT_INTERRUPTED
     assert not (tmp_path / "trained").exists()
+
+
+def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
+    runs = [submitted_run(inputs, "--name", name) for name in ("a", "b", "c")]
+    assert "no run 'nosuch'" in fails(2, "cancel", "a", "nosuch")
+    assert {job.state for job in fake.jobs.values()} == {"PENDING"}
+    runs[1].jobs.write_text("{")
+    result = call("cancel", "a", "b", "c", "a")
+    assert result.exit_code == 4
+    assert "jobs.json" in result.stderr
+    assert result.stdout.count("cancelled ") == 2
+    states = {name: fake.jobs[name].state for name in ("2", "4", "6")}
+    assert states == {"2": "CANCELLED", "4": "PENDING", "6": "CANCELLED"}

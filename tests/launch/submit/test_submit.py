@@ -15,7 +15,7 @@ import pytest
 import yaml
 from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
-from launch.submit.commands import Inputs, graph_manifest, submitted, submitted_run
+from launch.submit.commands import Inputs, graph_manifest, run_of, submitted, submitted_run
 from made_records import save_manifest
 
 from slurmllm.core.config.load import load
@@ -34,7 +34,7 @@ from slurmllm.train.backends.environment import requires_graphs
 
 def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: Inputs) -> None:
     sent = submitted(inputs, "--partition", "main", "--account", "ml", "--time", "8:00:00")
-    run = RunDir(Path(str(sent["run_dir"])))
+    run = run_of(sent)
     assert sent["run"] == "tiny_neox-001"
     assert sent["jobs"] == {"precompile": "1", "train": "2"}
     assert fake.jobs["2"].after_ok == "1"
@@ -166,7 +166,7 @@ def test_resume_submits_again_in_the_same_directory(fake: FakeSlurm, inputs: Inp
     assert resumed["jobs"] == {"precompile": "3", "train": "4"}
     assert resumed["mesh"]["data"] == 2
     call("cancel", "r")
-    run = RunDir(Path(str(sent["run_dir"])))
+    run = run_of(sent)
     graph_manifest().save(run.graphs_manifest)
     run.graphs_archive().touch()
     third = call_json("resume", "r")
@@ -306,19 +306,6 @@ def test_resume_refuses_what_would_have_no_effect(
         assert "exclude each other" in message
 
 
-def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
-    runs = [submitted_run(inputs, "--name", name) for name in ("a", "b", "c")]
-    assert "no run 'nosuch'" in fails(2, "cancel", "a", "nosuch")
-    assert {job.state for job in fake.jobs.values()} == {"PENDING"}
-    runs[1].jobs.write_text("{")
-    result = call("cancel", "a", "b", "c", "a")
-    assert result.exit_code == 4
-    assert "jobs.json" in result.stderr
-    assert result.stdout.count("cancelled ") == 2
-    states = {name: fake.jobs[name].state for name in ("2", "4", "6")}
-    assert states == {"2": "CANCELLED", "4": "PENDING", "6": "CANCELLED"}
-
-
 def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
     """Leave what a precompile job leaves."""
     config, archive = load(run.config), run.graphs_archive()
@@ -332,12 +319,12 @@ def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
 def test_graphs_of_an_earlier_run_spare_the_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     first = submitted(inputs, "--name", "first")
     assert first["graphs_from"] is None
-    compiled(RunDir(Path(str(first["run_dir"]))))
+    compiled(run_of(first))
     second = submitted(inputs, "--name", "second")
     assert second["graphs_from"] == "first"
     assert second["jobs"] == {"precompile": None, "train": "3"}
     assert fake.jobs["3"].after_ok is None
-    run = RunDir(Path(str(second["run_dir"])))
+    run = run_of(second)
     assert run.graphs_archive().read_bytes() == b"graphs"
     assert JobsRecord.load(run.jobs).submissions[0].precompile_job is None
     text = call("submit", "tiny_neox", "--nodes", "4", "--name", "third", *inputs).stdout
@@ -397,7 +384,7 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: Inputs) -> None:
     assert (mesh["micro_batch"], mesh["accumulation"], mesh["data"]) == (None, None, 4)
     assert "auto: measured by the precompile stage" in call("status", "r").stdout
     call("cancel", "r")
-    run = RunDir(Path(str(sent["run_dir"])))
+    run = run_of(sent)
     graph_manifest().save(run.graphs_manifest)
     run.graphs_archive().touch()
     resumed = call_json("resume", "r")
@@ -502,7 +489,7 @@ def test_without_slurm_the_way_out_is_named(
 
 def test_a_secret_is_in_no_script_and_no_job(fake: FakeSlurm, inputs: Inputs) -> None:
     sent = submitted(inputs, "--set", "env.HF_TOKEN=cAnArY")
-    run = RunDir(Path(str(sent["run_dir"])))
+    run = run_of(sent)
     assert "# HF_TOKEN: from secrets.json, by the launcher" in run.script("train").read_text()
     assert "cAnArY" not in f"{sent} {fake.jobs}"
     texts = {path for path in run.path.rglob("*") if path.is_file()}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from fake_slurm import FakeSlurm
 from launch.supervise.starts import attempt_record, start_of
-from made_records import save_manifest, save_submission
+from made_records import make_run, save_manifest, save_submission
 from training_rows import write_rows
 
 from slurmllm.core.config.command import CommandConfig
@@ -55,11 +55,7 @@ LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    outcome = RunDir(tmp_path / "r")
-    outcome.path.mkdir()
-    limits = ["slurm.no_progress_limit=3", "slurm.failure_budget=4"]
-    outcome.config.write_text(resolve("tiny_neox", overrides=limits).to_yaml())
-    return outcome
+    return make_run(tmp_path / "r", "slurm.no_progress_limit=3", "slurm.failure_budget=4")
 
 
 def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> AttemptRecord:

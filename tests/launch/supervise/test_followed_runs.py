@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from command_line import call, call_json
-from made_records import save_attempt, save_manifest, save_submission
+from made_records import make_run, save_attempt, save_manifest, save_submission
 
 from slurmllm.analysis.status.history import read_history
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.records import AttemptRecord
 from slurmllm.core.run.rundir import RunDir
@@ -46,10 +45,9 @@ def follow(
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Steps 1 to 120 with a checkpoint after 95, a failure, and steps 96 to 200."""
-    run = RunDir(tmp_path / "titan")
+    run = make_run(tmp_path / "titan", "train.steps=200")
     for path in (run.metrics(0), run.events(0)):
         path.parent.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox", overrides=["train.steps=200"]).to_yaml())
     save_submission(run, submitted_at=BEGAN, local=True)
     save_manifest(run, 95, attempt=0)
     save_manifest(run, 200, attempt=1)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import LEAN, SMALL, Bench, processes_with
+from made_records import make_run
 
-from slurmllm.core.config.resolve import resolve
+from slurmllm.core.config.load import load
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.launch.supervise.attempts import open_attempt
 from slurmllm.launch.supervise.next_job import requeue_unrecorded
@@ -121,16 +121,13 @@ def test_a_local_run_is_cancelled_and_resumed(bench: Bench, submit: tuple[str, .
 
 
 def test_a_directory_that_cannot_be_written_costs_a_start_and_not_the_run(tmp_path: Path) -> None:
-    config = resolve("tiny_neox", overrides=["slurm.backoff_s=0.1"])
-    run, allocation = RunDir(tmp_path / "r"), LocalAllocation()
-    run.path.mkdir()
-    run.config.write_text(config.to_yaml())
+    run, allocation = make_run(tmp_path / "r", "slurm.backoff_s=0.1"), LocalAllocation()
     refused = StorageError("cannot write x: Read-only file system")
     assert requeue_unrecorded(run, "train", allocation, refused) == 75
     allocation.restart_count = 3
     with pytest.raises(StorageError, match=r"4 starts in a row.*storage_budget 3.*resume r"):
         requeue_unrecorded(run, "train", allocation, refused)
-    open_attempt(run, "train", config, allocation)  # a start that could write counts anew
+    open_attempt(run, "train", load(run.config), allocation)  # a start that could write counts anew
     assert requeue_unrecorded(run, "train", allocation, refused) == 75
     with pytest.raises(StorageError, match="quota"):
         requeue_unrecorded(run, "train", allocation, StorageError("x: Disk quota exceeded"))

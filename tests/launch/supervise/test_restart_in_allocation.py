@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 from launch.supervise.starts import attempt_record, start_of
-from made_records import save_submission
+from made_records import make_run, save_submission
 
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import AttemptRecord, NodeRecord
-from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.graphs.archive import pack_archive
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.attempt_monitor import Observations
@@ -26,10 +24,8 @@ NODES = tuple(f"n{number}" for number in range(1, 6))  # four of the mesh, and a
 
 
 def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
-    run, cluster = RunDir(tmp_path / "r"), FakeSlurm(NODES)
-    run.path.mkdir()
-    config = resolve("tiny_neox", overrides=["slurm.spare_nodes=1", *overrides])
-    run.config.write_text(config.to_yaml())
+    run = make_run(tmp_path / "r", "slurm.spare_nodes=1", *overrides)
+    cluster = FakeSlurm(NODES)
     cluster.start(cluster.submit("#!/bin/bash\n#SBATCH --nodes=5\n"))
     save_submission(run, nodes=4, train_job="1")
     return Supervisor(run, "train", start_of(cluster, "1", NODES))

@@ -19,9 +19,8 @@ from socket import gethostname
 import pytest
 from fake_slurm import FakeSlurm
 from launch.supervise.starts import attempt_record, start_of
-from made_records import save_submission
+from made_records import make_run, save_submission
 
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import EXIT_NEGATIVE, RunError
 from slurmllm.core.run.records import (
     AttemptRecord,
@@ -282,9 +281,8 @@ def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
 @pytest.fixture
 def lost(tmp_path: Path) -> Lost:
     """Two jobs that slurmctld shows as pending; each excludes other nodes."""
-    run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
+    run, cluster = make_run(tmp_path / "r"), FakeSlurm()
     run.script("train").parent.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox").to_yaml())
     for stage in STAGES:
         run.script(stage).write_text(f"#!/bin/bash\n# {stage}\n")
     precompile = cluster.submit(run.script("precompile").read_text(), exclude="n3")
@@ -367,8 +365,7 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
 def test_a_run_whose_end_is_only_in_the_comment_of_its_job_is_not_trained_again(
     tmp_path: Path,
 ) -> None:
-    run, cluster = RunDir(tmp_path), FakeSlurm()
-    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run, cluster = make_run(tmp_path), FakeSlurm()
     run.script("train").parent.mkdir()
     run.script("train").write_text("#!/bin/bash\n")
     job = cluster.submit("#!/bin/bash\n")

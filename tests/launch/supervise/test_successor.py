@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 from launch.supervise.starts import attempt_record, start_of
-from made_records import save_submission
+from made_records import make_run, save_submission
 
 from slurmllm.core.config.load import read_summary
-from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
@@ -48,11 +47,10 @@ def attempt(run: RunDir, number: int, job: str, **more: object) -> AttemptRecord
 @pytest.fixture
 def chained(tmp_path: Path) -> Chained:
     """A run whose train job 1 runs, on a site without requeues."""
-    run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
+    run, cluster = make_run(tmp_path / "r"), FakeSlurm()
     cluster.config, cluster.may_requeue = {"JobRequeue": "0"}, False
     run.script("train").parent.mkdir(parents=True)
     run.logs.mkdir()
-    run.config.write_text(resolve("tiny_neox").to_yaml())
     run.script("train").write_text(SCRIPT)
     job = cluster.submit(SCRIPT, requeue=False)
     cluster.start(job)
@@ -230,7 +228,7 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
     chained: Chained, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, cluster = chained
-    run.config.write_text(resolve("tiny_neox", overrides=["slurm.restart=requeue"]).to_yaml())
+    make_run(run.path, "slurm.restart=requeue")
     this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
     assert this_allocation._act(closed(run)) == 75
     assert "disabled; if the job ends here, `slurmllm resume r`" in caplog.text

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from slurmllm.core.run.host_memory import Memory
-from slurmllm.core.run.records import SkippedBatches
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, Worker
@@ -52,18 +51,6 @@ def find(run: RunDir, world: int = 3, fingerprint: dict[str, object] = FINGERPRI
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]
-
-
-def skip(onset: int, attempt: int = 0, roll_back_to: int | None = None) -> SkippedBatches:
-    """Of the six batches from the onset on."""
-    return SkippedBatches(
-        first=onset,
-        last=onset + 5,
-        roll_back_to=roll_back_to,
-        onset=onset,
-        attempt=attempt,
-        reason="spike",
-    )
 
 
 def state(step: int) -> TrainState:

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_records import save_manifest, save_submission
+from made_records import save_manifest, save_skips, save_submission
 
 from slurmllm.core.errors import CheckpointError, NodeError, StorageError
-from slurmllm.core.run.records import SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint import replicas
 from slurmllm.train.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.train.checkpoint.replicas import Replica, ReplicaCopier, open_replica
 from slurmllm.train.checkpoint.resume import Resumable
 from train.checkpoint import pretend
-from train.checkpoint.pretend import find, save_at, skip, state
+from train.checkpoint.pretend import find, save_at, state
 from train.gang import small_config
 
 
@@ -139,7 +138,7 @@ def test_the_last_saved_are_kept(
 
 def test_replicas_that_a_resume_ignores(run: RunDir, replica: Replica) -> None:
     shutil.rmtree(run.checkpoints)
-    SkipsRecord(skips=(skip(15, roll_back_to=10),)).save(run.skips)
+    save_skips(run, onset=15, last=21)
     assert find(run).state == state(10), "invalidated"
     shutil.rmtree(run.checkpoints)
     save_submission(run, submitted_at=4e9, local=True)

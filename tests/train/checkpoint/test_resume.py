@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from command_line import call, refused
-from made_records import save_attempt, save_submission
+from made_records import save_attempt, save_skips, save_submission
 
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.run.artifact_records import DataRecord
-from slurmllm.core.run.records import Event, SkipsRecord
+from slurmllm.core.run.records import Event, SkippedBatches
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.policy import is_transient
 from slurmllm.train.checkpoint.catalogue import (
@@ -33,7 +33,7 @@ from slurmllm.train.checkpoint.state import (
     model_fields,
     require_same_settings,
 )
-from train.checkpoint.pretend import CONFIG, FINGERPRINT, find, save_at, skip, state
+from train.checkpoint.pretend import CONFIG, FINGERPRINT, find, save_at, state
 from train.gang import small_config
 
 
@@ -156,7 +156,10 @@ def test_a_pipe_in_place_of_a_file(run: RunDir) -> None:
     assert file_faults(run.checkpoint(20), files) == ["shard_0 cannot be read: not a regular file"]
 
 
-SKIPS = (skip(20, 1), skip(30, 3))
+SKIPS = [
+    SkippedBatches(first=20, last=25, roll_back_to=None, onset=20, attempt=1, reason="nan"),
+    SkippedBatches(first=30, last=35, roll_back_to=None, onset=30, attempt=3, reason="nan"),
+]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def test_which(step: int, attempt: int, aside: bool) -> None:
 
 
 def test_resume_goes_behind_the_onset(run: RunDir) -> None:
-    SkipsRecord(skips=(skip(15),)).save(run.skips)
+    save_skips(run, onset=15, roll_back_to=None)
     message = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
     assert find(run) == Resumable(state(10), (), (f"step 20: {message}",))
     assert newest_verified(run) == (run.checkpoint(10), [f"step_00000020: {message}"])
@@ -184,7 +187,7 @@ def test_resume_goes_behind_the_onset(run: RunDir) -> None:
 
 
 def test_where_none_is_left_training_starts_from_step_0(run: RunDir) -> None:
-    SkipsRecord(skips=(skip(8),)).save(run.skips)
+    save_skips(run, onset=8, roll_back_to=None)
     assert find(run).state is None
     assert len(find(run).invalidated) == 2
 
@@ -318,7 +321,7 @@ def test_not_reported_once_its_steps_are_computed_again(run: RunDir) -> None:
 
 def test_a_roll_back_explains_it(run: RunDir) -> None:
     shutil.rmtree(run.checkpoints)
-    SkipsRecord(skips=(skip(5),)).save(run.skips)
+    save_skips(run, onset=5, roll_back_to=None)
     assert find(run).state is None
 
 

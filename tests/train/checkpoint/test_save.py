@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import save_skips
 
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.errors import CheckpointError, NodeError, StorageError
-from slurmllm.core.run.records import SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint import save as saving
 from slurmllm.train.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.save import remove_leftovers
 from slurmllm.train.checkpoint.state import TrainState, fingerprint_digest
-from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, save_at, skip, state
+from train.checkpoint.pretend import FINGERPRINT, PretendGang, save, save_at, state
 
 STEPS = ["step_00000010", "step_00000020"]
 
@@ -187,7 +187,7 @@ def test_one_that_is_read_stays(run: RunDir) -> None:
 
 def test_an_invalidated_one_is_unusable(run: RunDir) -> None:
     save_at(run, 25, 30, attempt=1)
-    SkipsRecord(skips=(skip(15, roll_back_to=10),)).save(run.skips)
+    save_skips(run, onset=15, last=26)
     assert run.checkpoint_steps() == [25, 30]
     save_at(run, 22)
     remove_expired(run, 30, CheckpointConfig(keep=2))
