@@ -26,7 +26,6 @@ def test_what_was_measured_becomes_a_profile(
 ) -> None:
     """The measuring itself is in tests/calibrate; here it is done at once."""
     hardware = resolve("neox_20b", "p4d").cluster.hardware
-    assert hardware is not None
     figures = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})
 
     def measure(_: object, allocation: Allocation, show: Callable[[str], None]) -> Calibration:
@@ -75,7 +74,6 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
         shares = [row["planner_utilization"] for row in rows]
         assert shares == sorted(shares)
     hardware = resolve("neox_20b", "trn1").cluster.hardware
-    assert hardware is not None
     # The work at the efficiency, and the traffic of its operands and its result in bf16.
     m, k, n = 8192, 8192, 32768
     work = 2 * m * k * n / (hardware.bf16_tflops * 1e12)

@@ -115,7 +115,6 @@ def test_a_running_worker_s_log_is_read_on_its_node(run: RunDir, tmp_path: Path)
     record.model_copy(update={"host": "other"}).save(attempt.record)
     assert "the disk of other; print it there" in logs("--rank", "1").output
     following = node_log_command(run, record.model_copy(update={"job_id": "7"}), 1, None, True)
-    assert following is not None
     assert following[:3] == ["srun", "--jobid=7", "--nodelist=b"]
     assert following[-4:] == ["--lines=+1", "--follow", "--pid=1", str(disk)]
 

@@ -152,7 +152,6 @@ def record(run: RunDir, number: int, ending: EndingClass) -> None:
 def test_an_interval_is_never_shorter_than_a_save(steps: Callable[..., Steps]) -> None:
     made = steps(AUTO)
     interval = made.hook._interval
-    assert interval is not None
     interval.add_step(1.0, saving=False)
     for _ in range(3):
         interval.add_step(1.5, saving=True)

@@ -135,7 +135,6 @@ def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
     assert [row["tokens"] for row in rows(unbroken, 1)] == [s * 8 * 32 for s in range(11, 41)]
 
     resumed_from = WorkerRecord.load(run.attempt("train", 2).worker(0)).resumed_from
-    assert resumed_from is not None
     assert 15 <= resumed_from < 40
     assert trained_on(resumed, batch_numbers)[0] == resumed_from + 4
     assert curve(run, 1, 2) == curve(unbroken, 1), "bit-identical"

@@ -103,7 +103,6 @@ def test_every_label_counts_and_documents_do_not(tmp_path: Path, data: tuple[str
 def test_positions_begin_again_with_each_document(tmp_path: Path, data: tuple[str, str]) -> None:
     with opened(tmp_path / "run", data, "data.mask=document") as job:
         batch = next(b for b in job.next_batch().micro_batches if (b.tokens[:, :-1] == 0).any())
-    assert batch.positions is not None
     ends = batch.tokens[:, :-1] == 0
     assert (batch.positions[:, 0] == 0).all()
     assert np.array_equal(batch.positions[:, 1:][~ends], (batch.positions[:, :-1] + 1)[~ends])

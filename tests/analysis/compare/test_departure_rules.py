@@ -206,7 +206,6 @@ def test_shared_noise() -> None:
     noise = 0.02 * random.standard_normal((3, 300))
     a, b = trend * (1 + noise[0]), trend * (1 + noise[1])
     correlation = shared_noise(a, b, (b - a) / a)
-    assert correlation is not None
     assert abs(correlation) < 0.4
     same = a * (1 + noise[2] / 10)
     correlation = shared_noise(a, same, (same - a) / a)

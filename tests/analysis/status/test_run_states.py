@@ -80,7 +80,6 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     # 60 steps of 2 s, and of 10 s of waiting for a save in 20 steps.
     assert state.eta_s == pytest.approx(60 * 2.5)
     assert state.finish_at == pytest.approx(now + 150, abs=5)
-    assert state.last_checkpoint is not None
     assert (state.last_checkpoint.step, state.restarts) == (30, 1)
     assert state.last_checkpoint.age_s == pytest.approx(60, abs=5)
     assert state.node_hours == pytest.approx(0.5 + 2.0 + 1.0, abs=0.01)
@@ -106,7 +105,6 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     lines[-2] = lines[-2].replace('"step_time_s": 2.0', '"step_time_s": 300.0')
     run.metrics(0).write_text("\n".join(lines))
     pace = read_pace(run, [])
-    assert pace is not None
     assert (pace.step_s, pace.seq_per_s, pace.seconds(10)) == (2.0, 4.0, 20.0)
 
 
@@ -116,7 +114,6 @@ def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
         save_manifest(run, step)
     save_skips(run, onset=15)
     saved = run_state(run, CountingSlurm()).last_checkpoint
-    assert saved is not None
     assert saved.step == 10
 
 
@@ -188,7 +185,6 @@ def test_a_damaged_manifest_of_graphs_is_one_line_of_the_status(
     else:
         run.graphs_manifest.write_text('{"complete": true,')
     details = run_state(run, CountingSlurm()).details
-    assert details is not None
     assert (details.graphs, details.micro_batch) == (None, None)
     (line,) = details.uncompiled
     assert "manifest.json" in line

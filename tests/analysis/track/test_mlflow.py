@@ -69,7 +69,6 @@ def runs_of(uri: str, name: str) -> list[Any]:
 
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("slurmllm")
-    assert experiment is not None
     query = f"tags.`mlflow.runName` = '{name}'"
     return list(client.search_runs([experiment.experiment_id], query))
 

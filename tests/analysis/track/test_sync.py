@@ -148,7 +148,6 @@ def test_only_one_process_sends(run: RunDir, config: RunConfig) -> None:
     )
     command = [sys.executable, "-c", hold, str(run.trackers / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(RunError, match="another process sends the metrics of demo"):
             send(run, config)
@@ -160,7 +159,6 @@ def test_the_description_has_the_commit_and_no_key(run: RunDir, config: RunConfi
     save_submission(run, train_job="7", git_commit="ab-dirty")
     write_rows(run.metrics(0), make_rows(1, 2))
     send(run, config)
-    assert Memory.about is not None
     assert Memory.about.notes == {
         "slurmllm.run_dir": str(run.path),
         "slurmllm.analysis.report": str(run.path / "reports" / "report.html"),
@@ -233,7 +231,6 @@ def test_a_child_that_fails_is_a_warning(
     save(config, run)
     tracking = Tracking(run, config)
     tracking.start("train")
-    assert tracking._child is not None
     tracking._child.wait()
     tracking.stop(requeued=False)
     assert "may lack the last steps" in caplog.text

@@ -34,8 +34,6 @@ def planned(path: Path) -> RunConfig:
 def test_two_numbers_are_enough(folder: Path) -> None:
     base, mine = resolve("tiny_neox", "p5").cluster, planned(folder / "mine.yaml").cluster
     assert (mine.name, mine.node_local, mine.directives) == ("mine", "/scratch", base.directives)
-    assert base.hardware is not None
-    assert mine.hardware is not None
     changed = {"memory_gib": 139.8, "memory_gb_s": 4800.0}
     derived = {"source": mine.hardware.source, "assumed": mine.hardware.assumed}
     assert mine.hardware == base.hardware.model_copy(update=changed | derived)
@@ -49,7 +47,6 @@ def test_chains_and_origins(folder: Path) -> None:
     config = planned(folder / "other.yaml")
     cluster, origins = config.cluster, config.origins
     assert (cluster.name, cluster.env, cluster.health.efa_interfaces) == ("other", {}, 4)
-    assert cluster.hardware is not None
     assert cluster.hardware.memory_gib == 139.8
     assert origins["cluster.health.efa_interfaces"] == "other.yaml:3"
     assert origins["cluster.hardware.memory_gib"] == "mine.yaml:2"
@@ -64,7 +61,6 @@ def test_chains_and_origins(folder: Path) -> None:
 
 def test_what_a_profile_gives_itself_is_not_assumed(folder: Path) -> None:
     hardware = planned(folder / "kept.yaml").cluster.hardware
-    assert hardware is not None
     assert hardware.network_efficiency == 0.8
     assert "network_efficiency" not in hardware.assumed
     assert "overlap" in hardware.assumed

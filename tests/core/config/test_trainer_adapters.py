@@ -44,7 +44,6 @@ def adapter(name: str, folder: Path) -> RunConfig:
 @pytest.mark.parametrize("name", [name for name in available(FOLDER) if name != "plain"])
 def test_an_adapter_says_what_it_is_of(name: str, tmp_path: Path) -> None:
     recipe = adapter(name, tmp_path).recipe
-    assert recipe.command is not None
     assert recipe.command.checkpoints is not None
     assert recipe.command.progress is not None
     check_progress(recipe.command.progress)

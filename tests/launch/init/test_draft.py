@@ -96,7 +96,6 @@ def test_gpus_of_another_site_have_no_efa_and_no_price_and_an_assumed_network(
     assert (profile.device, profile.devices_per_node, profile.cpus_per_node) == ("cuda", 4, 64)
     assert profile.directives == ("--gpus-per-node=4",)
     hardware = profile.hardware
-    assert hardware is not None
     assert hardware.memory_gib == 139.8
     assert {"network_gb_s", "network_efficiency", "overlap"} <= {*hardware.assumed}
 

@@ -58,7 +58,6 @@ def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: Inputs) -> None:
     run = find_run("s-lr1e-3-seed2", Path("runs"))
     assert run.path == Path("runs/s/s-lr1e-3-seed2")
     last = JobsRecord.load(run.jobs).last
-    assert last is not None
     assert (last.graphs_of, last.precompile_job, last.own_jobs) == ("s-graphs-1", "1", ["5"])
     assert "seed: 2" in run.config.read_text()
     assert set(states()) == set(NAMES)

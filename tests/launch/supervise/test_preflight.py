@@ -92,11 +92,9 @@ def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
     shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
     healths = {name: health(name, shared) for name in nodes}
     ending = preflight_ending(healths)
-    assert ending is not None
     assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
     assert "Read-only file system" in ending.evidence[0]
     ending = preflight_ending({**healths, "n9": health("n9")})
-    assert ending is not None
     assert (ending.ending, ending.blamed_nodes) == ("node_failure", nodes)
 
 

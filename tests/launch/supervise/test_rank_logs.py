@@ -96,7 +96,6 @@ def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
     copy = run.worker_log("train", 0, 1)
     copy.parent.mkdir(parents=True)
     copy.write_text("on")  # an earlier copy that was cut off
-    assert killed._files is not None
     killed._files.lock.close()  # as its end does
     collect_leftovers(config, run, "train", 0)  # of the same attempt: it may have just begun
     assert content(run, 1) == "on"
@@ -113,7 +112,6 @@ def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
 def test_the_logs_of_a_removed_run_are_not_another_run_s(config: RunConfig, run: RunDir) -> None:
     logs = logs_of(config, run)
     os.write(logs.open(1), b"old\n")
-    assert logs._files is not None
     logs._files.lock.close()
     record_of(run, started_at=7.0)  # another run of this name
     collect_leftovers(config, run, "train", 1)
@@ -179,7 +177,6 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     assert "without 3 logs on the disks" in bench.call("logs", "r", "--all-ranks")
     assert content(run, 3) is None
     worker = bench.start("logs", "r", "-f", "--rank", "3")
-    assert worker.stdout is not None
     first_line = worker.stdout.readline()
     watching = bench.start("status", "--watch", "0.5", "r", "--json")
     following = bench.start("logs", "r", "-f", "--all-ranks", "--stage=train")

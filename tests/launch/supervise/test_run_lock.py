@@ -127,7 +127,6 @@ def test_the_second_command_is_refused_with_the_first(
 def test_a_command_that_is_ended_blocks_nobody(run: RunDir, number: signal.Signals) -> None:
     command = [sys.executable, "-c", HOLD, str(run.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         holder.send_signal(number)
         holder.wait()
@@ -377,5 +376,4 @@ def test_a_run_whose_end_is_only_in_the_comment_of_its_job_is_not_trained_again(
     ending = UnrecordedEnding.model_validate({**fields, "evidence": ("all workers finished",)})
     cluster.comment(job, comment_with(ending, ""))
     closed = Supervisor(run, "train", start_of(cluster, job, ("n1",), 1))._close_orphaned()
-    assert closed is not None
     assert (closed.ending, closed.action) == ("done", "finish")

@@ -145,7 +145,6 @@ def test_why_a_trainer_failed(
 ) -> None:
     output = [OutputLine(100.0 + number, line) for number, line in enumerate(lines)]
     failure = failure_of(0, "n1", code, output, 4, 110.0)
-    assert failure is not None
     assert (failure.error, failure.blame) == (error, blame)
     assert failure.message.startswith(message)
     assert failure.time <= 120.0
@@ -155,7 +154,6 @@ def test_a_signal_alone_says_nothing_and_old_tracebacks_neither() -> None:
     assert failure_of(0, "n1", -9, [OutputLine(100.0, "step 1")], 1, 101.0) is None
     lines = [OutputLine(1.0, line) for line in [*_TRACE, "ValueError: caught"]]
     failure = failure_of(0, "n1", 3, [*lines, OutputLine(999.0, "bye")], 1, 1000.0)
-    assert failure is not None
     assert failure.message == "its last line: bye"
 
 
@@ -190,7 +188,6 @@ def test_checkpoints_with_a_completion_file(run: RunDir) -> None:
     checkpoints = list_trainer_checkpoints(run, command)
     assert [(entry.step, entry.complete) for entry in checkpoints] == [(5, True), (12, False)]
     newest = newest_complete(checkpoints)
-    assert newest is not None
     assert newest.path == run.path / "out1/step-5"
 
 

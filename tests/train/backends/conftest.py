@@ -21,7 +21,7 @@ from slurmllm.train.backends.native.runtime import NativeBackend
 from slurmllm.train.model.decoder import build_model
 from train.gang import small_config
 
-NewBackend = Callable[..., Backend]
+NewBackend = Callable[..., NativeBackend]
 Reference = Callable[..., list[Outcome]]
 
 
@@ -77,10 +77,11 @@ def new_backend() -> Iterator[NewBackend]:
     torch.compiler.reset()  # Dynamo has at most eight graphs of a function
     with ExitStack() as stack:
 
-        def build(*overrides: str) -> Backend:
+        def build(*overrides: str) -> NativeBackend:
             stack.close()  # one default process group at a time
             config = small_config(*overrides)
             backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
+            assert isinstance(backend, NativeBackend)
             stack.callback(backend.stop)
             backend.start()
             backend.build(lambda: build_model(config.recipe.model))

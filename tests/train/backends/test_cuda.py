@@ -52,7 +52,6 @@ def no_waits() -> Iterator[None]:
 
 def on_gpu(new_backend: NewBackend, *overrides: str) -> NativeBackend:
     backend = new_backend(GPU, *overrides)
-    assert isinstance(backend, NativeBackend)
     assert backend.deferred_metrics
     return backend
 
@@ -140,7 +139,6 @@ def test_the_loss_s_gradient_is_not_rounded_as_a_whole() -> None:
         head = weight.bfloat16().to(device, dtype).requires_grad_()
         inputs = x.bfloat16().to(device, dtype)
         (Output(128)(inputs, head, labels.to(device)) * factor).backward()
-        assert head.grad is not None
         gradients.append(head.grad.double().cpu())
     exact, rounded = gradients
     assert float((rounded * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=1.5e-3)

@@ -51,7 +51,6 @@ def test_steps_meanwhile_are_not_in_it(
     new_backend: NewBackend, tmp_path: Path, gate: threading.Event
 ) -> None:
     backend = new_backend(ASYNCHRONOUS)
-    assert isinstance(backend, NativeBackend)
     train(backend, 3)
     for first, folder in ((3, tmp_path / "a"), (6, tmp_path / "b")):
         folder.mkdir()
@@ -108,7 +107,6 @@ def test_the_second_save_uses_the_memory_of_the_first(
     new_backend: NewBackend, tmp_path: Path
 ) -> None:
     backend = new_backend(ASYNCHRONOUS)
-    assert isinstance(backend, NativeBackend)
     addresses = []
     for step in range(2):
         train(backend, 1, first=step)

@@ -108,7 +108,6 @@ def test_one_mask_a_micro_batch_and_one_graph_for_all_blocks(
         *(DOCUMENTS, LONG, COMPILED, "model.num_layers=3"),
         f"train.activation_checkpointing={recomputed}",
     )
-    assert isinstance(backend, NativeBackend)
     (decoder,) = backend.chunks
     make_mask = decoder.document_blocks
     assert make_mask is not None
@@ -129,7 +128,6 @@ def test_evaluation(new_backend: NewBackend, flex: None) -> None:
     losses = []
     for compiled in ("true", "false"):
         backend = new_backend(DOCUMENTS, LONG, f"train.compile={compiled}")
-        assert isinstance(backend, NativeBackend)
         assert (backend.chunks[0].document_blocks is not None) == (compiled == "true")
         parts = micro_batches(backend, 1)
         losses.append(float(backend.evaluate(parts, counted(backend.config, 1))))
@@ -141,7 +139,6 @@ def test_evaluation(new_backend: NewBackend, flex: None) -> None:
 )
 def test_where_the_mask_stays_dense(new_backend: NewBackend, flex: None, setting: str) -> None:
     backend = new_backend(DOCUMENTS, LONG, COMPILED, setting)
-    assert isinstance(backend, NativeBackend)
     made = backend.chunks[0].document_blocks is not None
     assert made == (setting == "data.mask=none"), "where no documents are separated it is unused"
 

@@ -123,10 +123,6 @@ def test_equal_sums_in_bf16_compile(wide: bool) -> None:
     compiled = torch.compile(two_branches, fullgraph=True, options=options)  # type: ignore[arg-type]
     compiled(*inputs).square().mean().backward()
     for tensor, exact in zip(inputs, expected, strict=True):
-        assert tensor.grad is not None
-        assert exact.grad is not None
         largest = exact.grad.abs().max().item()
         torch.testing.assert_close(tensor.grad.float(), exact.grad, rtol=0.02, atol=0.02 * largest)
-    assert inputs[2].grad is not None
-    assert inputs[4].grad is not None
     assert inputs[2].grad.data_ptr() != inputs[4].grad.data_ptr()

@@ -38,9 +38,7 @@ PURE = ("bf16_sr", "bf16")
 
 
 def new(new_backend: NewBackend, precision: str, *overrides: str) -> NativeBackend:
-    backend = new_backend(f"train.precision={precision}", *overrides)
-    assert isinstance(backend, NativeBackend)
-    return backend
+    return new_backend(f"train.precision={precision}", *overrides)
 
 
 def train(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:

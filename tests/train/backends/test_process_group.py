@@ -114,7 +114,6 @@ def port() -> int:
 def finish(*workers: Process) -> list[tuple[int, str, str]]:
     """Exit code, output and errors by rank."""
     for worker in workers:  # all, as they wait for each other
-        assert worker.stdin is not None
         worker.stdin.write("\n")
         worker.stdin.flush()
     texts = [worker.communicate(timeout=200) for worker in workers]
@@ -124,7 +123,6 @@ def finish(*workers: Process) -> list[tuple[int, str, str]]:
 def test_workers_of_one_start_meet_where_nobody_else_looks(port: int, start: Start) -> None:
     secret = new_secret()
     workers = [start(rank, secret) for rank in range(2)]
-    assert workers[0].stdout is not None
     assert workers[0].stdout.readline() == "started\n"
     sockets = [Path(f"/proc/net/{kind}").read_text() for kind in ("tcp", "tcp6")]
     arguments = [Path(f"/proc/{worker.pid}/cmdline").read_text() for worker in workers]

@@ -227,7 +227,6 @@ def test_list_shows_replicas(run: Run, tmp_path: Path) -> None:
     second = tmp_path / "second"
     folder = make_saved(Path("runs/a"), (10,), f"checkpoint.replica={second}")
     replica = open_replica(CheckpointConfig(replica=str(second)), "a")
-    assert replica is not None
     replica.put(folder.checkpoint(10))
     ours, theirs = answer(run("list", "a", "--json"))["checkpoints"]
     assert (ours["replica"], theirs["replica"]) == (False, True)

@@ -87,7 +87,6 @@ def test_dropped_packets_are_noticed_on_both_sides(namespaces: tuple[str, str]) 
             nodes.append(subprocess.Popen(command, **pipes, text=True))  # type: ignore[call-overload]
         try:
             for node in nodes:
-                assert node.stdout is not None
                 assert node.stdout.readline() == "beats\n"
             drop_packets(namespaces)
             # The limits of a test wait for what must happen; the kernel's is 35 s.

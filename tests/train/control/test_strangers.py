@@ -138,7 +138,6 @@ def test_a_second_worker_of_a_rank_and_an_endless_message_are_refused(attacked: 
     assert [reduction() for reduction in pending] == [[1], [1]]
     # A message longer than any ends the connection.
     connection = first._connection
-    assert connection is not None
     connection.socket.sendall(struct.pack("!BQQ", 1, 0, 1 << 40))
     assert "Connection closed by peer: rank 0 on n0" in failure(second.barrier)
 
