@@ -101,8 +101,7 @@ def test_tables(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = curves.to_pandas()
     assert list(frame.index) == list(range(1, 13))
     assert list(frame["loss"]) == curves.to_dict()["metrics"]["loss"]
-    states = slurmllm.read_statuses(runs_dir=runs).to_pandas()
-    assert list(states["step"]) == [12, 12]
+    assert list(slurmllm.read_statuses(runs_dir=runs).to_pandas()["step"]) == [12, 12]
     none = slurmllm.read_statuses(runs / "none").to_pandas()
     assert (len(none), {"name", "state", "loss"} - {*none.columns}) == (0, set())
     compared = slurmllm.compare_runs("a", "b", runs_dir=runs).to_pandas()

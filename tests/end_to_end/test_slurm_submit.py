@@ -52,10 +52,8 @@ def test_neox_20b_on_four_nodes_from_a_fresh_copy(stage: SceneBench) -> None:
         user = mirror_configuration(server, folder / "user" / "config.yaml")
         env = {"PYTHONPATH": f"{folder}/clone", "SLURMLLM_CONFIG": str(user)}
         line = ("submit", "neox_20b", "--nodes=4", "--name=neox", *REHEARSED)
-        refused = bench.call(*line, code=2, env=env)
-        assert "slurmllm data fetch wikipedia_gpt2" in refused
-        sent = bench.call(*line, "--fetch", "--json", env=env)
-        assert "wikipedia_gpt2: 5 files" in sent
+        assert "slurmllm data fetch wikipedia_gpt2" in bench.call(*line, code=2, env=env)
+        assert "wikipedia_gpt2: 5 files" in bench.call(*line, "--fetch", "--json", env=env)
         assert len(server.asked("wiki/my-gpt2_text_document.bin")) == 3
         bench.is_over = stage.is_over
         bench.wait("neox", "done", "stopped")

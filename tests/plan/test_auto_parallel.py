@@ -204,5 +204,4 @@ def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
     assert result.candidate.mesh.micro_batch > 1
     assert not any("train." in message for message in result.warnings)
     unsupported = load_environment(config.backend).unsupported
-    measured = check_fit(config, 4, unsupported, measured=1)
-    assert measured.candidate.mesh.micro_batch == 1
+    assert check_fit(config, 4, unsupported, measured=1).candidate.mesh.micro_batch == 1

@@ -87,11 +87,9 @@ def test_memory_is_predicted_before_it_is_used() -> None:
     assert too_large(first, 2, limit=1400, resting=1000) is None
     assert too_large(first, 2, limit=1400, resting=0) is not None
     assert too_large(two, 4, limit=1600, resting=0) is None  # 1400 by the line through both
-    reason = too_large(two, 4, limit=1500, resting=0)
-    assert "more than 90%" in reason
+    assert "more than 90%" in too_large(two, 4, limit=1500, resting=0)
     assert too_large([], 1, limit=0, resting=0) is None, "somebody has to begin"
-    falling = candidates(1.0, 0.5, peak=-100)
-    assert too_large(falling, 64, limit=1000, resting=0) is None
+    assert too_large(candidates(1.0, 0.5, peak=-100), 64, limit=1000, resting=0) is None
 
 
 class Bench:
@@ -303,8 +301,7 @@ def test_one_tensor_parallel_replica_serves_others(
     kernels = sorted(path.name for path in (tmp_path / "cache").rglob("*.so"))
     two = make_run(tmp_path / "two", data, *tensor, "cluster.devices_per_node=4")
     Gang(two, world=4, env=env).finish()
-    record = WorkerRecord.load(two.attempt("train", 0).worker(0))
-    assert record.cache_misses == 0
+    assert WorkerRecord.load(two.attempt("train", 0).worker(0)).cache_misses == 0
     # Of all four workers: two of them are another tensor-parallel group than precompile's.
     assert sorted(path.name for path in (tmp_path / "cache").rglob("*.so")) == kernels
     tolerance = training_rounding(load(two.config), 5)

@@ -266,8 +266,7 @@ def test_recorded_precisions_are_not_overruled(runs: dict[str, Floats], make_run
     assert (answer["basis"]["kind"], answer["verdict"]) == ("precision", "match")
     result = run(*paths, "--json", "--tolerance", "1e-3")
     assert result.stdout, result.exception
-    typed = json.loads(result.stdout)
-    assert typed["basis"]["kind"] == "tolerance"
+    assert json.loads(result.stdout)["basis"]["kind"] == "tolerance"
     wrong = run(*paths, "--precision", "fp32,bf16_sr")
     assert "A (bf16_mixed) was trained in bf16_mixed" in str(wrong.exception)
 

@@ -64,8 +64,7 @@ def spec(kind: FaultKind, at_step: int = 3, node: str = "local1", rank: int = 1)
 
 def test_only_the_runs_own_processes_are_found(run: RunDir, spawn: Spawn) -> None:
     pids = {verb: spawn(verb).pid for verb in ("supervise", "launch", "worker", "logs")}
-    other = RunDir(run.path.with_name("r2"))
-    assert injector.find_processes(other) == []
+    assert injector.find_processes(RunDir(run.path.with_name("r2"))) == []
     processes = {p.role: p.pid for p in injector.find_processes(run) if p.role}
     assert processes == {verb: pid for verb, pid in pids.items() if verb != "logs"}
 
@@ -178,8 +177,7 @@ def test_a_step_that_is_not_reached_is_reported(run: RunDir) -> None:
         path = run.attempt("train", 0).record
         AttemptRecord.load(path).model_copy(update={"ended_at": 1.0}).save(path)
 
-    done = injected(run, spec("worker"), end)
-    assert done.missed == "attempt 0 ended before step 3"
+    assert injected(run, spec("worker"), end).missed == "attempt 0 ended before step 3"
     # Without a launcher it is missed too.
     metrics(run, 3)
     assert "no launcher of r runs on local1" in inject(run, spec("node")).missed

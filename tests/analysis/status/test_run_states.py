@@ -113,8 +113,7 @@ def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     for step in (10, 20):
         save_manifest(run, step)
     save_skips(run, onset=15)
-    saved = run_state(run, CountingSlurm()).last_checkpoint
-    assert saved.step == 10
+    assert run_state(run, CountingSlurm()).last_checkpoint.step == 10
 
 
 def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: Path) -> None:

@@ -214,8 +214,7 @@ def test_the_newest_attempt_s_value_of_a_step(run: RunDir) -> None:
     evaluations = read_evaluations(run, run.metrics_files())
     losses = [(e.step, e.attempt, e.values["held_out"]) for e in evaluations.values()]
     assert losses == [(10, 0, 5.0), (20, 1, 4.0), (40, 1, 0.0)]
-    last = last_evaluation(run)
-    assert last.step == 40
+    assert last_evaluation(run).step == 40
     curve = read_run(run.path)
     assert curve.validation == {"val_loss": "held_out", "val_loss/wiki": "wiki"}
     for metric, expected in (("val_loss", [5.0, 4.0]), ("val_loss/wiki", [6.0, 5.5])):

@@ -125,8 +125,7 @@ def test_a_shard_with_errors_is_reused_only_with_skip_bad(inputs: Path) -> None:
     work = WorkFolder(inputs.parent / "work")
     write_shard(shard, work)
     assert load_shard(work.shard(shard.name), skip_bad=False) is None
-    record = load_shard(work.shard(shard.name), skip_bad=True)
-    assert record.bad == 1
+    assert load_shard(work.shard(shard.name), skip_bad=True).bad == 1
 
 
 def test_damaged_shards_are_read_again(inputs: Path) -> None:

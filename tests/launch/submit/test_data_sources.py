@@ -83,8 +83,7 @@ def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
 
 
 def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path: Path) -> None:
-    before = call(*NEOX, "--fetch", "--dry-run")
-    assert before.exit_code == 0
+    assert call(*NEOX, "--fetch", "--dry-run").exit_code == 0
     assert not mirrored.requests
     umask = os.umask(0)
     corpus, tokenizer, origins = files_of(call(*NEOX, "--fetch", "--json"))

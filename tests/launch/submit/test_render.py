@@ -174,5 +174,4 @@ def test_precompile_takes_as_many_nodes_as_the_model_fits_into() -> None:
     assert few * 8 * config.cluster.hardware.usable_bytes > 12 * 69e9
     large = change(config, None, ["cluster.hardware.memory_gib=4000"])
     assert precompile_nodes(large, 16) == 1
-    unknown = change(config, None, ["cluster.hardware=null"])
-    assert precompile_nodes(unknown, 16) == 1
+    assert precompile_nodes(change(config, None, ["cluster.hardware=null"]), 16) == 1

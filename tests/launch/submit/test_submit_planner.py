@@ -110,8 +110,7 @@ def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: Fak
     assert degrees() == before
     assert (more["mesh"]["nodes"], more["planner"]["chosen"]) == (4, False)
     call("cancel", "r")
-    tight = call("resume", "r", "--set", NOT_ENOUGH)
-    assert tight.exit_code == 2
+    assert call("resume", "r", "--set", NOT_ENOUGH).exit_code == 2
     assert degrees() == before
     assert call("resume", "r", "--set", NOT_ENOUGH, "--force").exit_code == 0
     call("cancel", "r")

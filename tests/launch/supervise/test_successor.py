@@ -95,8 +95,7 @@ def test_auto_finds_out(chained: Chained) -> None:
 def test_a_job_has_one_successor_whatever_was_recorded(chained: Chained) -> None:
     run, cluster = chained
     this_allocation = start_of(cluster, "1", NODES)
-    job = ensure_successor(run, this_allocation, SCRIPT, ["n3"])
-    assert job == "2"
+    assert ensure_successor(run, this_allocation, SCRIPT, ["n3"]) == "2"
     assert (cluster.jobs["2"].after, cluster.jobs["2"].excluded) == ("1", ("n3",))
     assert not cluster.jobs["2"].may_requeue
     assert ensure_successor(run, this_allocation, SCRIPT, []) == "2"  # a restart in the allocation
@@ -187,8 +186,7 @@ def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
     cluster.finish("1", "FAILED")
     changed = sent(run).model_copy(update={"train_job": "77"})
     JobsRecord(submissions=(sent(run), changed)).save(run.jobs)
-    following = begin(cluster, late, monkeypatch)
-    assert Supervisor(run, "train", following).main() == 1
+    assert Supervisor(run, "train", begin(cluster, late, monkeypatch)).main() == 1
     assert f"job {late} is not of the last submission" in caplog.text
     assert sent(run).train_job == "77"
     assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
@@ -216,8 +214,7 @@ def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(chained: Ch
     run, cluster = chained
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
     this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
-    record = closed(run).model_copy(update={"action": "chain"})
-    assert this_allocation._act(record) == 70
+    assert this_allocation._act(closed(run).model_copy(update={"action": "chain"})) == 70
     written = AttemptRecord.load(run.attempt("train", 0).record)
     assert written.action == "stop"
     assert "QOSMaxSubmitJobPerUserLimit" in written.evidence[-1]
@@ -229,8 +226,7 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
 ) -> None:
     run, cluster = chained
     make_run(run.path, "slurm.restart=requeue")
-    this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
-    assert this_allocation._act(closed(run)) == 75
+    assert Supervisor(run, "train", start_of(cluster, "1", NODES))._act(closed(run)) == 75
     assert "disabled; if the job ends here, `slurmllm resume r`" in caplog.text
     assert list(cluster.jobs) == ["1"]
 

@@ -87,8 +87,7 @@ def test_a_stop_before_the_end(bench: Bench) -> None:
 
 def test_a_command_that_does_not_exist(bench: Bench) -> None:
     words = ["submit", "--local", "--name=r", *QUICKLY, "--", "no-such-program", "--x"]
-    output = bench.call(*words, code=2)
-    assert "command not found: no-such-program" in output
+    assert "command not found: no-such-program" in bench.call(*words, code=2)
     assert bench.status("r")["attempts"][0]["class"] == "bad_configuration"
 
 

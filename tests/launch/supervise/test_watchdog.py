@@ -416,8 +416,7 @@ def test_a_hang_leaves_the_launchers_time_for_their_stacks(
 
 def test_a_newer_attempt_ends_this_one(launchers: Launchers) -> None:
     launchers.at[20.0] = launchers.run.attempt("train", 1).path.mkdir
-    observed = launchers.monitor()
-    assert observed.superseded_by == 1
+    assert launchers.monitor().superseded_by == 1
     assert launchers.killed_at() == pytest.approx(20.0, abs=attempt_monitor.LOOK_S + 0.2)
 
 
