@@ -14,10 +14,15 @@ def call(*arguments: object, **options: Any) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], **options)
 
 
+def printed(result: Result) -> str:
+    """Return the standard output of a call that succeeds."""
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 def answer(result: Result) -> Any:
     """Return the JSON of a call that succeeds."""
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return json.loads(printed(result))
 
 
 def refused(result: Result, code: int = 2) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cli.planning import plan, ranked
-from command_line import call, refused
+from command_line import answer, call, printed, refused
 from made_records import save_attempt
 from training_rows import make_row, write_rows
 
@@ -101,9 +101,7 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
     assert "--set parallel.zero=0" in line
     assert line.endswith(" --fetch")  # the recipe's data are not there
     dry = (*line.split()[2:], "--dry-run", "--json", "--runs-dir", str(tmp_path))
-    sent = call(*dry)
-    assert sent.exit_code == 0, sent.output
-    mesh, names = json.loads(sent.stdout)["mesh"], ("tensor", "pipeline", "data", "micro_batch")
+    mesh, names = answer(call(*dry))["mesh"], ("tensor", "pipeline", "data", "micro_batch")
     best = ranked("neox_20b", "--nodes", "4", "parallel.zero=0")["candidates"][0]
     assert [mesh[name] for name in names] == [best[name] for name in names]
 
@@ -256,9 +254,8 @@ def test_assumed_constants_are_named() -> None:
 
 def test_explanation_and_picture(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
-    done = plan("gpt3_125m", "--nodes", "1,2", "--explain", "--plot", str(picture))
-    assert done.exit_code == 0
-    lines = done.stdout.splitlines()
+    shown = printed(plan("gpt3_125m", "--nodes", "1,2", "--explain", "--plot", str(picture)))
+    lines = shown.splitlines()
     for line in ranked("gpt3_125m", "--nodes", "1,2", "--explain")["explanation"]:
         assert line in lines
     assert f"picture: {picture}" in lines
@@ -278,9 +275,7 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     command = ["report", "measured", "--prediction", "--runs-dir", str(tmp_path)]
 
     def report(*options: str) -> str:
-        result = call(*command, *options)
-        assert result.exit_code == 0, result.output
-        return result.stdout
+        return printed(call(*command, *options))
 
     result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     settings = [f"--set={setting}" for setting in layout]

@@ -11,7 +11,7 @@ from shutil import rmtree
 
 import pytest
 from click.testing import Result
-from command_line import call
+from command_line import call, printed
 from fake_slurm import FakeSlurm
 from made_records import make_run, save_attempt
 from rich.console import Console
@@ -114,9 +114,7 @@ def test_watch_ends_with_the_run_and_takes_seconds_or_none(monkeypatch: pytest.M
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("nothing goes on"))
     make("r", ended=False)
     for arguments in (("--watch", "r"), ("--watch", "1", "r"), ("r", "--watch=1"), ("--watch",)):
-        result = status(*arguments)
-        assert result.exit_code == 0, result.output
-        assert "r" in result.stdout.splitlines()[1]
+        assert "r" in printed(status(*arguments)).splitlines()[1]
     assert len(status("--watch", "r", "--json").stdout.splitlines()) == 1
     assert status("--watch", "0", "r").exit_code == 2
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from command_line import call, refused
+from command_line import call, printed, refused
 from training_rows import MakeFile, MakeRun, make_row, make_rows
 
 from slurmllm import compare_runs
@@ -65,12 +65,9 @@ def parsed(result: Result) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("three_runs")
 def test_match_is_0_and_differ_is_1(run_command) -> None:
-    match = run_command("unbroken", "requeued")
-    assert match.exit_code == 0, match.exception
-    assert (
-        "identical: loss and grad_norm are bit-identical at all 50 steps compared" in match.stdout
-    )
-    assert "10 steps recomputed after a restart, bit-identical" in match.stdout
+    shown = printed(run_command("unbroken", "requeued"))
+    assert "identical: loss and grad_norm are bit-identical at all 50 steps compared" in shown
+    assert "10 steps recomputed after a restart, bit-identical" in shown
     differ = run_command("unbroken", "other", "--no-plot")
     assert differ.exit_code == 1
     assert "differ: loss diverges at step 37: " in differ.stdout
@@ -192,18 +189,16 @@ def test_a_value_of_a_newer_version_is_left_out(run_command, make_run: MakeRun) 
     make_run("good", rows)
     rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
     make_run("odd", rows)
-    result = run_command("good", "odd", "--no-plot")
-    assert result.exit_code == 0
-    assert "attempt_000.jsonl:4: param_norm is {'mean'" in result.stdout
-    assert "a newer version of slurmllm may have written the file" in result.stdout
+    shown = printed(run_command("good", "odd", "--no-plot"))
+    assert "attempt_000.jsonl:4: param_norm is {'mean'" in shown
+    assert "a newer version of slurmllm may have written the file" in shown
 
 
 def test_a_run_and_itself_whose_name_looks_like_markup(run_command, make_run: MakeRun) -> None:
     make_run("[red]a[/]", make_rows(1, 3))
-    result = run_command("runs/[red]a[/]", "runs/[red]a[/]", "--no-plot")
-    assert result.exit_code == 0, result.exception
-    assert "A and B are the same: " in result.stdout
-    assert "[red]a[/]" in result.stdout
+    shown = printed(run_command("runs/[red]a[/]", "runs/[red]a[/]", "--no-plot"))
+    assert "A and B are the same: " in shown
+    assert "[red]a[/]" in shown
 
 
 @pytest.mark.usefixtures("three_runs")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from command_line import call, refused
+from command_line import answer, call, refused
 from rounding import forward_terms, rounding_bound
 
 from slurmllm.analysis.evaluate.validation_loss import held_out_loss
@@ -85,9 +85,7 @@ def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) ->
     text = tmp_path / "own.txt"
     text.write_text("Question: What is 2 plus 3?\nAnswer: 5\n\n" * 40)
     asked = ("--task", "validation", "--validation-corpus", text, "--limit", 3, "--json")
-    done = evaluate(run, *asked)
-    assert done.exit_code == 0, done.output
-    (row, *_) = json.loads(done.stdout)["suites"][0]["rows"]
+    (row, *_) = answer(evaluate(run, *asked))["suites"][0]["rows"]
     assert row["task"] == "validation:own.txt"
     assert 0 < row["scores"]["180"] < 3
     # Another text of that name has scores of its own, and the first keeps its.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from command_line import call
+from command_line import call, printed
 from training_rows import MakeFile, MakeRun, Row, make_row
 
 from slurmllm.analysis.spikes.analysis import Spike, SpikeAnalysis
@@ -70,9 +70,8 @@ def test_json(spikes, spiky: RunDir) -> None:
 
 
 def test_table(spikes, spiky: RunDir) -> None:
-    text = spikes("spiky", "--no-plot")
-    assert text.exit_code == 0, text.stderr
-    lines = [" ".join(line.split()) for line in text.stdout.splitlines()]
+    shown = printed(spikes("spiky", "--no-plot"))
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "spiky: steps 1–200" in lines
     assert "last one step 50.0%" in lines
     definition = (

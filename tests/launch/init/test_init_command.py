@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from command_line import call, refused
+from command_line import answer, call, printed, refused
 from fake_slurm import FakeSlurm
 
 from slurmllm.core.config.schema import schema_line
@@ -54,16 +54,13 @@ def init(*arguments: str, text: str | None = None) -> Result:
 
 
 def chosen_profile(*arguments: str) -> str:
-    done = call("recipes", "tiny_neox", "--json", *arguments)
-    assert done.exit_code == 0, done.output
-    return str(json.loads(done.stdout)["cluster"]["name"])
+    return str(answer(call("recipes", "tiny_neox", "--json", *arguments))["cluster"]["name"])
 
 
 def test_profile_and_default(home: Path, fake: FakeSlurm) -> None:
-    done = init("--yes")
-    assert done.exit_code == 0, done.output
-    assert "figures     guess: the GPU v100 has no shipped profile" in done.stdout
-    assert "slurmllm calibrate --nodes 2 --out measured.yaml" in done.stdout
+    shown = printed(init("--yes"))
+    assert "figures     guess: the GPU v100 has no shipped profile" in shown
+    assert "slurmllm calibrate --nodes 2 --out measured.yaml" in shown
     assert (home / "config.yaml").read_text() == "cluster: cluster-main.yaml\n"
     first = (home / "cluster-main.yaml").read_text().splitlines()[0]
     assert first == schema_line("cluster").strip()

@@ -425,8 +425,7 @@ def test_a_file_system_that_refuses_for_a_moment_ends_nothing(
 ) -> None:
     refusing = refuse_a_look(monkeypatch, "failures", "001")
     launchers.at[20.0] = launchers.end
-    observed = launchers.monitor()
-    assert (refusing, observed.hang, launchers.signals) == ([], None, {})
+    assert (refusing, launchers.monitor().hang, launchers.signals) == ([], None, {})
 
 
 LOST_PEER = "Connection closed by peer"
