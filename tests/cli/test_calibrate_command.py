@@ -21,9 +21,7 @@ def calibrate_here(*arguments: str) -> Result:
     return call("calibrate", *arguments)
 
 
-def test_what_was_measured_becomes_a_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_become_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measuring itself is in tests/calibrate; here it is done at once."""
     hardware = resolve("neox_20b", "p4d").cluster.hardware
     figures = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})

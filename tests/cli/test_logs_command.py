@@ -130,7 +130,7 @@ def test_the_first_failing_worker(run: RunDir) -> None:
     assert text.endswith("rank_00001.log\nlast\ufffd\n")
 
 
-def test_following_goes_on_into_the_next_attempt(
+def test_following_goes_on_to_the_next_attempt(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive = threading.Event()

@@ -64,9 +64,7 @@ def test_init_writes_a_recipe_that_changes_nothing(name: str, tmp_path: Path) ->
     assert schema_faults("recipe", whole) == []
 
 
-def test_init_extends_a_file_of_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_extends_a_file_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "team").mkdir()
     call("init", "--recipe", "team/base.yaml", "--from", "tiny_llama")

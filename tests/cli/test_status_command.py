@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stage", ["precompile", "train"])
-def test_the_first_step_compiles_with_the_time_so_far(
+def test_a_compiling_step_has_the_time_so_far(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, begin = make("r"), time.time() - 60

@@ -70,9 +70,7 @@ def test_counted_tokens_and_corpora_shorter_than_one_batch(
         check(corpus, path, 500, 1, 1)
 
 
-def test_held_out_documents(
-    corpus: Path, tokenizer: Path, texts: list[str], tmp_path: Path
-) -> None:
+def test_held_out_texts(corpus: Path, tokenizer: Path, texts: list[str], tmp_path: Path) -> None:
     tokens = sum(len(TokenEncoder(tokenizer).encode(text)) for text in texts)
     actual = check(corpus, tokenizer, 320, tokens // 3, 1, validation=0.5)
     assert actual is None or actual < tokens

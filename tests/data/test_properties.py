@@ -185,9 +185,7 @@ def test_splits_depend_only_on_content_and_need_a_token_on_each_side(tmp_path: P
         PackedStream(spec, 0, 1).next_batch()
 
 
-def test_pieces_of_a_resume(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_pieces(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "PIECE_BYTES", 4096)
     path = write_texts(tmp_path / "c.arrow", ["some words " * 20_000])
     spec = StreamSpec([(path, 1.0)], tokenizer, seq_len=8, global_batch=4, seed=1)

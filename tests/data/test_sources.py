@@ -236,9 +236,7 @@ def pieces_and_whole(path: Path, document: str, folder: Path, size: int) -> int:
 
 
 @pytest.mark.parametrize("name", [*CUT, *UNCUT])
-def test_pieces_have_the_whole_s_tokens(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_pieces_have_all_tokens(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("pieces")
     path = tokenizer_of(*(CUT | UNCUT)[name], folder)
     assert TokenEncoder(path).splits_words == (name in CUT)

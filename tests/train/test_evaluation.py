@@ -98,7 +98,7 @@ def test_a_stop_leaves_the_evaluation_to_the_next_attempt(new_run: NewRun) -> No
 
 
 @pytest.mark.parametrize(("data_parallel", "pipeline"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_every_sequence_once_on_any_mesh(
+def test_a_sequence_once_on_a_mesh(
     data: tuple[str, str], data_parallel: int, pipeline: int
 ) -> None:
     training = StreamSpec([(Path(data[0]), 1.0)], Path(data[1]), 32, 16, 7, 512, "document", 0.1)

@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_older_checkpoints_intact(new_run: NewRun, unbroken: 
     assert "Traceback" not in gang.output(), "one clear message"
 
 
-def test_truncated_checkpoint_on_another_world_size(
+def test_a_cut_checkpoint_on_other_workers(
     tmp_path: Path, new_run: NewRun, unbroken: RunDir
 ) -> None:
     run = new_run("cluster.devices_per_node=1", *LONG)

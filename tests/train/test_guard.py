@@ -140,9 +140,7 @@ def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
     assert curve(run, 1, 2) == curve(unbroken, 1), "bit-identical"
 
 
-def test_a_spike_that_stays_rolls_back_behind_its_onset(
-    new_run: NewRun, batch_numbers: dict[str, int]
-) -> None:
+def test_a_lasting_spike_is_rolled_back(new_run: NewRun, batch_numbers: dict[str, int]) -> None:
     guard = ("guard.spike=roll_back", "guard.smoothing_steps=4", "guard.window_steps=3")
     run = new_run(*STEPS, *guard, "checkpoint.keep=1")
     first = start(run, batch_numbers, range(14, 18), "spike", late=True)
@@ -407,7 +405,7 @@ def test_no_false_alarm(curve: Callable[[int], Iterator[float]], allowed: set[st
     st.integers(1, 6),
     st.integers(1, 6),
 )
-def test_a_resume_judges_as_the_unbroken_run(
+def test_a_resume_judges_as_unbroken(
     norms: list[float], at: int, smoothing: int, window: int
 ) -> None:
     config = GuardConfig(smoothing_steps=smoothing, window_steps=window)

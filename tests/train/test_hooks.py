@@ -133,9 +133,7 @@ def test_an_attempt_that_begins_or_ends_within_them(
     assert profiled(job) == (11, 11)
 
 
-def test_after_them_and_on_other_workers(
-    job: Any, train: Callable[[int, int], ProfilingHook]
-) -> None:
+def test_after_them_and_on_others(job: Any, train: Callable[[int, int], ProfilingHook]) -> None:
     train(13, 15).close()
     assert job.barriers == []
     job.worker = Worker(0, 2, 0, "n1")
@@ -144,9 +142,7 @@ def test_after_them_and_on_other_workers(
     assert not job.run.profiles.exists()
 
 
-def test_an_error_of_the_training_is_not_delayed(
-    job: Any, train: Callable[[int, int], ProfilingHook]
-) -> None:
+def test_an_error_is_not_delayed(job: Any, train: Callable[[int, int], ProfilingHook]) -> None:
     hook = train(10, 11)
     with pytest.raises(RuntimeError, match="lost"), closing(hook):
         raise RuntimeError("a peer is lost")

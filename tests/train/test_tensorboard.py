@@ -84,9 +84,7 @@ def test_curve_is_one_over_restarts(make_job: MakeJob) -> None:
     assert [event.value for event in events.Scalars("run/attempt")] == [0] * 4 + [1] * 6
 
 
-def test_runs_stand_side_by_side_in_the_table_of_hyperparameters(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
+def test_runs_stand_side_by_side_among_hyperparameters(make_job: MakeJob, tmp_path: Path) -> None:
     write(make_job(0, 0, "a"), 1, 4)
     write(make_job(2, 1, "a", "train.precision=bf16"), 3, 6, finished=True)
     write(make_job(0, 0, "b", "optim.lr=0.5"), 1, 3)

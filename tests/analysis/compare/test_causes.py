@@ -207,9 +207,7 @@ def test_data_in_another_order_and_other_weights(compared) -> None:
         ("train.micro_batch", 4, "mesh", "meshes differ (micro_batch 2 and 4)"),
     ],
 )
-def test_settings_of_curves(
-    compared, setting: str, value: Setting, kind: str, message: str
-) -> None:
+def test_settings_of_runs(compared, setting: str, value: Setting, kind: str, message: str) -> None:
     first = 2 if kind == "optimizer" else 1  # another update shows in the next step's loss
     rows = changed(
         loss=(first, drift(0.02)), grad_norm=(first, drift(0.05)), param_norm=(1, drift(1e-3))

@@ -96,9 +96,7 @@ def test_reasons_are_whole_and_the_legend_is_free(
     assert not any(legend.overlaps(axes.bbox) for axes in panels)
 
 
-def test_shifted_steps_are_drawn(
-    make_file: MakeFile, tmp_path: Path, figures: list[Figure]
-) -> None:
+def test_shifts_are_drawn(make_file: MakeFile, tmp_path: Path, figures: list[Figure]) -> None:
     a = read_curve(make_file("a", make_rows(1, 30)))
     b = replace(a, steps=a.steps + 100)
     draw(a, [b], [compare(a, b, shifts=(0, -100))], tmp_path / "p.png")

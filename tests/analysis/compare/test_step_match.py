@@ -89,7 +89,7 @@ def test_batches_that_are_some_steps_ahead_are_no_count_of_steps(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("change", "shift"), [(0.0, 1), (2e-4, 1), (0.0, 5), (0.0, 60)])
-def test_unknown_formats_are_shifted_if_the_values_coincide(
+def test_unknown_formats_are_shifted_by_equal_values(
     tmp_path: Path, change: float, shift: int
 ) -> None:
     losses = noisy()
@@ -175,9 +175,7 @@ def test_means_over_the_logging_interval(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("begin", "first"), [(1, 10), (11, 20), (13, 30), (20, 30)])
-def test_a_mean_of_which_steps_are_missing_is_not_compared(
-    tmp_path: Path, begin: int, first: int
-) -> None:
+def test_a_mean_that_lacks_steps_is_not_compared(tmp_path: Path, begin: int, first: int) -> None:
     losses = noisy(200)
     coarse = write_state(tmp_path, interval_means(losses, 10), "trainer_state.json")
     fine = curve_of(tmp_path, "a.log", losses[begin - 1 :], begin, TITAN)

@@ -132,9 +132,7 @@ def test_a_killed_drill_has_the_rows_of_the_copies_that_ended(
     assert "worker: the fault injector never started on the node" in lines
 
 
-def test_an_unbroken_run_is_its_own_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unbroken_run_is_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "has_all_graphs", lambda *_: True)
     plan = plan_of(tmp_path)
     run = plan.run

@@ -58,7 +58,7 @@ def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate
     assert "0 tasks evaluated, 4 cached, 0 failed" in table.stdout
 
 
-def test_damaged_checkpoints_are_skipped(
+def test_a_damaged_checkpoint_is_skipped(
     learnt: Learnt, evaluate: Evaluate, tmp_path: Path
 ) -> None:
     copy = RunDir(tmp_path / "copy")
@@ -226,9 +226,7 @@ def test_the_harness_knows_the_tasks_of_all_suites() -> None:
             assert {row.task for row in rows} - {VALIDATION} <= tasks
 
 
-def test_without_harness(
-    learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_harness(learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("evaluate", "harness"):
         monkeypatch.setattr(f"slurmllm.analysis.evaluate.{module}.harness_version", lambda: None)
     # What is known is shown, programs' scores too; nothing more can be had.

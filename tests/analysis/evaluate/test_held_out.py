@@ -62,9 +62,7 @@ def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
     assert 0 <= count - 1 - spec.seq_len * len(rows) < spec.seq_len
 
 
-def test_by_the_command_line_and_without_text(
-    run: RunDir, evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_by_the_command_and_without_text(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
     asked = ("--task", "validation", "--checkpoint", "all", "--json", "--jobs", 2)
     first = json.loads(evaluate(run, *asked).stdout)
     assert [checkpoint["step"] for checkpoint in first["checkpoints"]] == [90, 180]

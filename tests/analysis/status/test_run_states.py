@@ -164,18 +164,14 @@ def test_a_run_that_was_cancelled_between_attempts(
 
 
 @pytest.mark.parametrize("overrides", [(), (PRICE,)])
-def test_the_summary_equals_the_whole_configuration(
-    overrides: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_summary_equals_the_configuration(overrides: tuple[str, ...], tmp_path: Path) -> None:
     summary = read_summary(make(tmp_path, "r", "7", *overrides).config)
     usd = 20.0 if overrides else None
     assert (summary.recipe, summary.steps, summary.usd_per_node_hour) == ("tiny_neox", 100, usd)
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_damaged_manifest_of_graphs_is_one_line_of_the_status(
-    tmp_path: Path, folder: bool
-) -> None:
+def test_a_damaged_manifest_of_graphs_is_a_line_of_status(tmp_path: Path, folder: bool) -> None:
     run = make(tmp_path)
     run.graphs.mkdir()
     run.micro_batch.write_text("{")

@@ -83,9 +83,7 @@ def curve_of(uri: str, run_id: str, tag: str = "train/loss") -> list[tuple[int, 
     ]
 
 
-def test_one_run_with_a_continuous_curve_after_a_requeue(
-    bench: Bench, server: str, tmp_path: Path
-) -> None:
+def test_one_curve_of_one_run_after_a_requeue(bench: Bench, server: str, tmp_path: Path) -> None:
     corpus, tokenizer = make_data(tmp_path)
     settings = (
         *("backend=rehearsal", "train.compile=false", "model.vocab_size=512"),
@@ -125,9 +123,7 @@ def made_run(tmp_path: Path, uri: str, name: str) -> RunDir:
     return run
 
 
-def test_a_process_that_was_killed_before_it_recorded_what_it_sent(
-    server: str, tmp_path: Path
-) -> None:
+def test_a_process_that_was_killed_before_it_had_recorded(server: str, tmp_path: Path) -> None:
     run = made_run(tmp_path, server, "killed")
     config = config_of(server)
     write_rows(run.metrics(0), make_rows(1, 30))

@@ -180,9 +180,7 @@ def test_states(run: RunDir) -> None:
         assert state_of(run) == state
 
 
-def test_what_is_missing_is_refused_at_submit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(tracker_settings, "PACKAGES", {"wandb": "no_wandb", "mlflow": "no_mlflow"})
     config = resolve("tiny_neox", "local", ["trackers=[wandb, mlflow]"])
@@ -196,9 +194,7 @@ def test_what_is_missing_is_refused_at_submit(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_key_may_be_in_any_of_wandb_s_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_may_be_in_any_of_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(tracker_settings, "PACKAGES", {"wandb": "json"})
 

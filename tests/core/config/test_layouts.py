@@ -53,7 +53,7 @@ def test_the_profile_precedes_its_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "overrides"), [("parallel: auto\n", []), ("", ["parallel=auto"])])
-def test_auto_leaves_all_of_a_layout_to_the_planner(
+def test_auto_leaves_a_layout_to_the_planner(
     tmp_path: Path, text: str, overrides: list[str]
 ) -> None:
     config = resolve(recipe(tmp_path, LAYOUTS + text, micro_batch=None), "p4d", overrides)

@@ -109,9 +109,7 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
         (np.float16, "half_val", 2.5, int(np.float16(2.5).view(np.uint16))),
     ],
 )
-def test_scalars_as_tensors(
-    tmp_path: Path, dtype: Any, field: str, value: float, stored: Any
-) -> None:
+def test_tensor_scalars(tmp_path: Path, dtype: Any, field: str, value: float, stored: Any) -> None:
     proto = make_tensor_proto(value, dtype)
     one_by_one = TensorProto(dtype=proto.dtype, **{field: [stored]})
     content = TensorProto(dtype=proto.dtype, tensor_content=dtype(value).tobytes())

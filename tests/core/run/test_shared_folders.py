@@ -114,7 +114,7 @@ def test_a_build_writes_through_no_link(tmp_path: Path) -> None:
 
 
 @only_root
-def test_builtin_data_of_another_user_is_not_used(
+def test_builtin_data_of_others_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[Path] = []

@@ -141,9 +141,7 @@ def test_a_row_that_is_not_utf8_is_left_out_alone(tmp_path: Path, kind: pa.DataT
     assert error.endswith("a.arrow: row 2 of column 'text' is not UTF-8")
 
 
-def test_a_text_many_times_is_read_in_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_text_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dictionary of one text stands for gigabytes."""
     monkeypatch.setattr("slurmllm.data.corpus.readers.columns.CHUNK_BYTES", 1 << 20)
     indices = pa.array(np.array([1] + [0] * 4000 + [1] * 64, np.int32))
@@ -360,9 +358,7 @@ def test_columns_of_a_csv(tmp_path: Path) -> None:
         ("a.jsonl", '{"q": "x"}', r"a.jsonl:1: no field 'a' .*--completion-key"),
     ],
 )
-def test_keys_that_a_document_does_not_have(
-    tmp_path: Path, name: str, content: str, error: str
-) -> None:
+def test_keys_that_a_document_lacks(tmp_path: Path, name: str, content: str, error: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=error):
         texts(tmp_path / name, prompt_key="q", completion_key="a")

@@ -139,9 +139,7 @@ def test_a_profile_that_no_job_runs_with_fails() -> None:
     assert states == ["ok", "fail", "fail"]
 
 
-def test_a_container_is_checked_in_torch_s_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_is_checked_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(login_node, "installed_version", lambda name: None)
     monkeypatch.setattr(login_node, "packages_finding", lambda: login_node.ok("packages", ""))
     image, slurm = tmp_path / "image.sif", FakeSlurm()

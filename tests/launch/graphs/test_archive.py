@@ -89,9 +89,7 @@ def test_nothing_but_files_inside_is_unpacked(tmp_path: Path, name: str, kind: s
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "tar"]
 
 
-def test_launchers_of_one_machine_do_not_collide(
-    run: RunDir, manifest: GraphManifest, node: Path
-) -> None:
+def test_launchers_of_a_machine_are_apart(run: RunDir, manifest: GraphManifest, node: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         install = functools.partial(graph_cache.install_archive, node, run)
         results = list(pool.map(install, [manifest] * 8))

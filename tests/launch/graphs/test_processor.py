@@ -73,7 +73,7 @@ def test_capabilities_of_other_processors(flags: str, name: str) -> None:
     assert cpu_capability(set(flags.split()), "avx2") == "AVX2"
 
 
-def test_gpus_are_known_by_name_and_compute_capability(
+def test_gpus_are_known_by_name_and_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi = tmp_path / "nvidia-smi"
@@ -203,9 +203,7 @@ def test_rejected_graphs_are_not_installed(partition: MixedPartition) -> None:
     assert (record.cache, record.cache_reason) == ("rejected", "train attempt 0 failed with it")
 
 
-def test_workers_learn_whether_graphs_are_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_learn_of_reused_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INSTALLED_FILE, raising=False)
     assert wait_for_graphs() is False
     installed = tmp_path / "installed"

@@ -86,9 +86,7 @@ def test_neuron_nodes_are_known_by_their_instance_type(site: FakeSlurm) -> None:
     assert profile.hardware == resolve("tiny_neox", "trn1").cluster.hardware
 
 
-def test_gpus_of_another_site_have_no_efa_and_no_price_and_an_assumed_network(
-    site: FakeSlurm,
-) -> None:
+def test_gpus_of_another_site_have_no_efa_no_price_and_an_assumed_network(site: FakeSlurm) -> None:
     site.gres, site.cpus = "gpu:h200:4(S:0-1)", 64
     profile = profile_of(draft(site))
     assert (profile.instance_type, profile.price, profile.env) == (None, None, {})

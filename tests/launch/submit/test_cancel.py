@@ -50,9 +50,7 @@ def test_a_process_that_has_got_the_id_is_left_alone(
     assert other.poll() is None
 
 
-def test_the_recorded_process_gets_the_signal(
-    tmp_path: Path, other: subprocess.Popen[bytes]
-) -> None:
+def test_the_recorded_process_is_signalled(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     assert is_process_alive(submitted(tmp_path, other.pid, process_identity(other.pid)))
     assert call("cancel", "r", "--runs-dir", str(tmp_path)).exit_code == 0
     assert other.wait(20) == -signal.SIGTERM

@@ -66,7 +66,7 @@ def test_shared_graphs_free_nothing(run: RunDir, tmp_path: Path) -> None:
     assert (tmp_path / "shared").stat().st_size == 5000
 
 
-def test_living_runs_and_other_folders(
+def test_living_runs_and_folders(
     fake: FakeSlurm, inputs: Inputs, run: RunDir, tmp_path: Path
 ) -> None:
     living = submitted_run(inputs, "--name", "living")

@@ -130,9 +130,7 @@ def test_no_value_or_name_writes_a_line_of_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "allowed"), [("precompile", False), ("train", True)])
-def test_the_body_keeps_the_rendezvous_ports_free(
-    stage: Stage, allowed: bool, tmp_path: Path
-) -> None:
+def test_the_body_keeps_rendezvous_ports_free(stage: Stage, allowed: bool, tmp_path: Path) -> None:
     asked, started = tmp_path / "asked", tmp_path / "started"
     sudo, python = f'echo "$*" >> {asked}; exit {int(not allowed)}', f'echo "$*" > {started}'
     for name, line in (("sudo", sudo), ("python", python)):

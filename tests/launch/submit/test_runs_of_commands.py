@@ -54,7 +54,7 @@ def run(fake: FakeSlurm) -> RunDir:
         (("spikes", "r", "--window", "40"), "29 steps logged are too few"),
     ],
 )
-def test_what_is_of_our_trainings_is_refused(
+def test_what_is_of_trainings_is_refused(
     run: RunDir, arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in fails(2, *arguments)

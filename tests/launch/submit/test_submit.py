@@ -213,9 +213,7 @@ DAMAGE = {
 
 @pytest.mark.timeout(60)  # a pipe blocks who opens it
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_resume_writes_damaged_derived_files_again(
-    fake: FakeSlurm, inputs: Inputs, damage: str
-) -> None:
+def test_resume_repairs_damaged_derived_files(fake: FakeSlurm, inputs: Inputs, damage: str) -> None:
     run = submitted_run(inputs, "--name", "r")
     call("cancel", "r")
     run.micro_batch.parent.mkdir(exist_ok=True)
@@ -252,9 +250,7 @@ def test_resume_looks_at_other_weights_to_start_from(
     assert looked_at == [tmp_path / "weights"]  # once: later it may be gone
 
 
-def test_weights_of_a_run_by_its_name(
-    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_by_name(fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     source = submitted_run(inputs, "--name", "source")
     for step in (10, 20, 30):
         save_manifest(source, step)
@@ -414,9 +410,7 @@ def test_a_taken_name(fake: FakeSlurm, inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize("killed_at", ["directory", "unrecorded job", "precompile job"])
-def test_a_name_after_a_submit_that_was_killed(
-    killed_at: str, fake: FakeSlurm, inputs: Inputs
-) -> None:
+def test_a_name_after_a_killed_submit(killed_at: str, fake: FakeSlurm, inputs: Inputs) -> None:
     run = submitted_run(inputs, "--name", "r")
     sent = JobsRecord.load(run.jobs).submissions[0]
     run.jobs.unlink()

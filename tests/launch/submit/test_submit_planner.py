@@ -131,9 +131,7 @@ def test_the_planner_s_micro_batch_follows_the_nodes(fake: FakeSlurm) -> None:
     assert call_json("resume", "r", "--nodes=2")["mesh"]["accumulation"] > 1
 
 
-def test_a_recipe_s_auto_without_hardware_figures(
-    fake: FakeSlurm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_without_hardware_figures(fake: FakeSlurm, caplog: pytest.LogCaptureFixture) -> None:
     Path("shelf.yaml").write_text(PROFILE.partition("hardware:")[0].replace("cpu", "cuda"))
     sent = json.loads(submit("--json").stdout)
     assert (sent["mesh"]["data"], sent["mesh"]["tensor"], sent["planner"]) == (4, 1, None)

@@ -196,9 +196,7 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(job: Job) -> N
     assert cluster.jobs[job_id].nodes == ("n1", "n3")
 
 
-def test_without_a_spare_node_slurm_is_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_spare_nodes_slurm_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, job_id = job
     cluster.states.update(n3="drained", n4="down")
     with monkeypatch.context() as patched:  # time.sleep refuses it: the node answers at once
@@ -359,9 +357,7 @@ def test_what_slurm_and_the_nodes_report(ended: Ended) -> None:
     assert (evidence.down_nodes, evidence.step_out_of_memory) == (["n2"], True)
 
 
-def test_after_sigterm_accounting_is_waited_for(
-    ended: Ended, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_waits_for_accounting(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: ended[1].finish("1", "TIMEOUT"))
     monkeypatch.setattr(evidences, "time", clock)
     assert gather(ended, "SIGUSR1").slurm_state == "RUNNING"

@@ -117,9 +117,7 @@ def test_a_command_that_hangs_delays_nothing(
     sender._sending[0].join()
 
 
-def test_a_supervisor_announces_its_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_supervisor_announces_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, slurm = RunDir(tmp_path / "runs" / "r"), FakeSlurm(("n1",))
     overrides = [command(tmp_path), f"cluster.node_local={tmp_path}"]
     overrides += ["data.corpus=none", "cluster.health.enabled=false"]

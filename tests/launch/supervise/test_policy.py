@@ -44,9 +44,7 @@ def play(endings: list[AttemptRecord], of: Recipe = RECIPE) -> list[AttemptRecor
     ("ending", "budget", "field"),
     [("node_failure", 20, "failure"), ("hang", 5, "hang"), ("storage_failure", 3, "storage")],
 )
-def test_a_budget_counts_what_lies_within_its_hours(
-    ending: EndingClass, budget: int, field: str
-) -> None:
+def test_a_budget_counts_within_its_hours(ending: EndingClass, budget: int, field: str) -> None:
     close = [attempt(n, ending, 10, ended_at=60.0 * n, evidence=(FULL,)) for n in range(budget + 1)]
     decisions = play(close)
     assert [a.action for a in decisions] == ["requeue"] * budget + ["stop"]
@@ -151,9 +149,7 @@ def test_each_exclusion_takes_four_times_as_long() -> None:
 
 
 @pytest.mark.parametrize("ending", ["node_failure", "hang"])
-def test_a_job_with_enough_nodes_goes_on_unless_it_gained_nothing_twice(
-    ending: EndingClass,
-) -> None:
+def test_a_job_with_enough_nodes_goes_on_if_it_gained_something(ending: EndingClass) -> None:
     def action(row: AttemptRecord, *earlier: AttemptRecord) -> tuple[str | None, float]:
         decided = decide(row, earlier, RECIPE, in_allocation=True)
         return decided.action, decided.backoff_s

@@ -109,9 +109,7 @@ def test_two_submits_or_resumes_at_once_make_one_submission(box: Path, tmp_path:
     assert not run.lock.exists()
 
 
-def test_the_second_command_is_refused_with_the_first(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_command_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
     with locked(run, "resume"):
         with pytest.raises(RunError) as refusal, locked(run, "cancel"):
@@ -156,9 +154,7 @@ def test_a_lock_of_another_machine_ends_when_it_is_not_renewed(
         assert b"elsewhere" not in run.lock.read_bytes()
 
 
-def test_a_process_id_that_is_used_again_holds_nothing(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reused_process_id_holds_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     host = socket.gethostname()
     lock_of(run, 0, host=host, pid=os.getpid(), process=process_identity(1))
     with locked(run, "resume"):
@@ -225,9 +221,7 @@ def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) ->
     assert still_runs(run, record, allocation) is None
 
 
-def test_a_second_supervisor_of_one_start_leaves(
-    lost: Lost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_supervisor_leaves(lost: Lost, monkeypatch: pytest.MonkeyPatch) -> None:
     run, cluster = lost
     monkeypatch.setattr("slurmllm.launch.supervise.supervisor.lost_start", lambda _: None)
     path = run.attempt("train", 0).record

@@ -114,7 +114,7 @@ def test_a_job_has_one_successor_whatever_was_recorded(chained: Chained) -> None
         ensure_successor(run, this_allocation, SCRIPT, [])
 
 
-def test_the_successor_takes_over_and_has_one_itself(
+def test_a_successor_takes_over_and_has_one(
     chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
@@ -136,9 +136,7 @@ def test_the_successor_takes_over_and_has_one_itself(
     assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
 
 
-def test_a_cancelled_run_has_no_successor(
-    chained: Chained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_successor_of_cancelled_runs(chained: Chained, monkeypatch: pytest.MonkeyPatch) -> None:
     run, cluster = chained
     job = next_job(run, cluster)
     cancelled = sent(run).model_copy(update={"cancelled_at": 2.0})
@@ -197,9 +195,7 @@ def closed(run: RunDir, **more: object) -> AttemptRecord:
     return attempt(run, 0, "1", **fields, **more)
 
 
-def test_a_refused_requeue_becomes_a_chain(
-    chained: Chained, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_chain_replaces_a_requeue(chained: Chained, caplog: pytest.LogCaptureFixture) -> None:
     run, cluster = chained
     JobsRecord(submissions=(sent(run).model_copy(update={"restart": "requeue"}),)).save(run.jobs)
     this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))

@@ -41,9 +41,7 @@ PLAIN, NEMO = ("trainers/plain", "local"), "trainers/nemo"
         (["$X"], "$X", "X"),
     ],
 )
-def test_words_are_kept_and_a_run_is_named_after_its_program(
-    words: list[str], text: str, name: str
-) -> None:
+def test_words_stay_and_name_the_run(words: list[str], text: str, name: str) -> None:
     assert (join_arguments(words), name_of_command(words)) == (text, name)
 
 
@@ -140,7 +138,7 @@ _TORCHRUN = [
         (5, [], "exit code 5", "its last line: it printed nothing", "code"),
     ],
 )
-def test_why_a_trainer_failed(
+def test_why_trainers_fail(
     code: int, lines: list[str], error: str, message: str, blame: str
 ) -> None:
     output = [OutputLine(100.0 + number, line) for number, line in enumerate(lines)]

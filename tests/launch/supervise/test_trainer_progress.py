@@ -119,9 +119,7 @@ def test_rows_of_real_logs(name: str, seed: int, run: RunDir) -> None:
 @pytest.mark.parametrize(
     "name", ["lightning.csv", "litgpt.csv", "trainer_state.json", "history.jsonl", "log.txt"]
 )
-def test_rows_of_a_growing_file_are_those_of_the_log(
-    name: str, run: RunDir, tmp_path: Path
-) -> None:
+def test_rows_of_a_growing_file_are_the_logs(name: str, run: RunDir, tmp_path: Path) -> None:
     content = (
         (LOGS / name.replace("log.txt", "torchtune.txt")).read_bytes() if name[0] != "h" else b""
     )

@@ -87,9 +87,7 @@ def test_the_check_finds_a_wait() -> None:
     ],
     ids=str,
 )
-def test_the_host_waits_for_nothing_in_a_step(
-    new_backend: NewBackend, overrides: tuple[str, ...]
-) -> None:
+def test_no_step_waits_for_the_device(new_backend: NewBackend, overrides: tuple[str, ...]) -> None:
     backend = on_gpu(new_backend, *overrides)
     figures(backend, 2)  # compiles and allocates
     with no_waits():

@@ -103,9 +103,7 @@ def test_the_optimizer_waits_for_the_copy(
     assert train(resumed, 1, first=1) == expected[3:]
 
 
-def test_the_second_save_uses_the_memory_of_the_first(
-    new_backend: NewBackend, tmp_path: Path
-) -> None:
+def test_the_second_save_reuses_the_memory(new_backend: NewBackend, tmp_path: Path) -> None:
     backend = new_backend(ASYNCHRONOUS)
     addresses = []
     for step in range(2):

@@ -81,9 +81,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_same_training_as_with_the_dense_mask(
-    pool: MeshPool, mesh: tuple[str, int, int, int]
-) -> None:
+def test_the_dense_mask_trains_the_same(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     config = small(*mesh, DOCUMENTS, LONG, COMPILED)
     expected = pool.run(Case(small(mesh[0], 1, 1, 1, DOCUMENTS, LONG), last=2))
     outcomes = pool.run(Case(config, last=2, prepare=use_flex))

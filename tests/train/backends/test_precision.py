@@ -388,7 +388,7 @@ def test_resumes_bit_for_bit_and_on_another_mesh(
     assert max(deviation(outcomes, unsharded)) < ROUNDING
 
 
-def test_plain_tensors_have_the_bits_of_pytorch(
+def test_plain_tensors_have_pytorch_s_bits(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(installed))

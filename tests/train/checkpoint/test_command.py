@@ -92,7 +92,7 @@ def same_logits(folder: Path, model: nn.Module) -> None:
 
 
 @pytest.mark.numerics
-def test_a_run_s_checkpoint_in_transformers(
+def test_a_checkpoint_in_transformers(
     run: Run, trained: tuple[RunDir, dict[int, nn.Module]]
 ) -> None:
     directory, models = trained

@@ -153,7 +153,7 @@ def test_a_gap_in_a_damaged_index(metadata: Metadata, tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_chunk_of_other_dimensions(
+def test_a_chunk_of_nine_dimensions(
     metadata: Metadata, values: torch.Tensor, tmp_path: Path
 ) -> None:
     """Nine dimensions take as many numbers as three chunks of two."""

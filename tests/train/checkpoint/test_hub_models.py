@@ -175,9 +175,7 @@ def test_offline_without_the_model(tmp_path: Path, import_model: Callable[..., R
     assert f"{reason}, or copy there what `hf download org/model --revision old` caches" in text
 
 
-def test_a_fine_tuning_recipe_names_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fine_tuning_names_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = call("submit", "llama2_7b_finetune", "--nodes", "4")
     assert done.exit_code == 2

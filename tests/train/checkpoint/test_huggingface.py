@@ -151,7 +151,7 @@ def test_bf16_stays_and_is_made(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "missing"), [("neox", ("mlp_bias",)), ("gpt3", ("mlp_bias", "attention_bias"))]
 )
-def test_biases_that_only_theirs_has_become_0(
+def test_biases_that_ours_lacks_are_0(
     family: str, missing: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = tmp_path / "ours"

@@ -117,7 +117,7 @@ def test_a_copy_without_manifest_is_none(run: RunDir, replica: Replica) -> None:
     assert replica.steps() == [10, 20]
 
 
-def test_the_last_saved_are_kept(
+def test_the_last_ones_stay(
     run: RunDir, replica: Replica, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_at(run, 15)

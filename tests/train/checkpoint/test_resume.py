@@ -64,7 +64,7 @@ def test_newest(run: RunDir, tmp_path: Path) -> None:
         ("manifest.json", truncate, "is damaged"),
     ],
 )
-def test_the_one_before(
+def test_an_earlier_one(
     run: RunDir, name: str, damage: Callable[[Path], None], reason: str
 ) -> None:
     if (name, damage) == ("manifest.json", truncate):

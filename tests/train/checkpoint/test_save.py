@@ -74,9 +74,7 @@ def test_a_failed_removal_is_a_warning(
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), StorageError("no space left")]
 )
-def test_a_refusal_at_one_worker_ends_the_save_on_all(
-    run: RunDir, rank: int, error: Exception
-) -> None:
+def test_a_refusal_at_a_worker_ends_the_save(run: RunDir, rank: int, error: Exception) -> None:
     gang = PretendGang()
     gang.refuse[rank] = error
     errors = save_all(gang, run, 30)
@@ -194,9 +192,7 @@ def test_an_invalidated_one_is_unusable(run: RunDir) -> None:
     assert run.checkpoint_steps() == [25, 30]
 
 
-def test_a_damaged_record_of_roll_backs_keeps_all(
-    run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_roll_back_keeps_all(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     run.skips.write_text("{")
     remove_expired(run, 20, CheckpointConfig(keep=1))
     assert run.checkpoint_steps() == [10, 20]

@@ -44,9 +44,7 @@ def test_an_activation_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_sharding_plan_names_every_module_with_parameters(
-    family: str, bias: bool, tied: bool
-) -> None:
+def test_the_sharding_plan_names_all_modules(family: str, bias: bool, tied: bool) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 64}
     choices = {"attention_bias": bias, "mlp_bias": bias, "tied_embeddings": tied}
     config = ModelConfig.model_validate(

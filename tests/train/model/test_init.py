@@ -74,9 +74,7 @@ def relative_std(config: ModelConfig) -> dict[str, float]:
     ("how", "factor"),
     [({}, 1.0), ({"scaled_init": True}, 1 / math.sqrt(4)), ({"output_init_std": 0.005}, 0.25)],
 )
-def test_output_matrices_may_begin_smaller(
-    family: str, how: dict[str, object], factor: float
-) -> None:
+def test_output_matrices_may_be_smaller(family: str, how: dict[str, object], factor: float) -> None:
     config = ModelConfig.model_validate(
         {
             "family": family,
