@@ -6,7 +6,7 @@ import importlib.util
 import json
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +113,10 @@ class JobHere:
 
     def result(self) -> JobOutcome:
         return self._outcome
+
+    @staticmethod
+    def terminate(calls: Sequence[JobHere]) -> None:
+        """Each has ended in its construction."""
 
 
 @pytest.fixture
