@@ -6,14 +6,12 @@ import functools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from click.testing import CliRunner
@@ -38,6 +36,7 @@ from slurmllm.launch.supervise.evidence import _log_tail
 from slurmllm.launch.supervise.watchdog import recent_step_times
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+pytestmark = pytest.mark.timeout(300)  # a pipe blocks who opens it
 PLENTY = 10 << 30  # bytes
 DEEP = '{"a":' * 50_000 + "1" + "}" * 50_000
 LAUGHS = "a0: &a0 {k: v}\n" + "".join(
@@ -49,17 +48,9 @@ MERGES = "a0: &a0 {k: v}\n" + "".join(
 
 
 @pytest.fixture(autouse=True)
-def _limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("still reading after 300 s")
-
+def _fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(client, "SlurmClient", FakeSlurm)
     monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(300)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @functools.cache
@@ -178,7 +169,6 @@ def test_configurations_that_stand_for_too_much() -> None:
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
 def test_files_of_workers_are_read_within_limits(kind: str) -> None:
     """Stacks, phases, logs and metrics, as `logs`, the launchers and the supervisor read them."""
-    signal.alarm(30)
     run = make("damaged")
     record = AttemptRecord.load(run.attempt("train", 0).record)
     stacks, phase, log = run.attempt("train", 0).stacks(1), run.path / "phase", run.metrics(0)
