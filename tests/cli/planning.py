@@ -1,7 +1,5 @@
 """The command line of `slurmllm plan`, in this process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from click.testing import Result

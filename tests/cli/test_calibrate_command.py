@@ -1,7 +1,5 @@
 """`slurmllm calibrate`: profiles and pictures of what is measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

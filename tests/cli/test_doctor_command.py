@@ -1,7 +1,5 @@
 """`slurmllm doctor` as a command: exit codes, both forms of its output, no torch of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What people type by habit: short options, verbs of other programs, TAB, a look at help."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Wings and rooms import one way, as docs/architecture.md says; the login node loads no torch."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

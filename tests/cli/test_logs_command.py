@@ -1,7 +1,5 @@
 """`logs`: several ranks as one, the first that failed, and files of any content."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

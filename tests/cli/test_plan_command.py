@@ -1,7 +1,5 @@
 """`slurmllm plan`: the ranking, the tables, the JSON, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`slurmllm plan` over profiles and node counts: tables as files, prices, what would fit."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A recipe of one's own: printed or written, completed by a schema, changed by PATH=VALUE."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

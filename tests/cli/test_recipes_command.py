@@ -1,7 +1,5 @@
 """`slurmllm recipes`: the list, and one recipe with its sources."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Removed verbs, options and fields: one error that names the replacement."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`status`: columns that fit, runs that wait or run, drawn again."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Corpora of each kind, written without the package, and streams over them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

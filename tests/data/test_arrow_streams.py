@@ -1,7 +1,5 @@
 """Arrow streams and folders of Hugging Face datasets as corpora, and ours in their readers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What must hold of any corpus, seed, degree, number of workers and stop."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Processes forked from one that has imported torch, which takes a new process four seconds."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

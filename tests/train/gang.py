@@ -1,7 +1,5 @@
 """Runs and workers for tests: a small recipe, and processes started as a launcher starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """When a run saves: fixed and automatic intervals, and the time left at a stop."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Figures that are read a step late change nothing but when they are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

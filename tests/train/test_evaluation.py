@@ -1,7 +1,5 @@
 """Validation while training: the numbers of `evaluate`, and no influence on the training."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

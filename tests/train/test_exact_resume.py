@@ -1,7 +1,5 @@
 """Whatever ends an attempt, the next one goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

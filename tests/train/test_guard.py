@@ -1,7 +1,5 @@
 """What follows a divergence: nothing, the end, or another way through the data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Hooks of the training loop, the profiler's among them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Sequence

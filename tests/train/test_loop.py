@@ -1,7 +1,5 @@
 """The training loop's target tokens, loss weights and micro batches, and the record of its data."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The precompile stage: it measures `train.micro_batch: auto`, and its graphs serve all meshes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the trainer writes for TensorBoard, read back by TensorBoard."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings

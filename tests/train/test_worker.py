@@ -1,7 +1,5 @@
 """A worker's ways out that are nobody's kill: bad input, divergence."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 

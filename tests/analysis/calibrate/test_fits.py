@@ -1,7 +1,5 @@
 """Figures from measurements: what made the measurements up comes out again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Calibration of this machine, and of nodes that fail."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

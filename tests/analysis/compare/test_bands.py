@@ -5,8 +5,6 @@ with three layers of width 64, 128 and 256 and two seeds each, trained on a GPU 
 and, in bf16_sr, with a departure. Keys: width-seed-precision+departure.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import accumulate, combinations

@@ -1,7 +1,5 @@
 """Each departure with its cause, in runs of which only the curves and the settings are made up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

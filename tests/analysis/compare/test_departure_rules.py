@@ -1,7 +1,5 @@
 """The rule that tells a departure from noise, on made-up differences with known answers."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import numpy as np

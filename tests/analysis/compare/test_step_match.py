@@ -1,7 +1,5 @@
 """Steps counted from 0 or 1, losses averaged over intervals, and curves on other axes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

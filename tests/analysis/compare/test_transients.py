@@ -1,7 +1,5 @@
 """Differences that pass, values that are not finite, printed digits and resumes, as causes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace

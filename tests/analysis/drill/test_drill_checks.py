@@ -1,7 +1,5 @@
 """The result of a drill, on run directories with one fault each, and its recovery times."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Finding and signalling the processes of a run, on processes that only have the names."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

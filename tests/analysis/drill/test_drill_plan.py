@@ -1,7 +1,5 @@
 """The plan of a drill: kinds, steps, faults, the run as its own reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drills of other projects' trainers: their plan, how they resumed, and whole drills here."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

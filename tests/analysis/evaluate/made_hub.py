@@ -6,8 +6,6 @@ but for the download. What the data sets, their parts (MMLU's 57 subjects, BBH's
 splits are called comes from the harness's own files; the columns are those of the real ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

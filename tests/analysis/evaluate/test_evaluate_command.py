@@ -1,7 +1,5 @@
 """`slurmllm evaluate` on a run that has memorized the smoke suite, compared with the harness."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

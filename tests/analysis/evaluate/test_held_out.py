@@ -1,7 +1,5 @@
 """Loss on held-out text, against transformers on the same sequences."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Suites read, refused, recorded; and the tables made of what is on disk."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

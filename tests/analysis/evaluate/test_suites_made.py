@@ -1,7 +1,5 @@
 """The suites hlat and pythia, every task of them, on questions that we made up (`made_hub`)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

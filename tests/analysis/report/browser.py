@@ -1,7 +1,5 @@
 """A report opened in a real headless Chromium: what it drew, said and asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

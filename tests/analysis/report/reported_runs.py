@@ -1,7 +1,5 @@
 """A run with a restart, as its directory holds it, for the tests of its report."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page in a real browser, its texts, and where it is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What a report knows of a run: throughput as AWS measures it, state; of a damaged run too."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

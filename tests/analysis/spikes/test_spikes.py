@@ -1,7 +1,5 @@
 """Spikes of loss and gradient norm, against a slow definition and against planted ones."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

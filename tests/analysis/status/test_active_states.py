@@ -1,7 +1,5 @@
 """States of Slurm's jobs, of runs on other machines and in local sweeps, and on full disks."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

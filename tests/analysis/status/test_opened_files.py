@@ -1,7 +1,5 @@
 """How many files of a run `status`, `logs` and `report` open: never nodes times attempts."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

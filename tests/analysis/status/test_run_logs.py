@@ -1,7 +1,5 @@
 """The merged logs of several workers, and the first failing worker."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where runs stand and what they have cost, from their records and one question to Slurm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where node hours go: parts that add up, lost steps, recoveries, the verb."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """MLflow's own server, with SQLite, and a run that is requeued; needs mlflow (`make trackers`)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Which steps a tracker gets, and that nothing is lost: with a tracker in this process."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """W&B's own files of an offline run; needs its package (`make trackers`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

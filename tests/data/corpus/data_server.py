@@ -1,7 +1,5 @@
 """A server of files that misbehaves as a test sets it, for the tests of downloads."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

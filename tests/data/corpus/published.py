@@ -1,7 +1,5 @@
 """The files of `wikipedia_gpt2`, made small, and a user configuration that names their server."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

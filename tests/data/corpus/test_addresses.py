@@ -1,7 +1,5 @@
 """`data build` of files that are elsewhere: `hf://`, `https://` and other addresses of fsspec."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """`data build`: contents of a corpus, cleaning of input, and unreadable input."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

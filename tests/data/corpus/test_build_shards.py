@@ -1,7 +1,5 @@
 """Builds in pieces: in several processes, on Slurm, killed, continued, and never mixed up."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Downloads of published data sets from servers that break off, lie, or send other bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

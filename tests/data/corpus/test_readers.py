@@ -1,7 +1,5 @@
 """All formats and compressions: what is read, and how damage is named."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

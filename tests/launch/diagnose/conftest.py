@@ -1,7 +1,5 @@
 """Nodes that lack something: stand-ins for vendors' programs, profiles, folders for /sys."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

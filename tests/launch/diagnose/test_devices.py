@@ -1,7 +1,5 @@
 """Devices, drivers, error counters and EFA interfaces, by stand-ins for the vendors' programs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checks of packages: installed, absent, too old, or a placeholder of the public index."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Nodes that respond, are late or differ, and the figure of the all-reduce."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """On a real Slurm: a node with a full disk fails `health`, and a run excludes it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks of Slurm and its nodes, on the fake and on a real Slurm, and of the folders."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

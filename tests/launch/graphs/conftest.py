@@ -1,7 +1,5 @@
 """A run, and caches of compiled graphs as Inductor leaves them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled graphs: packed, checked, unpacked whole or not at all."""
 
-from __future__ import annotations
-
 import functools
 import tarfile
 from concurrent.futures import ThreadPoolExecutor

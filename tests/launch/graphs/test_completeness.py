@@ -4,8 +4,6 @@
 nothing else (tests/nxd/standins).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

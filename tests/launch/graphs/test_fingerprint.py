@@ -1,7 +1,5 @@
 """What makes the graphs of one run serve another, foretold without compiling anything."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

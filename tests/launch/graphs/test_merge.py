@@ -1,7 +1,5 @@
 """Graphs compiled while training come into the archive, whole or not at all."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path

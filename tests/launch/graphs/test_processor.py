@@ -1,7 +1,5 @@
 """Graphs are used on the processor that they were compiled for, and on no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The profile that `init` writes for partitions of many sites."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`slurmllm init` as a command: questions, files, refusals; and the default cluster."""
 
-from __future__ import annotations
-
 import json
 import re
 import stat

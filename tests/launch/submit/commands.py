@@ -1,7 +1,5 @@
 """Calls of the command line on the fake cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from command_line import answer, call

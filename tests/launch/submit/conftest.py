@@ -1,7 +1,5 @@
 """The fake cluster and something to read, for the tests of submission."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

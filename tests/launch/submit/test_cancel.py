@@ -1,7 +1,5 @@
 """Ctrl-C and `cancel` of a local run: only the process that was recorded gets the signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

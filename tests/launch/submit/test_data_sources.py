@@ -1,7 +1,5 @@
 """What a recipe's published data become at submit: set, a site's, fetched, built in, or missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

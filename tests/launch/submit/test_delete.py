@@ -1,7 +1,5 @@
 """`delete`: what goes, what stays, and whose runs are left alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`submit`, `status` and `logs` say why a run waits, and refuse what Slurm never starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@
 tests/golden/, which people read in the diff; a missing golden is a failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

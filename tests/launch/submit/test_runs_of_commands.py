@@ -1,7 +1,5 @@
 """Every verb with a run of another project's trainer: what it shows, changes and refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

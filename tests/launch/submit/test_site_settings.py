@@ -1,7 +1,5 @@
 """What a site asks of a run: set-up, options of sbatch and srun, containers, ranges of nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

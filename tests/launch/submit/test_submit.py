@@ -1,7 +1,5 @@
 """`submit`, `status`, `cancel`, `resume` on the fake cluster, and bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

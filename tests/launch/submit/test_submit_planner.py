@@ -1,7 +1,5 @@
 """`submit` and `resume` with the planner: what it chooses, warns of and refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """Sweeps on the fake cluster: one precompile job, lanes, their table, and bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attempt records, and allocations of a fake Slurm's jobs."""
 
-from __future__ import annotations
-
 from fake_slurm import FakeSlurm
 
 from slurmllm.core.run.records import AttemptRecord

@@ -1,7 +1,5 @@
 """Attempts opened, closed and counted; the supervisor's own table for lost attempts."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The table of endings, row by row."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """The verbs that read a run's metrics, of a run whose trainer logs every tenth step only."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A node's launcher in the precompile stage: what it removes, and for whom it waits how long."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Notifications: what a command gets, and that none of them delays a run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

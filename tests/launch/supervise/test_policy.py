@@ -1,7 +1,5 @@
 """The action after an ending: budgets, backoff, and the nodes to exclude."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

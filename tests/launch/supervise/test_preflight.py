@@ -1,7 +1,5 @@
 """Preflight: the ending if a node fails its checks, and the nodes that a run excludes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Logs of workers on the disk of their node, and their way into the run directory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

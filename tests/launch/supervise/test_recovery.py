@@ -3,8 +3,6 @@
 The workers' backend is the rehearsal one: everything but the arithmetic.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

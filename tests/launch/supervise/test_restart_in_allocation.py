@@ -1,7 +1,5 @@
 """New workers in the same job: which nodes they get, and what becomes of the old ones."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One command at a time changes a run: simultaneous commands, and locks that were left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -3,8 +3,6 @@
 One run shows both: it is submitted and drilled from a folder of another user.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chain of jobs: one successor at a time, cancelled at the end, which no race can double."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

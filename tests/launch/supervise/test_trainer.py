@@ -1,7 +1,5 @@
 """Trainers of other projects under the supervisor, on this machine, with faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

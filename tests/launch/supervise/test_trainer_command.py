@@ -1,7 +1,5 @@
 """Command lines, variables and endings of trainers of other projects."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The progress of other trainers: rows equal to what `compare` reads of the whole log."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """When a run counts as hung, row by row, and what stacks show."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The native backend on one GPU; `make gpu` runs these tests where there is one."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

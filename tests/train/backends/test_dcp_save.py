@@ -1,7 +1,5 @@
 """Shards are written while training goes on, and hold what was there before."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import threading

@@ -1,7 +1,5 @@
 """The description of a device, one that is missing, and settings that the backend refuses."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ There torch has its arithmetic, forward and backward, but no kernels: compiled g
 operator by operator, which torch's check of the device refuses. The kernels are in `test_cuda.py`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@
 parallelism or pipelines 2 of 2. Training, copies and checkpoints are those of any other mesh.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ It runs on CPUs: by a description of a device that has an accelerator's properti
 Compiled functions are traced as ever; the count does not see what their graphs compute.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from functools import partial

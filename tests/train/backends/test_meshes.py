@@ -4,8 +4,6 @@ Losses and norms of 4 steps of AdamW (12 in `make test-all`) at a usual learning
 tokens, agree with one process up to the order of fp32 sums.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verbs of the native backend, on one worker in this process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

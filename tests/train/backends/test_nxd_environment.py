@@ -1,7 +1,5 @@
 """The environment of NxD runs, against what the published scripts set (docs/trn1.md)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What each precision mode keeps, and whether stochastic rounding is what it claims to be."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import site

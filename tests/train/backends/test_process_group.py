@@ -1,7 +1,5 @@
 """torch's rendezvous and object collectives between two workers, with a stranger at the port."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """The rehearsal backend: figures that depend on every batch and on the whole history."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A run with checkpoints, for the tests of its catalogue, of resumes and of replicas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small random Hugging Face models, saved as their users save them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

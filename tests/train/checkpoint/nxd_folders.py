@@ -1,7 +1,5 @@
 """Checkpoint folders of both formats, made of whole tensors; NxD's by the format's rules alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

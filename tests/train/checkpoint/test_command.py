@@ -1,7 +1,5 @@
 """`slurmllm checkpoint` as a person types it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The index of a checkpoint's chunks: assembled of all workers' parts, and read for one of them."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from collections.abc import Sequence

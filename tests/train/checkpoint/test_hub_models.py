@@ -1,7 +1,5 @@
 """`checkpoint import hf://…`: against a hub of this machine, from its cache, and its errors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """In from Hugging Face, through our model, and out again, for every family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

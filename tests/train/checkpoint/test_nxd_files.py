@@ -1,7 +1,5 @@
 """Reading what either backend writes, on any mesh and on a machine without NxD."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The config.json files of published checkpoints: read, counted, planned and written back."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

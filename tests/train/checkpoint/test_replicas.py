@@ -1,7 +1,5 @@
 """Replicas of checkpoints: copied completely, verified when restored, never fatal to the run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The newest checkpoint that verifies, else the one before, and what was wrong with the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

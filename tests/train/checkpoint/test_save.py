@@ -1,7 +1,5 @@
 """A checkpoint is published completely or not at all, and the others stay."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Filling models, whole or shared out, from imported and from a run's checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

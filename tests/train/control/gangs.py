@@ -1,7 +1,5 @@
 """Control planes for tests: relays and workers in threads, or both in processes of their own."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import signal

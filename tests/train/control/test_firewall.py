@@ -1,7 +1,5 @@
 """A network that drops all packets between two nodes: found, and named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

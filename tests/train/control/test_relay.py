@@ -1,7 +1,5 @@
 """The operations of the control plane, on one node and on several."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

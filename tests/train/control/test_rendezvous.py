@@ -1,7 +1,5 @@
 """Which interface and which address the workers meet on."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

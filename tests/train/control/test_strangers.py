@@ -1,7 +1,5 @@
 """Programs that are not of the attempt at the sockets of its relays: they delay and run nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

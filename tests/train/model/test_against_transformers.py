@@ -3,8 +3,6 @@
 With and without masks between documents and ignored labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """The torch-free statements on families against the decoder that is built of them."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

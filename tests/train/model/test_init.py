@@ -1,7 +1,5 @@
 """Initial weights: by seed and name, whatever the order, device or mesh."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

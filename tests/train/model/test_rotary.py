@@ -1,7 +1,5 @@
 """One full-width rotation with zero frequencies equals slicing, turning and concatenating."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from amounts import amount
