@@ -76,6 +76,10 @@ PARTS = {"safetensors_header", "tensorboard_event", "slurm", "probe"}
 # These read files of any size, in a time that grows with it.
 STREAMS = {"corpus", "tensorboard", "dcp", "lines", "run"}
 STREAMED_LOGS = {".log", ".txt"}
+# These read a file whole, and no large one.
+LIMITED = {"records", "config", "recipe", "profile", "suite", "plan", "tokenizer"}
+LIMITED |= {"huggingface", "huggingface_index"}
+REASONS = {"sparse file": "larger than", "a pointer of Git LFS": "a Git LFS pointer"}
 # These pass over what they cannot read, or say it in what they print.
 LENIENT = {"events", "slurm", "lines", "phase", "probe", "scores", "run"}
 # The file's name in the folder that the reader is given.
@@ -137,4 +141,5 @@ def test_a_reader_answers_or_names_the_file(target: str, attack: str, tmp_path: 
         assert NAMES.get(target, name) in message or str(folder) in message
         assert len(message) < _LONGEST_MESSAGE
         assert printable(message) == message
+        assert target not in LIMITED or REASONS.get(attack, "") in message
         assert attack not in ("pipe", "endless device") or _NO_FILE.search(message)
