@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_pool import FAMILIES, Case, MeshPool, counted, deviation, micro_batches, small_run
+from mesh_pool import (
+    FAMILIES,
+    Case,
+    MeshPool,
+    counted,
+    deviation,
+    evaluated,
+    micro_batches,
+    small_run,
+)
 from rounding import assert_rounded, gradient_terms, rounding_bound, training_rounding
 
 from nxd.conftest import Reference
@@ -320,3 +329,26 @@ def test_hyperparameters_are_the_recipe_s(pool: MeshPool, zero: int, tmp_path: P
     changed = small_run("neox", 1, 1, 2, *whole, *more)
     load = Case(changed, first=2, last=2, load=tmp_path / "c", before=weight_decays)
     assert pool.run(load)[0].before == [0.3, 0.3]
+
+
+EVALUATED = [
+    ("neox", 2, 1, 2, DOCUMENTS, SEQUENCE, SELECTIVE),
+    ("llama", 1, 1, 2, DOCUMENTS, FULL),
+    ("gpt3", 2, 2, 1, SEQUENCE),
+    ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED),
+]
+
+
+@pytest.mark.parametrize("mesh", EVALUATED, ids=lambda mesh: "-".join(str(part) for part in mesh))
+def test_evaluation_is_the_same_and_changes_nothing(
+    pool: MeshPool, mesh: tuple[str, int, int, int]
+) -> None:
+    documents = [part for part in mesh if part == DOCUMENTS]
+    (expected,) = pool.run(Case(small_run(mesh[0], 1, 1, 1, *documents), last=3, between=evaluated))
+    plain = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3))
+    outcomes = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3, between=evaluated))
+    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in plain], (
+        "bit-identical"
+    )
+    for outcome in outcomes:
+        assert outcome.between == pytest.approx(expected.between, rel=1e-5)

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from mesh_pool import Case, MeshPool, evaluated, small_run
 from train.gang import Gang, curve, make_data, make_run
 
 from nxd.conftest import nxd_environment
@@ -193,28 +192,6 @@ def test_a_profile_changes_no_number(tmp_path: Path) -> None:
             names = {event.get("name") for event in json.load(stream)["traceEvents"]}
         expected = ("step 3", "step 4", "forward", "backward", "optimizer")
         assert {f"slurmllm.{name}" for name in expected} <= names
-
-
-DOCUMENTS, SEQUENCE = "data.mask=document", "parallel.sequence=true"
-MESHES = [
-    ("neox", 2, 1, 2, DOCUMENTS, SEQUENCE, "train.activation_checkpointing=selective"),
-    ("llama", 1, 1, 2, DOCUMENTS, "train.activation_checkpointing=full"),
-    ("gpt3", 2, 2, 1, SEQUENCE),
-    ("neox", 1, 2, 2, DOCUMENTS, "parallel.virtual_pipeline=2"),
-]
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
-def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
-    documents = [part for part in mesh if part == DOCUMENTS]
-    (expected,) = pool.run(Case(small_run(mesh[0], 1, 1, 1, *documents), last=3, between=evaluated))
-    plain = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3))
-    outcomes = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3, between=evaluated))
-    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in plain], (
-        "bit-identical"
-    )
-    for outcome in outcomes:
-        assert outcome.between == pytest.approx(expected.between, rel=1e-5)
 
 
 def test_a_run_has_the_numbers_of_evaluate(tmp_path: Path) -> None:
