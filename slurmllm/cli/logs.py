@@ -21,7 +21,7 @@ from slurmllm.core.run.rundir import RunDir, Stage, find_run
 from slurmllm.core.run.safe_files import open_regular
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.status.first_failure import Culprit
+    from slurmllm.analysis.status.details import Culprit
     from slurmllm.analysis.status.logs import LogSelection, MergedLogs, RankLine
     from slurmllm.core.run.records import AttemptRecord
 
@@ -328,7 +328,7 @@ def _stacks(run: RunDir, rank: int | None) -> str:
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     """Print the first failing worker of an attempt; when following, of every failed attempt."""
-    from slurmllm.analysis.status.first_failure import culprit, failed_attempts
+    from slurmllm.analysis.status.details import culprit, failed_attempts
 
     run, attempt = selection.run, selection.attempt
     printed: set[tuple[Stage, int]] = set()

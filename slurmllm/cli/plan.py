@@ -19,8 +19,8 @@ from slurmllm.core.run.rundir import runs_root, write_bytes
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
-    from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.recipe_plan import Rank, RecipePlan
+    from slurmllm.plan.search import LayoutEstimate
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,20 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_gib, format_plural
-from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
-from slurmllm.plan.explain import figures, why_too_large
+from slurmllm.plan.explain import figures, fitting_changes, memory_shortfall, why_too_large
 from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
-from slurmllm.plan.nearest import fitting_changes, memory_shortfall
-from slurmllm.plan.search import DEGREES, VARIED, SearchResult, Unsupported, order, search
+from slurmllm.plan.search import (
+    DEGREES,
+    VARIED,
+    LayoutEstimate,
+    SearchResult,
+    Unsupported,
+    known_hardware,
+    order,
+    predict,
+    search,
+)
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
 # 12 % off in opposite directions differ by as much.

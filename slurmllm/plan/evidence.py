@@ -28,8 +28,8 @@ from slurmllm.core.config.layers import value_at
 from slurmllm.core.config.profiles import read_profile
 from slurmllm.core.config.resolve import clusters_dir
 from slurmllm.core.format import format_number, format_plural
-from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.parameters import parameters
+from slurmllm.plan.search import LayoutEstimate
 from slurmllm.plan.step import step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"

@@ -15,7 +15,6 @@ from slurmllm.core.display.tables import data_frame, print_table
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.choose_layout import changes
-from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
 from slurmllm.plan.explain import describe, explain, explain_parts, figures, settings, why_too_large
 from slurmllm.plan.mesh import Mesh
@@ -29,6 +28,7 @@ from slurmllm.plan.recipe_plan import (
     most_refused,
     plan_warnings,
 )
+from slurmllm.plan.search import LayoutEstimate
 
 if TYPE_CHECKING:
     import pandas

@@ -18,9 +18,9 @@ from slurmllm.core.display.pictures import (
     rc_context,
 )
 from slurmllm.core.format import format_plural
-from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
+from slurmllm.plan.search import LayoutEstimate, MemoryUse
 
 # Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
 # Neighbours differ in lightness, for print.

@@ -13,7 +13,7 @@ from typing import Any
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import UserError
 from slurmllm.core.format import printable
-from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.search import LayoutEstimate
 
 _HOUR_S = 3600.0
 _OLD_DAYS = 183  # AWS changed prices of GPU nodes by up to 44 % within a year (June 2025)

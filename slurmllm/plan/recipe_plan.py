@@ -10,15 +10,28 @@ from typing import Literal
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, UserError
 from slurmllm.core.format import format_plural
-from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence, generations, runs_on
-from slurmllm.plan.explain import describe, differing_settings, why_too_large
+from slurmllm.plan.explain import (
+    SettingSuggestion,
+    describe,
+    differing_settings,
+    fitting_changes,
+    memory_shortfall,
+    why_too_large,
+)
 from slurmllm.plan.lost_time import LostTime, lost_time
 from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
 from slurmllm.plan.prices import Cost, NodePrice, cost
-from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
+from slurmllm.plan.search import (
+    VARIED,
+    LayoutEstimate,
+    SearchResult,
+    Unsupported,
+    order,
+    predict,
+    search,
+)
 
 Rank = Literal["speed", "lower"]
 _MOST_NODES = 65536

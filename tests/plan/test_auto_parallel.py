@@ -15,8 +15,8 @@ from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig, change, resolve
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.choose_layout import SLOW, FitCheck, check_fit, choose_parallel
-from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.search import predict
 from slurmllm.train.backends.environment import load_environment
 
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")

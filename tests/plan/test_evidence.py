@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from slurmllm.core.config.resolve import resolve
-from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import (
     evidence,
     evidence_lines,
@@ -19,6 +18,7 @@ from slurmllm.plan.evidence import (
 )
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.recipe_plan import RecipePlan, plan_recipe, plan_warnings
+from slurmllm.plan.search import LayoutEstimate, predict
 
 pytestmark = pytest.mark.usefixtures("layouts_searched_once")
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from slurmllm.core.config.resolve import resolve
-from slurmllm.plan.estimate import predict
 from slurmllm.plan.lost_time import lost_time
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.search import predict
 
 # Recipe, profile, nodes | seconds of a step: compute and optimizer, recompute, tensor, bubble and
 # transfer, data and overhead; MiB of the fullest device; MFU, productive share of node hours and of

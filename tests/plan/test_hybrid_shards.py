@@ -17,11 +17,10 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.choose_layout import choose_parallel, layout_text
-from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, explain, settings, why_too_large
 from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
-from slurmllm.plan.search import SearchResult, search
+from slurmllm.plan.search import LayoutEstimate, SearchResult, predict, search
 from slurmllm.train.backends.environment import load_environment
 
 FULL = (

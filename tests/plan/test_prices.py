@@ -12,9 +12,9 @@ import pytest
 from slurmllm.core.config.profiles import available
 from slurmllm.core.config.resolve import clusters_dir, resolve
 from slurmllm.core.errors import ConfigError, UserError
-from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.prices import NodePrice, cost, parse_price, parse_tokens, scaling, select_price
+from slurmllm.plan.search import LayoutEstimate, MemoryUse
 from slurmllm.plan.step import StepTime
 
 

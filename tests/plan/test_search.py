@@ -14,11 +14,9 @@ from slurmllm.core.config.resolve import RunConfig, change, resolve
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.choose_layout import mesh_fixes
-from slurmllm.plan.estimate import predict
-from slurmllm.plan.explain import explain
+from slurmllm.plan.explain import SettingSuggestion, explain, fitting_changes, memory_shortfall
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
-from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, some_fits
+from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, predict, search, some_fits
 from slurmllm.train.backends.environment import load_environment
 
 

@@ -13,9 +13,9 @@ from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.display.pictures import PICTURE_STYLE, Axes, Figure, NullLocator, rc_context
 from slurmllm.launch.supervise.allocation import LocalAllocation
-from slurmllm.plan.estimate import known_hardware
 from slurmllm.plan.parameters import Product
 from slurmllm.plan.plot import COLORS, MARKERS
+from slurmllm.plan.search import known_hardware
 from slurmllm.plan.step import product_s
 
 _BYTES = {"bf16": 2, "fp32": 4}

@@ -23,10 +23,10 @@ from slurmllm.core.run.artifact_records import MicroBatchRecord
 from slurmllm.core.run.records import WorkerRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient
-from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.lost_time import assumed, lost_time
 from slurmllm.plan.mesh import load_mesh, make_mesh
 from slurmllm.plan.parameters import parameters
+from slurmllm.plan.search import LayoutEstimate, predict
 from slurmllm.plan.step import peak_flops
 
 # Parts of `plan.candidate.StepTime` between the loss and the norms. Under FSDP2 (native) gradients

@@ -45,7 +45,7 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     parallel, train, hardware = config.recipe.parallel, config.recipe.train, config.cluster.hardware
     if few == nodes or hardware is None or hardware.rough:
         return few
-    from slurmllm.plan.estimate import predict
+    from slurmllm.plan.search import predict
 
     per_node, tensor, pipeline = config.cluster.devices_per_node, parallel.tensor, parallel.pipeline
     # As the stage computes: a micro batch for each pipeline stage, or two if it measures.

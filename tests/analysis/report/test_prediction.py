@@ -21,8 +21,8 @@ from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.core.errors import ConfigError, RunError
 from slurmllm.core.run.records import Event, JobsRecord, Submission, WorkerRecord
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
+from slurmllm.plan.search import LayoutEstimate, predict
 from slurmllm.plan.step import StepTime
 
 HARDWARE = Hardware(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_records import make_attempt, save_attempt
 
 from slurmllm.analysis.status import logs as run_logs
-from slurmllm.analysis.status.first_failure import culprit, failed_attempts
+from slurmllm.analysis.status.details import culprit, failed_attempts
 from slurmllm.analysis.status.logs import GrowingLog, LogSelection, MergedLogs, last_lines, text_of
 from slurmllm.core.log import message_of
 from slurmllm.core.run.records import FailureRecord, HangRecord, NodeRecord

@@ -13,8 +13,15 @@ from made_records import save_attempt, save_submission
 from training_rows import make_rows, write_rows
 
 from slurmllm.analysis.track import sync as sending
-from slurmllm.analysis.track.sync import TrackerRecord, state_of, sync
-from slurmllm.analysis.track.trackers import Description, State, StepValues, Tracker
+from slurmllm.analysis.track.sync import (
+    Description,
+    State,
+    StepValues,
+    Tracker,
+    TrackerRecord,
+    state_of,
+    sync,
+)
 from slurmllm.core.config import trackers as tracker_settings
 from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig, resolve

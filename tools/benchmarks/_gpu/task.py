@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.core.config.resolve import RunConfig, resolve
-from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import model_flops
+from slurmllm.plan.search import predict
 from slurmllm.plan.step import peak_flops
 
 LR = 3e-4
