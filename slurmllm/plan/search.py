@@ -1,7 +1,7 @@
 """The estimate of one layout of a run, and the search over all of them; torch-free.
 
-The search varies the degrees, the micro batch, sequence parallelism, activation checkpointing and ZeRO.
-Model, global batch and precision are the recipe's, so that every layout computes the same.
+The search varies the degrees, the micro batch, sequence parallelism, activation checkpointing and
+ZeRO. Model, global batch and precision are the recipe's, so that every layout computes the same.
 """
 
 from __future__ import annotations

@@ -281,8 +281,8 @@ class Observation:
         row = int(np.searchsorted(loss.steps, first))
         value, unit = float(loss.a[row]), float(np.broadcast_to(loss.unit, loss.a.shape)[row])
         digits = max(unit / abs(value) if value else 0.0, _LAST_DIGITS)
-        shown = (_SHOWN if at_once else _SHOWN_GROWING) * digits
-        if first <= 1 or size[0] > min(shown, _OTHER_NORM):
+        visible = (_SHOWN if at_once else _SHOWN_GROWING) * digits
+        if first <= 1 or size[0] > min(visible, _OTHER_NORM):
             return "gradient_first"
         return "gradient_or_update" if at_once else "small_gradient_first"
 

@@ -143,5 +143,5 @@ def reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def no_column(key: str, names: Sequence[str]) -> str:
-    shown = ", ".join(f"{printable(name):.40}" for name in names[:10])
-    return f"no column {key!r} (columns: {shown}); {SEE_KEYS}"
+    columns = ", ".join(f"{printable(name):.40}" for name in names[:10])
+    return f"no column {key!r} (columns: {columns}); {SEE_KEYS}"
