@@ -141,7 +141,9 @@ def _reported_endings(evidence: Evidence) -> Iterator[Ending]:
     incomplete = tuple(evidence.uncompiled) if evidence.finished else ()
     if evidence.finished and not incomplete:
         note = (evidence.unfinished,) if evidence.unfinished else ()
-        yield Ending("done", (f"all {len(evidence.exit_codes)} workers finished", *note))
+        workers = len(evidence.exit_codes)
+        done = "the worker finished" if workers == 1 else f"all {workers} workers finished"
+        yield Ending("done", (done, *note))
     if evidence.slurm_state == "CANCELLED":
         yield Ending("cancelled", ("the job was cancelled",))
     if evidence.step_out_of_memory:
