@@ -111,7 +111,7 @@ def inputs(stdlib: tuple[Path, Path]) -> tuple[str, ...]:
 def layouts_searched_once() -> Iterator[None]:
     """Search the layouts of a request once: many tests of `plan` ask for the same."""
     from slurmllm.core.config.resolve import RunConfig
-    from slurmllm.plan import choose_layout, nearest, recipe_plan
+    from slurmllm.plan import choose_layout, explain, recipe_plan
     from slurmllm.plan.search import SearchResult, Unsupported, search
 
     results: dict[tuple[object, ...], SearchResult] = {}
@@ -127,7 +127,7 @@ def layouts_searched_once() -> Iterator[None]:
         return results[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (choose_layout, nearest, recipe_plan):
+        for module in (choose_layout, explain, recipe_plan):
             patch.setattr(module, "search", search_once)
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,26 @@ class Bench:
         assert shown["steps_compared"] == shown["last_step"] == steps
         assert (shown["only_in_a"], shown["only_in_b"]) == ([], [])
         return shown
+
+
+class BenchOfThreads(Bench):
+    """The command line for several threads: its verbs run one after the other, in one process.
+
+    CliRunner replaces the streams of its whole process, so what a verb prints would be lost in
+    another thread's.
+    """
+
+    def __init__(self, runs: Path) -> None:
+        super().__init__(runs)
+        self._verbs = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._verbs.shutdown(cancel_futures=True)
+
+    def invoke(self, *arguments: str) -> Result:
+        variables, folder = dict(os.environ), str(Path.cwd())
+        return self._verbs.submit(run_verb, self.in_runs(*arguments), variables, folder).result()
 
 
 def processes_with(text: str) -> list[int]:

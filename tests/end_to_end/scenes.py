@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from click.testing import Result
-from end_to_end.bench import REHEARSED, SMALL, Bench, run_verb
+from end_to_end.bench import REHEARSED, SMALL, BenchOfThreads
 
 from slurmllm.core.slurm.client import SlurmClient
 
@@ -48,7 +46,7 @@ class Cluster(Protocol):
     def call(self, *arguments: str) -> str: ...
 
 
-class SceneBench(Bench):
+class SceneBench(BenchOfThreads):
     """The command line in a folder of runs, and the cluster of the scenes.
 
     Args:
@@ -63,17 +61,6 @@ class SceneBench(Bench):
         super().__init__(folder)
         self.cluster, self.shared, self.inputs = cluster, shared, inputs
         self._once = threading.Lock()
-        # CliRunner replaces the streams of its whole process; this one has threads.
-        self._verbs = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._verbs.shutdown(cancel_futures=True)
-
-    def invoke(self, *arguments: str) -> Result:
-        """Run a verb in a process that serves all scenes, one verb after the other."""
-        variables, folder = dict(os.environ), str(Path.cwd())
-        return self._verbs.submit(run_verb, self.in_runs(*arguments), variables, folder).result()
 
     def line(self, name: str) -> tuple[str, ...]:
         """The command that submits a small run on two nodes."""

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from _devcluster.cluster import Cluster
 from _devcluster.processes import program, same_namespace
-from end_to_end.bench import SLURMLLM, Bench, processes_with
+from end_to_end.bench import SLURMLLM, BenchOfThreads, processes_with
 from end_to_end.scenes import worker_of
 
 DEVCLUSTER = Path(__file__).parents[2] / "tools" / "devcluster"
@@ -145,7 +145,7 @@ class Site:
         breakable += (f"--shared={self.shared}", "--shared-mb=256")
         self.call("up", f"--conf={conf}", *(breakable if self.faults else ("--nodes=9",)))
         os.environ["SLURM_CONF"] = str(self.root / "slurm.conf")
-        self.bench = Bench((self.shared if self.faults else self.folder) / "runs")
+        self.bench = BenchOfThreads((self.shared if self.faults else self.folder) / "runs")
         try:
             for line in () if self.faults else COMMANDS.splitlines():
                 call(*shlex.split(line))
@@ -213,7 +213,7 @@ class ConditionRun:
             streams = {"capture_output": True, "text": True, "timeout": 300}
             done = subprocess.run(command, env=environment, cwd=self.folder, **streams)
             code, output = done.returncode, done.stdout + done.stderr
-        else:  # in this process, which costs less
+        else:  # in a process that has started, which costs less
             result = self.bench.invoke(*arguments)
             code, output = result.exit_code, result.output
         starts = ("warning", "error") if code == 0 else ("",)
