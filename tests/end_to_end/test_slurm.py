@@ -60,12 +60,15 @@ def check_warm_starts(stage: SceneBench, name: str) -> None:
 
 
 def check_disks(stage: SceneBench, name: str) -> None:
-    """A node's cache is on its own disk, and on no other."""
+    """A node has a cache on its own disk; one that neither compiled nor trained has none."""
     script = (stage.runs / name / "scripts" / "train.sbatch").read_text()
     cache = script.partition("SLURMLLM_CACHE=")[2].split()[0]
     folder = ("bash", "-c", f"ls -d {cache}-*")  # by the processor
     assert subprocess.run(folder, capture_output=True).returncode != 0
-    nodes = {node for attempt in (0, 1) for node in stage.attempt(name, attempt)["nodes"]}
+    compiled = stage.status(name)["jobs"]["precompile"]["job_id"]
+    sacct = ["sacct", "-nXPo", "NodeList", "-j", str(compiled)]
+    nodes = {subprocess.run(sacct, capture_output=True, text=True, check=True).stdout.strip()}
+    nodes |= {node for attempt in (0, 1) for node in stage.attempt(name, attempt)["nodes"]}
     other = next(node for node in ("n3", "n4", "n5", "n6", "n7") if node not in nodes)
     for node, has_folder in ((stage.attempt(name, 1)["nodes"][1], True), (other, False)):
         srun = ["srun", "-Q", "-w", node, "-N1", "-n1", *folder]

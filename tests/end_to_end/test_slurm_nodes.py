@@ -35,7 +35,10 @@ def test_a_node_without_a_substitute_is_not_excluded(stage: SceneBench) -> None:
     time.sleep(25)
     stage.cluster.call("heal", "n16")
     stage.wait("two", "done", "stopped")
-    assert stage.endings("two") == [("node_failure", "requeue"), ("done", "finish")]
+    first, *between, last = stage.endings("two")
+    assert (first, last) == (("node_failure", "requeue"), ("done", "finish"))
+    # A node that registers again may end the attempt that has just begun on it.
+    assert set(between) <= {("advance_signal", "requeue")}
     assert stage.attempt("two", 0)["blamed_nodes"] == ["n16"]
     (row,) = json.loads(stage.look("nodes", "two", "--json"))["excluded"]
     assert (row["node"], row["jobs"]) == ("n16", [])  # recorded, and in no job's list
