@@ -62,6 +62,17 @@ class GlobalBatch(NamedTuple):
 
 
 @dataclass
+class Start:
+    """When and from what an attempt started."""
+
+    started: float  # Unix time at which the worker started, s
+    resumed_from: int | None = None  # step of the checkpoint; None if training started from step 0
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were skipped, with the reason
+    skips: tuple[SkippedBatches, ...] = ()  # batches that are skipped after roll-backs
+    first_step_s: float | None = None  # if it ran before the loop (measured micro batches)
+
+
+@dataclass
 class Job:
     """One worker's part of one attempt of one stage; `open_job` sets backend, stream and guard."""
 
@@ -72,27 +83,21 @@ class Job:
     mesh: Mesh
     worker: Worker
     stop: StopRequest
-    started: float  # Unix time at which the worker started, s
+    start: Start
     last_step: int  # the stage is complete after it
     control: ControlPlane = field(init=False)
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
-    pending_flags: Pending | None = None  # those being exchanged
     flags: Flags = field(default_factory=Flags)  # those that all workers read last
     save: Save | None = None  # the save in progress
     step: int = 0  # optimizer steps that the weights have had
     tokens: int = 0  # trained on so far
-    resumed_from: int | None = None  # step of the checkpoint; None if training started from step 0
-    skipped: tuple[str, ...] = ()  # newer checkpoints that were skipped, with the reason
-    skips: tuple[SkippedBatches, ...] = ()  # batches that are skipped after roll-backs
-    first_step_s: float | None = None  # if it ran before the loop (measured micro batches)
-    phases: PhaseWriter = field(init=False)
+    phases: PhaseWriter = field(default_factory=PhaseWriter.from_environment)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)  # written by rank 0 only
 
     def __post_init__(self) -> None:
-        self.phases = PhaseWriter.from_environment()
         self.saves = SaveSchedule(self.config.recipe.checkpoint)
         written = self.worker.rank == 0 and self.stage == "train"
         self.events = EventLog(self.run.events(self.attempt) if written else None, self.attempt)
@@ -100,30 +105,30 @@ class Job:
     @property
     def first_step(self) -> int:
         """The step that this attempt started from."""
-        return self.resumed_from or 0
+        return self.start.resumed_from or 0
 
     def evaluates(self, step: int) -> bool:
         every = self.config.recipe.eval.every_steps
         return every is not None and (step % every == 0 or step == self.last_step)
 
-    def post_flags(self) -> None:
+    def post_flags(self) -> Pending:
         """Begin to exchange the flags of this step (collective); does not wait.
 
         The control plane forms their maximum while the next step runs. After that step all workers
         read it, and stop, fail or finish the save alike: a worker never acts on its own flags.
         """
-        name, writing = self.stop.signal_name, self.save is not None and not self.save.written()
-        number = 0 if name is None else int(signal.Signals[name])
+        name = self.stop.signal_name
+        number = int(signal.Signals[name]) if name else 0
+        writing = self.save is not None and not self.save.written()
         flags = [number, int(self.guard.diverged), int(writing)]
-        self.pending_flags = self.control.reduce(flags, "max")
+        return self.control.reduce(flags, "max")
 
-    def read_flags(self) -> Flags:
-        """Read the maximum of the flags posted last, the same on all workers (collective).
+    def read_flags(self, pending: Pending) -> Flags:
+        """Read the maximum of the flags posted, the same on all workers (collective).
 
         Raises a DivergenceError on all workers if one of them found a divergence.
         """
-        assert self.pending_flags is not None
-        stop_signal, diverged, writing = self.pending_flags()
+        stop_signal, diverged, writing = pending()
         self.flags = Flags(stop_signal, bool(diverged), bool(writing))
         if self.flags.diverged:
             self.guard.fail()
@@ -131,8 +136,7 @@ class Job:
 
     def decide(self) -> Flags:
         """Exchange the flags and wait for all workers' (collective); raises as `read_flags`."""
-        self.post_flags()
-        return self.read_flags()
+        return self.read_flags(self.post_flags())
 
     def next_batch(self) -> GlobalBatch:
         """Return this worker's sequences of the next global batch.
@@ -150,9 +154,10 @@ class Job:
         return GlobalBatch(batches, self.stream.batches, num_targets)
 
     def _micro_batches(self) -> list[MicroBatch]:
-        while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.skips):
+        while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.start.skips):
             self.stream.skip_batch()
-        batch, size = self.stream.next_batch(), self.mesh.micro_batch
+        batch = self.stream.next_batch()
+        size = self.mesh.micro_batch
         inputs, labels, positions = batch.inputs, batch.labels(IGNORED), batch.positions
         parts = [slice(start, start + size) for start in range(0, len(inputs), size)]
         return [
@@ -203,7 +208,7 @@ def make_job(
         mesh, last_step = make_mesh(config, nodes, measured), config.recipe.train.steps
     else:
         mesh, last_step = precompile_mesh(config, nodes, measured), PRECOMPILE_STEPS
-    return Job(run, stage, attempt, config, mesh, worker, stop, started, last_step)
+    return Job(run, stage, attempt, config, mesh, worker, stop, Start(started), last_step)
 
 
 def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | None:
@@ -315,19 +320,19 @@ def _find_resumable(job: Job) -> tuple[Resumable, tuple[SkippedBatches, ...]]:
 def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]]]) -> None:
     """Resume from the newest valid checkpoint, or start from step 0 (collective)."""
     job.phases.begin("resuming", job.step)
-    resumable, job.skips = future.result()
-    job.skipped = resumable.skipped + resumable.invalidated
+    resumable, job.start.skips = future.result()
+    job.start.skipped = resumable.skipped + resumable.invalidated
     for line in resumable.skipped:
         log.warning("skipped a checkpoint that does not verify: %s", line)
     for line in resumable.invalidated:
         log.info("skipped an invalidated checkpoint: %s", line)
-    for skip in job.skips:
+    for skip in job.start.skips:
         log.info("batches %d to %d are skipped: %s", skip.first, skip.last, skip.reason)
     if resumable.state is None:
         _start(job)
         return
     job.step, job.tokens = resumable.state.step, resumable.state.tokens
-    job.resumed_from = resumable.state.step
+    job.start.resumed_from = resumable.state.step
     if job.step >= job.last_step:
         return
     job.backend.load_shards(job.run.checkpoint(job.step))

@@ -25,7 +25,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     signal_name = job.decide().signal_name
     for hook in hooks:
         hook.before_training()
-    job.post_flags()
+    posted = job.post_flags()
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
         for hook in hooks:
@@ -33,7 +33,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         job.phases.begin("first_step" if job.step == job.first_step else "stepping", job.step)
         unread.append(run_step(job))
         with job.backend.part("waiting"):
-            signal_name = job.read_flags().signal_name  # as posted after the step before
+            signal_name = job.read_flags(posted).signal_name  # as posted after the step before
         unread[-1] = unread[-1]._replace(ended=job.backend.mark())
         last = job.step == job.last_step
         leaving = last or signal_name is not None
@@ -59,7 +59,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
                     hook.after_step(end)
         if (saving or evaluating) and job.guard.diverged:
             job.decide()  # the others decide in the guard's hook
-        job.post_flags()
+        posted = job.post_flags()
     if job.step < job.last_step:
         log.info("stopped by %s after step %d of %d", signal_name, job.step, job.last_step)
         return EXIT_REQUEUE

@@ -95,7 +95,7 @@ def choose_micro_batch(job: Job) -> str | None:
         save_record()
         save_mesh(make_mesh(job.config, planned.nodes, chosen), job.run.plan)
     log.info("micro batch %d chosen; %s", chosen, reason)
-    job.first_step_s = next(c.first_step_s for c in candidates if c.micro_batch == chosen)
+    job.start.first_step_s = next(c.first_step_s for c in candidates if c.micro_batch == chosen)
     change_micro_batch(job, chosen)
     return None
 

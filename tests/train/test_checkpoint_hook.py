@@ -24,7 +24,7 @@ from slurmllm.train import exits as stopping
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
-from slurmllm.train.job import Flags
+from slurmllm.train.job import Flags, Start
 from slurmllm.train.schedules import SaveSchedule, check_decay_start, learning_rate, moved_decay_end
 from train.checkpoint.pretend import PretendBackend, PretendGang, state
 from train.gang import small_config
@@ -50,7 +50,7 @@ class Steps:
             control=backend.control,
             save=None,
             mesh=backend.mesh,
-            started=time.time(),
+            start=Start(time.time()),
             stop=StopRequest(),
             phases=PhaseWriter(None),
             saves=SaveSchedule(config.recipe.checkpoint),

@@ -51,7 +51,6 @@ def make_job(tmp_path: Path) -> MakeJob:
             step=step,
             config=config,
             mesh=make_mesh(config, 1),
-            resumed_from=step or None,
         )
 
     return make

@@ -38,7 +38,7 @@ class CheckpointHook(Hook):
         if job.worker.rank == 0:
             mtbf_hours = job.config.cluster.node_mtbf_hours
             self._interval = SaveInterval(
-                job.run, job.attempt, job.mesh.nodes, job.started, mtbf_hours
+                job.run, job.attempt, job.mesh.nodes, job.start.started, mtbf_hours
             )
             self._copier = _make_copier(job)
 

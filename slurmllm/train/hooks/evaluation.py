@@ -43,7 +43,7 @@ class EvaluationHook(Hook):
     def before_training(self) -> None:
         """Evaluate the step that training resumes from, if its attempt could not (collective)."""
         job = self._job
-        if job.resumed_from is None or not job.evaluates(job.step):
+        if job.start.resumed_from is None or not job.evaluates(job.step):
             return
         absent = None
         if job.worker.rank == 0:

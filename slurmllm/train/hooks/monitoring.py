@@ -108,18 +108,18 @@ class StartUpHook(Hook):
         if self._written:
             return
         self._written = True
-        job, row = self._job, end.row
+        job, row, start = self._job, end.row, self._job.start
         hits, misses = job.backend.graph_cache_counts()
-        first_step_s = job.first_step_s or row.step_time_s
+        first_step_s = start.first_step_s or row.step_time_s
         record = WorkerRecord(
             rank=job.worker.rank,
             node=job.worker.node,
-            start_up_s=row.time - row.step_time_s - job.started,
+            start_up_s=row.time - row.step_time_s - start.started,
             first_step_s=first_step_s,
             cache_hits=hits,
             cache_misses=misses,
-            resumed_from=job.resumed_from,
-            skipped_checkpoints=job.skipped,
+            resumed_from=start.resumed_from,
+            skipped_checkpoints=start.skipped,
         )
         with diagnostic("the record of the start-up"):
             record.save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
@@ -134,7 +134,6 @@ class MemoryHook(Hook):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._first_step = job.first_step
         self._measured_from: int | None = None
         self._recorded = False
 
@@ -142,7 +141,7 @@ class MemoryHook(Hook):
         """Start the measurement, or record it (collective after some steps)."""
         step = end.row.step
         if self._measured_from is None:
-            if step >= self._first_step + _MEMORY_FROM and not end.saving:
+            if step >= self._job.first_step + _MEMORY_FROM and not end.saving:
                 self._read()  # resets the peak
                 self._measured_from = step
             return
