@@ -12,7 +12,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import Column, fitted
-from slurmllm.core.errors import EXIT_NEGATIVE, RunError
+from slurmllm.core.errors import EXIT_NEGATIVE, EXIT_NOT_TESTED, EXIT_OK, RunError
 from slurmllm.core.run.rundir import RunDir, find_run, is_run
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def drill(
     With RECIPE or `-- COMMAND …` of a trainer of another project in place of RUN, it tells whether
     that trainer resumes exactly, and how many steps it loses.
 
-    Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
+    Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration,
+    5 the others recovered, and some got no fault before their last step: not tested.
     """
     from slurmllm.analysis.compare.result import Tolerances
     from slurmllm.analysis.drill.drill import Drill, LocalRunner, SlurmRunner
@@ -116,7 +117,8 @@ def drill(
     runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
         _print_plan(plan, reason)
-    echo_row = partial(_echo_row, of_trainer=plan.trainer is not None)
+    passed = "exact" if tolerance is None else f"within {tolerance:g}"
+    echo_row = partial(_echo_row, of_trainer=plan.trainer is not None, passed=passed)
     echo = (lambda result: None) if as_json else echo_row
     report = _run(Drill(plan, runner, client, tolerances, reason is None, _progress(), echo), keep)
     if as_json:
@@ -125,7 +127,8 @@ def drill(
     else:
         _print(report)
         click.echo(f"results: {plan.results}")
-    ctx.exit(0 if report.passed else EXIT_NEGATIVE)
+    untested = EXIT_OK if report.passed else EXIT_NOT_TESTED
+    ctx.exit(EXIT_NEGATIVE if report.failed else untested)
 
 
 def _print_plan(plan: DrillPlan, reason: str | None) -> None:
@@ -203,45 +206,58 @@ def _progress() -> Callable[[str], None]:
 def _print(report: DrillReport) -> None:
     if report.kept:
         click.echo(f"kept: {', '.join(report.kept)}")
-    count = len(report.drills)
-    if report.repeat is not None:
-        passed = [result for result in report.drills if result.passed]
-        lost = max((result.steps_lost or 0 for result in report.drills), default=0)
-        times = [result.recovery.total_s for result in report.drills if result.recovery]
-        exact = all(result.resume and result.resume.verdict == "exact" for result in passed)
-        how = "resumes exactly" if exact else "resumes within the noise"
-        how = how if passed else "does not resume exactly"
+    tested = [result for result in report.drills if result.tested]
+    failed = report.failed
+    if tested and report.repeat is not None:
+        lost = max(result.steps_lost or 0 for result in tested)
+        times = [result.recovery.total_s for result in tested if result.recovery]
         click.echo(
-            f"{report.run} {how} after {len(passed) or count} of {count} faults: up to {lost} "
-            f"steps lost, {max(times, default=0.0):.1f} s to the next step"
+            f"{report.run} {_how_resumed(tested)} of {len(tested)} faults: up to {lost} steps "
+            f"lost, {max(times, default=0.0):.1f} s to the next step"
         )
-    elif report.passed:
+    elif tested and not failed:
+        count = len(tested)
         click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
-    if not report.passed:
-        failed = [result.run for result in report.drills if not result.passed]
+    if untested := [result.kind for result in report.drills if not result.tested]:
+        click.echo(f"not tested: {', '.join(untested)}")
+    if failed:
         click.echo(f"failed: see `slurmllm status {failed[0]}` and `slurmllm logs {failed[0]}`")
 
 
-def _echo_row(result: DrillResult | None, of_trainer: bool = False) -> None:
+def _how_resumed(tested: Sequence[DrillResult]) -> str:
+    """Return how a trainer of another project resumed: `resumes exactly after 2`."""
+    passed = [result.resume for result in tested if result.passed and result.resume]
+    if not passed:
+        return f"does not resume exactly after {len(tested)}"
+    if any(resume.from_step is None for resume in passed):
+        return f"resumes, or continues without a restart, after {len(passed)}"
+    if any(resume.verdict != "exact" for resume in passed):
+        return f"resumes within the noise after {len(passed)}"
+    digits = "" if all(resume.text == "exact" for resume in passed) else " in the digits printed"
+    return f"resumes exactly{digits} after {len(passed)}"
+
+
+def _echo_row(result: DrillResult | None, of_trainer: bool = False, passed: str = "exact") -> None:
     """Print the row of a copy that has ended, with its faults; None: the headings."""
     # The widths are those of the longest usual row: the later rows are not known yet.
     headings = _TRAINER_HEADINGS if of_trainer else _HEADINGS
     longest = _TRAINER_LONGEST if of_trainer else _LONGEST
-    rows = [longest] if result is None else [longest, _row(result, of_trainer)]
+    rows = [longest] if result is None else [longest, _row(result, of_trainer, passed)]
     heading, _, *lines = fitted([Column(name) for name in headings], rows, 0).lines
     if result is None:
         click.echo(click.style(heading, bold=True))
         return
-    for line in (*lines, *(f"{result.kind}: {fault}" for fault in result.faults)):
+    head = result.kind if result.tested else f"{result.kind}: not tested"
+    for line in (*lines, *(f"{head}: {fault}" for fault in result.faults)):
         click.echo(line)
 
 
-def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
+def _row(result: DrillResult, of_trainer: bool, passed: str) -> tuple[str, ...]:
     seconds = [""] * 8
     if result.recovery is not None:
         total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns
         seconds = [f"{total_s:.1f} s", *(f"{phase:.1f}" for phase in phases)]
-    verdict = "exact" if result.passed else "failed"
+    verdict = passed if result.passed else "failed" if result.tested else "not tested"
     if of_trainer:
         seconds = [seconds[0], ""]
     if (resume := result.resume) is not None:

@@ -16,10 +16,10 @@
         │   └── StaleGraphsError      71  code             at once, with graphs compiled before
         └── OutOfMemoryError          72  code             a run on a device or its host
 
-Two more exit codes are no class of ours: 1, a check that failed (`compare`: the runs differ;
-`evaluate`: some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its
-work and is to be started again. 130 is an interrupt from the keyboard and 141 a closed output pipe,
-as in every shell.
+Three more exit codes are no class of ours: 1, a check that failed (`compare`: the runs differ;
+`evaluate`: some tasks were not scored), 5, a check that tested nothing (`drill`), and 75,
+`EX_TEMPFAIL`: a stage stopped early, saved its work and is to be started again. 130 is an interrupt
+from the keyboard and 141 a closed output pipe, as in every shell.
 
 A message names the value, the rule and the fix:
 "parallel.tensor 6 does not divide 64 attention heads; choose 1, 2, 4, 8, 16, 32 or 64".
@@ -34,6 +34,7 @@ Blame = Literal["user", "infrastructure", "code"]
 
 EXIT_OK = 0
 EXIT_NEGATIVE = 1
+EXIT_NOT_TESTED = 5
 EXIT_OUT_OF_MEMORY = 72
 EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130

@@ -6,7 +6,8 @@ is its noise, and a resume is judged by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 _NOISES = 3.0  # a difference of as many times the noise is not noise
 _CLEAR_NOISES = 10.0
 _FEW_STEPS, _FEW_DIGITS = 5, 4  # that show little
+_MANY_STEPS, _MANY_DIGITS = 20, 7  # that equal values need to be certain
 
 Verdict = Literal["exact", "within_noise", "differs", "began_again", "not_resumed"]
 Confidence = Literal["certain", "likely", "weak"]
@@ -93,6 +95,7 @@ class DrillResult(Record):
     run: str
     passed: bool
     faults: tuple[str, ...]  # why it did not pass, one line each
+    tested: bool = True  # whether the fault was injected before the last step
     at_step: int | None = None  # last step seen before the fault
     node: str = ""
     ending: EndingClass | None = None  # class of the attempt it hit
@@ -124,79 +127,94 @@ class DrillReport(Record):
     def passed(self) -> bool:
         return all(result.passed for result in self.drills)
 
+    @property
+    def failed(self) -> list[str]:
+        """The copies that did not recover."""
+        return [result.run for result in self.drills if result.tested and not result.passed]
+
 
 def check_recovery(
     run: RunDir,
     kind: FaultKind,
-    injection: Injection | None,
-    reference: Path,
+    injection: Injection | None,  # None if the injector never started
+    reference: Path,  # a run directory or a metrics file
     steps: int,
     tolerances: Tolerances,
-    state: str,
-    unbroken: Unbroken | None = None,
+    state: str,  # of the run, with its reason
+    unbroken: Unbroken | None = None,  # of another project's trainer
 ) -> DrillResult:
-    """Compare a run that had a fault, and has ended, with the reference.
-
-    `injection` is None if the injector never started; `reference` is a run directory or a metrics
-    file; `state` has state and reason of the run, `done` if it finished; `unbroken` is the
-    reference of another project's trainer.
-    """
+    """Compare a run that had a fault, and has ended, with the reference."""
     attempts = load_attempts(run, "train")
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
-    injected = injection is not None and not injection.missed
-    faults = _ending_faults(kind, injection, hit, state)
-    recomputed = 0
-    resume: Resumption | None = None
-    steps_lost = None if hit is None else hit.steps_lost
+    missed = "the injector never started there" if injection is None else injection.missed
+    untested = "no fault was injected" if missed else ""
+    faults = _ending_faults(kind, None if untested else hit, state)
+    recomputed, resume = 0, None
     try:
         curve = read_curve(run.path)
         recomputed = curve.overlap_rows
+        if hit is not None and not untested and _came_too_late(kind, curve, hit, steps):
+            untested, faults = "the fault came after the last step", []
         if unbroken is None:
             faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
-        elif hit is not None and injected:
+        elif hit is not None and not untested:
             resume = judge_resume(run, curve, unbroken, hit)
             if resume.verdict not in ("exact", "within_noise"):
                 faults.append(f"{resume.text} ({resume.confidence_reason or resume.confidence})")
-            last = last_row_of(run.metrics(hit.attempt))
-            if last is not None and resume.from_step is not None:
-                steps_lost = max(0, int(last["step"]) - resume.from_step)
     except RunError as error:
         faults.append(str(error))
     if unbroken is None:
         faults += _checkpoint_faults(run, steps)
-    if hit is not None and steps_lost is None and hit.last_step is not None:
-        steps_lost = max(0, hit.last_step - (hit.checkpoint_after or 0))
+    if untested:
+        faults.insert(0, _not_tested(untested, missed, state))
     return DrillResult(
         kind=kind,
         run=run.name,
         passed=not faults,
         faults=tuple(faults),
+        tested=not untested,
         at_step=None if injection is None else injection.step,
         node="" if injection is None else injection.node,
         ending=None if hit is None else hit.ending,
         attempts=len(attempts),
-        steps_lost=steps_lost,
+        steps_lost=None if hit is None else _steps_lost(run, hit, resume),
         steps_recomputed=recomputed,
-        recovery=None if injection is None or not injected else recovery_times(run, injection),
+        recovery=None if injection is None or untested else recovery_times(run, injection),
         resume=resume,
     )
 
 
-def _ending_faults(
-    kind: FaultKind, injection: Injection | None, hit: AttemptRecord | None, state: str
-) -> list[str]:
-    faults: list[str] = []
-    if injection is None:
-        faults.append("the fault injector never started on the node")
-    elif injection.missed:
-        faults.append(f"the fault was not injected: {injection.missed}")
-    if state != "done":
-        faults.append(f"did not finish: {state}")
+def _steps_lost(run: RunDir, hit: AttemptRecord, resume: Resumption | None) -> int | None:
+    """Return the steps that the attempt with the fault completed after its checkpoint."""
+    if resume is not None and resume.from_step is not None:
+        last = last_row_of(run.metrics(hit.attempt))
+        if last is not None:
+            return max(0, int(last["step"]) - resume.from_step)
+    if hit.steps_lost is None and hit.last_step is not None:
+        return max(0, hit.last_step - (hit.checkpoint_after or 0))
+    return hit.steps_lost
+
+
+def _not_tested(reason: str, details: str, state: str) -> str:
+    fix = "; use more --steps" if state == "done" else ""
+    return reason + fix + (f" ({details})" if details else "")
+
+
+def _ending_faults(kind: FaultKind, hit: AttemptRecord | None, state: str) -> list[str]:
+    faults = [] if state == "done" else [f"did not finish: {state}"]
     expected = FAULTS[kind].expected
-    injected = injection is not None and not injection.missed
-    if hit is not None and injected and expected and hit.ending != expected:
+    if hit is not None and expected and hit.ending != expected:
         faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
     return faults
+
+
+def _came_too_late(kind: FaultKind, curve: Curve, hit: AttemptRecord, steps: int) -> bool:
+    """Return whether the attempt with the fault made the last step, and no later one a step.
+
+    A trainer may ignore a fault without an expected class, such as SIGTERM, and finish.
+    """
+    ignored = hit.ending == "done" and FAULTS[kind].expected is None
+    return not ignored and int(curve.attempts.max()) <= hit.attempt and curve.steps[-1] >= steps
 
 
 def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
@@ -279,11 +297,14 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
     # The checkpoint tells the step between two rows of a sparse log.
     steps = unbroken.reference.steps
     from_step, path = int(max(steps[steps < first], default=0)), ""
-    for entry in list_trainer_checkpoints(run, unbroken.command):
+    entries = list_trainer_checkpoints(run, unbroken.command)
+    for entry in entries:
         if from_step <= entry.step < first:
             from_step, path = entry.step, str(entry.path)
     update: dict[str, Any] = {"from_step": from_step, "checkpoint": path}
-    if from_step == 0:
+    if from_step == 0 and first > 1 and not entries:  # a sparse log shows no earlier step
+        update["from_step"] = None
+    elif from_step == 0:
         update |= {"verdict": "began_again", "text": "did not resume: began again at step 1"}
     return result.model_copy(update={**update, "by_hand": hit.action == "stop"})
 
@@ -312,13 +333,17 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
         confidence: Confidence = "certain" if largest >= _CLEAR_NOISES * noise else "likely"
         reason += f"; {after.reason}"
     else:
-        digits = max(
-            len(f"{float(x)!r}".strip("0").replace(".", "")) for x in curve.columns["loss"]
-        )
+        digits, proves = _printed_digits(curve, first, [n for n in METRICS if n in after.metrics])
         few = after.steps_compared < _FEW_STEPS or digits < _FEW_DIGITS
-        confidence = "weak" if few else "certain" if verdict == "exact" else "likely"
-        sentence = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
-        reason += f"; {after.steps_compared} steps, loss of {digits} digits"
+        confidence = "weak" if few else "likely"
+        limit = max(unbroken.tolerances.limit(name) for name in METRICS)
+        sentence = f"within the noise of {format_figure(noise)}"
+        if limit > _NOISES * noise:
+            sentence = f"within the tolerance of {format_figure(limit)}"
+        if verdict == "exact":
+            confidence = "certain" if proves else confidence
+            sentence = "exact" if proves else f"exact in the {digits} digits printed"
+        reason += f"; {after.steps_compared} steps of up to {digits} digits"
         if noise:
             reason += f"; more than {format_figure(max(after.power.values()))} would have shown"
         if after.only_in_a:
@@ -332,3 +357,14 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
         confidence=confidence,
         confidence_reason=reason,
     )
+
+
+def _printed_digits(curve: Curve, first: int, names: Sequence[str]) -> tuple[int, bool]:
+    """Return the most digits of the values from a step on, and whether equal ones are proof."""
+    max_digits, proves = 0, False
+    for name in names:
+        values = {float(value) for value in curve.columns[name][curve.steps >= first]}
+        digits = [len(Decimal(repr(value)).normalize().as_tuple().digits) for value in values]
+        max_digits = max([max_digits, *digits])
+        proves |= sum(count >= _MANY_DIGITS for count in digits) >= _MANY_STEPS
+    return max_digits, proves

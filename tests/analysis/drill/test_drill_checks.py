@@ -12,7 +12,7 @@ from fake_slurm import FakeSlurm
 from made_records import save_attempt, save_manifest
 
 from slurmllm.analysis.compare.result import Tolerances
-from slurmllm.analysis.drill.checks import DrillResult, check_recovery
+from slurmllm.analysis.drill.checks import DrillReport, DrillResult, check_recovery
 from slurmllm.analysis.drill.drill import LocalRunner, Runner, SlurmRunner
 from slurmllm.analysis.drill.injector import Injection
 from slurmllm.core.config.resolve import resolve
@@ -119,9 +119,9 @@ def test_each_fault_is_found(
 
 
 def test_a_run_that_was_not_hit_or_differs_slightly(run: RunDir, reference: Path) -> None:
-    assert verdict(run, reference, missed="too late").faults == (
-        "the fault was not injected: too late",
-    )
+    missed = verdict(run, reference, missed="too late")
+    assert (missed.tested, missed.passed) == (False, False)
+    assert missed.faults == ("no fault was injected; use more --steps (too late)",)
     assert "did not finish: stopped" in verdict(run, reference, "stopped").faults[0]
     # A tolerance lets small differences pass.
     _change(run, 1, 7, 1 + 1e-6)
@@ -129,6 +129,43 @@ def test_a_run_that_was_not_hit_or_differs_slightly(run: RunDir, reference: Path
     assert verdict(run, reference, exact=False).passed
     _change(run, 1, 7, 1.1)
     assert not verdict(run, reference, exact=False).passed
+
+
+def test_a_fault_after_the_last_step_tests_nothing(run: RunDir, reference: Path) -> None:
+    write_rows(run, 0, 1, STEPS, 100.0)
+    run.metrics(1).unlink()
+    late = verdict(run, reference)
+    assert not late.tested
+    assert late.faults == ("the fault came after the last step; use more --steps",)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "line"),
+    [
+        ([(True, True)], 0, "recovers from 1 of 1: curves match"),
+        ([(True, True), (False, False)], 5, "not tested: save"),
+        ([(False, False)], 5, "not tested: worker"),
+        ([(True, False), (False, False)], 1, "failed: see `slurmllm status r-worker`"),
+    ],
+)
+def test_a_drill_without_a_fault_has_its_own_exit_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: list[tuple[bool, bool]],
+    code: int,
+    line: str,
+) -> None:
+    results = [
+        DrillResult(kind=kind, run=f"r-{kind}", passed=passed, faults=(), tested=tested)
+        for kind, (tested, passed) in zip(("worker", "save"), outcomes, strict=False)
+    ]
+    settings = {"nodes": 1, "local": True, "steps": 9, "every_steps": 3, "seed": 0, "kept": ()}
+    names = {"run": "r", "reference": "r", "own_reference": True}
+    report = DrillReport.model_validate({**settings, **names, "drills": results})
+    monkeypatch.setattr("slurmllm.cli.drill._run", lambda *_: report)
+    write_atomic(RunDir(tmp_path / "r").config, resolve("tiny_neox", "local").to_yaml())
+    result = call("drill", "r", "--nodes=1", f"--runs-dir={tmp_path}")
+    assert (result.exit_code, line in result.output) == (code, True), result.output
 
 
 @pytest.mark.parametrize("runner", [SlurmRunner(FakeSlurm()), LocalRunner()])

@@ -85,7 +85,7 @@ def test_an_exact_resume(tmp_path: Path) -> None:
     resume = judged(tmp_path, AFTER)
     assert (resume.verdict, resume.from_step, resume.confidence) == ("exact", SAVED, "certain")
     assert resume.checkpoint.endswith(f"out/step-{SAVED}")
-    assert "identical; 30 steps, loss of 1" in resume.confidence_reason
+    assert "identical; 30 steps of up to 1" in resume.confidence_reason
     # With other batches it differs.
     resume = judged(tmp_path / "other", AFTER, lambda s: 1 / s * (1.1 if s > 15 else 1))
     assert (resume.verdict, resume.differs_from_step) == ("differs", 16)
@@ -113,6 +113,38 @@ def test_who_begins_at_step_1_does_not_resume(tmp_path: Path) -> None:
     # A sparse log resumes from its checkpoint.
     resume = judged(tmp_path / "sparse", (16, 24, 32, 40), every=8, first=(8,))
     assert (resume.verdict, resume.from_step) == ("exact", SAVED)
+    # Without a checkpoint, too, its first row does not show where it began.
+    (tmp_path / "sparse" / "broken" / "out" / f"step-{SAVED}").rmdir()
+    curves = [read_curve(tmp_path / "sparse" / name) for name in ("reference", "broken")]
+    unbroken = Unbroken(curves[0], curves[0], COMMAND, STEPS, Tolerances(exact=True))
+    run = RunDir(tmp_path / "sparse" / "broken")
+    resume = judge_resume(run, curves[1], unbroken, make_attempt(0, ending="node_failure"))
+    assert (resume.verdict, resume.from_step) == ("exact", 8)
+
+
+@pytest.mark.parametrize(
+    ("every", "loss", "confidence", "text"),
+    [
+        (1, lambda s: 1 / s, "certain", "exact"),
+        (1, lambda s: round(1 / s, 6), "likely", "exact in the 5 digits printed"),
+        (5, lambda s: 1 / s, "likely", "exact in the 16 digits printed"),
+        (1, lambda s: 1 / 3, "likely", "exact in the 16 digits printed"),
+        (1, lambda s: round(1 / s, 3), "weak", "exact in the 2 digits printed"),
+    ],
+)
+def test_exact_is_certain_of_many_digits_over_many_steps(
+    tmp_path: Path, every: int, loss: Loss, confidence: str, text: str
+) -> None:
+    steps = range(every, STEPS + 1, every)
+    reference, run = RunDir(tmp_path / "reference"), RunDir(tmp_path / "broken")
+    write_rows(reference, 0, steps, loss)
+    write_rows(run, 0, (s for s in steps if s <= SAVED), loss)
+    write_rows(run, 1, (s for s in steps if s > SAVED), loss)
+    curve = read_curve(reference.path)
+    unbroken = Unbroken(curve, curve, COMMAND, STEPS, Tolerances(exact=True))
+    hit = make_attempt(0, ending="node_failure")
+    resume = judge_resume(run, read_curve(run.path), unbroken, hit)
+    assert (resume.confidence, resume.text) == (confidence, text)
 
 
 def test_without_a_later_step(tmp_path: Path) -> None:
