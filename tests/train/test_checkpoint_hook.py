@@ -215,6 +215,7 @@ def test_copies_to_the_second_tier(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    began = time.monotonic()
     made = steps("checkpoint.every_steps=10", f"checkpoint.replica={tmp_path / 'second'}")
     made.make(25)
     made.make(1, leaving=True)
@@ -222,6 +223,7 @@ def test_copies_to_the_second_tier(
     copied = [event["step"] for event in made.events("copied")]
     assert copied[-1] == 26
     assert all(event["bytes"] > 1000 for event in made.events("copied"))
+    assert sum(event["seconds"] for event in made.events("copied")) < time.monotonic() - began
     second = tmp_path / "second" / tmp_path.name
     assert (second / "step_00000026" / "manifest.json").is_file()
 

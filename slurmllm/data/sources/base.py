@@ -18,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from slurmllm.core.errors import StorageError
+from slurmllm.core.run.safe_files import os_error_text
 
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]
@@ -155,5 +156,5 @@ def fingerprint(paths: Sequence[Path], *identity: str) -> str:
                 for offset in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
                     digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
     return digest.hexdigest()[:16]

@@ -97,6 +97,8 @@ def test_each_figure_beside_its_prediction(tmp_path: Path, monkeypatch: pytest.M
         {"kind": "save", "waited_s": 1.0},
         {"kind": "save", "waited_s": 0.0},
         {"kind": "save", "waited_s": 2.0},
+        {"kind": "save"},  # of an older version
+        {"kind": "evaluation", "waited_s": 9.0},
         {"kind": "copied", "seconds": 1.0},
         {"kind": "memory", "values": {"peak_bytes": 9.0 * GB, "limit_bytes": 3.0 * GB}},
     )

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -129,12 +130,13 @@ def test_a_failure_loses_nothing_and_names_no_key(run: RunDir, config: RunConfig
 def test_it_follows_a_run_and_logs_each_failure_once(
     run: RunDir, config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks = 0
+    looks, began = 0, time.monotonic()
 
     def train(seconds: float) -> None:
         nonlocal looks
         looks += 1
-        assert seconds >= sending.INTERVAL_S
+        limit_s = (time.monotonic() - began) / sending.READING_SHARE
+        assert sending.INTERVAL_S <= seconds <= max(sending.INTERVAL_S, limit_s)
         write_rows(run.metrics(0), make_rows(1, 10 * looks))
         Memory.fails_after = 10 if looks in (2, 3) else None
 

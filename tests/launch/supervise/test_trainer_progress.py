@@ -9,17 +9,22 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from training_rows import Row
 
+from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.config.resolve import resolve
 from slurmllm.core.metrics import following
 from slurmllm.core.metrics.curves import Curve
 from slurmllm.core.metrics.row_reader import read_events, read_rows
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.progress import TrainerProgress, check_progress
+from slurmllm.launch.supervise.trainer import TrainerObserver
 from tests.core.metrics.test_formats import LINES
 from tests.core.metrics.test_tensorboard_logs import event, scalar, write_events
 
@@ -326,3 +331,25 @@ def test_a_pipe_in_place_of_the_metrics_delays_nothing(run: RunDir) -> None:
     feed(follower, *(f"step: {step} loss: 3.5 grad_norm: 1.0\n" for step in range(1, 100)))
     os.close(reader)
     assert follower.step == 99
+
+
+def test_a_reader_that_fails_is_logged_once_and_recorded(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded: dict[str, str] = {}
+    launcher: Any = SimpleNamespace(
+        run=run,
+        attempt=run.attempt("train", 0),
+        command=CommandConfig(run="theirs"),
+        config=resolve("tiny_neox", "local"),
+        record=SimpleNamespace(nodes=["n1"]),
+        output=SimpleNamespace(take=bytes, printed=0),
+        save=recorded.update,
+    )
+    observer = TrainerObserver(launcher, None)
+    monkeypatch.setattr(observer.progress, "update", lambda _: int("no step"))
+    for _ in range(3):
+        observer.observe()
+    observer.close(finished=True)
+    assert caplog.messages == ["progress cannot be read", recorded["progress_missing"]]
+    assert "invalid literal for int()" in caplog.messages[1]
