@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import sys
+import warnings
 from typing import IO, Any
 
 import click
@@ -136,6 +137,10 @@ def cli() -> None:
 
 def main() -> None:
     """Run the console script; exit code 1 is reserved for failed checks of a verb."""
+    # A run may be named in a script that matplotlib's font lacks: drawn as boxes then.
+    warnings.filterwarnings("ignore", message="Glyph")
+    # The thread pool of tokenizers warns at every fork after its first use.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not {*_HIDDEN} & {*sys.argv[1:2]}:
         open_outputs()
         # A command reads many small records at once, none of which it frees before it ends.

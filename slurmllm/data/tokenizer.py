@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,8 +52,6 @@ class TokenEncoder:
     def __init__(self, path: Path) -> None:
         self.path = path
         tokenizer, data = read_tokenizer(path)
-        # The library's thread pool warns at every fork after its first use.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True

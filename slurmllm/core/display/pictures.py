@@ -8,7 +8,6 @@ written is refused.
 from __future__ import annotations
 
 import io
-import warnings
 from pathlib import Path
 
 from slurmllm.core.errors import UserError
@@ -50,8 +49,5 @@ def write_picture(picture: Figure, path: Path, fix: str) -> None:
         StorageError: the file system refused.
     """
     stream = io.BytesIO()
-    with warnings.catch_warnings():
-        # A run may be named in a script that matplotlib's font lacks: drawn as boxes then.
-        warnings.filterwarnings("ignore", message="Glyph")
-        picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
+    picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
     write_bytes(path, stream.getvalue(), f"cannot write the picture {path}", fix)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.slurm.error_texts import fault_of
-from slurmllm.core.slurm.setup import PREDECESSOR, slurm_environment
+from slurmllm.core.slurm.setup import PREDECESSOR, SRUN_OPTIONS, slurm_environment
 
 # Slurm's long names (squeue(1), JOB STATE CODES) of the states of jobs that have ended. Jobs in all
 # other states are active, also in those that newer versions add.
@@ -38,7 +38,6 @@ WAITING_STATES = frozenset(
     | {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"}
 )
 COMMAND_TIMEOUT_S = 60
-SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
 ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over

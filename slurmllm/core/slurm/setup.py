@@ -19,10 +19,14 @@ from collections.abc import Sequence
 from slurmllm.core.config.directives import USER_DEFAULTS
 from slurmllm.core.config.profiles import shipped_dir
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON
 
 SETUP = "SLURMLLM_SETUP"  # the lines
 SETUP_ERROR = "SLURMLLM_SETUP_ERROR"  # the line that failed in the batch script, with its exit code
 VERSION = "SLURMLLM_VERSION"  # of slurmllm where the job was submitted
+SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
+# What a batch script sets for its job; a new job has its own.
+JOB_VARIABLES = (SETUP, SETUP_ERROR, VERSION, CONTAINER, CONTAINER_PYTHON, SRUN_OPTIONS)
 
 # Not under `set -e`: `module` and conda's functions fail inside as a matter of course. File
 # descriptor 9: a line may read the standard input. The trap is for a line that exits.
@@ -118,11 +122,18 @@ def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str
     account, partition, qos and reservation.
     """
     allowed = re.compile(_OF_THE_JOB if in_job else _SALLOC if salloc else _SITE)
+    variables = dict(os.environ) if in_job or salloc else new_job_environment()
     return {
         name: value
-        for name, value in os.environ.items()
+        for name, value in variables.items()
         if not _SLURM.match(name) or allowed.fullmatch(name)
     } | python_path()
+
+
+def new_job_environment() -> dict[str, str]:
+    """Return this process's environment without what its own job's script has set."""
+    kept = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
+    return kept | python_path()
 
 
 def python_path() -> dict[str, str]:

@@ -29,7 +29,7 @@ from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.slurm.client import ENDED_STATES, SlurmClient, UnansweredError
-from slurmllm.core.slurm.setup import python_path
+from slurmllm.core.slurm.setup import new_job_environment
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.submit.render import precompile_nodes
 from slurmllm.launch.submit.run_folder import remove_unsubmitted, run_umask
@@ -359,7 +359,7 @@ class LocalJob:
 
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
-        environment = {**os.environ, **python_path()}
+        environment = new_job_environment()
         variable = HELD_NODES if self.allocation else LOCAL_NODES
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],

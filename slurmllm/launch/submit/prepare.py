@@ -46,7 +46,6 @@ from slurmllm.launch.submit.run_folder import (
     remove_unsubmitted,
     require_own,
 )
-from slurmllm.launch.supervise.allocation import forget_site
 from slurmllm.launch.supervise.trainer_command import command_line, command_values
 from slurmllm.plan.mesh import (
     Mesh,
@@ -179,8 +178,6 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise ConfigError(title, [f"{cluster.planning_only}; {fix}"])
     if request.run is not None:
         require_own(request.run, cluster.trusted_group)
-    if not request.dry_run:
-        forget_site()
     layout = choose(request)
     checks = check(request, layout)
     if request.dry_run:

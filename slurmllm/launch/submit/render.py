@@ -19,10 +19,10 @@ from slurmllm.core.config.variables import is_secret
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.plugins import split_prefix
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, root_of
-from slurmllm.core.slurm.client import SRUN_OPTIONS, SlurmClient
+from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments
 from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
-from slurmllm.core.slurm.setup import VERSION, limits_script, setup_script
+from slurmllm.core.slurm.setup import SRUN_OPTIONS, VERSION, limits_script, setup_script
 from slurmllm.core.slurm.site import Site
 from slurmllm.launch.supervise.allocation import launch_line
 from slurmllm.plan.mesh import Mesh

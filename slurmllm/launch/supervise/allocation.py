@@ -24,14 +24,20 @@ from slurmllm.core.config.variables import is_secret_option
 from slurmllm.core.errors import SlurmError, UserError
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.core.slurm.client import SRUN_OPTIONS, AccountingRow, SlurmClient, step_options
+from slurmllm.core.slurm.client import AccountingRow, SlurmClient, step_options
 from slurmllm.core.slurm.container import (
     CONTAINER,
     CONTAINER_PYTHON,
     container_arguments,
     in_container,
 )
-from slurmllm.core.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup, slurm_environment
+from slurmllm.core.slurm.setup import (
+    JOB_VARIABLES,
+    SETUP,
+    SRUN_OPTIONS,
+    in_setup,
+    slurm_environment,
+)
 from slurmllm.train.control.rendezvous import (
     NODE_NAME,
     NODE_RANK,
@@ -304,15 +310,10 @@ def task_command(command: Sequence[str]) -> list[str]:
     return inside if by_srun else in_setup(inside)
 
 
-def forget_site() -> None:
-    """Remove the same variables of a job that this process runs in: a new job has its own."""
-    for name in (SETUP, SETUP_ERROR, VERSION, CONTAINER, CONTAINER_PYTHON, SRUN_OPTIONS):
-        os.environ.pop(name, None)
-
-
 def export_site(config: RunConfig, folders: Sequence[Path]) -> None:
     """Set what a batch script exports for its tasks."""
-    forget_site()
+    for name in JOB_VARIABLES:  # of a job that this process runs in
+        os.environ.pop(name, None)
     cluster = config.cluster
     os.environ[SETUP] = "\n".join(cluster.setup)
     if cluster.container is not None:

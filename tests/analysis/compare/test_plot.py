@@ -31,6 +31,7 @@ def count(pixels: np.ndarray, color: tuple[int, int, int]) -> int:
     return int(np.count_nonzero((pixels == color).all(axis=-1)))
 
 
+@pytest.mark.filterwarnings("ignore:Glyph")
 def test_both_curves_are_seen_though_they_coincide(make_run: MakeRun, tmp_path: Path) -> None:
     a = make_run("$x_1^$ \\frac", make_rows(1, 60)).path  # no formula
     b = make_run("_运行", make_rows(1, 30), make_rows(21, 60, 1)).path

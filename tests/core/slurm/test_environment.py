@@ -18,8 +18,15 @@ from slurmllm.core.config.resolve import clusters_dir, resolve
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.slurm import client
 from slurmllm.core.slurm.arrays import slurm_options
-from slurmllm.core.slurm.client import SRUN_OPTIONS, SlurmClient, UnansweredError, step_options
-from slurmllm.core.slurm.setup import PREDECESSOR, limits_script, slurm_environment
+from slurmllm.core.slurm.client import SlurmClient, UnansweredError, step_options
+from slurmllm.core.slurm.setup import (
+    JOB_VARIABLES,
+    PREDECESSOR,
+    SRUN_OPTIONS,
+    limits_script,
+    new_job_environment,
+    slurm_environment,
+)
 from slurmllm.launch.supervise import allocation
 
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}
@@ -63,7 +70,7 @@ def test_jobs_get_the_rest_of_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     variables = {"SLURM_CONF": "/c", "PYTHONPATH": "a::/b", "SLURMLLM_LOG": "debug", "X": "1"}
     plugin = "SLURM_SPANK__SLURM_SPANK_OPTION_auks_auks"  # steps inherit a plugin's option by it
-    of_job = {"SLURM_RESTART_COUNT": "3", plugin: "yes"}
+    of_job = {"SLURM_RESTART_COUNT": "3", plugin: "yes"} | dict.fromkeys(JOB_VARIABLES, "x")
     for name, value in {**variables, **of_job, PREDECESSOR: "7"}.items():
         monkeypatch.setenv(name, value)
     environment = slurm_environment()
@@ -71,6 +78,7 @@ def test_jobs_get_the_rest_of_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_pat
     variables["PYTHONPATH"] = f"{tmp_path}/a:/b"
     assert variables.items() <= environment.items()
     assert not {PREDECESSOR, *of_job} & environment.keys()
+    assert not of_job.keys() & new_job_environment().keys() - {"SLURM_RESTART_COUNT", plugin}
     assert of_job.items() <= slurm_environment(in_job=True).items()
     for options, step in {
         "": ["--mem=0"],
