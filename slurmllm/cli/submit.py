@@ -244,6 +244,7 @@ def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
             "command": command,
             "mesh": f"{mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}",
             "planner": _choice_text(prepared),
+            "data": _epochs_text(prepared),
             "next": f"slurmllm status {run.name}",
         }
     )
@@ -253,6 +254,16 @@ def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
 
 def _choice_text(prepared: PreparedRun) -> str | None:
     return prepared.fit.line() if prepared.fit is not None and prepared.fit.chosen else None
+
+
+def _epochs_text(prepared: PreparedRun) -> str | None:
+    recipe = prepared.config.recipe
+    if not recipe.worker.has_model:
+        return None
+    from slurmllm.core.config.data_sources import epochs_text
+
+    tokens = recipe.train.steps * recipe.train.global_batch * recipe.model.seq_len
+    return epochs_text(recipe.data, tokens)
 
 
 def _graphs_text(prepared: PreparedRun) -> str | None:
@@ -276,7 +287,7 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     prepared, run = submitted.prepared, submitted.prepared.run
     if not as_json:
         facts = {"run": run.name, "directory": str(run.path), "planner": _choice_text(prepared)}
-        _print_facts({**facts, "graphs": _graphs_text(prepared)})
+        _print_facts({**facts, "graphs": _graphs_text(prepared), "data": _epochs_text(prepared)})
     submitted = submitted.run_to_end(quiet=as_json)
     code, resume = submitted.exit_code or EXIT_OK, f"slurmllm resume {run.name}"
     if as_json:

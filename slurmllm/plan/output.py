@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from slurmllm.core.config.cluster import GIB
+from slurmllm.core.config.data_sources import corpus_epochs, epochs_text
 from slurmllm.core.config.resolve import RunConfig, change
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.display.tables import data_frame, print_table
@@ -197,13 +198,15 @@ def _print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
         return
     spares = best.config.recipe.slurm.spare_nodes
     spare = f"; with {format_plural(spares, 'spare node')}" if spares else ""
-    dollars = "; cost unknown: the cluster profile has no price"
+    dollars = "; cost unknown: give --price DOLLARS for a node hour"
     if cost.usd is not None:
         dollars = f", ${cost.usd:,.0f}"
     click.echo(
         f"{end}{format_days(cost.hours)}, {format_number(cost.node_hours)} node hours"
         f"{dollars}{spare}"
     )
+    if (epochs := epochs_text(best.config.recipe.data, cost.tokens)) is not None:
+        click.echo(f"data           {epochs}")
     if price is not None:
         click.echo(f"price          {price}")
     if cost.waiting_usd:
@@ -295,8 +298,19 @@ def print_points(
             click.echo(f"  {submit(plan, node_plan.best)}")
             if point.forecast is not None and point.forecast.lost_time is None:
                 click.echo(f"  does not finish; {point.forecast.reason}")
+    for line in dict.fromkeys(_data_lines(recipe_plans)):
+        click.echo(line)
     for line in price_lines(recipe_plans):
         click.echo(line)
+
+
+def _data_lines(recipe_plans: Sequence[RecipePlan]) -> Iterator[str]:
+    for plan in recipe_plans:
+        for point in plan.points():
+            if point.forecast is not None:
+                text = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
+                if text is not None:
+                    yield f"{plan.config.recipe.name}: {text}"
 
 
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
@@ -308,7 +322,7 @@ def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
     for name, plans in by_cluster.items():
         price = plans[0].forecaster.price
         if price is None:
-            lines.append(f"cost unknown: cluster profile {name} has no price")
+            lines.append(f"cost unknown: profile {name} has no price; --price DOLLARS gives one")
             continue
         lines.append(f"price of {name}: {price}")
         costs = [point.forecast.cost for plan in plans for point in plan.points() if point.forecast]
@@ -453,6 +467,7 @@ def _candidate_json(
         "losses": dict(lost.shares) if lost else None,
         "checkpoint_every_steps": lost.interval_steps if lost else None,
         "tokens": cost.tokens,
+        "epochs": corpus_epochs(layout.config.recipe.data, cost.tokens),
         "hours": forecast.hours,
         "usd": forecast.usd,
         "waiting_usd": cost.waiting_usd,
@@ -481,6 +496,7 @@ def point_json(point: ScalingPoint) -> dict[str, Any]:
         "tokens_per_usd": cost.tokens_per_usd,
         "scaling_efficiency": point.efficiency,
         "tokens": cost.tokens,
+        "epochs": corpus_epochs(point.candidate.config.recipe.data, cost.tokens),
         "days": None if hours is None else hours / 24,
         "hours": hours,
         "node_hours": None if hours is None else cost.node_hours,

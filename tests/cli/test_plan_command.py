@@ -223,7 +223,7 @@ def test_a_profile_without_figures_or_price_or_with_rough_figures(tmp_path: Path
     picture = tmp_path / "plan.png"
     for counts in ("4", "4,8"):
         done = plan("neox_20b", "--nodes", counts, "--cluster", path, "--plot", str(picture))
-        assert (done.exit_code, "has no price" in done.stdout) == (0, True)
+        assert (done.exit_code, "cost unknown: " in done.stdout) == (0, True)
         assert picture.read_bytes().startswith(b"\x89PNG")
     path = profile(tmp_path, "trn1", hardware={"rough": True})
     warning = ranked("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
@@ -291,3 +291,14 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     assert result["effective utilization"]["predicted"] is None
     for options in (["--price", "3"], ["another"], ["--out", "x.html"]):
         assert "--prediction is of one run" in refused(call(*command, *options))
+
+
+def test_epochs_of_the_published_corpus(tmp_path: Path) -> None:
+    command = ("llama3_8b", "--cluster", "h100_ib", "--tokens", "100B")
+    sentence = "100B tokens are about 125 epochs of wikicorpus"
+    for nodes in ("8", "4,8"):
+        assert plan(*command, "--nodes", nodes).stdout.count(sentence) == 1
+    planned = ranked(*command, "--nodes", "4,8", "--top", "1")
+    assert [row["epochs"] for row in planned["scaling"]] == pytest.approx([125, 125], rel=1e-3)
+    own = ("--set", f"data.corpus={tmp_path}/own.npy")
+    assert "epochs of" not in plan(*command, "--nodes", "8", *own).stdout

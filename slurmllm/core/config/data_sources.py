@@ -7,6 +7,7 @@ the cluster profile has for it (`cluster.data`); what `slurmllm data fetch` has 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from slurmllm.core.config.operation import PositiveFloat, PositiveInt, Section
 from slurmllm.core.config.profiles import available, did_you_mean, find_yaml, shipped_dir
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_count
 
 _FORM = "see docs/data.md#published-data-sets"
 
@@ -67,6 +69,8 @@ class DataSource(Section):
     """Under which terms it is published."""
     gigabytes: Annotated[float, Field(gt=0)] | None = None
     """Download, about, in 10^9 bytes."""
+    tokens: PositiveFloat | None = None
+    """Of the corpus, about, where its origin says so: what an epoch is."""
     files: Annotated[tuple[PublishedFile, ...], Field(strict=False, min_length=1)]
     build: TextInput | None = None
     """Set if the corpus is built from the files."""
@@ -190,3 +194,23 @@ def read_source(name: str) -> DataSource:
         from slurmllm.core.run.records import first_problem
 
         raise ConfigError(f"data set {path}: {first_problem(error)}; {_FORM}") from error
+
+
+@functools.cache
+def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
+    sizes = ((name, read_source(name).tokens) for name in sources)
+    return next(((name, tokens) for name, tokens in sizes if tokens is not None), None)
+
+
+def corpus_epochs(data: DataConfig, tokens: int) -> float | None:
+    """Return how often training reads the published corpus, about; None if nobody says its size."""
+    size = None if data.corpora else _published_size(data.sources)
+    return None if size is None else tokens / size[1]
+
+
+def epochs_text(data: DataConfig, tokens: int) -> str | None:
+    """Return the sentence of `corpus_epochs`."""
+    size, epochs = _published_size(data.sources), corpus_epochs(data, tokens)
+    if size is None or epochs is None:
+        return None
+    return f"{format_count(tokens)} tokens are about {format_count(epochs)} epochs of {size[0]}"
