@@ -361,7 +361,8 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
         click.echo(f"no single worker failed first; see `slurmllm logs {run.name} --all-ranks`")
         return
     node = f" on {culprit.node}" if culprit.node else ""
-    click.secho(f"first failing worker: rank {culprit.rank}{node}", fg="red", bold=True)
+    process = (failure and failure.process) or f"rank {culprit.rank}"
+    click.secho(f"first failing worker: {process}{node}", fg="red", bold=True)
     _echo(f"  {line}" for line in culprit.how)
     if failure is not None:
         step = f" after step {failure.step}" if failure.step is not None else ""

@@ -43,6 +43,7 @@ from slurmllm.launch.supervise.attempts import (
     unequal_versions,
 )
 from slurmllm.launch.supervise.classify import (
+    KILLED,
     FailedWorker,
     failed_workers,
     hang_text,
@@ -303,7 +304,8 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     if lost and record.ending is not None:
         return _lost(record, lost)
     if first is not None:
-        return Culprit(record, first.rank, first.node, _exit(nodes, first.rank), first)
+        how = (first.message,) if first.error == KILLED else _exit(nodes, first.rank)
+        return Culprit(record, first.rank, first.node, how, first)
     if unrecorded := workers_without_failure_record(nodes, failures):
         likely = _most_likely(run, record, unrecorded)
         return Culprit(record, likely.rank, likely.node, _exit(nodes, likely.rank))
@@ -311,7 +313,9 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         return _lost(record, silent)
     echo = min(failures, key=lambda failure: failure.time, default=None)
     if echo is not None:
-        facts = ("it only lost a peer, and no other worker recorded a failure",)
+        facts = ("it only lost a connection, and no other worker recorded a failure",)
+        if record.ending == "node_failure" and len(record.evidence) > 1:
+            facts = (record.evidence[0],)
         return Culprit(record, echo.rank, echo.node, facts, echo)
     return Culprit(record, None, "", ())
 
@@ -322,7 +326,7 @@ def _most_likely(
     """Return the worker whose log names a cause; else the first ended by a signal, or the first."""
     for worker in failed:
         line = cause_line(last_lines(run, record, worker.rank, _SEARCHED_LINES))
-        if line is not None and line[1] != "lost_peer":
+        if line is not None and line[1] not in ("lost_peer", "connection"):
             return worker
     return next((worker for worker in failed if worker.code < 0), failed[0])
 

@@ -25,10 +25,17 @@ S = TypeVar("S", bound=BaseModel)
 PLACEHOLDERS = ("run", "attempt", "step", "checkpoint", "nodes", "devices")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _SPLIT = re.compile(rf"({_PLACEHOLDER.pattern.replace('(', '(?:')})")
+# Programs whose subcommand starts torchrun or accelerate
+_STARTING = {
+    *(("tune", "run"), ("fabric", "run"), ("lightning", "run"), ("llamafactory-cli", "train")),
+    *(("axolotl", "train"), ("xtuner", "train"), ("colossalai", "run"), ("swift", "sft")),
+    *(("swift", "pt"), ("swift", "rlhf")),
+}
 _FIRST_ARGUMENTS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
 _LAUNCHERS = {
-    *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "colossalai"),
-    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+    *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "mpiexec.hydra"),
+    *("prterun", "orterun", "horovodrun", "torch.distributed.run", "torch.distributed.launch"),
+    *("accelerate.commands.launch", "deepspeed.launcher.runner", "composer.cli.launcher"),
 }
 # Sections of our own trainers that a recipe with a command does not have.
 REFUSED = (
@@ -98,9 +105,8 @@ class CommandConfig(Section):
         except ValueError:
             return False
         program = takewhile(lambda argument: not argument.endswith((".py", ".sh")), arguments)
-        return bool(
-            _LAUNCHERS & {Path(argument).name for argument in islice(program, _FIRST_ARGUMENTS)}
-        )
+        names = [Path(argument).name for argument in islice(program, _FIRST_ARGUMENTS)]
+        return bool(_LAUNCHERS & {*names} or _STARTING & {*pairwise(names)})
 
     @property
     def stop_signal(self) -> signal.Signals | None:

@@ -21,25 +21,34 @@ Meaning = Literal[
     "memory",  # of the device or the host
     "device",  # an accelerator is broken: its node is excluded
     "code",  # an invalid request of the program, on any node
+    "limit",  # of the user: processes
     "compiler",  # a graph that does not compile
     "storage_lasting",  # the shared file system, until the user acts
     "storage",  # likewise; may be transient
     "node",  # this node: its driver, its network adapter, an installation
     "port",  # taken by another process; no node is to blame
     "lost_peer",  # another worker is gone: an echo, never the cause
+    "connection",  # to something: an echo if that is a peer
 ]
 # The class of an ending with such a message, and whether the node of the worker is blamed.
 ENDINGS: Mapping[Meaning, tuple[EndingClass, bool]] = {
     "memory": ("out_of_memory", False),
     "device": ("node_failure", True),
     "code": ("code_error", False),
+    "limit": ("bad_configuration", False),
     "compiler": ("compile_failure", False),
     "storage": ("storage_failure", False),
     "storage_lasting": ("storage_failure", False),
     "node": ("node_failure", True),
     "port": ("node_failure", False),
     "lost_peer": ("node_failure", False),
+    "connection": ("code_error", False),
 }
+# Connections to a service or a file, never to a peer.
+_ELSEWHERE = re.compile(
+    r"\b(?!tcp|env)[a-z][a-z0-9+]{1,12}://(?!\[)|HTTPS?Connection|(?i:\burl\b)|urlopen"
+    r"|\[Errno -?\d+\] [^:']{1,80}: ['\"]"
+)
 
 # torch-neuronx prints NRT_STATUS as `nrt_execute status=5 message="…"` (vllm issue 12443), the
 # SDK's documentation as `Failed to execute the model status=1003 message=…`.
@@ -88,16 +97,23 @@ def matches(message: str, *meanings: Meaning) -> bool:
 
 def meaning_of(message: str) -> Meaning | None:
     """Return the meaning of a message; None if no row of the table matches."""
-    return next((meaning for meaning in get_args(Meaning) if matches(message, meaning)), None)
+    meaning = next((meaning for meaning in get_args(Meaning) if matches(message, meaning)), None)
+    about_peers = meaning in ("lost_peer", "connection")
+    return None if about_peers and _ELSEWHERE.search(message[: 2 * _SEARCHED]) else meaning
+
+
+def names_any(message: str, names: Iterable[str]) -> bool:
+    """Return whether a message has one of some names or addresses, as a whole word."""
+    return any(re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", message) for name in names)
 
 
 def cause_line(lines: Iterable[str]) -> tuple[str, Meaning] | None:
-    """Return the first line of a log that names a cause, else the first of a lost peer."""
-    echo: tuple[str, Meaning] | None = None
+    """Return the first line that names a cause, else of a lost peer, else of any connection."""
+    echoes: dict[Meaning, tuple[str, Meaning]] = {}
     for line in lines:
         meaning = meaning_of(line)
-        if meaning == "lost_peer":
-            echo = echo or (line, meaning)
+        if meaning in ("lost_peer", "connection"):
+            echoes.setdefault(meaning, (line, meaning))
         elif meaning is not None:
             return line, meaning
-    return echo
+    return echoes.get("lost_peer") or echoes.get("connection")

@@ -426,6 +426,9 @@ class NodeRecord(Record):
     exit_codes: dict[int, int] = Field(default_factory=dict)
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
+    # Of another project's trainer: rank → Unix time of the end of the first worker that exited with
+    # 0, or of the first process that a command started, if others ran then. Empty or one.
+    ended_first: dict[int, float] = Field(default_factory=dict)
     oom_kills: int = 0  # processes that the kernel ended meanwhile for want of memory
     progress_missing: str = ""  # why no steps of another project's trainer are known
     error: str | None = None  # why the launcher itself failed
@@ -490,6 +493,13 @@ class FailureRecord(Record):
     step: int | None = None
     time: float  # Unix time, s
     traceback: str = ""
+    # What failed, if not the worker itself: `rank 3`, which its command started, or `the command`.
+    process: str = Field(default="", max_length=40)
+
+    @property
+    def place(self) -> str:
+        """`rank 3 on n4`."""
+        return f"{self.process or f'rank {self.rank}'} on {self.node}"
 
 
 class WorkerRecord(Record):

@@ -5,8 +5,9 @@ A pure function of records, so that every row is tested without a cluster.
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +19,14 @@ from slurmllm.core.errors import (
     ConfigError,
     StorageError,
 )
-from slurmllm.core.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
+from slurmllm.core.run.error_patterns import (
+    ENDINGS,
+    Meaning,
+    cause_line,
+    matches,
+    meaning_of,
+    names_any,
+)
 from slurmllm.core.run.records import (
     EndingClass,
     FailureRecord,
@@ -29,6 +37,15 @@ from slurmllm.core.run.records import (
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+KILLED = "killed"  # error of a process that its launcher saw end by a signal
+# Of a process whose child, such as one that reads data, was killed
+_LOST_CHILD = re.compile(
+    r"killed by signal(?: 9|: Killed)|exited unexpectedly|BrokenProcessPool|abruptly"
+)
+_NO_GPU = re.compile(
+    r"No (?:CUDA|HIP) GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
+    r"|No supported gpu backend|torch\.cuda\.is_available\(\) is False"
+)
 # Exit codes (errors.py) of workers that could not write a failure record, most specific first.
 _EXITS: Mapping[int, EndingClass] = {
     4: "storage_failure",
@@ -68,6 +85,10 @@ class Evidence:
     launch: LaunchFailure | None = None  # how srun failed
     leaving: str = "saved and left"  # what workers did that were asked to stop
     unfinished: str = ""  # why a trainer of another project may have ended before its last step
+    step: str = ""  # `at step 8 `: how far a trainer of another project has come
+    one_per_node: bool = False  # whether a worker starts the others of its node
+    peers: Collection[str] = ()  # names and addresses by which workers reach each other
+    no_gpu: str = ""  # why the job has no GPUs: it did not request any
 
     @property
     def unreported(self) -> list[str]:
@@ -124,7 +145,7 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     yield from _launch_endings(evidence)
     for failure in evidence.failures:
         if matches(failure.message, "port"):  # another process took it first: no node is to blame
-            reason = f"rank {failure.rank} on {failure.node}: {failure.message}"
+            reason = f"{failure.place}: {failure.message}"
             yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
     yield _by_failure(evidence)
     if evidence.unwritable is not None:  # most records could not be written either
@@ -186,14 +207,40 @@ def _worker_endings(evidence: Evidence) -> Iterator[Ending | None]:
         reason = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
         yield Ending("advance_signal", (reason,))
     yield _unreported(evidence)
-    if evidence.failures:
-        first = min(evidence.failures, key=lambda failure: failure.time)
-        reason = f"communication: rank {first.rank} on {first.node}: {first.message}"
-        yield Ending("node_failure", (reason,))
+    yield _lost_peers(evidence)
     yield _by_workers(evidence, failed)
     rank, code, _ = failed[0] if failed else (-1, -1, "")
     reason = f"rank {rank} ended with exit code {code} and wrote no reason; see its log"
     yield Ending("code_error", (reason,))
+
+
+def _lost_peers(evidence: Evidence) -> Ending | None:
+    """The end of workers that only lost a connection: to a peer, which may have left with 0."""
+
+    def names_a_peer(failure: FailureRecord) -> bool:
+        message = _full_message(failure)
+        return meaning_of(message) == "lost_peer" or names_any(message, evidence.peers)
+
+    if not evidence.failures:
+        return None
+    first = min(evidence.failures, key=lambda failure: (names_a_peer(failure), failure.time))
+    if not names_a_peer(first):
+        return Ending("code_error", (f"{first.place}: {first.error}: {first.message}",))
+    reason = f"communication: {first.place}: {first.message}"
+    return Ending("node_failure", (*_left_early(evidence), reason))
+
+
+def _left_early(evidence: Evidence) -> list[str]:
+    """Return a line about the first process that ended with 0 while others trained, if one did."""
+    failed = {failure.process for failure in evidence.failures}  # as their launchers report
+    ended = sorted(
+        (ended_at, f"rank {rank} on {name}")
+        for name, node in evidence.nodes.items()
+        for rank, ended_at in node.ended_first.items()
+        if f"rank {rank}" not in failed
+    )
+    how = f"exited with 0 {evidence.step}while the others trained (usual cause: uneven data)"
+    return [f"{place} {how}" for _, place in ended[:1]]
 
 
 def _hang(evidence: Evidence) -> Ending | None:
@@ -203,7 +250,8 @@ def _hang(evidence: Evidence) -> Ending | None:
         return None
     if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
         return None
-    return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
+    lines = (*hang_text(hang), *_left_early(evidence), *evidence.stacks)
+    return Ending("hang", lines, hang.suspects)
 
 
 def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
@@ -262,22 +310,29 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     primary = [f for f in evidence.failures if not is_echo(f)]
     if not primary:
         return None
-    first = min(primary, key=lambda failure: failure.time)
-    reason = (f"rank {first.rank} on {first.node}: {first.error}: {first.message}",)
-    if first.blame == "user":
+    # A launcher ends the others by SIGTERM.
+    first = min(primary, key=lambda f: (f.exit_code == -signal.SIGTERM, f.time))
+    node = evidence.nodes.get(first.node)
+    if first.error == KILLED:
+        return _by_signal(first.place, first.exit_code, first.node, evidence)
+    reason: tuple[str, ...] = (f"{first.place}: {first.error}: {first.message}",)
+    if first.blame == "user" or matches(_full_message(first), "limit"):
         return Ending("bad_configuration", reason)
+    if evidence.no_gpu and _NO_GPU.search(first.message):
+        return Ending("bad_configuration", (evidence.no_gpu, *reason))
     if first.error == "StaleGraphsError":
         return Ending("stale_graphs", reason)
     if first.error == "DivergenceError":
         return Ending("divergence", reason)
+    if (lost_child := _LOST_CHILD.search(first.message)) and node is not None:
+        counted = f"the kernel's oom_kill on {first.node}: {node.oom_kills}"
+        reason = (*reason, f"usual cause: too little host memory ({counted})")
     out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
+    out_of_memory |= bool(lost_child and node is not None and node.oom_kills)
     if out_of_memory or matches(_full_message(first), "memory"):
         return Ending("out_of_memory", reason)
     if first.error == "PluginError":  # its message is the plugin's, whatever it reads like
         return Ending("code_error", reason)
-    node = evidence.nodes.get(first.node)
-    if node is not None and node.oom_kills and "killed by signal 9" in first.message:
-        return Ending("out_of_memory", reason)  # a process that reads data
     if first.exit_code == 4:
         return Ending("storage_failure", reason)
     if device_fault(first):
@@ -300,7 +355,8 @@ def _full_message(failure: FailureRecord) -> str:
 
 
 def is_echo(failure: FailureRecord) -> bool:
-    return meaning_of(_full_message(failure)) == "lost_peer"
+    """Whether another worker may have failed before; `_lost_peers` judges if none did."""
+    return meaning_of(_full_message(failure)) in ("lost_peer", "connection")
 
 
 def _launcher_error(evidence: Evidence) -> Ending | None:
@@ -322,25 +378,34 @@ def _launcher_error(evidence: Evidence) -> Ending | None:
 
 def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending | None:
     """What a log explains; else the first worker's signal; else a log with a lost peer."""
-    echo = unexplained = None
+    echoes = dict[Meaning, Ending]()
+    unexplained = None
     for worker in workers:
+        place = _place(worker, evidence)
         cause = cause_line(evidence.log_tails.get(worker.rank, ()))
-        if cause is None:
-            by_signal = _unexplained(worker, evidence)
+        # A process that lost its peers may abort itself; another signal comes from elsewhere.
+        other = cause is not None and cause[1] == "connection" and worker.code < 0
+        if cause is None or (other and worker.code != -signal.SIGABRT):
+            by_signal = _by_signal(place, worker.code, worker.node, evidence)
             # Which of several was killed first, nobody knows.
             if by_signal is not None and by_signal.ending == "out_of_memory":
                 return by_signal
             unexplained = unexplained or by_signal
             continue
         line, meaning = cause
-        reason = f"rank {worker.rank} on {worker.node} {how_ended(worker.code)}: "
+        reason = f"{place} {how_ended(worker.code)}: "
         ending, blamed = ENDINGS[meaning]
         blamed_nodes = (worker.node,) if blamed else ()
         by_log = Ending(ending, (f"{reason}{line.strip()[:400]}",), blamed_nodes)
-        if meaning != "lost_peer":
+        if meaning not in ("lost_peer", "connection"):
             return by_log
-        echo = echo or by_log
-    return unexplained or echo
+        echoes.setdefault(meaning, by_log)
+    return unexplained or echoes.get("lost_peer") or echoes.get("connection")
+
+
+def _place(worker: FailedWorker, evidence: Evidence) -> str:
+    subject = "the command" if evidence.one_per_node else f"rank {worker.rank}"
+    return f"{subject} on {worker.node}"
 
 
 def how_ended(code: int) -> str:
@@ -352,23 +417,23 @@ def how_ended(code: int) -> str:
     return f"ended by signal {-code}"  # a real-time signal
 
 
-def _unexplained(worker: FailedWorker, evidence: Evidence) -> Ending | None:
-    rank, code, name = worker
+def _by_signal(place: str, code: int, name: str, evidence: Evidence) -> Ending | None:
+    """The end of a process by a signal; None if it was none, or may be the supervisor's own."""
     how = how_ended(code).removeprefix("ended by ")
     if code >= 0:
         return None
     if -code in CRASHES:
-        return Ending("code_error", (f"rank {rank} on {name} crashed with {how}",))
+        return Ending("code_error", (f"{place} crashed with {how}",))
     if evidence.overran_s is not None:
-        return None  # the supervisor may have sent the signal
-    if -code == signal.SIGKILL and (kills := evidence.nodes[name].oom_kills):
-        reason = f"rank {rank} on {name} was ended by SIGKILL: out of host memory"
-        return Ending("out_of_memory", (f"{reason} (the kernel's oom_kill there: {kills})",))
-    reason = f"rank {rank} on {name} was ended by {how} from outside"
+        return None
+    node = evidence.nodes.get(name)
+    if -code == signal.SIGKILL and node is not None and node.oom_kills:
+        reason = f"{place} was ended by SIGKILL: out of host memory"
+        counted = f"(the kernel's oom_kill there: {node.oom_kills})"
+        return Ending("out_of_memory", (f"{reason} {counted}",))
+    reason = f"{place} was ended by {how} from outside"
     if -code == signal.SIGBUS:
-        reason = (
-            f"rank {rank} on {name}: SIGBUS: memory, or a file mapped into it, could not be read"
-        )
+        reason = f"{place}: SIGBUS: memory, or a file mapped into it, could not be read"
     return Ending("node_failure", (reason,), (name,))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.log import message_of
-from slurmllm.core.metrics.row_reader import last_row_of
+from slurmllm.core.metrics.row_reader import Row, last_rows
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, read_all
@@ -38,7 +41,7 @@ def gather_evidence(
     observed: Observations,
     stop_signal: str | None,
     launchers: Sequence[subprocess.Popen[bytes]] = (),
-    command: CommandConfig | None = None,
+    config: RunConfig | None = None,
 ) -> Evidence:
     """Collect what an ending is classified by; StorageError if a record cannot be read."""
     nodes = attempts.node_records(run, record)
@@ -62,6 +65,7 @@ def gather_evidence(
     folder = run.attempt(record.stage, record.attempt).path
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
+    command = None if config is None else config.recipe.command
     of_trainer = {} if command is None else _of_trainer(run, record, command)
     return Evidence(
         **of_trainer,
@@ -83,6 +87,31 @@ def gather_evidence(
         launch=launch_failure(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
+        peers=_peers(record, config) if config is not None and failures else (),
+        no_gpu="" if config is None else _no_gpu(config),
+    )
+
+
+def _peers(record: AttemptRecord, config: RunConfig) -> set[str]:
+    """Return the names by which the processes of an attempt reach each other; empty for one."""
+    one_per_node = config.recipe.worker.one_per_node
+    if record.world_size * (config.cluster.devices_per_node if one_per_node else 1) == 1:
+        return set()
+    names = {str(record.master_port), record.master_addr, *record.nodes} - {"127.0.0.1"}
+    for name in record.nodes:
+        with suppress(OSError):
+            names.add(socket.gethostbyname(name))
+    return names
+
+
+def _no_gpu(config: RunConfig) -> str:
+    """Return why a job has no GPUs: it requested none, and its profile has none."""
+    cluster, train = config.cluster, config.recipe.slurm.directives.train
+    if cluster.device == "cuda" or "gpu" in f"{cluster.directives} {train}":
+        return ""
+    return (
+        f"no GPU was requested: profile {cluster.name} has device {cluster.device}, and no option "
+        "asks for GPUs; add `-- --gres=gpu:N`, or choose a --cluster with GPUs"
     )
 
 
@@ -92,11 +121,12 @@ def _uncompiled(run: RunDir) -> Sequence[str]:
     return ("no archive of compiled graphs was written",)
 
 
-def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> dict[str, str]:
+def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> dict[str, Any]:
     """Return how a trainer of another project left, and whether it may have ended early."""
-    last = None
+    rows = list[Row]()
     with suppress(OSError):
-        last = last_row_of(run.metrics(record.attempt))
+        rows = last_rows(run.metrics(record.attempt), 2)
+    last = rows[-1] if rows else None
     closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
     newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
     checkpoint = (
@@ -107,10 +137,15 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
     ended = "asked to save, and left"
     if command.stop_signal is None:
         ended = "ended without saving, as command.save_signal is none"
-    fields = {"leaving": f"{ended}; {checkpoint}"}
+    fields: dict[str, Any] = {"leaving": f"{ended}; {checkpoint}"}
+    fields["one_per_node"] = command.one_per_node
     if last is not None and command.steps is not None and int(last["step"]) < command.steps:
         reason = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
         fields["unfinished"] = reason
+    if last is not None:
+        each_step = len(rows) == 2 and int(last["step"]) == int(rows[0]["step"]) + 1
+        step = int(last["step"])
+        fields["step"] = f"at step {step + 1} " if each_step else f"after step {step} "
     return fields
 
 

@@ -161,9 +161,8 @@ class Supervisor:
             observed = monitor.wait()
             phases["workers"] = observed.launchers_s
             stop_signal = None if observed.failed_first else self.stop.name
-            command = self.config.recipe.command
             evidence = gather_evidence(
-                self.run, record, self.allocation, observed, stop_signal, launchers, command
+                self.run, record, self.allocation, observed, stop_signal, launchers, self.config
             )
             ending = classify(evidence)
         return self._close(record, ending, phases, observed), None

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from slurmllm.core.run.worker_files import PHASE_FILE, EventLog, PhaseWriter, di
 from slurmllm.launch.supervise.launcher import Launcher
 from slurmllm.launch.supervise.progress import TrainerProgress
 from slurmllm.launch.supervise.stacks import catches, stacks_of
+from slurmllm.launch.supervise.started_processes import StartedProcesses, started_by
 from slurmllm.launch.supervise.trainer_command import (
     command_line,
     command_values,
@@ -50,8 +51,6 @@ from slurmllm.train.control.rendezvous import SECRET, die_with_parent
 
 _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
-# Variables by which torchrun, Open MPI and MPICH number the processes that they start
-_RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _OUTPUT_S = 5.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
@@ -71,6 +70,7 @@ class TrainerLauncher(Launcher):
         self.output = WorkerOutput(self._printing)
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
+        self._started = StartedProcesses()
         self._asked, self._asked_at = False, 0.0  # whether the workers were asked to stop
         self.observer: TrainerObserver | None = None
         # Processes that outlive their worker become children of this one, which ends them.
@@ -141,6 +141,8 @@ class TrainerLauncher(Launcher):
 
     def observe(self) -> None:
         super().observe()
+        if self.command.one_per_node:
+            self._started.look(self.pids().values())
         if self.observer is not None:
             self.observer.observe()
 
@@ -153,6 +155,8 @@ class TrainerLauncher(Launcher):
                 # Slurm's SIGTERM reaches it at the same time as this process.
                 left = self._asked or (self.stop_requested and code == -signal.SIGTERM)
                 self._codes[rank] = EXIT_REQUEUE if left else code
+                if code == EXIT_OK and not self.command.one_per_node:
+                    self._started.note(rank)
         return dict(self._codes)
 
     def record_failures(self) -> None:
@@ -166,7 +170,16 @@ class TrainerLauncher(Launcher):
             time.sleep(0.1)  # for its last lines
             self.observe()
             step = None if self.observer is None else self.observer.progress.step
-            failure = failure_of(rank, self.node, code, self.output.lines(rank), step, now)
+            failure = failure_of(
+                rank,
+                self.node,
+                code,
+                self.output.lines(rank),
+                step,
+                now,
+                self.record.nodes,
+                self.command.one_per_node,
+            )
             if failure is not None:
                 with suppress(StorageError):
                     failure.save(self.attempt.failure(rank))
@@ -190,7 +203,7 @@ class TrainerLauncher(Launcher):
         self.output.close()
         if self.observer is not None:
             self.observer.close(finished=not any(self.exit_codes().values()))
-        super().save_with_retries(**update)
+        super().save_with_retries(ended_first=self._started.ended_first, **update)
 
 
 class TrainerObserver:
@@ -309,19 +322,9 @@ def _receivers(pid: int, number: int) -> list[psutil.Process]:
         processes = children if worker.name() in ("bash", "sh") and children else [worker]
         if len(processes) > 1:
             processes = [p for p in processes if catches(p.pid, number)] or processes
-        return [started for process in processes for started in _workers_of(process)] or processes
+        return [started for process in processes for started in started_by(process)] or processes
     except psutil.Error:
         return []
-
-
-def _workers_of(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield the workers below a process that starts others; nothing if it is one itself."""
-    if not _RANKS & process.environ().keys():
-        for child in process.children():
-            if _RANKS & child.environ().keys():
-                yield child
-            else:
-                yield from _workers_of(child)
 
 
 def _kill_children(except_for: Iterable[int]) -> None:

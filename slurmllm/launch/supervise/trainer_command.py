@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from slurmllm.core.config.command import CommandConfig, fill
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.errors import EXIT_OUT_OF_MEMORY, EXIT_REQUEUE
-from slurmllm.core.run.error_patterns import cause_line, meaning_of
+from slurmllm.core.errors import EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, Blame
+from slurmllm.core.run.error_patterns import Meaning, cause_line, meaning_of
 from slurmllm.core.run.records import AttemptRecord, FailureRecord
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.launch.supervise.classify import CRASHES
+from slurmllm.launch.supervise.classify import CRASHES, KILLED, how_ended
+from slurmllm.launch.supervise.started_processes import ProcessEnd, first_end, signal_code
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 _UNUSABLE = {127: "command not found", 126: "not executable"}  # exit codes of bash
 _OF_OUR_WORKERS = {4, 71, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE}  # errors.py
 _FOREIGN = 256
 _RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
-# Of Python and of argparse, without a traceback
+# Of Python and bash, and of argparse, without a traceback
+_REFUSED = re.compile(r"\S{0,200}python[\d.]*: (?:No module named |can't open file )|bash: ")
 _REFUSAL = re.compile(r"\bNo module named\b|: can't open file |^\S{1,80}: error: ")
+_NAMED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): \S")
+_UNFOUND = re.compile(r"not found|No such file|denied|Is a directory|cannot execute|format error")
 # `[rank3]:`, `[default0]:`, `3: ` of torch, torchrun and srun before a line
 _LABEL = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?|\d+: )+")
+_RANK = re.compile(r"\[rank(\d+)\]:")
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
 _TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above", "The above exception was the")
+_MORE = re.compile(r"\s+\S|nccl\w+: |Last error:|NET/")  # of an exception's message
+_MESSAGE_CHARS = 600
 # Exceptions of programs that start workers: they tell of a worker's end, not why.
-_WRAPPERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "SystemExit")
-# torch.distributed.elastic's summary of a worker that was killed
-_KILLED = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID|exitcode\s*: -(\d+)\b")
+_WRAPPERS = (
+    *("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"),
+    *("SystemExit", "SignalException"),
+)
+_ECHOES = ("lost_peer", "connection")
 
 
 class OutputLine(NamedTuple):
@@ -115,80 +125,153 @@ def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[s
 
 
 def exit_code_of(code: int) -> int:
-    """Return a worker's exit code; -N for the 128 + N by which a shell reports signal N.
+    """Return a worker's exit code; -N for that by which a shell or a launcher reports signal N.
 
     Codes with a meaning in our own workers get 256 added: from a foreign command they have none.
     """
-    numbers = {number.value for number in signal.Signals}
-    if code in _OF_OUR_WORKERS:
-        return code + _FOREIGN
-    return 128 - code if code > 128 and code - 128 in numbers else code
+    return code + _FOREIGN if code in _OF_OUR_WORKERS else signal_code(code)
+
+
+class _Cause(NamedTuple):
+    """Why a worker failed, as a line of its output says."""
+
+    line: OutputLine
+    error: str
+    message: str
+    rank: int | None = None  # of the process that it is about, if known
+    code: int | None = None  # by which that process ended, if a launcher says so
+
+    @property
+    def meaning(self) -> Meaning | None:
+        return meaning_of(f"{self.error} {self.message}")
+
+    @property
+    def is_echo(self) -> bool:
+        return self.meaning in _ECHOES
 
 
 def failure_of(
-    rank: int, node: str, code: int, lines: Sequence[OutputLine], step: int | None, ended_at: float
+    rank: int,
+    node: str,
+    code: int,
+    lines: Sequence[OutputLine],
+    step: int | None,
+    ended_at: float,
+    nodes: Sequence[str] = (),
+    one_per_node: bool = False,
 ) -> FailureRecord | None:
-    """Return why a worker failed, from its last output; None if only a signal is known."""
+    """Return why a worker failed, from its last output; None if only its signal is known.
+
+    Args:
+        nodes: Of the run: the one that a launcher names is the failure's, in place of `node`.
+        one_per_node: Whether the worker starts the others of its node.
+    """
     recent = [line for line in lines if line.time >= ended_at - _RECENT_S]
-
-    def record(line: OutputLine, error: str, message: str, **fields: object) -> FailureRecord:
-        return FailureRecord.model_validate(
-            {
-                **{"rank": rank, "node": node, "error": error, "message": message[:400]},
-                **{"blame": "code", "exit_code": code, "step": step, "time": line.time, **fields},
-            }
-        )
-
     last = next((line for line in reversed(lines) if re.search(r"\w", line.text)), None)
     last = last or OutputLine(ended_at, "it printed nothing")
+    end = first_end(line.text for line in recent)
+    if end is None and one_per_node and code < 0:
+        end = ProcessEnd(-1, code)
+    cause = _cause(code, end, recent or [last], last)
+    if cause is None:
+        return None
+    if end is not None and end.node is not None:
+        short = end.node.partition(".")[0]
+        node = next((name for name in nodes if name.partition(".")[0] == short), node)
+    blame: Blame = "user" if code in _UNUSABLE else "code"
+    from_outside = cause.error == KILLED and -(cause.code or 0) not in CRASHES
+    if cause.meaning == "node" or from_outside:
+        blame = "infrastructure"
+    process = "the command" if one_per_node else ""
+    return FailureRecord(
+        rank=rank,
+        node=node,
+        error=cause.error.rpartition(".")[2],
+        message=cause.message[:_MESSAGE_CHARS],
+        blame=blame,
+        exit_code=code if cause.code is None else cause.code,
+        step=step,
+        time=cause.line.time,
+        process=process if cause.rank is None else f"rank {cause.rank}",
+    )
+
+
+def _cause(
+    code: int, end: ProcessEnd | None, recent: Sequence[OutputLine], last: OutputLine
+) -> _Cause | None:
+    """Return the cause of a worker's end, `end` being that of the first process; None: a signal."""
+    status = f"exit code {code % _FOREIGN}"
     if code in _UNUSABLE:
-        line_text = re.sub(r"^bash: line \d+: ", "", last.text.strip())
-        return record(last, _UNUSABLE[code], line_text, blame="user")
-    exceptions = list(_exceptions(recent))
-    causes = [item for item in exceptions if meaning_of(f"{item[1]} {item[2]}") != "lost_peer"]
-    if chosen := next(iter(causes or exceptions), None):
-        line, name, message = chosen
-        blame = "infrastructure" if meaning_of(f"{name} {message}") == "node" else "code"
-        return record(line, name.rpartition(".")[2], message, blame=blame)
+        line = next((line for line in reversed(recent) if _UNFOUND.search(line.text)), last)
+        error = _UNUSABLE[code] if _UNFOUND.search(line.text) else status
+        return _Cause(line, error, re.sub(r"^bash: line \d+: ", "", line.text.strip()))
+    raised = _exceptions(recent)
+    causes = [item for item in raised if not item.is_echo] or raised
+    of_rank = [item for item in causes if end is not None and item.rank in (None, end.rank)]
+    first = next(iter(of_rank or causes), None)
+    text, meaning = cause_line(line.text for line in recent) or ("", None)
+    line = next((line for line in recent if line.text == text), last)
+    sigterm = end is not None and end.code == -signal.SIGTERM  # a launcher's, before its exception
+    if end is not None and end.code < 0 and (first is None or (first.is_echo and not sigterm)):
+        how = how_ended(end.code)
+        # A process that lost its peers may abort itself.
+        if text and (meaning not in _ECHOES or end.code == -signal.SIGABRT):
+            return _Cause(line, how, text.strip(), end.rank, end.code)
+        return _Cause(recent[end.line], KILLED, how, end.rank, end.code)
+    if first is not None and (first.error != "KeyboardInterrupt" or not text):
+        alone = first.rank is None and end is not None and len(raised) == 1
+        return first._replace(rank=end.rank) if alone and end is not None else first
     if code < 0:
         return None
-    if (cause := cause_line(line.text for line in recent)) is not None:
-        line_text, meaning = cause
-        line = next(line for line in recent if line.text == line_text)
-        blame = "infrastructure" if meaning == "node" else "code"
-        return record(line, f"exit code {code % _FOREIGN}", line_text.strip(), blame=blame)
-    for line in recent:
-        if match := _KILLED.search(line.text):
-            number = int(match[1] or match[2])
-            message = f"a process of the trainer was killed by signal {number}"
-            blame = "code" if number in CRASHES else "infrastructure"
-            return record(line, "killed", message, blame=blame)
-    for line in recent:
-        if _REFUSAL.search(line.text):
-            return record(line, f"exit code {code % _FOREIGN}", line.text.strip())
-    return record(last, f"exit code {code % _FOREIGN}", f"its last line: {last.text.strip()}")
+    if text:
+        return _Cause(line, status, text.strip())
+    refused = [line for line in recent if _REFUSED.match(line.text)]
+    if not refused and not _REFUSAL.search(last.text):
+        refused = [line for line in recent if _NAMED.match(line.text)][-1:]
+        if not refused:
+            return _Cause(last, status, f"its last line: {last.text.strip()}")
+    line = next(iter(refused), last)
+    return _Cause(line, status, line.text.strip())
 
 
-def _exceptions(lines: Iterable[OutputLine]) -> Iterable[tuple[OutputLine, str, str]]:
-    """Yield the exceptions at the ends of tracebacks, without those of programs that start workers.
+def _exceptions(lines: Sequence[OutputLine]) -> list[_Cause]:
+    """Return the exceptions at the ends of tracebacks, without those of `_WRAPPERS`.
 
     Of exceptions that were raised while others were handled, the last one counts: it ended them.
     """
-    inside = False
-    pending: tuple[OutputLine, str, str] | None = None
+    by_rank: dict[int | None, list[tuple[OutputLine, str]]] = {}
     for line in lines:
-        line_text = _LABEL.sub("", line.text)
-        if line_text.startswith(_TRACEBACK):
+        label = match[0] if (match := _LABEL.match(line.text)) else ""
+        rank = int(match[1]) if (match := _RANK.search(label)) else None
+        by_rank.setdefault(rank, []).append((line, line.text[len(label) :]))
+    raised = [cause for rank, group in by_rank.items() for cause in _raised(rank, group)]
+    return sorted(raised, key=lambda cause: lines.index(cause.line))
+
+
+def _raised(rank: int | None, lines: Iterable[tuple[OutputLine, str]]) -> Iterator[_Cause]:
+    """Yield the exceptions of one process, with all lines of their messages."""
+    inside = following = False
+    pending: _Cause | None = None
+    handled = ""
+    for line, text in lines:
+        if text.startswith(_TRACEBACK):
             inside = True
-        elif line_text.startswith(("During handling of the above", "The above exception was the")):
+        elif text.startswith(_CHAINED):
+            if pending is not None and pending.meaning not in (None, *_ECHOES):
+                handled = f"; raised after {pending.error}: {pending.message}"
             pending = None
-        elif inside and line_text.strip() and not line_text[0].isspace():
+        elif inside and text.strip() and not text[0].isspace():
             inside = False
-            match = _EXCEPTION.fullmatch(line_text.rstrip())
+            match = _EXCEPTION.fullmatch(text.rstrip())
             if match is None or match["name"].rpartition(".")[2] in _WRAPPERS:
                 continue
             if pending is not None:
                 yield pending
-            pending = line, match["name"], match["message"] or ""
+            pending = _Cause(line, match["name"], (match["message"] or "") + handled, rank)
+            following, handled = True, ""
+        elif pending is not None and text.strip():
+            following &= rank is not None or _MORE.match(text) is not None
+            if following and not inside:
+                pending = pending._replace(message=f"{pending.message}; {text.strip()}")
     if pending is not None:
         yield pending

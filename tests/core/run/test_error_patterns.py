@@ -45,6 +45,29 @@ def test_the_table_covers_the_stack() -> None:
     assert meaning_of("nrt_execute status=1204 message=x") == "code"
 
 
+@pytest.mark.parametrize(
+    ("message", "meaning"),
+    [
+        (
+            "HTTPSConnectionPool(host='h', port=443): url: /x (Errno 101] Network is unreachable",
+            None,
+        ),
+        ('Connect timeout on endpoint URL: "https://s3.amazonaws.com/b"', None),
+        ("URLError <urlopen error [Errno 111] Connection refused>", None),
+        ("BrokenPipeError [Errno 32] Broken pipe: '/fsx/fifo'", None),
+        ("OSError Timed out waiting for the lock /tmp/x.lock", None),
+        ("ConnectionResetError [Errno 104] Connection reset by peer", "connection"),
+        ("psycopg2.Error connection to 10.0.0.9, port 5432: Connection refused", "connection"),
+        ("RuntimeError [gloo/pair.cc:537] [10.0.0.1]:4: Connection reset by peer", "lost_peer"),
+        ("sendBytes failed on SocketImpl(fd=3, remote=[n1]:29500): Broken pipe", "lost_peer"),
+        ("Timed out waiting for rank 3 on n2: not connected after 60 s", "lost_peer"),
+        ("failed to connect to tcp://10.0.0.1:29500: c10d: Connection refused", "lost_peer"),
+    ],
+)
+def test_an_echo_names_a_peer(message: str, meaning: str | None) -> None:
+    assert meaning_of(message) == meaning
+
+
 def test_a_cause_in_a_log_goes_before_an_echo() -> None:
     lines = ["step 7", "Connection closed by peer", "DMA RX engine 3 is in an abort state", "bye"]
     assert cause_line(lines) == (lines[2], "device")

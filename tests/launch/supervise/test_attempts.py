@@ -337,7 +337,11 @@ def gather(
     run, cluster = ended
     allocation, observed = start_of(cluster, "1", ("n1", "n2")), Observations(hang=hang)
     record = attempt_record(job_id="1")
-    return gather_evidence(run, record, allocation, observed, stop_signal, command=command)
+    config = None
+    if command is not None:
+        config = resolve("trainers/plain", "local", ["command.run=x"])
+        config = config.with_settings("command", **dict(command))
+    return gather_evidence(run, record, allocation, observed, stop_signal, config=config)
 
 
 def test_what_slurm_and_the_nodes_report(ended: Ended) -> None:

@@ -48,6 +48,7 @@ BROKEN = failure(1, "RuntimeError", 'nrt_execute status=1201 message="HBM UE"')
 FULL = failure(0, "CheckpointError", "full", blame="infrastructure", exit_code=4)
 GONE = failure(0, "NodeError", "gone", blame="infrastructure", exit_code=3)
 RAISED = failure(1, "KeyError", "x")
+REFUSED = failure(1, "ConnectionError", "mlflow:5000: Connection refused")
 
 
 def nan(error: str) -> FailureRecord:
@@ -133,6 +134,85 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         seen({"n1": node("n1", {0: -9}, stopped_ranks=[0]), "n2": node("n2", {1: 70})}, RAISED),
         "code_error",
         "KeyError",
+    ),
+    "its launcher saw a rank crash": (
+        seen(both(70, 1), LOST, failure(1, "killed", "", exit_code=-11, process="rank 3")),
+        "code_error",
+        "rank 3 on n2 crashed with SIGSEGV",
+    ),
+    "its launcher saw a rank killed, and ended another": (
+        seen(
+            both(1, 1),
+            failure(0, "killed", "", exit_code=-15, process="rank 0"),
+            failure(1, "killed", "", exit_code=-9, process="rank 3"),
+        ),
+        "node_failure",
+        "rank 3 on n2 was ended by SIGKILL",
+    ),
+    "its launcher saw a rank killed for want of memory": (
+        seen(
+            {**both(1, 0), "n2": node("n2", {1: 1}, oom_kills=2)},
+            failure(1, "killed", "", exit_code=-9, process="rank 3"),
+        ),
+        "out_of_memory",
+        "oom_kill there: 2",
+    ),
+    "a command was killed": (
+        seen(both(0, -9), one_per_node=True),
+        "node_failure",
+        "the command on n2 was ended by SIGKILL",
+    ),
+    "a rank left with 0": (
+        seen(
+            {**both(70, 0), "n2": node("n2", {1: 0}, ended_first={1: 7.0})}, LOST, step="at step 8 "
+        ),
+        "node_failure",
+        "rank 1 on n2 exited with 0 at step 8 while the others trained",
+    ),
+    "a rank of a command left first": (
+        seen(
+            {"n1": node("n1", {0: 1}), "n2": node("n2", {1: 1}, ended_first={3: 7.0})},
+            LOST,
+            one_per_node=True,
+        ),
+        "node_failure",
+        "rank 3 on n2 exited with 0 while",
+    ),
+    "a rank left with 0, and the others waited": (
+        seen(
+            {"n1": node("n1", {0: -9}), "n2": node("n2", {1: 0}, ended_first={1: 7.0})}, hang=HANG
+        ),
+        "hang",
+        "rank 1 on n2 exited with 0",
+    ),
+    "a connection to no peer": (seen(both(70, 70), LOST, REFUSED), "code_error", "mlflow:5000"),
+    "a connection to no peer, beside a signal": (
+        seen(both(70, -9), failure(0, "BrokenPipeError", "[Errno 32] Broken pipe")),
+        "node_failure",
+        "rank 1 on n2 was ended by SIGKILL",
+    ),
+    "a connection to a peer": (
+        seen(both(70, 70), failure(0, "E", "to n2:2950: Connection refused"), peers=NODES),
+        "node_failure",
+        "communication: rank 0 on n1",
+    ),
+    "no GPU was requested": (
+        seen(both(1, 1), failure(0, "E", "No CUDA GPUs are available"), no_gpu="no GPU was …"),
+        "bad_configuration",
+        "no GPU was",
+    ),
+    "a limit on processes": (
+        seen(both(1, 1), failure(0, "RuntimeError", "can't start new thread")),
+        "bad_configuration",
+        "can't start new thread",
+    ),
+    "a process that reads data was killed": (
+        seen(
+            {**both(1, 1), "n1": node("n1", {0: 1}, oom_kills=1)},
+            failure(0, "BrokenProcessPool", "A process was terminated abruptly"),
+        ),
+        "out_of_memory",
+        "usual cause: too little host memory",
     ),
     "the user's fault": (
         seen(both(2, 2), failure(0, "DataError", "no corpus", blame="user", exit_code=2)),

@@ -78,10 +78,17 @@ def test_the_arguments_for_resuming() -> None:
 def test_one_process_on_a_node_for_programs_that_start_the_others() -> None:
     for text in (
         *("torchrun x.py", "A=1 accelerate launch x", "python -u -m torch.distributed.run x"),
-        "uv run torchrun x.py",
+        *("uv run torchrun x.py", "tune run --nproc_per_node 2 r", "swift sft --model m"),
+        *("FORCE_TORCHRUN=1 llamafactory-cli train x.yaml", "axolotl train x.yaml"),
+        *("fabric run --devices=2 x.py", "prterun -n 2 python x.py"),
     ):
         assert CommandConfig(run=text).one_per_node
-    for text in ("python x.py", "python torchrun.py", "bash -c 'torchrun x'"):
+    for text in (
+        "python x.py",
+        "python torchrun.py",
+        "bash -c 'torchrun x'",
+        "python x.py tune run",
+    ):
         assert not CommandConfig(run=text).one_per_node
     assert CommandConfig(run="./mine", start="node").one_per_node
 
@@ -101,7 +108,8 @@ def test_variables_of_torchrun_and_of_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [(0, 0), (3, 3), (137, -9), (143, -15), (255, 255), (4, 260), (75, 331)]
+    ("code", "expected"),
+    [(0, 0), (3, 3), (137, -9), (143, -15), (255, 255), (4, 260), (75, 331), (247, -9)],
 )
 def test_a_shell_s_code_of_a_signal(code: int, expected: int) -> None:
     assert exit_code_of(code) == expected
@@ -110,13 +118,17 @@ def test_a_shell_s_code_of_a_signal(code: int, expected: int) -> None:
 _TRACE = ["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "    f()"]
 _LOST = "Connection closed by peer [::1]:9"
 _DURING = [*_TRACE, "KeyError: 1", "", "During handling of the above exception, another", ""]
-_BY_SIGNAL = "a process of the trainer was killed by signal"
 _TORCHRUN = [
     *_TRACE,
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
     "  exitcode  : -9 (pid: 71)",
     "  traceback : Signal 9 (SIGKILL) received by PID 71",
 ]
+
+
+_CHAIN = "The above exception was the direct cause of the following exception:"
+_KILLED_READER = "RuntimeError: DataLoader worker (pid 4) is killed by signal: Killed. "
+_NPROC = "OpenBLAS blas_thread_init: RLIMIT_NPROC 4096 current, 4096 max"
 
 
 @pytest.mark.parametrize(
@@ -127,12 +139,43 @@ _TORCHRUN = [
         (1, [f"[rank3]: {line}" for line in [*_TRACE, "KeyError: 'a'"]], "KeyError", "'a'", "code"),
         (1, [*_TRACE, f"RuntimeError: {_LOST}", *_TRACE, "OSError: y"], "OSError", "y", "code"),
         (1, [*_DURING, *_TRACE, "ValueError: 2"], "ValueError", "2", "code"),
-        (1, _TORCHRUN, "killed", f"{_BY_SIGNAL} 9", "infrastructure"),
+        (1, _TORCHRUN, "killed", "ended by SIGKILL", "infrastructure"),
         (127, ["bash: line 1: nope: command not found"], "command not found", "nope", "user"),
-        (1, [line.replace("9", "11") for line in _TORCHRUN], "killed", f"{_BY_SIGNAL} 11", "code"),
+        (127, ["bash: line 1: D: unbound variable"], "exit code 127", "D: unbound", "user"),
+        (1, [line.replace("9", "11") for line in _TORCHRUN], "killed", "ended by SIGSEGV", "code"),
         (260, ["hello", ""], "exit code 4", "its last line: hello", "code"),
         (5, ["hello", "====", ""], "exit code 5", "its last line: hello", "code"),
         (1, ["python: No module named x", "see y", "=="], "exit code 1", "python: No mod", "code"),
+        (
+            1,
+            ["no apex: No module named apex", "a.BError: c", ""],
+            "exit code 1",
+            "a.BError",
+            "code",
+        ),
+        (
+            1,
+            ["AnError: caught", "t.py: error: no --x"],
+            "exit code 1",
+            "t.py: error: no --x",
+            "code",
+        ),
+        (1, [_NPROC, *_TRACE, "KeyboardInterrupt"], "exit code 1", _NPROC, "code"),
+        (1, [*_TRACE, "KeyboardInterrupt"], "KeyboardInterrupt", "", "code"),
+        (
+            1,
+            [*_TRACE, _KILLED_READER, "", _CHAIN, "", *_TRACE, "RuntimeError: ended"],
+            "RuntimeError",
+            "ended; raised after RuntimeError: DataLoader worker",
+            "code",
+        ),
+        (
+            1,
+            [*_TRACE, "E: Error(s) in X:", '\tMissing key(s): "w"', "bye", " x"],
+            "E",
+            'Error(s) in X:; Missing key(s): "w"',
+            "code",
+        ),
         (5, [], "exit code 5", "its last line: it printed nothing", "code"),
     ],
 )
@@ -144,6 +187,115 @@ def test_why_trainers_fail(
     assert (failure.error, failure.blame) == (error, blame)
     assert failure.message.startswith(message)
     assert failure.time <= 120.0
+
+
+def _summary(*ranks: tuple[int, int], root: tuple[int, int]) -> list[str]:
+    """torchrun's, of (rank, exit code) on n2."""
+    lines = ["train.py FAILED", "Failures:"]
+    for rank, code in (*ranks, root):
+        lines += ["Root Cause (first observed failure):"] if (rank, code) == root else []
+        lines += ["  host      : n2.cluster", f"  rank      : {rank} (local_rank: 1)"]
+        lines += [f"  exitcode  : {code} (pid: 7)  (SIG)"]
+    return lines
+
+
+def _of(rank: int, *lines: str) -> list[str]:
+    return [f"[rank{rank}]: {line}" for line in (*_TRACE, *lines)]
+
+
+_ECHO = f"RuntimeError: {_LOST}"
+_NOTICED = "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
+_DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIG{}>."
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "place", "what"),
+    [
+        (
+            1,
+            [*_of(2, _ECHO), *_summary((2, -15), root=(3, -11))],
+            "rank 3 on n2",
+            "ended by SIGSEGV",
+        ),
+        (
+            1,
+            [*_of(0, _ECHO), *_summary((0, -15), root=(1, -9))],
+            "rank 1 on n2",
+            "ended by SIGKILL",
+        ),
+        (1, _summary((1, -9), root=(0, -15)), "rank 1 on n2", "ended by SIGKILL"),
+        (
+            1,
+            [*_of(3, _ECHO), *_of(2, "E: x"), *_summary((3, -15), root=(2, 1))],
+            "rank 2 on n2",
+            "x",
+        ),
+        (
+            1,
+            [*_of(3, "E: y"), *_of(2, "E: x"), *_summary((3, 1), root=(2, 1))],
+            "rank 2 on n2",
+            "x",
+        ),
+        (1, [*_of(1, _ECHO), *_summary(root=(1, 1))], "rank 1 on n2", _LOST),
+        # It aborts itself after a time-out of NCCL.
+        (
+            1,
+            ["[rank1]: Watchdog caught collective operation timeout", *_summary(root=(1, -6))],
+            "rank 1 on n2",
+            "[rank1]: Watchdog caught collective operation timeout",
+        ),
+        (1, [*_TRACE, "E: x", *_summary(root=(2, 1))], "rank 2 on n2", "x"),
+        (1, [*_TRACE, "E: x"], "the command on n1", "x"),
+        (-9, ["step 7"], "the command on n1", "ended by SIGKILL"),
+        (1, [*_TRACE, _DIED.format("KILL: 9")], "the command on n1", "ended by SIGKILL"),
+        (245, ["exits with return code = -11"], "the command on n1", "ended by SIGSEGV"),
+        (1, ["ERROR: Rank 5 crashed with exit code -9."], "rank 5 on n1", "ended by SIGKILL"),
+        (137, [_NOTICED], "rank 1 on n2", "ended by SIGKILL"),
+        (
+            1,
+            ["  Process name: [[1,1],3]", "  Exit code:    139"],
+            "rank 3 on n1",
+            "ended by SIGSEGV",
+        ),
+        (
+            9,
+            ["=   PID 12 RUNNING AT n2", "=   EXIT CODE: 9", "EXIT STRING: Killed (signal 9)"],
+            "the command on n2",
+            "ended by SIGKILL",
+        ),
+        (
+            1,
+            ["=   RANK 1 PID 12 RUNNING AT n2", "=   KILLED BY SIGNAL: 7 (Bus error)"],
+            "rank 1 on n2",
+            "ended by SIGBUS",
+        ),
+        (
+            1,
+            ["srun: error: n2: task 3: Segmentation fault (core dumped)"],
+            "rank 3 on n2",
+            "ended by SIGSEGV",
+        ),
+        (
+            1,
+            ["a.sh: line 3:   42 Killed      python x.py"],
+            "the command on n1",
+            "ended by SIGKILL",
+        ),
+        (
+            1,
+            ["Child process with PID 7 terminated with code -9."],
+            "the command on n1",
+            "ended by SIGKILL",
+        ),
+    ],
+)
+def test_what_launchers_say_of_the_process_that_ended_first(
+    code: int, lines: list[str], place: str, what: str
+) -> None:
+    output = [OutputLine(100.0 + number, line) for number, line in enumerate(lines)]
+    nodes = ("n1", "n2")
+    failure = failure_of(0, "n1", exit_code_of(code), output, 4, 110.0, nodes, one_per_node=True)
+    assert (failure.place, failure.message) == (place, what)
 
 
 def test_a_signal_alone_says_nothing_and_old_tracebacks_neither() -> None:
