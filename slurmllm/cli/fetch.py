@@ -12,6 +12,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_plural
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
@@ -100,21 +101,33 @@ def fetch_sources(
     """Fetch data sets; print and return what training reads of each."""
     from rich.filesize import decimal
 
-    from slurmllm.core.config.data_sources import read_source
+    from slurmllm.core.config.data_sources import MANIFEST, read_source
     from slurmllm.core.display.progress import stage_progress
     from slurmllm.data.corpus.fetch import Fetch
     from slurmllm.launch.submit.inputs import data_folder, source_folder
+    from slurmllm.launch.submit.run_folder import make_folders
 
     fetched = []
     for name in names:
         source = read_source(name)
         folder = source_folder(to or data_folder(config, root), name).absolute()
+        make_folders(config.cluster, folder)
         mirrors, note = config.cluster.data_mirrors, partial(click.echo, err=True)
         with stage_progress() as show:
-            files = Fetch(name, source, folder, mirrors, parts, show, note).run()
+            group = config.cluster.trusted_group
+            fetch = Fetch(name, source, folder, mirrors, parts, group, show, note)
+            files = fetch.run()
         total = decimal(sum(file["size_bytes"] for file in files))
-        plural = "s" if len(files) > 1 else ""
-        click.echo(f"{name}: {len(files)} file{plural}, {total}, verified", err=err)
+        origins = [origin for file in files for origin in file["origins"]]
+        compared = sum(origin["compared"] is not None for origin in origins)
+        if fetch.is_earlier:
+            outcome = f"there since the last fetch, not read again (remove {MANIFEST} to compare)"
+        elif compared == len(origins):
+            outcome = "verified"
+        else:
+            part = f"{compared} of {len(origins)} verified" if compared else "downloaded"
+            outcome = f"{part}; nothing is published to compare"
+        click.echo(f"{name}: {format_plural(len(files), 'file')}, {total}, {outcome}", err=err)
         made = {"corpus": source.corpus, "tokenizer": source.tokenizer}
         paths = {key: str(folder / file) if file else None for key, file in made.items()}
         for key, path in paths.items():

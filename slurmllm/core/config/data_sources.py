@@ -22,20 +22,39 @@ from slurmllm.core.format import format_count
 _FORM = "see docs/data.md#published-data-sets"
 
 
-def _inside(name: str) -> str:
+MANIFEST = "fetched.json"  # of a data set that was fetched, in its folder
+# fsspec has others, which read archives, run commands or fill in templates.
+PROTOCOLS = ("https", "http", "s3", "gs", "gcs", "abfs", "abfss", "az", "hf", "file", "memory")
+
+
+def inside(name: str) -> str:
+    """Return a file's name in the folder of a data set; ValueError if it is none, or ours."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or path.name in ("", "."):
-        raise ValueError("must be a path inside the folder of the data set")
+    hidden = any(part.startswith(".") for part in path.parts)
+    if path.is_absolute() or hidden or not path.name or not name.isprintable():
+        raise ValueError("must be a path inside the folder of the data set, without hidden names")
+    if path.parts[0] == MANIFEST:
+        raise ValueError(f"must not be {MANIFEST}, which slurmllm writes there")
     return name
 
 
-FileName = Annotated[str, AfterValidator(_inside)]
+def known_address(url: str) -> str:
+    """Return an address that opens one file; ValueError for chains and protocols that run code."""
+    protocol, separator, _ = url.partition("://")
+    if "::" in url:
+        raise ValueError("must be a single address, without `::`")
+    if not url.startswith("/") and not (separator and protocol in PROTOCOLS):
+        raise ValueError("must begin with https://, s3://, gs://, abfs://, hf://, file:// or /")
+    return url
+
+
+FileName = Annotated[str, AfterValidator(inside)]
 
 
 class PublishedFile(Section):
     """A file of a data set, or several of one pattern."""
 
-    url: str
+    url: Annotated[str, AfterValidator(known_address)]
     """Address that fsspec opens: https://, s3:// (read without credentials), hf://. With a `*`, all
     files of the pattern, in the order of their names."""
     name: FileName | None = None

@@ -44,7 +44,7 @@ from slurmllm.core.config.recipe_file import (
     untrusted_fault,
 )
 from slurmllm.core.config.validate import KEEP, OF_OUR_TRAINERS, OPEN, is_set, validate
-from slurmllm.core.config.variables import MASK, is_secret_at, mask
+from slurmllm.core.config.variables import MASK, hide_passwords, is_secret_at, mask
 from slurmllm.core.config.yaml_source import flatten, parse_scalar, write_yaml
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
@@ -104,6 +104,8 @@ class RunConfig:
             recipe["checkpoint"] = {"keep": self.recipe.checkpoint.keep}
         cluster = self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
+        mirrors = self.cluster.data_mirrors.items()
+        cluster["data_mirrors"] = {begin: hide_passwords(url) for begin, url in mirrors}
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
     to_dict = values  # as other public records name it

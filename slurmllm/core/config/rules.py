@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, FAMILIES, gate_block
 from slurmllm.core.config.recipe import num_warmup_steps
+from slurmllm.core.config.variables import is_secret_at
 
 
 @dataclass(frozen=True)
@@ -386,14 +388,15 @@ def lead_fits_time(lead_s: int, time: str | int) -> str | None:
 def replica_can_be_opened(location: str | None) -> str | None:
     if location is None:
         return None
-    from fsspec.core import split_protocol  # type: ignore[import-untyped]
     from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
 
-    protocol, _ = split_protocol(location)
-    if protocol is None and not location.startswith("/"):
-        return f"checkpoint.replica: {location} is no URL and no absolute path; write one"
+    if is_secret_at("checkpoint.replica", location):
+        return (
+            "checkpoint.replica: an address with a password; set the variables of its file system"
+        )
     try:
-        get_filesystem_class(protocol or "file")
+        protocol, separator, _ = known_address(location).partition("://")
+        get_filesystem_class(protocol if separator else "file")
     except (ImportError, ValueError) as error:
         return f"checkpoint.replica: {location} cannot be opened here: {error}"
     return None

@@ -45,7 +45,7 @@ _SECRET = re.compile(
     r"|(^|_)(KEY|AUTH|PAT)(_|$)",
     re.IGNORECASE,
 )
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s@]+@")
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s?#\"']+@")
 
 
 def refuse_reserved(name: str) -> str:
@@ -76,11 +76,17 @@ def is_secret(name: str, value: object = "") -> bool:
     return named or value == MASK or _URL_WITH_PASSWORD.search(str(value)) is not None
 
 
+def hide_passwords(message: str) -> str:
+    """Return a text whose addresses have no user and password."""
+    return _URL_WITH_PASSWORD.sub(f"://{MASK}@", message)
+
+
 def is_secret_at(path: str, value: object = "") -> bool:
     section, _, name = path.rpartition(".")
     if path.startswith("slurm.notify"):  # a URL in place of a variable's name
         return "://" in str(value)
-    if path.startswith("cluster.trackers"):  # an address with a password
+    # An address with a password.
+    if path.startswith(("cluster.trackers", "cluster.data_mirrors", "checkpoint.replica")):
         return _URL_WITH_PASSWORD.search(str(value)) is not None
     return section in ("env", "cluster.env") and is_secret(name, value)
 

@@ -284,14 +284,24 @@ def write_error(folder: Path) -> str | None:
     return None
 
 
+def make_own_folder(path: Path, group: str | None = None) -> None:
+    """Make a folder that only trusted users may write to; OSError if it is another one."""
+    folder = open_folder(path)
+    try:
+        if error := untrusted_error(os.fstat(folder), group):
+            raise PermissionError(errno.EPERM, error, str(path))
+    finally:
+        os.close(folder)
+
+
 def open_append(path: Path) -> int:
     """Return a descriptor that appends to a file; neither it nor its folder is another's link."""
     return _open_in_folder(path, os.O_WRONLY | os.O_APPEND)
 
 
 def open_update(path: Path) -> int:
-    """Return a descriptor to overwrite this user's own file in place, made if it is missing."""
-    return _check_own(_open_in_folder(path, os.O_WRONLY), path)
+    """Return a descriptor to change this user's own file in place, made if it is missing."""
+    return _check_own(_open_in_folder(path, os.O_RDWR), path)
 
 
 def open_lock(path: Path) -> BinaryIO:

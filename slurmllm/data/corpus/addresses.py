@@ -5,19 +5,26 @@ fsspec opens them; a connection that breaks is tried again.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
+import ipaddress
+import socket
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from slurmllm.core.config.data_sources import known_address
+from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.errors import DataError, InfrastructureError
 
 if TYPE_CHECKING:
+    from aiohttp import TraceConfig
     from upath import UPath
+    from yarl import URL
 
 T = TypeVar("T")
 
@@ -28,6 +35,7 @@ _TRIES = 5  # without a byte in between
 _PAUSE_S = 1.0  # before the second try; doubled for each further one
 _SILENCE_S = 60  # after which a connection counts as broken
 _BLOCK = 8 << 20  # bytes of one request
+_MAX_REASON = 300  # characters of a library's message, which may quote what a server sent
 _VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "mtime", "created")  # keys of fsspec's info
 # Errors of connections that are not OSErrors, by module.
 _ERRORS = (
@@ -42,13 +50,18 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs":
 class Address(NamedTuple):
     """What fsspec opens."""
 
-    url: str
+    url: str  # to be shown: without a password
     file_system: Any
     path: str
 
 
 def address_of(url: str, anonymous: bool = False, alternative: str = MIRROR) -> Address:
-    """Find the file system of an address; without s3fs, a public bucket is read over https."""
+    """Find the file system of an address; without s3fs, a public bucket is read over https.
+
+    Args:
+        anonymous: Whether another one wrote the address: no credentials are sent, and its server
+            does not redirect into the network of this machine.
+    """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     protocol, _, location = url.partition("://")
@@ -56,22 +69,71 @@ def address_of(url: str, anonymous: bool = False, alternative: str = MIRROR) -> 
         bucket, _, key = location.partition("/")
         return address_of(f"https://{bucket}.s3.amazonaws.com/{key}", anonymous)
     options: dict[str, Any] = {"anon": True} if protocol == "s3" and anonymous else {}
+    shown = hide_passwords(url)
     try:
-        file_system, path = url_to_fs(url, **options, **_http_options(protocol))
+        known_address(url)
+        file_system, path = url_to_fs(url, **options, **_http_options(protocol, anonymous))
     except (ImportError, ValueError) as error:
         package = _PACKAGES.get(protocol)
         fix = f"`pip install {package}`" if package else alternative
-        raise DataError(f"{url} cannot be opened here: {error}; {fix}") from error
-    return Address(url, file_system, str(path))
+        raise DataError(f"{shown} cannot be opened here: {error}; {fix}") from error
+    return Address(shown, file_system, str(path))
 
 
-def _http_options(protocol: str) -> dict[str, Any]:
+def _http_options(protocol: str, guarded: bool = False) -> dict[str, Any]:
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
-    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+    options: dict[str, Any] = {"timeout": timeout, "trust_env": True}
+    if guarded:
+        options["trace_configs"] = [_redirect_guard()]
+    return {"client_kwargs": options}
+
+
+@cache  # fsspec uses a file system again if its options are the same
+def _redirect_guard() -> TraceConfig:
+    from aiohttp import TraceConfig, TraceRequestRedirectParams
+    from yarl import URL
+
+    async def refuse(
+        session: object, context: object, redirect: TraceRequestRedirectParams
+    ) -> None:
+        target = redirect.url.join(URL(redirect.response.headers.get("Location", "")))
+        refusal = ""
+        if target.scheme not in ("http", "https"):
+            refusal = f"{target}, another protocol"
+        elif await asyncio.to_thread(_enters_network, redirect.url, target):
+            refusal = f"{target.host}, inside the network of this machine"
+        if refusal:
+            raise DataError(
+                f"{hide_passwords(str(redirect.url))} redirects to {refusal}; if it is meant to, "
+                f"{MIRROR}"
+            )
+
+    guard = TraceConfig()
+    guard.on_request_redirect.append(refuse)
+    return guard
+
+
+def _enters_network(url: URL, target: URL) -> bool:
+    """Whether a redirect leads to a service of this machine, or of its network by number."""
+    if target.host is None or (target.host, target.port) in ((url.host, url.port), (url.host, 443)):
+        return False
+    try:
+        entries = socket.getaddrinfo(target.host, None)
+    except OSError:  # only the proxy knows it
+        return False
+    for entry in entries:
+        address = ipaddress.ip_address(str(entry[4][0]).partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        is_number = str(address) == target.host
+        if address.is_loopback or address.is_link_local or address.is_unspecified:
+            return True
+        if is_number and not address.is_global:
+            return True
+    return False
 
 
 def paths_of(url: str) -> list[UPath]:
@@ -196,7 +258,7 @@ def retry(
         arrived: The bytes that have arrived. Any progress starts the count of tries anew.
         alternative: What an error names as a way around the address.
     """
-    failures = 0
+    failures, url = 0, hide_passwords(url)
     while True:
         before = arrived()
         try:
@@ -209,12 +271,18 @@ def retry(
                 reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
                 raise InfrastructureError(
                     f"{url}: the connection failed {failures} times: "
-                    f"{reason or type(error).__name__}{note}; {AGAIN} later; without direct "
+                    f"{_reason(reason or error)}{note}; {AGAIN} later; without direct "
                     f"internet access, set HTTPS_PROXY, or {alternative}"
                 ) from error
         except (ValueError, NotImplementedError) as error:  # an address of another form
-            raise DataError(f"{url} cannot be read: {error}; {alternative}") from error
+            raise DataError(f"{url} cannot be read: {_reason(error)}; {alternative}") from error
         time.sleep(_PAUSE_S * 2**failures)
+
+
+def _reason(error: BaseException) -> str:
+    """Return a library's message on one short line."""
+    message = " ".join(hide_passwords(str(error)).split()) or type(error).__name__
+    return message if len(message) <= _MAX_REASON else f"{message[:_MAX_REASON]}…"
 
 
 def _raise_refusal(url: str, error: Exception, alternative: str) -> None:
@@ -235,4 +303,4 @@ def _raise_refusal(url: str, error: Exception, alternative: str) -> None:
     if status in (404, 410) or is_missing:
         raise DataError(f"{url} does not exist (404); {alternative}") from error
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
-        raise DataError(f"{url} is refused ({status}): {error}; {alternative}") from error
+        raise DataError(f"{url} is refused ({status}): {_reason(error)}; {alternative}") from error

@@ -1,7 +1,7 @@
 """Published data sets, downloaded: resumed where they broke off, verified, renamed when whole.
 
 A file is written as `.<name>.<version>.part` and renamed when all its bytes have arrived and fit
-the published size and sum: a file of the final name is whole.
+the published size and sum: a file of the final name is whole. Others may not write to the folder.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
-from slurmllm.core.config.data_sources import DataSource, PublishedFile
+from slurmllm.core.config.data_sources import MANIFEST, DataSource, FileName, PublishedFile, inside
+from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.display.progress import OnStage
 from slurmllm.core.errors import DataError, StorageError
+from slurmllm.core.run.records import Record
 from slurmllm.core.run.rundir import fsync_dir, write_atomic
-from slurmllm.core.run.safe_files import open_lock, os_error_text
+from slurmllm.core.run.safe_files import (
+    make_own_folder,
+    open_lock,
+    open_regular,
+    open_update,
+    os_error_text,
+)
 from slurmllm.data.corpus.addresses import AGAIN, MIRROR, Address, address_of, retry, version_of
 from slurmllm.data.corpus.build import build_corpus
 from slurmllm.data.corpus.inputs import find_inputs
@@ -30,10 +38,11 @@ from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.work_folder import flock
 from slurmllm.data.tokenizer import tokenizer_of_vocabulary
 
-MANIFEST = "fetched.json"
 _CHUNK = 1 << 22  # bytes that are read at a time
 _BLOCK = 1 << 25  # bytes of one request, if a file system reads by requests
 _WORKERS = 4
+_TOLERANCE = 2  # times the gigabytes of a data set
+_UNKNOWN_BYTES = 10_000_000_000  # of a data set of which no size is known
 
 
 class _Opened(NamedTuple):
@@ -46,9 +55,35 @@ class _Opened(NamedTuple):
     sha256: str | None  # as the server states it
 
 
+class _Origin(Record):
+    url: str
+    size_bytes: int
+    sha256: str
+    # What was published, and compared with the bytes.
+    compared: Literal["sha256", "size"] | None = None
+
+
+class _File(Record):
+    name: FileName
+    size_bytes: int
+    origins: tuple[_Origin, ...]
+
+
+class _Manifest(Record):
+    """`fetched.json`."""
+
+    name: str
+    parts: int | None
+    files: tuple[_File, ...]
+
+
 @dataclass
 class Fetch:
-    """A download of one data set into a folder."""
+    """A download of one data set into a folder.
+
+    Attributes:
+        is_earlier: Whether the files are those of an earlier fetch, and were not read again.
+    """
 
     name: str
     source: DataSource
@@ -56,8 +91,11 @@ class Fetch:
     # Begin of an address → what replaces it.
     mirrors: Mapping[str, str] = field(default_factory=dict)
     parts: int | None = None  # fetch only so many files of each pattern
+    group: str | None = None  # whose members are trusted
     on_progress: OnStage = lambda stage, done, total: None
     on_note: Callable[[str], None] = lambda note: None
+    is_earlier: bool = False
+    _num_bytes: int = 0
 
     def run(self) -> list[dict[str, Any]]:
         """Fetch what is missing and build the corpus; return name, size and origins of each file.
@@ -68,7 +106,7 @@ class Fetch:
             StorageError: the disk is full or refuses.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_own_folder(self.folder, self.group)
             with open_lock(self.folder / ".fetch.lock") as lock:
                 try:
                     flock(lock)  # without locks, the verification refuses what two wrote
@@ -76,6 +114,7 @@ class Fetch:
                     self.on_note(f"waiting for another fetch into {self.folder}")
                     flock(lock, wait=True)
                 files = self._fetched()
+                self.is_earlier = files is not None
                 if files is None:
                     if self.parts is None:
                         present_bytes = sum(path.stat().st_size for path in self.folder.iterdir())
@@ -99,18 +138,37 @@ class Fetch:
 
     def _fetched(self) -> list[dict[str, Any]] | None:
         """Return the files of an earlier fetch; None if it was another one or a file has gone."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            manifest = json.loads(self._manifest.read_bytes())
-            files: list[dict[str, Any]] = manifest["files"]
-            sizes = [(self.folder / file["name"]).stat().st_size for file in files]
-            if manifest["parts"] == self.parts and sizes == [f["size_bytes"] for f in files]:
-                return files
+        if not os.path.lexists(self._manifest):
+            return None
+        try:
+            manifest = _Manifest.load(self._manifest, trusted=True, group=self.group)
+            sizes = [(self.folder / file.name).stat().st_size for file in manifest.files]
+        except FileNotFoundError:
+            return None
+        except StorageError as error:
+            self.on_note(f"fetching again: {error}")
+            return None
+        names = {file.name for file in manifest.files}
+        sums = {origin.sha256 for file in manifest.files for origin in file.origins}
+        has_all = all(
+            ("*" in file.url or (file.name or PurePosixPath(file.url).name) in names)
+            and file.sha256 in (None, *sums)
+            for file in self.source.files
+        )
+        if (
+            has_all
+            and len(names) >= len(self.source.files)
+            and manifest.parts == self.parts
+            and sizes == [file.size_bytes for file in manifest.files]
+        ):
+            return [file.model_dump(mode="json") for file in manifest.files]
         return None
 
     def _download(self, file: PublishedFile) -> Iterator[dict[str, Any]]:
         """Fetch a file, or all of a pattern, each under its own name or joined."""
         url = _mirrored(file.url, self.mirrors)
         address = address_of(url, anonymous=url == file.url)
+        url = hide_passwords(url)
         if address.url != url:
             self.on_note(f"{url} is read as {address.url}, because s3fs is not installed")
         addresses = [address]
@@ -120,68 +178,149 @@ class Fetch:
             if not paths:
                 raise DataError(f"{url}: no file of this pattern; {MIRROR}")
             addresses = [
-                Address(str(system.unstrip_protocol(path)), system, path)
+                Address(hide_passwords(str(system.unstrip_protocol(path))), system, path)
                 for path in paths[: self.parts]
             ]
         if file.name is not None:
             yield self._write(file.name, addresses, file)
-        else:
-            for address in addresses:
-                yield self._write(PurePosixPath(address.path).name, [address], file)
+            return
+        for address in addresses:
+            try:
+                name = inside(PurePosixPath(address.path).name)
+            except ValueError as error:
+                raise DataError(
+                    f"{address.url}: its name {error}; set the file's `name`"
+                ) from error
+            yield self._write(name, [address], file)
 
-    def _write(
-        self, name: str, addresses: list[Address], published: PublishedFile
-    ) -> dict[str, Any]:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _states(self, addresses: Sequence[Address], published: PublishedFile) -> list[_Opened]:
+        """Ask for sizes and versions; DataError if another size is published."""
 
         def state_of(address: Address) -> _Opened:
             with _open(address, 0) as opened:
                 return opened
 
-        states = [retry(address.url, partial(state_of, address)) for address in addresses]
-        for address, state in zip(addresses, states, strict=True):
+        states = []
+        for address in addresses:
+            state = retry(address.url, partial(state_of, address))
             if published.size is not None and state.size not in (None, published.size):
                 raise DataError(
                     f"{address.url} has {state.size:,} bytes, and {published.size:,} are published:"
                     f" other data, or cut off; {MIRROR}"
                 )
+            states.append(state._replace(size=published.size) if state.size is None else state)
+        gigabytes, total = self.source.gigabytes, sum(state.size or 0 for state in states)
+        if published.size is not None or gigabytes is None or total <= self._budget:
+            return states
+        raise DataError(
+            f"{addresses[0].url} has {total:,} bytes, more than twice the `gigabytes` of the data "
+            f"set; set the file's `size` if that is right, or {MIRROR}"
+        )
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that may still come from servers that state no size."""
+        gigabytes = self.source.gigabytes
+        limit = _UNKNOWN_BYTES if gigabytes is None else int(_TOLERANCE * 1e9 * gigabytes)
+        return max(0, limit - self._num_bytes)
+
+    def _write(
+        self, name: str, addresses: Sequence[Address], published: PublishedFile
+    ) -> dict[str, Any]:
+        path = self.folder / name
+        make_own_folder(path.parent, self.group)
+        states = self._states(addresses, published)
         total = sum(state.size or 0 for state in states)
         key = hashlib.sha256(repr([(s.size, s.version) for s in states]).encode()).hexdigest()[:8]
         part_file = path.with_name(f".{path.name}.{key}.part")
         for other in path.parent.glob(f".{path.name}.*.part"):
             if other != part_file:  # of another version
                 other.unlink()
+        is_present = path.exists() and all(state.size is not None for state in states)
+        if is_present and (num_bytes := path.stat().st_size) != total:
+            raise DataError(
+                f"{path} has {num_bytes:,} bytes, and {addresses[0].url} has {total:,}: another "
+                "version; remove the file to fetch it again"
+            )
+        if not is_present:
+            present_bytes = part_file.lstat().st_size if os.path.lexists(part_file) else 0
+            _require_space(self.folder, total - present_bytes)
         begin, origins = 0, []
-        if was_there := path.is_file():
-            if total not in (0, path.stat().st_size):
-                raise DataError(
-                    f"{path} has {path.stat().st_size:,} bytes, and {addresses[0].url} has "
-                    f"{total:,}: another version; remove the file to fetch it again"
-                )
-            path.rename(part_file)  # verified like a download
-        _require_space(self.folder, total - (part_file.stat().st_size if part_file.exists() else 0))
-        with part_file.open("a+b") as out:
+        part = None if is_present else os.fdopen(open_update(part_file), "r+b")
+        with part or open_regular(path) as stream:
             for address, state in zip(addresses, states, strict=True):
 
                 def show(done: int) -> None:
                     self.on_progress(f"fetching {name}", done, total)
 
-                end = _append(address, state, out, begin, show)
-                sha256, stated = _digest(part_file, begin, end), published.sha256 or state.sha256
-                if stated not in (None, sha256):
-                    part_file.rename(path) if was_there else part_file.unlink()
-                    fix = f"remove {path}, then" if was_there else "the download was deleted;"
+                end = begin + (state.size or 0)
+                try:
+                    if part is not None:
+                        end = self._append(address, state, part, begin, show)
+                    origin = _compared(address, state, published, stream, (begin, end))
+                except DataError as error:
+                    if part is None:
+                        raise DataError(f"{error}; remove {path}, then {AGAIN}") from error
+                    part_file.unlink()
                     raise DataError(
-                        f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged"
-                        f" on the way, or other data; {fix} {AGAIN}, or {MIRROR}"
-                    )
-                origins.append({"url": address.url, "size_bytes": end - begin, "sha256": sha256})
+                        f"{error}; the download was deleted; {AGAIN}, or {MIRROR}"
+                    ) from error
+                origins.append(origin)
                 begin = end
-            os.fsync(out.fileno())
-        part_file.replace(path)
-        fsync_dir(path.parent)
+            if part is not None:
+                os.fsync(part.fileno())
+        if part is not None:
+            part_file.replace(path)
+            fsync_dir(path.parent)
+        self._num_bytes += begin
         return {"name": name, "size_bytes": begin, "origins": origins}
+
+    def _append(
+        self,
+        address: Address,
+        state: _Opened,
+        out: BinaryIO,
+        begin: int,
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        """Append what is missing of an address whose bytes begin at `begin`; return where they end.
+
+        No more is written than was announced.
+        """
+        limit = self._budget if state.size is None else state.size
+        # Without a size, nothing says where to continue.
+        done = min(max(0, out.seek(0, os.SEEK_END) - begin), state.size or 0)
+        if state.size is None:
+            out.truncate(begin)
+
+        def read() -> None:
+            nonlocal done
+            with _open(address, done) as opened:
+                if opened.size not in (None, state.size) or opened.version != state.version:
+                    raise DataError(f"{address.url} was changed while it was fetched")
+                if opened.first < done:
+                    done = 0
+                    out.truncate(begin)
+                out.seek(begin + done)
+                while chunk := opened.stream.read(_CHUNK):
+                    if done + len(chunk) > limit:
+                        raise DataError(
+                            f"{address.url} sends more than {limit:,} bytes, and no more are "
+                            "published or announced; set the file's `size` if it is larger"
+                        )
+                    try:
+                        out.write(chunk)
+                        out.flush()
+                    except OSError as error:  # of the disk, not of the connection
+                        raise _storage_error(self.folder, error) from error
+                    done += len(chunk)
+                    on_bytes(begin + done)
+            if state.size not in (None, done):
+                raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
+
+        if done != state.size:
+            retry(address.url, read, lambda: done)
+        return begin + done
 
     def _make_inputs(self, names: list[str]) -> None:
         """Build the corpus of texts, and a tokenizer.json of two vocabulary files, if missing."""
@@ -227,55 +366,52 @@ def _open(address: Address, offset: int) -> Iterator[_Opened]:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
     with file_system.open(path, block_size=0, size=1, headers=headers) as stream:
         answer = stream.r
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise DataError(
+                f"{address.url}: the server sends it encoded ({encoding[:20]}), without being asked"
+                f" to: neither size nor sum can be compared; {MIRROR}"
+            )
         continues = answer.status == 206
         length = answer.headers.get("Content-Range" if continues else "Content-Length", "")
         size = length.rpartition("/")[2]
         version = answer.headers.get("ETag") or answer.headers.get("Last-Modified", "")
+        if continues and not length.startswith(f"bytes {offset}-"):
+            raise DataError(
+                f"{address.url}: asked for bytes from {offset:,} on, the server answers with "
+                f"{length[:60]!r}"
+            )
         first = offset if continues else 0
         yield _Opened(stream, first, int(size) if size.isdecimal() else None, version, None)
 
 
-def _append(
-    address: Address, state: _Opened, out: BinaryIO, begin: int, on_bytes: Callable[[int], None]
-) -> int:
-    """Append what is missing of an address whose bytes begin at `begin`; return where they end."""
-    # Without a size, nothing says where to continue.
-    done = min(max(0, out.seek(0, os.SEEK_END) - begin), state.size or 0)
-    if state.size is None:
-        out.truncate(begin)
-
-    def read() -> None:
-        nonlocal done
-        with _open(address, done) as opened:
-            if (opened.size, opened.version) != (state.size, state.version):
-                raise DataError(f"{address.url} was changed while it was fetched; {AGAIN}")
-            if opened.first < done:
-                done = 0
-                out.truncate(begin)
-            while chunk := opened.stream.read(_CHUNK):
-                try:
-                    out.write(chunk)
-                    out.flush()
-                except OSError as error:  # of the disk, not of the connection
-                    raise _storage_error(Path(out.name).parent, error) from error
-                done += len(chunk)
-                on_bytes(begin + done)
-        if state.size not in (None, done):
-            raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
-
-    if done != state.size:
-        retry(address.url, read, lambda: done)
-    return begin + done
-
-
-def _digest(path: Path, begin: int, end: int) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        stream.seek(begin)
-        while begin < end and (chunk := stream.read(min(_CHUNK, end - begin))):
-            digest.update(chunk)
-            begin += len(chunk)
-    return digest.hexdigest()
+def _compared(
+    address: Address,
+    state: _Opened,
+    published: PublishedFile,
+    stream: BinaryIO,
+    span: tuple[int, int],
+) -> dict[str, Any]:
+    """Return the record of an address's bytes; DataError if another sum is published."""
+    (begin, end), digest = span, hashlib.sha256()
+    stated = published.sha256 or state.sha256
+    stream.seek(begin)
+    while begin < end and (chunk := stream.read(min(_CHUNK, end - begin))):
+        digest.update(chunk)
+        begin += len(chunk)
+    sha256 = digest.hexdigest()
+    if stated not in (None, sha256):
+        raise DataError(
+            f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged on the way,"
+            " or other data"
+        )
+    compared = "sha256" if stated else "size" if published.size else None
+    return {
+        "url": address.url,
+        "size_bytes": span[1] - span[0],
+        "sha256": sha256,
+        "compared": compared,
+    }
 
 
 def _require_space(folder: Path, missing_bytes: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.safe_files import LFS_POINTER, LFS_REASON
 from slurmllm.data.corpus.addresses import paths_of, state_of
@@ -82,7 +83,9 @@ def input_file(
             "unpack it first"
         )
     # File names are bytes to the system; Arrow and JSON take only UTF-8.
-    display_name = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
+    display_name = (
+        (name or hide_passwords(str(path))).encode("utf-8", "backslashreplace").decode("utf-8")
+    )
     return InputFile(path, display_name, kind, compression, size_bytes, version)
 
 

@@ -57,7 +57,8 @@ def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
 
 
 def source_folder(folder: Path, name: str) -> Path:
-    return folder / Path(name).stem
+    # The stem of `...yaml` is `..`.
+    return folder / (Path(name).stem.lstrip(".") or "data")
 
 
 class LocatedData(NamedTuple):

@@ -27,12 +27,10 @@ from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.launch.graphs import reuse
 from slurmllm.launch.graphs.archive import load_manifest
 from slurmllm.launch.submit.inputs import (
-    data_folder,
     locate,
     missing_data,
     plugin_faults,
     resolve_inputs,
-    source_folder,
     warn_if_changed,
     with_folder,
 )
@@ -188,8 +186,6 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise _limit_error(layout, checks, STAGES)
     config = _with_weights(request, layout.config)
     if request.fetch is not None and (missing := locate(config, request.root).missing):
-        folder = data_folder(config, request.root)
-        make_folders(cluster, request.root, *(source_folder(folder, name) for name in missing))
         request.fetch(config, request.root, missing)
     config, run = _with_inputs(request, config, build=True), layout.run
     if request.run is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pwd
@@ -15,12 +16,14 @@ from command_line import call
 from made_records import make_run
 
 from slurmllm.analysis.calibrate import node as calibrating
+from slurmllm.core.config.data_sources import MANIFEST, DataSource
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import NodeError, StorageError
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import read_limited
+from slurmllm.data.corpus.fetch import Fetch
 from slurmllm.data.corpus.work_folder import WorkFolder, output_files
 from slurmllm.launch.diagnose.login_node import import_torch
 from slurmllm.launch.submit import inputs
@@ -134,6 +137,46 @@ def test_builtin_data_of_others_is_not_used(
     user_folder = tmp_path / f".data-{os.geteuid()}"
     assert used == [planted, user_folder]
     assert user_folder.stat().st_mode & 0o777 == 0o700
+
+
+@only_root
+@pytest.mark.parametrize("trap", ["link", "folder", "writable", "part", "manifest", "pipe"])
+def test_a_download_follows_no_link_and_believes_no_record(tmp_path: Path, trap: str) -> None:
+    source, folder, private = tmp_path / "a.jsonl", tmp_path / "set", tmp_path / "private"
+    source.write_text("published")
+    private.mkdir(mode=0o700)
+    (private / "a.jsonl").write_text("precious!")
+    if trap == "link":
+        folder.symlink_to(private)
+        os.lchown(folder, NOBODY.pw_uid, NOBODY.pw_gid)
+    else:
+        folder.mkdir()
+    file = {"name": "../private/a.jsonl", "size_bytes": 9, "origins": []}
+    manifest = {"name": "set", "parts": None, "files": [file]}
+    planted = folder / MANIFEST
+    if trap == "pipe":
+        os.mkfifo(planted)
+    elif trap == "part":
+        version = repr([(9, str(source.stat().st_mtime))])
+        planted = folder / f".a.jsonl.{hashlib.sha256(version.encode()).hexdigest()[:8]}.part"
+        planted.symlink_to(private / "a.jsonl")
+    elif trap != "link":
+        planted.write_text(json.dumps(manifest))
+    if trap in ("folder", "manifest"):
+        give_away(folder if trap == "folder" else planted, 0o755)
+    elif trap == "writable":
+        folder.chmod(0o777)
+    values = {"description": "d", "origin": "o", "licence": "l"}
+    data_set = DataSource.model_validate({**values, "files": [{"url": f"file://{source}"}]})
+    fetch = Fetch("set", data_set, folder)
+    if trap in ("manifest", "pipe"):
+        assert [file["name"] for file in fetch.run()] == ["a.jsonl"]
+    else:
+        with pytest.raises(StorageError, match=r"belongs to|is a link|may write|symbolic links"):
+            fetch.run()
+    assert [(path.name, path.read_text()) for path in private.iterdir()] == [
+        ("a.jsonl", "precious!")
+    ]
 
 
 @only_root

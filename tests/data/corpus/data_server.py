@@ -17,7 +17,8 @@ class DataServer:
     """Files by path, the faults of each, and what was asked.
 
     Faults: `break_at` (bytes after which a connection breaks; a list: of each request in turn),
-    `length` (a Content-Length that is not true), `no_range`, `status`, `slow` (seconds a KB).
+    `length` (a Content-Length that is not true; 0: none), `no_range`, `status`, `slow` (seconds a
+    KB), `location` (of a redirect), `range_from` (where the answer to a range begins), `headers`.
     """
 
     url: str
@@ -58,6 +59,11 @@ def data_server() -> Iterator[DataServer]:
             if status != 200:
                 self.send_error(status)
                 return
+            if "location" in faults:
+                self.send_response(302)
+                self.send_header("Location", str(faults["location"]))
+                self.end_headers()
+                return
             body, first, last = server.files[name], 0, ""
             asked = self.headers.get("Range")
             if asked and not faults.get("no_range"):
@@ -73,11 +79,15 @@ def data_server() -> Iterator[DataServer]:
             is_range = first > 0 or last != ""
             self.send_response(206 if is_range else 200)
             if is_range:
-                self.send_header("Content-Range", f"bytes {first}-{stop - 1}/{length}")
+                claimed = faults.get("range_from", first)
+                self.send_header("Content-Range", f"bytes {claimed}-{stop - 1}/{length}")
             self.send_header("ETag", server.etag)
-            self.send_header("Content-Length", str(stop - first))
+            for header, value in dict(faults.get("headers", {})).items():  # type: ignore[call-overload]
+                self.send_header(header, value)
+            if length:
+                self.send_header("Content-Length", str(stop - first))
             self.end_headers()
-            whole = min(len(body), stop)
+            whole = min(len(body), stop or len(body))
             end = whole if breaks is None else min(whole, first + int(str(breaks)))
             try:
                 for begin in range(first, end, 1024):

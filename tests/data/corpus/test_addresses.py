@@ -116,7 +116,7 @@ def test_a_connection_that_breaks_is_continued(server: DataServer, tmp_path: Pat
         (f"{HUB}none.pdf", "none.pdf does not exist"),
         ("s3://bucket/a.jsonl", "s3://bucket/a.jsonl cannot be opened here.*pip install s3fs"),
         ("gs://bucket/a.jsonl", "pip install gcsfs"),
-        ("nosuch://a/b.jsonl", "nosuch://a/b.jsonl cannot be opened here: Protocol not known"),
+        ("nosuch://a/b.jsonl", "nosuch://a/b.jsonl cannot be opened here: must begin with https"),
         ("memory://none", "memory://none does not exist"),
     ],
 )

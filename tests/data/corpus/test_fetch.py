@@ -9,21 +9,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
+import yaml
+from command_line import call
 
 from data.corpus.data_server import DataServer, data_server
-from slurmllm.core.config.data_sources import DataSource
-from slurmllm.core.errors import DataError, InfrastructureError, StorageError
+from slurmllm.core.config.data_sources import MANIFEST, DataSource, read_source
+from slurmllm.core.errors import ConfigError, DataError, InfrastructureError, StorageError
 from slurmllm.data.corpus import addresses, fetch
 from slurmllm.data.corpus.fetch import Fetch
 from slurmllm.data.sources import open_all
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder, tokenizer_of_vocabulary, train_tokenizer
+from slurmllm.launch.submit.inputs import source_folder
 
 CONTENT = random.Random(1).randbytes(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -54,7 +58,7 @@ def left_behind(folder: Path) -> list[str]:
 def test_a_file_is_whole_and_recorded(server: DataServer, tmp_path: Path) -> None:
     path = download(server, tmp_path, size=len(CONTENT), sha256=SHA256)
     assert path.read_bytes() == CONTENT
-    record = json.loads((tmp_path / fetch.MANIFEST).read_text())
+    record = json.loads((tmp_path / MANIFEST).read_text())
     (file,) = record["files"]
     assert (file["name"], file["size_bytes"]) == ("a.bin", len(CONTENT))
     assert file["origins"][0]["sha256"] == SHA256
@@ -125,7 +129,7 @@ def test_a_file_that_is_there_is_verified_and_kept(server: DataServer, tmp_path:
     path.write_bytes(CONTENT)
     download(server, tmp_path, sha256=SHA256)
     assert server.asked("a.bin") == [0]  # its size only
-    (tmp_path / fetch.MANIFEST).unlink()
+    (tmp_path / MANIFEST).unlink()
     path.write_bytes(CONTENT[:-1] + b"x")
     with pytest.raises(DataError, match=f"remove {path}, then"):
         download(server, tmp_path, sha256=SHA256)
@@ -157,6 +161,123 @@ def test_what_is_refused_leaves_no_file(
         download(server, tmp_path, **published)
     assert not (tmp_path / "a.bin").exists()
     assert not left_behind(tmp_path) or faults == {"length": 301_000}
+
+
+@pytest.mark.parametrize(
+    ("published", "outcome"),
+    [
+        ("", "downloaded; nothing is published to compare"),
+        ("    size: 300000\n", "verified"),
+        (f'    sha256: "{SHA256}"\n', "verified"),
+        ("    size: 300000\n  - url: {url}b.bin\n", "1 of 2 verified; nothing is published"),
+    ],
+)
+def test_only_what_was_compared_is_verified(
+    server: DataServer, tmp_path: Path, published: str, outcome: str
+) -> None:
+    server.files["b.bin"] = b"b"
+    data_set, data = tmp_path / "set.yaml", tmp_path / "to"
+    head = "description: d\norigin: o\nlicence: l\nfiles:\n"
+    data_set.write_text(f"{head}  - url: {server.url}a.bin\n{published.format(url=server.url)}")
+    command = ("data", "fetch", str(data_set), "--to", str(data))
+    assert outcome in call(*command, catch_exceptions=False).output
+    path = data / "set" / "a.bin"
+    path.write_bytes(CONTENT[:-1] + b"x")
+    assert "there since the last fetch, not read again" in call(*command).output
+    path.with_name(MANIFEST).write_text('{"name": "x", "parts": null, "files": []}')
+    result = call(*command)
+    assert ("is published: damaged" in result.output) is ("sha256" in published)
+    assert result.exit_code == 2 * ("sha256" in published)
+
+
+@pytest.mark.parametrize(
+    ("faults", "published", "message"),
+    [
+        (
+            {"length": 0, "no_range": True},
+            {"size": 300_001},
+            "failed 5 times: sent 300,000 of 300,001 bytes",
+        ),
+        ({"length": 0}, {"size": 299_999}, "sends more than 299,999 bytes"),
+        ({"length": 0}, {"gigabytes": 1e-4}, "sends more than 200,000 bytes"),
+        ({}, {"gigabytes": 1e-4}, "has 300,000 bytes, more than twice the `gigabytes`"),
+        ({"headers": {"Content-Encoding": "gzip"}}, {}, r"sends it encoded \(gzip\)"),
+        (
+            {"break_at": [None, 100_000, None], "range_from": 0},
+            {},
+            "the server answers with 'bytes 0-299999/300000'",
+        ),
+        ({"location": "file:///etc/passwd"}, {}, "redirects to file:///etc/passwd"),
+        ({"location": "ftp://127.0.0.1/x"}, {}, "redirects to ftp://127.0.0.1/x"),
+        ({"location": "http://127.0.0.1:9/x"}, {}, "redirects to 127.0.0.1, inside the network"),
+        ({"location": "http://[::1]/x"}, {}, "redirects to ::1, inside"),
+        ({"location": "http://169.254.169.254/latest"}, {}, "redirects to 169.254.169.254"),
+        ({"location": "//10.0.0.1/x"}, {}, "redirects to 10.0.0.1, inside"),
+        ({"location": "http://localhost:9/x"}, {}, "redirects to localhost, inside"),
+        ({"headers": {"Content-Length": "9" * 5000}}, {}, r"refused \(400\): .{200,400}…; set"),
+    ],
+)
+def test_a_server_that_lies(
+    server: DataServer, tmp_path: Path, faults: Any, published: Any, message: str
+) -> None:
+    server.faults["a.bin"] = faults
+    gigabytes = published.pop("gigabytes", None)
+    data_set = source(f"{server.url}a.bin", **published).model_copy(update={"gigabytes": gigabytes})
+    with pytest.raises((InfrastructureError, DataError), match=message):
+        Fetch("a", data_set, tmp_path).run()
+    assert not (tmp_path / "a.bin").exists()
+    assert not left_behind(tmp_path) or "failed 5 times" in message
+
+
+def test_a_mirror_may_redirect_into_the_network(server: DataServer, tmp_path: Path) -> None:
+    with data_server() as store:
+        store.files["x"] = CONTENT
+        server.faults["a.bin"] = {"location": f"{store.url}x"}
+        mirrors = {"https://far/": server.url}
+        Fetch("a", source("https://far/a.bin"), tmp_path, mirrors).run()
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+def test_no_password_of_an_address_is_shown(server: DataServer, tmp_path: Path) -> None:
+    address, notes = server.url.replace("//", "//user:PASS@WORD@"), list[str]()
+    for name, message in (("a.bin", ""), ("none.bin", "//[*][*][*]@127.0.0.1.*does not exist")):
+        run = Fetch("a", source(f"https://x/{name}"), tmp_path, {"https://x/": address})
+        run.on_note = notes.append
+        with pytest.raises(DataError, match=message) if message else nullcontext() as caught:
+            run.run()
+        shown = f"{caught and caught.value}{notes}{(tmp_path / MANIFEST).read_text()}"
+        assert "***@" in shown
+        assert "WORD" not in shown
+        (tmp_path / "a.bin").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({"url": f"{url}://x/a"}, "must begin with") for url in ("ftp", "github", "sftp", "zip")),
+        ({"url": "reference://x::https://x/a.json"}, "a single address"),
+        ({"url": "simplecache::https://x/a"}, "a single address"),
+        ({"url": "data:text/plain,hello"}, "must begin with"),
+        ({"url": "a.jsonl"}, "must begin with"),
+        *(({"name": name}, "inside the folder") for name in ("../x", "/x", "a\0b", "", "a/../b")),
+        *(({"name": name}, "inside the folder") for name in (".fetch.lock", "a/.b", "x\ny")),
+        *(({"name": name}, "which slurmllm writes") for name in ("fetched.json", "fetched.json/x")),
+    ],
+)
+def test_addresses_and_names_of_a_data_set(
+    tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    values = {"description": "d", "origin": "o", "licence": "l"}
+    path = tmp_path / "set.yaml"
+    path.write_text(yaml.safe_dump({**values, "files": [{"url": "https://x/a", **change}]}))
+    with pytest.raises(ConfigError, match=message):
+        read_source(str(path))
+
+
+@pytest.mark.parametrize("name", ["...yaml", "..yaml", ".yaml", "....yml"])
+def test_a_data_set_has_a_folder_of_its_own(tmp_path: Path, name: str) -> None:
+    assert source_folder(tmp_path, name).parent == tmp_path
+    assert source_folder(tmp_path, name) == source_folder(tmp_path, name).resolve()
 
 
 def test_servers_that_are_not_there_or_silent(
@@ -341,7 +462,7 @@ def test_other_file_systems(tmp_path: Path, protocol: str) -> None:
     joined = source(f"{protocol}://{folder}/*.bin", name="whole.bin")
     Fetch("a", joined, tmp_path / "data").run()
     assert (tmp_path / "data" / "whole.bin").read_bytes() == CONTENT[:200_000]
-    (tmp_path / "data" / fetch.MANIFEST).unlink()
+    (tmp_path / "data" / MANIFEST).unlink()
     (tmp_path / "data" / "whole.bin").unlink()
     with pytest.raises(DataError, match="does not exist"):
         Fetch("a", source(f"{protocol}://{folder}/nosuch.bin"), tmp_path / "data").run()
