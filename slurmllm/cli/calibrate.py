@@ -46,7 +46,7 @@ def calibrate(
     as_json: bool,
     **job: str | None,
 ) -> None:
-    """Measure nodes, and write a cluster profile with their hardware figures.
+    """Measure nodes, and write a profile with their figures.
 
     \b
     slurmllm calibrate --local --out mine.yaml             this machine

@@ -156,7 +156,7 @@ def _signal(pid: int, number: int) -> None:
 def delete(
     runs: tuple[str, ...], checkpoints: bool, yes: bool, runs_dir: Path, as_json: bool
 ) -> None:
-    """Delete the directory of each RUN, or of a sweep, but for its checkpoints.
+    """Delete the folders of runs, but for their checkpoints.
 
     Shows what goes and how many bytes that frees, and asks. Nothing is deleted if one of the names
     is no run, or the run is pending or running. Replicas of checkpoints, what trackers have, and

@@ -111,11 +111,12 @@ def evaluate(
     settings: EvaluationSettings,
     **job: Any,
 ) -> None:
-    """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
+    """Evaluate checkpoints with lm-evaluation-harness.
 
-    RUN is a run's name or directory, RUN@STEP, a checkpoint's folder, or that of a Hugging Face
-    model. Scores are cached, and an interrupted evaluation continues after its last score. The
-    harness is an optional dependency: pip install 'slurmllm[eval]'.
+    Scores tasks and the validation loss. RUN is a run's name or directory, RUN@STEP, a
+    checkpoint's folder, or that of a Hugging Face model. Scores are cached, and an interrupted
+    evaluation continues after its last score. The harness is an optional dependency: pip install
+    'slurmllm[eval]'.
 
     Exit codes: 0 every task has a score, 1 some have none (they are listed), 2 invalid input or
     configuration, 3 a Slurm failure, 4 storage or a damaged checkpoint.

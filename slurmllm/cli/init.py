@@ -53,11 +53,11 @@ def init(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write a profile of this Slurm cluster and make it the default --cluster, or write a recipe.
+    """Write a profile of this Slurm cluster, or a recipe.
 
-    Asks Slurm (partitions, nodes, limits, accounts), looks at this machine (modules, disks,
-    interpreter, container runtimes); submits no job. The profile has the hardware
-    figures of the nearest shipped one; `slurmllm calibrate` measures them.
+    The profile becomes the default --cluster. Asks Slurm (partitions, nodes, limits, accounts),
+    looks at this machine (modules, disks, interpreter, container runtimes); submits no job. The
+    profile has the hardware figures of the nearest shipped one; `slurmllm calibrate` measures them.
 
     --json asks nothing, as --yes.
 

@@ -31,9 +31,10 @@ include_option = click.option(
 @options.runs_dir
 @options.as_json
 def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
-    """List the nodes that RUN, or each run, excludes: why, on which evidence, until when.
+    """List the nodes that runs exclude, and end an exclusion.
 
-    A node whose exclusion has expired is shown while a pending job still excludes it.
+    Shows why, on which evidence and until when. A node whose exclusion has expired is shown while
+    a pending job still excludes it.
     """
     from slurmllm.analysis.status.runs import list_runs
     from slurmllm.core.run.records import JobsRecord

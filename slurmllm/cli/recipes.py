@@ -40,7 +40,7 @@ def recipes(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """List the recipes or the cluster profiles, or show the resolved configuration of NAME.
+    """List recipes or cluster profiles, or show one resolved.
 
     NAME is a shipped recipe, an adapter (trainers/NAME) or a .yaml file. What is printed is a
     recipe; the profile of --cluster follows as comments. --explain adds each value's source: file

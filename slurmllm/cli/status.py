@@ -58,7 +58,7 @@ def status(
     runs_dir: Path,
     as_json: bool,
 ) -> None:
-    """Show the status of RUN, of the runs of a sweep, or of all runs.
+    """Show the status of runs, of a sweep, or of all runs.
 
     Several runs are a list, with --json as without a name. --watch ends when all shown runs have
     ended. If the output is not a terminal, each refresh prints another table; with --json, one

@@ -12,6 +12,7 @@ from click.shell_completion import BashComplete
 from command_line import call, refused
 
 from slurmllm.cli.main import cli
+from slurmllm.core.slurm.client import SlurmClient
 
 SHORT = {"nodes": "-N", "partition": "-p", "time": "-t", "account": "-A", "nodelist": "-w"}
 SHORT |= {"constraint": "-C", "name": "-J"}
@@ -128,3 +129,28 @@ def test_the_shell_gets_the_names() -> None:
     command = [sys.executable, "-m", "slurmllm"]
     done = subprocess.run(command, env=os.environ | words, capture_output=True, text=True)
     assert (done.stdout.split(), done.stderr) == (["plain,submit"], "")
+
+
+def test_the_list_of_verbs_cuts_no_sentence() -> None:
+    assert "..." not in call("--help").stdout.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        ("submit torchrun train.py", "`slurmllm submit --nodes N -- torchrun train.py`"),
+        ("submit my_recipe.yaml", "`init --recipe FILE` writes one"),
+        ("submit tiny_neox optim.warmup_steps=500", "`submit --steps N` scales the schedule"),
+    ],
+)
+def test_a_wrong_use_names_the_command_that_is_meant(command: str, remedy: str) -> None:
+    done = call(*command.split(), "--dry-run")
+    assert done.exit_code == 2
+    assert remedy in done.stderr
+
+
+def test_a_configuration_of_slurm_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scontrol itself looks for it for a minute."""
+    monkeypatch.setattr(SlurmClient, "missing_commands", lambda self: [])
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
+    assert "$SLURM_CONF names /nowhere/slurm.conf, which" in call("init", "--yes").stderr

@@ -121,7 +121,10 @@ def parse_options(arguments: Sequence[str]) -> Options:
             options[waiting], waiting = argument, ""
             continue
         else:
-            raise ValueError(f"unexpected argument {argument!r}: options of sbatch follow `--`")
+            raise ValueError(
+                f"unexpected argument {argument!r}: options of sbatch, and commands, follow `--`: "
+                "`slurmllm submit --nodes N -- torchrun train.py`"
+            )
         options[name] = True if value is None else value
         waiting = name if value is None else ""
     return dict(check_options(options))

@@ -91,7 +91,8 @@ def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, names)
-    close = close or [other for other in names if other.startswith(name)]
+    initials = "".join(word[:1] for word in name.split("_"))
+    close = close or [other for other in names if other.startswith(name) or other == initials]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 

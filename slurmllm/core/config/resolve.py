@@ -51,6 +51,7 @@ from slurmllm.core.format import format_plural
 
 SMOKE_STEPS = 20  # of --smoke
 TRIAL = "--data builtin"  # origin of the corpus of a first trial
+_NO_RECIPE = "`slurmllm recipes` lists the shipped ones, `init --recipe FILE` writes one"
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 
@@ -203,7 +204,7 @@ def resolve(
     Raises:
         ConfigError: with all faults of recipe, profile and overrides.
     """
-    recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "`slurmllm recipes` lists them")
+    recipe_path = find_yaml(recipe, recipes_dir(), "recipe", _NO_RECIPE)
     tree = read_recipe(recipe_path, recipes_dir())
     chosen, source = choose_cluster(cluster)
     fix = "--cluster FILE.yaml" if chosen == cluster else f"correct {source}, which names it"

@@ -289,7 +289,8 @@ def warmup_before_decay_ends(
         return None
     rule = f"not less than {end}, the step at which the schedule ends; choose less than"
     if ratio is None:
-        return f"optim.warmup_steps: {warmup} is {rule} {end}"
+        shorter = "; `submit --steps N` scales the schedule" if decay_steps is None else ""
+        return f"optim.warmup_steps: {warmup} is {rule} {end}{shorter}"
     share = f"optim.warmup_ratio: {ratio:g} of train.steps {steps}"
     return f"{share} is {warmup} steps of warm-up, {rule} {end / steps:g}"
 

@@ -152,6 +152,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("optim.lrr=1", "did you mean 'lr'"),
+        ("optim.learning_rate=1", "did you mean 'lr'"),
         ("optim.lr=.nan", "finite"),
         ("optim.betas=[0.9,1.5]", "optim.betas: 1.5 (--set optim.betas=[0.9,1.5]): must be less"),
         ("optim.min_lr=1", "above optim.lr"),
