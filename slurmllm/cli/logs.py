@@ -306,7 +306,7 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
-    from slurmllm.launch.supervise.stacks import outliers, read_stacks, stack_location
+    from slurmllm.launch.supervise.stacks import outliers, read_locations, read_stacks
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
@@ -318,7 +318,8 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     if rank is not None and rank not in dumps:
         listed = ", ".join(map(str, sorted(dumps)))
         raise RunError(f"rank {rank}: no stacks in {attempt}; there are {listed}")
-    differing = outliers({rank: stack_location(dump) for rank, dump in dumps.items()})
+    locations = read_locations(hung[-1])
+    differing = [locations[outlier].worker for outlier in outliers(locations)]
     stacks = []
     for worker in dict.fromkeys((*differing, *sorted(dumps))) if rank is None else [rank]:
         mark = ", differs from the others" if worker in differing else ""

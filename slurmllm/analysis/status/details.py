@@ -294,7 +294,8 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
             rank = next(iter((*outliers(locations), *hang.behind)), None)
             how = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
             if rank in locations:
-                how.append(f"its stack was in {locations[rank].text}")
+                how.append(f"its stack: rank {rank}: {locations[rank].text}")
+                rank = locations[rank].worker
             name = "" if rank is None else node_of(record, rank)
             return Culprit(record, rank, name, tuple(how), stacks=bool(locations))
     if record.launch_failure is not None and not failures:  # before any worker

@@ -160,7 +160,8 @@ def _with_stacks(
         hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
     if not hang.suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
-        suspects = (node_of[r] for r in stacks.outliers(locations) if r in node_of)
+        workers = (locations[rank].worker for rank in stacks.outliers(locations))
+        suspects = (node_of[worker] for worker in workers if worker in node_of)
         hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(suspects))})
     return hang, stacks.stack_lines(locations)
 

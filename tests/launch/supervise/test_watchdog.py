@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import psutil
 import pytest
 from launch.supervise.starts import attempt_record
 
@@ -33,7 +34,13 @@ from slurmllm.core.run.worker_files import PHASE_FILE, PhaseWriter, read_phase
 from slurmllm.launch.supervise import attempt_monitor, attempts
 from slurmllm.launch.supervise import watchdog as watchdogs
 from slurmllm.launch.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
-from slurmllm.launch.supervise.stacks import outliers, stack_lines, stack_location
+from slurmllm.launch.supervise.stacks import (
+    outliers,
+    read_locations,
+    stack_lines,
+    stack_location,
+    stacks_of,
+)
 from slurmllm.launch.supervise.watchdog import (
     Heartbeats,
     Watchdog,
@@ -304,6 +311,85 @@ def test_outliers() -> None:
     alike = dict(enumerate(map(stack_location, (WAITS, WAITS))))
     assert stack_lines(alike)[0].startswith("2 of 2 workers: all_gather")
     assert stack_location("").text == "no Python frames"
+
+
+SLEEPS = "process 7, python: state S (sleeping), waits in hrtimer_nanosleep\n"
+POLLS = "process 7, python: state S (sleeping), waits in poll_schedule_timeout.constprop.0\n"
+LOCKED = "process 7, python: state S (sleeping), waits in futex_do_wait\n"
+SPINS = "process 7, python: state R (running), waits in 0\n"
+READS_DISK = "process 7, python: state D (disk sleep), waits in folio_wait_bit\n"
+PIPED = "process 6, bash: state S (sleeping), waits in do_wait\n"
+IN_BACKWARD = f"""{LOCKED}Thread 7 (idle): "MainThread"
+    backward (torch/autograd/graph.py:979)
+    <module> (ddp.py:26)
+"""
+IN_LOADER = f"""{LOCKED}Thread 7 (idle): "MainThread"
+    next_batch (loader.py:23)
+    <module> (ddp.py:26)
+Thread 8 (idle): "Thread-1"
+    run (torch/utils/data/pin_memory.py:52)
+"""
+IN_RECEIVE = f"{POLLS}Thread 7 (idle)\n    receive (mini.py:56)\n    <module> (mini.py:83)\n"
+ASLEEP = f"{SLEEPS}Thread 7 (idle)\n    fault (mini.py:35)\n    <module> (mini.py:83)\n"
+
+
+@pytest.mark.parametrize(
+    ("dumps", "ranks", "line"),
+    [
+        ((POLLS, SLEEPS), (1,), "rank 1: process 7, python: state S (sleeping), waits in hrtimer"),
+        ((POLLS, LOCKED, PIPED + SLEEPS, LOCKED), (2,), "rank 2: process 7, python"),
+        ((LOCKED, READS_DISK), (1,), "rank 1: process 7, python: state D (disk sleep)"),
+        ((LOCKED, LOCKED, SPINS), (2,), "rank 2: process 7, python: state R (running)"),
+        ((SPINS, SPINS, LOCKED), (2,), "rank 2"),  # NCCL waits by computing
+        ((SLEEPS, SLEEPS, POLLS), (2,), "rank 2"),
+        ((LOCKED, SPINS), (), "1 of 2 workers: process 7, python: state S"),
+        ((SLEEPS, SLEEPS), (), "2 of 2 workers: process 7, python: state S"),
+        ((IN_BACKWARD, IN_LOADER), (1,), "rank 1: next_batch (loader.py:23)"),
+        ((IN_RECEIVE, ASLEEP), (1,), "rank 1: fault (mini.py:35)"),
+        ((IN_RECEIVE, IN_RECEIVE), (), "2 of 2 workers: receive (mini.py:56)"),
+    ],
+)
+def test_the_rank_that_waits_for_something_else_is_named(
+    dumps: tuple[str, ...], ranks: tuple[int, ...], line: str
+) -> None:
+    locations = dict(enumerate(map(stack_location, dumps)))
+    assert outliers(locations) == ranks
+    assert stack_lines(locations)[0].startswith(line)
+
+
+def test_the_ranks_that_a_worker_starts_are_told_apart(tmp_path: Path) -> None:
+    child = (
+        "import os, sys, time; time.sleep(60) if os.environ['RANK'] == '3' else sys.stdin.read()"
+    )
+    code = f"""
+import os, subprocess, sys
+for rank in "23":
+    command = [sys.executable, "-c", {child!r}]
+    subprocess.Popen(command, env={{**os.environ, "RANK": rank, "WORLD_SIZE": "4"}}, stdin=-1)
+print(flush=True)
+sys.stdin.read()
+"""
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    attempt = RunDir(tmp_path).attempt("train", 0)
+    attempt.stacks(1).parent.mkdir(parents=True)
+    try:
+        launcher.stdout.readline()
+        while True:
+            attempt.stacks(1).write_text(stacks_of(launcher.pid, 0.0))
+            locations = read_locations(attempt)
+            if "nanosleep" in locations.get(3, stack_location("")).text:
+                break
+            time.sleep(0.05)
+    finally:
+        for process in psutil.Process(launcher.pid).children():
+            process.kill()
+        launcher.kill()
+        launcher.communicate()
+    assert sorted(locations) == [2, 3]
+    assert {location.worker for location in locations.values()} == {1}
 
 
 HANG = HangRecord(found_at=0.0, phase="stepping", step=7, waited_s=90.0, limit_s=60.0)
