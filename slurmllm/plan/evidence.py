@@ -197,7 +197,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         "pipeline": mesh.pipeline,
     }
     beyond = outside(point, same_hardware)
-    octaves = sum(beyond.values()) + _COPIES * (mesh.replicate > 1)
+    octaves = sum(beyond.values())
     reasons = [] if same_hardware else [f"no published run on {cluster.name}"]
     for axis in beyond if same_hardware else ():
         values = [run.point[axis] for run in same_hardware]
@@ -206,6 +206,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         value = _axis_text(axis, point[axis])
         reasons.append(f"{_AXES[axis]} {value} is outside {span} of the published runs")
     if mesh.replicate > 1:
+        octaves += _COPIES
         reasons.append("no published run keeps copies of its shards (parallel.shard_nodes)")
     size = point["parameters"]
     alike = [run for run in same_hardware if size / 2 <= run.parameters <= 2 * size]

@@ -44,9 +44,9 @@ PRECOMPILE_STEPS = 3
 class Flags(NamedTuple):
     """One worker's flags after a step, or the maximum over all workers."""
 
-    stop_signal: int = 0  # number of a signal, 0 for none
-    diverged: bool = False
-    writing: bool = False  # files of the save in progress are being written
+    stop_signal: int  # number of a signal, 0 for none
+    diverged: bool
+    writing: bool  # files of the save in progress are being written
 
     @property
     def signal_name(self) -> str | None:
@@ -89,8 +89,8 @@ class Job:
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
-    flags: Flags = field(default_factory=Flags)  # those that all workers read last
     save: Save | None = None  # the save in progress
+    writing: bool = False  # whether a worker wrote files of it when the flags were read last
     step: int = 0  # optimizer steps that the weights have had
     tokens: int = 0  # trained on so far
     phases: PhaseWriter = field(default_factory=PhaseWriter.from_environment)
@@ -129,10 +129,10 @@ class Job:
         Raises a DivergenceError on all workers if one of them found a divergence.
         """
         stop_signal, diverged, writing = pending()
-        self.flags = Flags(stop_signal, bool(diverged), bool(writing))
-        if self.flags.diverged:
+        self.writing = bool(writing)
+        if diverged:
             self.guard.fail()
-        return self.flags
+        return Flags(stop_signal, bool(diverged), self.writing)
 
     def decide(self) -> Flags:
         """Exchange the flags and wait for all workers' (collective); raises as `read_flags`."""

@@ -112,9 +112,10 @@ def test_the_search_ranks_them() -> None:
     assert f"over {nodes} node" in describe(best)
     copies = f"({best.mesh.replicate} copies of {best.mesh.shard} shards)"
     assert copies in layout_text(best)
-    assert "no published run keeps copies of its shards (parallel.shard_nodes)" in (
-        evidence(best).reasons
-    )
+    support = evidence(best)
+    assert "no published run keeps copies of its shards (parallel.shard_nodes)" in support.reasons
+    whole = evidence(next(e for e in result.fitting if e.mesh.replicate == 1))
+    assert support.upper / support.lower > whole.upper / whole.lower, "and is less certain"
 
 
 def test_auto_may_choose_them() -> None:

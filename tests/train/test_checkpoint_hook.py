@@ -24,7 +24,7 @@ from slurmllm.train import exits as stopping
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
-from slurmllm.train.job import Flags, Start
+from slurmllm.train.job import Start
 from slurmllm.train.schedules import SaveSchedule, check_decay_start, learning_rate, moved_decay_end
 from train.checkpoint.pretend import PretendBackend, PretendGang, state
 from train.gang import small_config
@@ -69,8 +69,7 @@ class Steps:
             if saving:
                 due.append(self.job.step)
             row = MetricsRow(**make_row(self.job.step, step_time_s=step_s))
-            writing = self.job.save is not None and not self.job.save.written()
-            self.job.flags = Flags(writing=writing)
+            self.job.writing = self.job.save is not None and not self.job.save.written()
             self.hook.after_step(StepEnd(row, last=False, saving=saving, leaving=leaving))
         return due
 

@@ -202,17 +202,16 @@ def read_summary(path: Path) -> ConfigSummary:
     Raises:
         ConfigError: the file is unreadable or no longer valid.
     """
-    try:
+    # Another shape than expected is for `load` to refuse.
+    with suppress(
+        OSError, yaml.YAMLError, RecursionError, LookupError, AttributeError, TypeError, ValueError
+    ):
         # `origin` comes last, is the longer half of the file, and is not needed here.
         tree = parse_yaml(read_limited(path, LARGEST_YAML).partition(b"\norigin:")[0].decode())
         price = tree["cluster"].get("price")
         name, steps = tree["name"], tree["train"]["steps"]
         usd = None if price is None else float(price["on_demand"])
-    except (OSError, yaml.YAMLError, RecursionError):
-        return summarize(load(path))
-    except (LookupError, AttributeError, TypeError, ValueError):  # another shape than expected
-        return summarize(load(path))
-    valid = type(name) is str and type(steps) is int and 0 < steps < 2**53
-    if not valid or (usd is not None and not 0 < usd < math.inf):
-        return summarize(load(path))
-    return ConfigSummary(name, steps, usd)
+        valid = type(name) is str and type(steps) is int and 0 < steps < 2**53
+        if valid and (usd is None or 0 < usd < math.inf):
+            return ConfigSummary(name, steps, usd)
+    return summarize(load(path))

@@ -47,7 +47,7 @@ class CheckpointHook(Hook):
         job, save = self._job, self._job.save
         if self._interval is not None and end.row.step > job.first_step + 1:
             self._interval.add_step(end.row.step_time_s, saving=save is not None)
-        if save is not None and (end.saving or not job.flags.writing):
+        if save is not None and (end.saving or not job.writing):
             self._finish()
         if end.saving and (end.last or not end.leaving or self._enough_time()):
             job.phases.begin("saving", job.step)

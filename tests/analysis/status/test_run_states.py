@@ -12,7 +12,7 @@ from training_rows import make_row, write_rows
 
 from slurmllm.analysis.status.runs import node_hours, run_state, run_states
 from slurmllm.core.config.load import read_summary
-from slurmllm.core.errors import SlurmError
+from slurmllm.core.errors import ConfigError, SlurmError
 from slurmllm.core.metrics.step_time import read_pace
 from slurmllm.core.run.records import AttemptRecord, Event, Heartbeat
 from slurmllm.core.run.rundir import RunDir
@@ -166,6 +166,18 @@ def test_the_summary_equals_the_configuration(overrides: tuple[str, ...], tmp_pa
     summary = read_summary(make(tmp_path, "r", "7", *overrides).config)
     usd = 20.0 if overrides else None
     assert (summary.recipe, summary.steps, summary.usd_per_node_hour) == ("tiny_neox", 100, usd)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("steps: 100", "steps: 0"), ("on_demand: 20.0", "on_demand: .inf")]
+)
+def test_a_summary_of_wrong_figures_is_refused(before: str, after: str, tmp_path: Path) -> None:
+    config = make(tmp_path, "r", "7", PRICE).config
+    text = config.read_text()
+    assert text.count(f" {before}\n") == 1
+    config.write_text(text.replace(before, after))
+    with pytest.raises(ConfigError, match=before.partition(":")[0]):
+        read_summary(config)
 
 
 @pytest.mark.parametrize("folder", [False, True])

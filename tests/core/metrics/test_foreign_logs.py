@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.metrics.curves import Curve
+from slurmllm.core.metrics.curves import Curve, DamageWarning
 from slurmllm.core.metrics.source import locate, parse_tags, read_curve
 from slurmllm.core.metrics.tags import METRICS, choose_tags, log_formats
 
@@ -251,6 +251,10 @@ def test_cells_that_are_no_numbers_or_were_cut(tmp_path: Path) -> None:
     assert curve.warnings == (
         f"{path}:3: 'high' in column 'loss' is not a number; such cells are missing values: 2",
     )
+    path.write_text("step,loss,odd\n1,2.0,3\nlow,1.9,4\n3,high,5\n4,1.7,none yet\n")
+    warnings = read_curve(path).warnings
+    columns = {w.column: w.lines for w in warnings if isinstance(w, DamageWarning)}
+    assert (len(warnings), columns) == (3, {"": [3], "loss": [4]}), "damage to what is read"
     path.write_text("step,loss\n1,2.25\n2,1.9")  # of 1.95
     curve = read_curve(path)
     assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.25])

@@ -89,6 +89,14 @@ def test_loggers(name: str, steps: range, convention: tuple[str, int, str], tmp_
     assert (read.format, read.steps_from, read.counts) == convention
 
 
+def test_a_block_goes_on_after_an_indented_line_without_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "slurm-1.out"
+    lines = ("[batch={0}/9]:", "\tTrain time/batch: {0}", "\tTrain note: -")
+    block = "\n".join((*lines, "\tTrain loss/train/total: 3.5\n"))
+    path.write_text("".join(block.format(step) for step in range(1, 5)))
+    assert read_curve(path).columns["loss"].tolist() == [3.5] * 4
+
+
 def test_removed_formats_name_what_to_use(tmp_path: Path) -> None:
     (tmp_path / "offline-run-1").mkdir()
     (tmp_path / "offline-run-1" / "run-1.wandb").write_bytes(b":W&B")

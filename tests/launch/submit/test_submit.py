@@ -20,7 +20,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.run.artifact_records import MicroBatchRecord
-from slurmllm.core.run.records import JobsRecord
+from slurmllm.core.run.records import ExcludedNode, ExcludedNodes, JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import QueuedJob
 from slurmllm.launch.graphs.archive import checksum
@@ -282,6 +282,19 @@ def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: Inputs) -> None
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == files
     assert len(fake.jobs) == 2
     assert "leave out --dry-run" in fails(2, *how, "--include", "n1")
+
+
+def test_included_nodes_of_a_queued_run(fake: FakeSlurm, inputs: Inputs) -> None:
+    run = submitted_run(inputs, "--name", "r")
+    for more in (["--json"], []):
+        node = ExcludedNode(node="n1", reason="broken", since=0.0, until=9e9)
+        ExcludedNodes(nodes=(node,)).save(run.excluded)
+        done = call("resume", "r", "--include", "n1", *more)
+        assert (done.exit_code, "r uses n1 again" in done.stderr) == (0, True), done.output
+        fields = {"run": "r", "run_dir": str(run.path), "included": ["n1"]}
+        assert not more or json.loads(done.stdout) == fields
+    assert done.stdout == ""
+    assert len(fake.jobs) == 2
 
 
 def test_resume_refuses_what_would_have_no_effect(
