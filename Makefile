@@ -12,6 +12,8 @@
 # make trackers  the tests against the packages of W&B and MLflow, which it installs
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; 55 minutes of it a call
 # make slurm-matrix  the Slurm tests on 22.05, 24.11 and the newest that Debian has; needs root
+# make python-matrix  the tests without Slurm's on 3.11, 3.12 and 3.13 ($PYTHONS)
+# make nxd NXD_SRC=…  the tests of the NxD backend, with neuronx-distributed's `src` folder
 # make chaos-part  12 of them, in 20 minutes
 
 PYTHON ?= python3
@@ -24,7 +26,7 @@ PYTEST := $(BIN)/python tools/run_tests.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
   --constraint constraints.txt
 
-.PHONY: demo test test-all numerics check docs dist audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
+.PHONY: demo test test-all numerics check docs dist audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix python-matrix nxd install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -107,6 +109,32 @@ chaos-part: dev slurm
 
 slurm-matrix: dev slurm
 	$(BIN)/python tools/slurm_matrix.py
+
+# An environment each, in build/python; without pip, which Debian's python3 cannot give it.
+PYTHONS ?= python3.11 python3.12 python3.13
+python-matrix:
+	@failed=; for python in $(PYTHONS); do \
+	  venv=build/python/$$($$python -c 'import platform; print(platform.python_version())') && \
+	  $$python -m venv --without-pip $$venv && \
+	  $(PYTHON) -m pip --python $$venv/bin/python install --quiet --no-compile \
+	    --constraint constraints.txt --editable '.[dev]' && \
+	  $$venv/bin/python tools/run_tests.py -m 'not slurm' || failed="$$failed $$python"; \
+	done; [ -z "$$failed" ] || { echo "python-matrix failed on$$failed"; exit 1; }
+
+# PyPI's torch for Linux brings 5 GB of CUDA packages along; of two, pip takes the `+cpu` of this index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+nxd:
+	@test -d '$(NXD_SRC)/neuronx_distributed' || { \
+	  echo "make nxd NXD_SRC=FOLDER: the src folder of neuronx-distributed (docs/development.md)"; exit 2; }
+	@$(MAKE) --no-print-directory .nxd/.installed
+	NXD_SRC='$(abspath $(NXD_SRC))' .nxd/bin/python -m pytest -rs tests/nxd
+
+.nxd/.installed: pyproject.toml
+	$(PYTHON) -m venv .nxd
+	.nxd/bin/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) --editable . \
+	  torch==2.9.0 torch-xla==2.9.0 'transformers==4.57.*' lightning boto3 tenacity \
+	  pytest pytest-timeout hypothesis
+	touch $@
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev

@@ -99,6 +99,7 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
         assert_equal_to_tensorboard(path)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the dtype")  # TensorBoard's, of NumPy 2.5
 @pytest.mark.parametrize(
     ("dtype", "field", "value", "stored"),
     [
