@@ -9,8 +9,9 @@ interval of a prediction is
 w is the 90 % quantile of |ln ratio| of the runs on the same hardware; if there are none, of those
 on all GPUs or on trn1. d is how many octaves (factors of 2) the prediction is outside the range of
 the runs on the same hardware, summed over model size, nodes and their devices, sequence length,
-tensor and pipeline degree; 2 if there are none. `parallel.shard_nodes`, which no published run has,
-adds 1. Hardware is the same if peak and memory of a device are, whatever the profile is called.
+tensor and pipeline degree, and below that of their networks; 2 if there are none.
+`parallel.shard_nodes`, which no published run has, adds 1. Hardware is the same if peak and memory
+of a device are, whatever the profile is called. The interval holds for software of the runs' years.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class MeasuredRun:
     sequence: int
     tensor: int
     pipeline: int
+    network_gb_s: float  # of a node
     seq_per_s: float
     mfu: float
     left_out: float  # predicted over published, with constants fitted without its model
@@ -64,13 +66,15 @@ class MeasuredRun:
     source: str
 
     @property
-    def point(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in _AXES}
+    def point(self) -> dict[str, float]:
+        unused = _NETWORK if self.nodes == 1 else ""
+        return {name: getattr(self, name) for name in _AXES if name != unused}
 
 
 COLUMNS = tuple(field.name for field in fields(MeasuredRun))
 # In JSON.
 _SHOWN = [name for name in COLUMNS if name not in ("profile", "parameters", "left_out")]
+_NETWORK = "network_gb_s"  # of several nodes; a faster one is not outside
 # Fields by which the distance of runs is measured → their names in messages.
 _AXES = {
     "parameters": "model size",
@@ -79,6 +83,7 @@ _AXES = {
     "sequence": "sequence length",
     "tensor": "tensor degree",
     "pipeline": "pipeline stages",
+    _NETWORK: "network (GB/s)",
 }
 
 
@@ -106,6 +111,7 @@ class RunEvidence:
         return {
             "evidence": self.status,
             "evidence_reasons": list(self.reasons),
+            "evidence_software": self.generations or None,
             "nearest_run": near and {name: getattr(near, name) for name in _SHOWN},
             "seq_per_s_interval": interval,
         }
@@ -160,15 +166,16 @@ def published_runs() -> tuple[MeasuredRun, ...]:
         )
 
 
-def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, float]:
+def outside(point: Mapping[str, float], runs: Iterable[MeasuredRun]) -> dict[str, float]:
     """Return axis → octaves by which a point is outside the runs' range; {"": _FAR} if none."""
     octaves = {}
     points = [run.point for run in runs]
-    for axis in _AXES:
-        values = [run_point[axis] for run_point in points]
-        if not values:
-            return {"": _FAR}
-        beyond = max(math.log2(min(values) / point[axis]), math.log2(point[axis] / max(values)))
+    if not points:
+        return {"": _FAR}
+    for axis, value in point.items():
+        values = [run_point[axis] for run_point in points if axis in run_point] or [value]
+        above = 0.0 if axis == _NETWORK else math.log2(value / max(values))
+        beyond = max(math.log2(min(values) / value), above)
         # Variants of a model that differ by their vocabulary are the same size.
         if beyond > 0.1:
             octaves[axis] = beyond
@@ -188,7 +195,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         reason = f"no published run on {cluster.device}"
         return RunEvidence("beyond", (reason,), "", None, None, None)
     same_hardware = runs_on(cluster.device, cluster.hardware)
-    point = {
+    point: dict[str, float] = {
         "parameters": parameters(candidate.config.recipe.model),
         "nodes": mesh.nodes,
         "devices_per_node": mesh.devices_per_node,
@@ -196,11 +203,13 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         "tensor": mesh.tensor,
         "pipeline": mesh.pipeline,
     }
+    if mesh.nodes > 1 and cluster.hardware is not None:
+        point[_NETWORK] = cluster.hardware.network_gb_s
     beyond = outside(point, same_hardware)
     octaves = sum(beyond.values())
     reasons = [] if same_hardware else [f"no published run on {cluster.name}"]
     for axis in beyond if same_hardware else ():
-        values = [run.point[axis] for run in same_hardware]
+        values = [run.point[axis] for run in same_hardware if axis in run.point]
         low, high = (_axis_text(axis, value) for value in (min(values), max(values)))
         span = low if low == high else f"{low} to {high}"
         value = _axis_text(axis, point[axis])
@@ -220,7 +229,8 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     factor = math.exp(half_width(same_hardware or of_kind, octaves))
 
     def octaves_apart(run: MeasuredRun) -> float:
-        return sum(abs(math.log2(point[axis] / value)) for axis, value in run.point.items())
+        axes = point.keys() & run.point.keys()
+        return sum(abs(math.log2(point[axis] / run.point[axis])) for axis in axes)
 
     near = min(same_hardware, key=octaves_apart, default=None)
     far = octaves >= _FAR or candidate.mfu / factor > highest
@@ -276,5 +286,5 @@ def _peaks_of(profile: str) -> tuple[float, float]:
     return value_at(tree, "hardware.bf16_tflops"), value_at(tree, "hardware.memory_gib")
 
 
-def _axis_text(axis: str, value: int) -> str:
-    return f"{value / 1e9:.3g}B" if axis == "parameters" else f"{value:,}"
+def _axis_text(axis: str, value: float) -> str:
+    return f"{value / 1e9:.3g}B" if axis == "parameters" else f"{value:,g}"

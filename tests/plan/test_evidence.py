@@ -60,6 +60,20 @@ def test_the_interval_is_wider_the_farther_away() -> None:
     assert near.status == "extrapolated"
 
 
+def test_a_network_slower_than_published_ones_is_outside() -> None:
+    # MosaicML's A100 had 1,600 Gbit/s, p4d has 400; on one node neither is used.
+    fast, half, slow = (
+        evidence(layout("gpt3_1.3b", 2, f"cluster.hardware.network_gb_s={speed}", cluster="p4d"))
+        for speed in (400, 100, 50)
+    )
+    assert not any("network" in reason for reason in fast.reasons)
+    assert "network (GB/s) 100 is outside 200 of the published runs" in half.reasons
+    assert (half.status, slow.status) == ("extrapolated", "beyond")
+    widths = [math.log(result.upper / result.lower) for result in (fast, half, slow)]
+    assert widths[1:] == pytest.approx([1.5 * widths[0], 2 * widths[0]])
+    assert not any("network" in reason for reason in evidence(layout("gpt3_1.3b", 1)).reasons)
+
+
 def test_evidence_goes_by_the_devices_not_by_the_profile(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("extends: p5\nname: mine\n")
     of_p5 = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
@@ -81,6 +95,7 @@ def test_the_generation_of_the_software_is_named() -> None:
         new = layout("gpt3_1.3b", 1, *one_gpu, "train.precision=bf16_mixed", cluster=profile)
         text = "\n".join(evidence_lines(new))
         assert "(software of 2026)" in text
+        assert evidence(new).to_json()["evidence_software"] == "2026"
         assert "h200-gpt3-1.3b-loop: GPT3-1.3B on one GPU" in text
         assert new.seq_per_s == pytest.approx(8 / 0.2709, rel=0.05), "as measured on an H200"
 

@@ -213,6 +213,7 @@ class Result:
     @property
     def run(self) -> MeasuredRun:
         row, mesh = self.case.row, self.case.row.mesh
+        assert row.config.cluster.hardware is not None
         return MeasuredRun(
             row.name,
             self.case.profile,
@@ -223,6 +224,7 @@ class Result:
             row.config.recipe.model.seq_len,
             mesh.tensor,
             mesh.pipeline,
+            row.config.cluster.hardware.network_gb_s,
             row.measured,
             self.case.mfu,
             self.left_out,
