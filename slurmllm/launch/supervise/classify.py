@@ -64,6 +64,16 @@ LAUNCH_ENDINGS: Mapping[str, EndingClass] = {
 
 
 @dataclass(frozen=True)
+class TrainerExit:
+    """How the trainer left, and how far it has come if it is another project's."""
+
+    leaving: str = "saved and left"  # what workers did that were asked to stop
+    unfinished: str = ""  # why it may have ended before its last step
+    step: str = ""  # `at step 8 `: how far it has come
+    one_per_node: bool = False  # whether a worker starts the others of its node
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything that is known of an attempt that has ended."""
 
@@ -83,10 +93,7 @@ class Evidence:
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory cannot be written
     launch: LaunchFailure | None = None  # how srun failed
-    leaving: str = "saved and left"  # what workers did that were asked to stop
-    unfinished: str = ""  # why a trainer of another project may have ended before its last step
-    step: str = ""  # `at step 8 `: how far a trainer of another project has come
-    one_per_node: bool = False  # whether a worker starts the others of its node
+    trainer: TrainerExit = TrainerExit()
     peers: Collection[str] = ()  # names and addresses by which workers reach each other
     no_gpu: str = ""  # why the job has no GPUs: it did not request any
 
@@ -161,10 +168,10 @@ def _reported_endings(evidence: Evidence) -> Iterator[Ending]:
         yield Ending("superseded", (reason,))
     incomplete = tuple(evidence.uncompiled) if evidence.finished else ()
     if evidence.finished and not incomplete:
-        note = (evidence.unfinished,) if evidence.unfinished else ()
+        unfinished = evidence.trainer.unfinished
         workers = len(evidence.exit_codes)
         done = "the worker finished" if workers == 1 else f"all {workers} workers finished"
-        yield Ending("done", (done, *note))
+        yield Ending("done", (done, unfinished) if unfinished else (done,))
     if evidence.slurm_state == "CANCELLED":
         yield Ending("cancelled", ("the job was cancelled",))
     if evidence.step_out_of_memory:
@@ -174,7 +181,9 @@ def _reported_endings(evidence: Evidence) -> Iterator[Ending]:
         yield Ending("compile_failure", (*cut, *incomplete))
     codes = {*evidence.exit_codes}
     if not evidence.unreported and EXIT_REQUEUE in codes and not codes - {EXIT_OK, EXIT_REQUEUE}:
-        yield Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: {evidence.leaving}",))
+        yield Ending(
+            "advance_signal", (f"{stop_signal or 'a stop signal'}: {evidence.trainer.leaving}",)
+        )
 
 
 def _launch_endings(evidence: Evidence) -> Iterator[Ending | None]:
@@ -239,7 +248,9 @@ def _left_early(evidence: Evidence) -> list[str]:
         for rank, ended_at in node.ended_first.items()
         if f"rank {rank}" not in failed
     )
-    how = f"exited with 0 {evidence.step}while the others trained (usual cause: uneven data)"
+    how = (
+        f"exited with 0 {evidence.trainer.step}while the others trained (usual cause: uneven data)"
+    )
     return [f"{place} {how}" for _, place in ended[:1]]
 
 
@@ -404,7 +415,7 @@ def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending |
 
 
 def _place(worker: FailedWorker, evidence: Evidence) -> str:
-    subject = "the command" if evidence.one_per_node else f"rank {worker.rank}"
+    subject = "the command" if evidence.trainer.one_per_node else f"rank {worker.rank}"
     return f"{subject} on {worker.node}"
 
 

@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.resolve import RunConfig
@@ -25,6 +24,7 @@ from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempt_monitor import Observations
 from slurmllm.launch.supervise.classify import (
     Evidence,
+    TrainerExit,
     reported_all,
     workers_without_failure_record,
 )
@@ -66,9 +66,7 @@ def gather_evidence(
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     command = None if config is None else config.recipe.command
-    of_trainer = {} if command is None else _of_trainer(run, record, command)
     return Evidence(
-        **of_trainer,
         expected_nodes=record.nodes,
         nodes=nodes,
         failures=failures,
@@ -88,6 +86,7 @@ def gather_evidence(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
         peers=_peers(record, config) if config is not None and failures else (),
+        trainer=TrainerExit() if command is None else _trainer_exit(run, record, command),
         no_gpu="" if config is None else _no_gpu(config),
     )
 
@@ -121,12 +120,10 @@ def _uncompiled(run: RunDir) -> Sequence[str]:
     return ("no archive of compiled graphs was written",)
 
 
-def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> dict[str, Any]:
-    """Return how a trainer of another project left, and whether it may have ended early."""
+def _trainer_exit(run: RunDir, record: AttemptRecord, command: CommandConfig) -> TrainerExit:
     rows = list[Row]()
     with suppress(OSError):
         rows = last_rows(run.metrics(record.attempt), 2)
-    last = rows[-1] if rows else None
     closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
     newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
     checkpoint = (
@@ -137,16 +134,14 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
     ended = "asked to save, and left"
     if command.stop_signal is None:
         ended = "ended without saving, as command.save_signal is none"
-    fields: dict[str, Any] = {"leaving": f"{ended}; {checkpoint}"}
-    fields["one_per_node"] = command.one_per_node
-    if last is not None and command.steps is not None and int(last["step"]) < command.steps:
-        reason = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
-        fields["unfinished"] = reason
-    if last is not None:
-        each_step = len(rows) == 2 and int(last["step"]) == int(rows[0]["step"]) + 1
-        step = int(last["step"])
-        fields["step"] = f"at step {step + 1} " if each_step else f"after step {step} "
-    return fields
+    unfinished = progress = ""
+    if rows:
+        step = int(rows[-1]["step"])
+        if command.steps is not None and step < command.steps:
+            unfinished = f"the last step that was read is {step} of {command.steps} (command.steps)"
+        each_step = len(rows) == 2 and step == int(rows[0]["step"]) + 1
+        progress = f"at step {step + 1} " if each_step else f"after step {step} "
+    return TrainerExit(f"{ended}; {checkpoint}", unfinished, progress, command.one_per_node)
 
 
 def _with_stacks(

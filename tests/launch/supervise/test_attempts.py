@@ -385,7 +385,7 @@ def test_without_suspects_the_node_whose_stack_differs_is_one(ended: Ended) -> N
 
 def test_what_a_trainer_of_another_project_has_left(ended: Ended) -> None:
     command = CommandConfig(run="x", steps=20)
-    without = gather(ended, command=command)
+    without = gather(ended, command=command).trainer
     assert without.leaving == (
         "ended without saving, as command.save_signal is none; no complete checkpoint is known"
     )
@@ -395,12 +395,12 @@ def test_what_a_trainer_of_another_project_has_left(ended: Ended) -> None:
     for step, unfinished in ((7, True), (20, False)):
         metrics.write_text(f'{{"step": {step}, "loss": 1.0}}\n')
         text = f"the last step that was read is {step} of 20 (command.steps)"
-        assert gather(ended, command=command).unfinished == (text if unfinished else "")
+        assert gather(ended, command=command).trainer.unfinished == (text if unfinished else "")
     path = ended[0].path / "out/step-5/done"
     path.parent.mkdir(parents=True)
     path.touch()
     fields = {"checkpoints": "{run}/out/step-{step}", "completion_file": "done"}
     saving = CommandConfig(run="x", save_signal="USR1", **fields)
-    assert gather(ended, command=saving).leaving == (
+    assert gather(ended, command=saving).trainer.leaving == (
         "asked to save, and left; newest checkpoint: step 5"
     )

@@ -12,7 +12,7 @@ from slurmllm.core.run.records import (
     LaunchFailure,
     NodeRecord,
 )
-from slurmllm.launch.supervise.classify import Evidence, classify
+from slurmllm.launch.supervise.classify import Evidence, TrainerExit, classify
 from slurmllm.launch.supervise.policy import ACTIONS
 
 NODES = ("n1", "n2")
@@ -158,13 +158,15 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "oom_kill there: 2",
     ),
     "a command was killed": (
-        seen(both(0, -9), one_per_node=True),
+        seen(both(0, -9), trainer=TrainerExit(one_per_node=True)),
         "node_failure",
         "the command on n2 was ended by SIGKILL",
     ),
     "a rank left with 0": (
         seen(
-            {**both(70, 0), "n2": node("n2", {1: 0}, ended_first={1: 7.0})}, LOST, step="at step 8 "
+            {**both(70, 0), "n2": node("n2", {1: 0}, ended_first={1: 7.0})},
+            LOST,
+            trainer=TrainerExit(step="at step 8 "),
         ),
         "node_failure",
         "rank 1 on n2 exited with 0 at step 8 while the others trained",
@@ -173,7 +175,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         seen(
             {"n1": node("n1", {0: 1}), "n2": node("n2", {1: 1}, ended_first={3: 7.0})},
             LOST,
-            one_per_node=True,
+            trainer=TrainerExit(one_per_node=True),
         ),
         "node_failure",
         "rank 3 on n2 exited with 0 while",
