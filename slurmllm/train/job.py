@@ -25,7 +25,7 @@ from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.checkpoint.catalogue import read_rollbacks
 from slurmllm.train.checkpoint.resume import Resumable, find_resumable, first_fault
 from slurmllm.train.checkpoint.save import Save, remove_leftovers
-from slurmllm.train.checkpoint.state import TrainState, fingerprint
+from slurmllm.train.checkpoint.state import TrainState, fingerprint, training_settings
 from slurmllm.train.control.plane import ControlPlane, Pending, open_control
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
@@ -178,6 +178,7 @@ class Job:
             data=position if positions is None else merge_states(positions),
             fingerprint=self.fingerprint(),
             guard=self.guard.state(),
+            settings=training_settings(self.config.recipe),
         )
 
     def fingerprint(self) -> dict[str, Any]:

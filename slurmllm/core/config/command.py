@@ -84,7 +84,7 @@ class CommandConfig(Section):
     ended then, and continues from its newest checkpoint."""
     checkpoints: Annotated[str, AfterValidator(_checkpoints)] | None = None
     """Its checkpoints: a path with {step}, and * for other parts; they are only read, unless
-    checkpoint.keep is set."""
+    checkpoint.keep is set, which takes a path below {run}/."""
     completion_file: str | None = None
     """File in a checkpoint that completes it. Left out: a checkpoint is complete when it has not
     changed for ten seconds."""

@@ -100,6 +100,8 @@ def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) 
     taken = flatten({name: recipe_tree.pop(name) for name in names})
     if KEEP in taken:
         recipe_tree["checkpoint"] = {"keep": taken.pop(KEEP)}
+        if fault := _keep_fault(recipe_tree["command"], origins):
+            return [fault]
     places: dict[str, str] = {}  # section → the first source of its values
     for path in taken:
         source = f" ({origins[path]})" if path in origins else ""
@@ -111,6 +113,21 @@ def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) 
         f"command: with it a recipe has no {named}; leave these out, and give the trainer its own "
         f"arguments in command.run (of checkpoint it has {KEEP})"
     ]
+
+
+def _keep_fault(command: Any, origins: Mapping[str, str]) -> str | None:
+    """Return why `checkpoint.keep` could remove what another run wrote."""
+    pattern = command.get("checkpoints") if isinstance(command, Mapping) else None
+    if not isinstance(pattern, str):
+        return None
+    first, *others = pattern.split("/")
+    if first == "{run}" and others and ".." not in others:
+        return None
+    source = f" ({origins[KEEP]})" if KEEP in origins else ""
+    return (
+        f"{KEEP}{source}: removes only what is in the run's directory, and command.checkpoints is "
+        f"{pattern!r}; let the trainer save below {{run}}, or leave {KEEP} out"
+    )
 
 
 def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:

@@ -193,6 +193,11 @@ class JobsRecord(Record):
     def last(self) -> Submission | None:
         return self.submissions[-1] if self.submissions else None
 
+    @property
+    def created_at(self) -> float:
+        """Unix time of the first submission; 0 without one."""
+        return min((submission.submitted_at for submission in self.submissions), default=0.0)
+
     @classmethod
     def change_last(cls, run: RunDir, **changes: object) -> Submission:
         """Change and return the last submission of a run; the caller holds the run's lock."""

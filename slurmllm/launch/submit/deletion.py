@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ class Deletion(NamedTuple):
     target: RunDir | SweepDir
     paths: Sequence[Path]  # the directory; or all in it but the checkpoints, records first
     bytes: int  # that are freed
-    checkpoints: int
+    checkpoints: int  # without those that are stored elsewhere, and linked
     checkpoint_bytes: int
     keeps_checkpoints: bool
 
@@ -72,6 +73,8 @@ def plan_deletion(
         raise RunError(f"{path} belongs to {user_name(owner)}, who can delete it")
     if path.parent.name == "graphs" and is_sweep(path.parents[1]):
         raise RunError(f"{path} compiles graphs for a sweep; delete {path.parents[1].name} instead")
+    if mounts := _mounts_below(path):
+        raise RunError(f"{mounts[0]} is mounted in {path}; unmount it first, nothing was deleted")
     if isinstance(target, RunDir):
         runs = _left_runs(path) or [target]
     else:
@@ -104,15 +107,15 @@ def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
 
     Of a trainer of another project that is all that it has written there.
     """
-    steps, paths = run.checkpoint_steps(), list[Path]()
+    folder, steps, paths = run.path.resolve(), run.checkpoint_steps(), list[Path]()
+    count = sum(folder in run.checkpoint(step).resolve().parents for step in steps)
     with suppress(ConfigError):  # then it is not known whose files these are
         if (command := load(run.config).recipe.command) is None:
-            return len(steps), [run.checkpoints] if steps else []
+            return count, [run.checkpoints] if steps else []
         paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
     inside = [path.relative_to(run.path).parts[0] for path in paths if run.path in path.parents]
-    return len(inside) or len(steps), list(
-        dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)])
-    )
+    count = sum(folder in path.resolve().parents for path in paths) or count
+    return count, list(dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)]))
 
 
 def _all_but(folders: Sequence[Path], path: Path) -> Iterator[Path]:
@@ -148,8 +151,8 @@ def delete_planned(deletion: Deletion) -> None:
     path = deletion.target.path
     hidden = path.with_name(f".{path.name}.removed")
     try:
-        if hidden.exists():  # of a deletion that was killed
-            shutil.rmtree(hidden)
+        if os.path.lexists(hidden):  # of a deletion that was killed
+            shutil.rmtree(hidden)  # refuses a link
         if not deletion.keeps_checkpoints:
             path.rename(hidden)
         else:
@@ -158,8 +161,17 @@ def delete_planned(deletion: Deletion) -> None:
                 output.rename(hidden / f"{number}-{output.name}")
         shutil.rmtree(hidden)
     except OSError as error:
-        remainder = hidden if hidden.exists() else path
-        raise StorageError(
-            f"cannot delete all of {path}: {os_error_text(error)}; "
-            f"`rm -r {remainder}` removes the rest"
-        ) from error
+        # Not `rm -r` of the run's directory, where the checkpoints stay.
+        fix = f"`rm -r {hidden}`, then delete {path.name} again"
+        if hidden.is_symlink() or not os.path.lexists(hidden):
+            fix = f"nothing was deleted; check {path.parent} and {hidden.name} in it, and try again"
+        raise StorageError(f"cannot delete all of {path}: {os_error_text(error)}; {fix}") from error
+
+
+def _mounts_below(path: Path) -> list[str]:
+    """Return the mount points in a directory, of any file system."""
+    rows = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+    escaped = (row.split(" ")[4] for row in rows)
+    points = (re.sub(r"\\(\d{3})", lambda c: chr(int(c[1], 8)), point) for point in escaped)
+    prefix = f"{path.resolve()}/"
+    return [point for point in points if point.startswith(prefix)]

@@ -25,7 +25,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, RunError, StorageError
 from slurmllm.core.metrics.row_reader import last_rows, read_rows
-from slurmllm.core.run.records import AttemptRecord
+from slurmllm.core.run.records import AttemptRecord, JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import open_regular
 
@@ -114,14 +114,20 @@ def require_own_trainer(run: RunDir) -> None:
 
 
 def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the `keep` newest; return those removed.
+    """Remove all complete checkpoints of this run but the `keep` newest; return those removed.
 
-    A file without a step in its name is never removed. Without a completion file the newest one may
+    They are in its directory, through no link out of it, and have changed since it was submitted. A
+    file without a step in its name is never removed. Without a completion file the newest one may
     still be written, slowly, and one more stays.
     """
     if command.checkpoints is None or _STEP not in command.checkpoints:
         return []
-    complete = [entry for entry in list_trainer_checkpoints(run, command) if entry.complete]
+    begin, folder = JobsRecord.of(run).created_at, run.path.resolve()
+    complete = [
+        entry
+        for entry in list_trainer_checkpoints(run, command)
+        if entry.complete and entry.changed_at >= begin and folder in entry.path.resolve().parents
+    ]
     removed = []
     for entry in complete[: -keep - (command.completion_file is None)]:
         with suppress(OSError):

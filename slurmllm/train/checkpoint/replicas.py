@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from slurmllm.core.config.operation import CheckpointConfig
 from slurmllm.core.errors import SlurmllmError, StorageError
 from slurmllm.core.run.artifact_records import CheckpointManifest
-from slurmllm.core.run.records import first_problem
+from slurmllm.core.run.records import JobsRecord, first_problem
 from slurmllm.core.run.rundir import RunDir, fsync_dir
 from slurmllm.core.run.safe_files import untrusted_error
 from slurmllm.train.checkpoint.folder import (
@@ -104,11 +104,12 @@ class Replica:
             self.file_system.put_file(str(directory / MANIFEST), f"{target}/{MANIFEST}")
         return sum(file.bytes for file in manifest.files)
 
-    def retain(self, keep: int) -> None:
+    def retain(self, keep: int, since: float = 0.0) -> None:
         """Remove incomplete replicas, and complete ones except the `keep` most recently saved.
 
         By time, not step: after a roll-back a higher step may be older. A replica whose manifest
         cannot be read is not removed, with a warning; without a readable one nothing is removed.
+        Those saved before `since` are of an older run of the same name, and stay.
         """
         saved_at, unreadable = dict[int, float](), set[int]()
         for step in self.steps():
@@ -117,9 +118,10 @@ class Replica:
             except StorageError as error:
                 unreadable.add(step)
                 log.warning("a replica is not removed: %s", error)
-        newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
+        earlier = {step for step, time_s in saved_at.items() if time_s < since}
+        newest = sorted(saved_at.keys() - earlier, key=lambda step: saved_at[step])[-keep:]
         for step in self._folders():
-            if newest and step not in newest and step not in unreadable:
+            if newest and step not in (*newest, *unreadable, *earlier):
                 with _storage_errors("remove", self.path(step)):
                     self._remove(step)
 
@@ -242,7 +244,7 @@ class ReplicaCopier:
             try:
                 self._refuse_if_superseded()
                 num_bytes = self._replica.put(self._run.checkpoint(step))
-                self._replica.retain(self._keep)
+                self._replica.retain(self._keep, JobsRecord.of(self._run).created_at)
             except SlurmllmError as error:  # reported; the next checkpoint is tried again
                 fault = str(error)
             self._on_copied(step, time.monotonic() - began, num_bytes, fault)

@@ -105,6 +105,8 @@ def find_resumable(
                     + "\n".join(f"  {line}" for line in lines)
                     + "\nrestore the settings, or start a new run with another --name"
                 )
+            if control.rank == 0 and (warning := state.changed_settings(config.recipe)):
+                log.warning("%s", warning)
             skipped += missing_checkpoint_messages(saves, step, {*steps, *replica_steps})
             return resumable(state, step, skipped)
         skipped.append(f"step {step}: {fault}")
@@ -137,8 +139,7 @@ def usable_steps(run: RunDir, replica: Replica) -> list[int]:
     """Return the steps of the replicas that a run may resume from, oldest first."""
     rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
     # An older run of the same name, whose folder was removed, may have left replicas.
-    submissions = JobsRecord.of(run).submissions
-    created_at = min((submission.submitted_at for submission in submissions), default=0.0)
+    created_at = JobsRecord.of(run).created_at
     usable = []
     for step in replica.steps():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from slurmllm.core.run.artifact_records import DataRecord, ImportedModel
 from slurmllm.core.run.records import Record, first_problem
 from slurmllm.core.run.rundir import RunDir
 
+log = logging.getLogger(__name__)
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,6 +37,13 @@ _IGNORED_FIELDS = {
     "head_dim",
     "seq_len",
 }
+# Sections that decide what is trained, and fields of them that only decide how it is computed, or
+# are compared separately.
+_TRAINING = {"train", "optim", "guard", "hooks", "plugins"}
+_EXECUTION = {
+    *("train.micro_batch", "train.activation_checkpointing", "train.compile", "train.log_every"),
+    *("train.incomplete_graphs", "train.init_from", "train.finetune"),
+}
 
 
 class TrainState(Record):
@@ -46,6 +55,20 @@ class TrainState(Record):
     fingerprint: dict[str, Any]  # see `fingerprint`
     # The divergence guard's statistics of the gradient norm.
     guard: dict[str, Any] = Field(default_factory=dict)
+    # Dotted path → value that it was trained with; empty in checkpoints of older versions.
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    def changed_settings(self, recipe: Recipe) -> str:
+        """Return what a recipe changes of the settings that it was trained with; empty: nothing."""
+        changed = [
+            f"{path} {self.settings[path]!r} → {value!r}"
+            for path, value in training_settings(recipe).items()
+            if self.settings.get(path, value) != value
+        ]
+        if not changed:
+            return ""
+        differences = ", ".join(changed)
+        return f"config.yaml differs from what step {self.step} was trained with: {differences}"
 
 
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
@@ -60,6 +83,14 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
         "train.seed": recipe.train.seed,
         "train.global_batch": recipe.train.global_batch,
     }
+
+
+def training_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return dotted path → value of all settings that decide what a run trains."""
+    values = recipe.model_dump(mode="json", include=_TRAINING)
+    whole = {name: values.pop(name) for name in ("hooks", "plugins")}
+    fields = {path: value for path, value in flatten(values).items() if path not in _EXECUTION}
+    return {**fields, **whole}
 
 
 def fingerprint_digest(fields: Mapping[str, Any]) -> str:
@@ -97,7 +128,10 @@ def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -
     lines: list[str] = []
     with suppress(StorageError):  # the workers report damaged files
         if directory is not None:
-            saved = TrainState.load(directory / TRAIN_STATE).fingerprint
+            state = TrainState.load(directory / TRAIN_STATE)
+            if warning := state.changed_settings(recipe):
+                log.warning("%s", warning)
+            saved = state.fingerprint
             corpus, tokenizer = saved.get("data.corpus", ""), saved.get("data.tokenizer", "")
             lines += fingerprint_differences(saved, fingerprint(recipe, corpus, tokenizer))
     with suppress(StorageError):

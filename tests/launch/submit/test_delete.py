@@ -64,6 +64,48 @@ def test_shared_graphs_free_nothing(run: RunDir, tmp_path: Path) -> None:
     assert (tmp_path / "shared").stat().st_size == 5000
 
 
+def test_linked_checkpoints_are_not_counted(run: RunDir, tmp_path: Path) -> None:
+    run.checkpoint(20).rename(tmp_path / "elsewhere")
+    run.checkpoint(20).symlink_to(tmp_path / "elsewhere")
+    assert "including 1 checkpoint\n" in call("delete", "r", "--checkpoints", "--yes").stdout
+    assert (tmp_path / "elsewhere" / "weights").exists()
+
+
+@pytest.mark.parametrize("trap", ["dangling link", "link", "file"])
+@pytest.mark.parametrize("options", [(), ("--checkpoints",)])
+def test_advice_of_a_deletion_costs_no_checkpoints(
+    run: RunDir, tmp_path: Path, trap: str, options: tuple[str, ...]
+) -> None:
+    hidden, precious = run.path.with_name(".r.removed"), tmp_path / "precious"
+    if trap == "file":
+        hidden.touch()
+    else:
+        hidden.symlink_to(precious)
+    if trap == "link":
+        precious.mkdir()
+    everything = size(run.path)
+    message = fails(4, "delete", "r", "--yes", *options)
+    assert f"rm -r {run.path}`" not in message
+    assert ("nothing was deleted" in message) is (trap != "file")
+    assert (size(run.path), precious.exists()) == (everything, trap == "link")
+
+
+@pytest.mark.parametrize("name", ["mnt", "a b"])
+def test_a_mounted_folder_is_not_deleted(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    read_text, everything = Path.read_text, size(run.path)
+    point = f"{run.path}/{name}".replace(" ", r"\040")
+    row = f"36 35 98:0 /mnt1 {point} rw,noatime master:1 - ext3 /dev/root rw\n"
+
+    def read(path: Path, *arguments: str) -> str:
+        return row if path.name == "mountinfo" else read_text(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert f"{run.path}/{name} is mounted in" in fails(2, "delete", "r", "--yes")
+    assert size(run.path) == everything
+
+
 def test_living_runs_and_folders(
     fake: FakeSlurm, inputs: Inputs, run: RunDir, tmp_path: Path
 ) -> None:

@@ -2,10 +2,12 @@
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from launch.supervise.starts import attempt_record
+from made_records import save_submission
 
 from slurmllm.cli.commands import with_command
 from slurmllm.core.config.command import CommandConfig, fill, join_arguments, name_of_command
@@ -401,8 +403,35 @@ def test_old_checkpoints_go_and_incomplete_ones_stay(run: RunDir) -> None:
     for step in (1, 2, 3, 5):
         write(run.path / f"step-{step}/done", 0)
     write(run.path / "step-4/data", 0)
-    assert [path.name for path in remove_old(run, command, 2)] == ["step-1", "step-2"]
-    assert sorted(path.name for path in run.path.glob("step-*")) == ["step-3", "step-4", "step-5"]
+    (run.path.parent / "step-0").mkdir()
+    (run.path.parent / "step-0/done").touch()
+    (run.path / "step-0").symlink_to(run.path.parent / "step-0")
+    save_submission(run, submitted_at=time.time() - 100, local=True)
+    write(run.path / "step-1/done", 500)  # it was there before the run
+    assert [path.name for path in remove_old(run, command, 2)] == ["step-2"]
+    assert (run.path.parent / "step-0/done").exists()
+    names = {path.name for path in run.path.glob("step-*")}
+    assert names == {"step-0", "step-1", "step-3", "step-4", "step-5"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "refused"),
+    [
+        ("{run}/outputs/step-{step}", False),
+        ("{run}/*/ckpt-{step}.pt", False),
+        ("/scratch/*-step_{step}", True),
+        ("/**/{step}", True),
+        ("{run}/../other/step-{step}", True),
+        ("{run}-b/step-{step}", True),
+        ("outputs/{run}/step-{step}", True),
+        ("step-{step}", True),
+    ],
+)
+def test_retention_is_of_the_runs_directory(pattern: str, refused: bool) -> None:
+    settings = ["command.run=x", f"command.checkpoints={pattern}", "checkpoint.keep=1"]
+    with pytest.raises(ConfigError, match="removes only what is in") if refused else nullcontext():
+        resolve(*PLAIN, settings)
+    resolve(*PLAIN, settings[:2])
 
 
 @pytest.mark.parametrize(

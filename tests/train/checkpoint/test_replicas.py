@@ -132,6 +132,10 @@ def test_the_last_ones_stay(
     assert replica.steps() == [15, 30], "what cannot be read stays, and the others are retained"
     assert "a replica is not removed" in caplog.text
     assert "is damaged" in caplog.text
+    save_at(run, 40)
+    replica.put(run.checkpoint(40))
+    replica.retain(keep=1, since=replica.manifest(40).saved_at)
+    assert replica.steps() == [15, 30, 40], "30 is of an older run of the same name"
 
 
 def test_replicas_that_a_resume_ignores(run: RunDir, replica: Replica) -> None:

@@ -10,6 +10,7 @@ import pytest
 from command_line import call, refused
 from made_records import save_attempt, save_skips, save_submission
 
+from slurmllm.core.config.resolve import change
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import Event, SkippedBatches
@@ -30,8 +31,17 @@ from slurmllm.train.checkpoint.state import (
     model_differences,
     model_fields,
     require_same_settings,
+    training_settings,
 )
-from train.checkpoint.pretend import CONFIG, FINGERPRINT, find, save_at, state
+from train.checkpoint.pretend import (
+    CONFIG,
+    FINGERPRINT,
+    PretendGang,
+    find,
+    save,
+    save_at,
+    state,
+)
 from train.gang import small_config
 
 
@@ -50,6 +60,40 @@ def test_newest(run: RunDir, tmp_path: Path) -> None:
     run.path.rename(tmp_path / "moved")
     assert find(RunDir(tmp_path / "moved"), world=1) == Resumable(state(20), ())
     assert find(run) == Resumable(None, ())
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_said"),
+    [
+        *(("optim.lr=0.5", True), ("optim.weight_decay=0.7", True), ("train.z_loss=0.1", True)),
+        *(("optim.betas=[0.5, 0.99]", True), ("train.precision=bf16", True)),
+        *(
+            ("guard.factor=7.0", True),
+            ("optim.grad_clip=0.3", True),
+            ("train.micro_batch=1", False),
+        ),
+        *(("train.log_every=3", False), ("slurm.signal_lead_s=77", False)),
+    ],
+)
+def test_settings_that_a_checkpoint_was_not_trained_with(setting: str, is_said: bool) -> None:
+    trained = state(10).model_copy(update={"settings": training_settings(CONFIG.recipe)})
+    stored = TrainState.model_validate_json(trained.model_dump_json())
+    assert stored.changed_settings(CONFIG.recipe) == ""
+    recipe, path = change(CONFIG, None, [setting]).recipe, setting.partition("=")[0]
+    message = stored.changed_settings(recipe)
+    assert (f"what step 10 was trained with: {path} " in message) is bool(message) is is_said
+    assert state(10).changed_settings(recipe) == "", "of an older version"
+
+
+def test_a_resume_says_what_differs(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**training_settings(CONFIG.recipe), "optim.lr": 0.5, "hooks": {"a": {"every": 2}}}
+    saved = state(30).model_copy(update={"settings": settings})
+    PretendGang().all(lambda b: save(run, b, saved, 0))
+    assert find(run).state == saved
+    require_same_settings(run, CONFIG.recipe, run.checkpoint(30))
+    lines = [line for line in caplog.messages if "step 30 was trained with: optim.lr 0.5" in line]
+    assert len(lines) == 2, "of the first worker, and of the verb"
+    assert "hooks {'a': {'every': 2}} → {}" in lines[0]
 
 
 @pytest.mark.parametrize(
