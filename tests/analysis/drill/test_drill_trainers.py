@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_slurm import FakeSlurm
 from made_records import make_attempt, save_attempt
 
 from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.analysis.drill import injector
 from slurmllm.analysis.drill.checks import Resumption, Unbroken, judge_resume
+from slurmllm.analysis.drill.drill import Drill, SlurmRunner
 from slurmllm.analysis.drill.injector import FAULT_KINDS, FaultKind, FaultSpec, Injection
 from slurmllm.analysis.drill.plan import DrillPlan, make_plan, parse_kinds
 from slurmllm.core.config.command import CommandConfig
@@ -170,6 +172,37 @@ def test_steps_are_limited_by_the_commands(tmp_path: Path) -> None:
     assert plan_of(tmp_path).steps == 0  # as many as the reference makes
     with pytest.raises(RunError, match=r"no more than command\.steps, 40"):
         plan_of(tmp_path, "command.steps=40", steps=41)
+
+
+class EndlessTrainer(SlurmRunner):
+    """Makes five steps whenever it is looked at, until it is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeSlurm())
+        self.steps = 0
+        self.cancelled_at: list[int] = []
+
+    def start(self, run: RunDir, nodes: int) -> None:
+        pass
+
+    def active(self, run: RunDir) -> bool:
+        if not self.cancelled_at:
+            self.steps += 5
+            write_rows(run, 0, range(1, self.steps + 1))
+        return not self.cancelled_at
+
+    def cancel(self, run: RunDir) -> None:
+        self.cancelled_at.append(self.steps)
+
+
+def test_a_limited_copy_is_cancelled_after_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmllm.analysis.drill.drill.POLL_S", 0.0)
+    plan, runner = plan_of(tmp_path, "command.steps=40", steps=20), EndlessTrainer()
+    drill = Drill(plan, runner, FakeSlurm(), Tolerances(exact=True), False, lambda message: None)
+    drill._run_unbroken("reference")
+    assert runner.cancelled_at == [20]
 
 
 @pytest.mark.parametrize(
