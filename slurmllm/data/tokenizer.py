@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.safe_files import read_limited
+from slurmllm.data.tokenizer_limits import require_bounded
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # In this order: GPT-2, GPT-NeoX, Pythia; then Llama.
@@ -33,15 +34,17 @@ _WORDS = (
 )
 _WORD_PATTERNS = (_WORDS, _WORDS.replace("{1,3}", ""))
 _LOCAL_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
+# Of BPE and of Unigram: they draw another segmentation at each call.
+_RANDOM = ("dropout", "alpha", "nbest_size")
 _LARGEST = 1 << 28  # bytes of a tokenizer.json; that of a vocabulary of 256,000 has 35 MB
 
 
 class TokenEncoder:
     """Text → token ids.
 
-    A document's ids are only those of its text: truncation, padding and added tokens of
-    tokenizer.json are off. Special tokens spelled out in the text are encoded as ordinary text, so
-    that no document can forge the end of a document.
+    A document's ids are only those of its text: truncation, padding, added tokens and random
+    segmentation of tokenizer.json are off. Special tokens spelled out in the text are encoded as
+    ordinary text, so that no document can forge the end of a document.
 
     Attributes:
         end_of_document: Id of the token that ends a document: `<|endoftext|>` or `</s>`, else the
@@ -55,6 +58,9 @@ class TokenEncoder:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
+        for name in _RANDOM:
+            if getattr(tokenizer.model, name, None) is not None:
+                setattr(tokenizer.model, name, None)
         if hasattr(tokenizer.model, "_resize_cache"):
             tokenizer.model._resize_cache(_CACHED_WORDS)
         self._tokenizer = tokenizer
@@ -180,6 +186,8 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
             f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "
             "or make one with `slurmllm tokenizer train`"
         ) from error
+    with _library_errors(path, "is refused"):
+        require_bounded(data)
     with _library_errors(path, "is not a tokenizer.json of the tokenizers library"):
         tokenizer = Tokenizer.from_buffer(data)
         if not tokenizer.get_vocab_size(with_added_tokens=True):
