@@ -2,7 +2,8 @@
 
 The harness downloads its own metric from a hub at run time; this one needs no network. Each program
 runs in a process of its own, in an empty folder, with limits on time and memory. This prevents
-accidents but is not a sandbox: a program can read and write whatever its user can.
+accidents but is not a sandbox: a program can read and write whatever its user can, and one that
+looks for the mark of success in its own code finds it.
 """
 
 from __future__ import annotations
@@ -55,12 +56,18 @@ def pass_at_k(
 def passes(program: str, limit_s: float = TIME_LIMIT_S) -> bool:
     """Return whether a program completes its last line in time."""
     marker = secrets.token_hex(16)  # not printed if the program exits early, even with code 0
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as source,
+    ):
+        source.write(f"{program}\nprint({marker!r})\n".encode(errors="surrogatepass"))
+        source.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", f"{program}\nprint({marker!r})"],
+            [sys.executable, "-I", "-"],
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder},
-            stdin=subprocess.DEVNULL,
+            stdin=source,  # the command line can be read in /proc
             stdout=output,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # for killpg
@@ -74,9 +81,19 @@ def passes(program: str, limit_s: float = TIME_LIMIT_S) -> bool:
         except subprocess.TimeoutExpired:
             return False
         finally:
-            # Also processes that the program has started and not ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            _kill_others(folder)
         output.seek(0)
         return output.read().rstrip().endswith(marker.encode())
+
+
+def _kill_others(folder: str) -> None:
+    """Kill what a program has started in sessions of its own, by the HOME that it was given."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == folder:
+                process.kill()

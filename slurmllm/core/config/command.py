@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -31,6 +31,12 @@ _STARTING = {
     *(("axolotl", "train"), ("xtuner", "train"), ("colossalai", "run"), ("swift", "sft")),
     *(("swift", "pt"), ("swift", "rlhf")),
 }
+# Of a command line for bash: what it leaves as it is, or quotes, a comment, a placeholder.
+_PIECES = re.compile(
+    r"\\.|(?P<quoted>\$'(?:\\.|[^'\\])*|'[^']*|\"(?:\\.|[^\"\\])*|`[^`]*)['\"`]?|(?<!\S)#[^\n]*|"
+    + _PLACEHOLDER.pattern,
+    re.DOTALL,
+)
 _FIRST_ARGUMENTS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
 _LAUNCHERS = {
     *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "mpiexec.hydra"),
@@ -134,15 +140,31 @@ def join_arguments(arguments: Sequence[str]) -> str:
 
 
 def fill(template: str, values: Mapping[str, object], *, quote: bool = False) -> str:
-    """Replace placeholders that have a value; `quote`: for a shell."""
+    """Replace placeholders that have a value; `quote`: for a shell.
 
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in values:
+    Raises:
+        ConfigError: A placeholder is in quotes, and its value needs other ones.
+    """
+
+    def value(match: re.Match[str], in_quotes: bool = False) -> str:
+        name = match[match.lastindex or 1]
+        if name not in values:
             return match[0]
-        filled = str(values[match[1]])
-        return shlex.quote(filled) if quote else filled
+        filled = str(values[name])
+        quoted = shlex.quote(filled) if quote else filled
+        if in_quotes and quoted != filled:
+            raise ConfigError(
+                f"{{{name}}} is in quotes in the command, and its value {filled!r} needs quotes of "
+                "its own; leave those of the command out: it is quoted when it is filled in"
+            )
+        return quoted
 
-    return _PLACEHOLDER.sub(value, template)
+    def piece(match: re.Match[str]) -> str:
+        if match["quoted"] or "<<" in template:  # a here-document quotes too
+            return _PLACEHOLDER.sub(partial(value, in_quotes=True), match[0])
+        return value(match) if _PLACEHOLDER.fullmatch(match[0]) else match[0]
+
+    return _PIECES.sub(piece, template) if quote else _PLACEHOLDER.sub(value, template)
 
 
 def name_of_command(arguments: Sequence[str]) -> str:

@@ -45,6 +45,7 @@ _FORMS = {
     "`slurmllm recipes --clusters`",
 }
 TRAINERS = "trainers"  # folder of adapters, beside that of the recipes; part of their names
+_LONGEST_CHAIN = 50  # files
 _NODES = ("device", "devices_per_node")
 _USER_FIELDS = ("cluster", "data", "data_folder", "data_mirrors")
 
@@ -136,6 +137,11 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
     following: Path | None = path
     while following is not None:
         files = [file for file, _ in chain]
+        if len(files) == _LONGEST_CHAIN:
+            raise ConfigError(
+                f"{kind} {path} extends more than {_LONGEST_CHAIN} others, one by the other; join "
+                "some of them"
+            )
         if following.resolve() in (file.resolve() for file in files):
             names = " extends ".join(map(str, [*files, following]))
             raise ConfigError(

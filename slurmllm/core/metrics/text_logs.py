@@ -44,6 +44,8 @@ from slurmllm.core.metrics.tags import (
 
 _MAX_WAITING = 1000  # rows of a format that is not the one with most rows
 _LONGEST_LINE = 1 << 16  # bytes; a longer line, such as a core dump, holds no metrics
+_LONGEST_SEARCHED = 1 << 13  # characters of a line, by a user's expression
+_LONG_NUMBER = re.compile(r"(\d{400})\d+")  # no float has so many digits
 _VALUE = rf"{WRAPPER}(?P<%s>{NUMBER}){WRAPPER_END}"
 # %name of formats.yaml, longer names first
 _NAMES = sorted((*METRICS, "step_time_ms", "epoch", "total", "bar"), key=len, reverse=True)
@@ -124,7 +126,10 @@ class TextReader(LogReader):
 
     def _read_line(self, content: str) -> None:
         rank, line, stamp = "", content, content
-        if self._pattern is None:
+        if self._pattern is not None:
+            # A user's expression may need the square of a line's length, or of its digits.
+            line = _LONG_NUMBER.sub(r"\1", content[:_LONGEST_SEARCHED])
+        else:
             name, line = split_prefix(content)
             rank = self._rank = name or (self._rank if self._continued else "")
             stamp = content[:100]

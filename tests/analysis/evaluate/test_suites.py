@@ -2,10 +2,12 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
+import psutil
 import pytest
 from matplotlib.figure import Figure
 from training_rows import make_rows, write_rows
@@ -300,10 +302,21 @@ TESTS = "assert f(1) == 2"
         ("this is no program", False),
         ("x = bytearray(1 << 40)", False),
         ("while True: pass", False),
+        ("print(open('/proc/self/cmdline').read()[-35:-3]); import os; os._exit(0)", False),
+        ("assert input", True),
     ],
 )
 def test_a_program_passes_by_reaching_its_end(program: str, passed: bool) -> None:
     assert passes(program, limit_s=1 if "while" in program else 10) is passed
+
+
+def test_no_process_of_a_program_outlives_it(tmp_path: Path) -> None:
+    (alive := tmp_path / "alive").touch()
+    leaves = f"while os.path.exists({str(alive)!r}): time.sleep(0.1)"
+    program = f"if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  {leaves}\n os._exit(0)"
+    assert passes(f"import os, time\n{program}\nos.wait()")
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline", "environ"])]
+    assert [sys.executable, "-I", "-"] not in running
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_good_one() -> None:

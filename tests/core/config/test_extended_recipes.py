@@ -109,6 +109,15 @@ def test_what_is_refused(folder: Path, name: str, message: str) -> None:
         resolve(str(folder / f"{name}.yaml"))
 
 
+def test_a_chain_is_bounded(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+    (tmp_path / "60.yaml").write_text("extends: tiny_llama\n")
+    with pytest.raises(ConfigError, match=r"0\.yaml extends more than 50 others"):
+        resolve(str(tmp_path / "0.yaml"))
+    assert resolve(str(tmp_path / "20.yaml")).recipe.name == "20"
+
+
 def test_a_null_of_a_file_leaves_the_partition_to_the_users_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.source import read_curve
-from slurmllm.core.metrics.tags import log_formats
+from slurmllm.core.metrics.tags import PATTERN_EXAMPLE, log_formats
 from slurmllm.core.metrics.text_logs import TextReader
 from slurmllm.core.run.error_patterns import table
 from tests.core.metrics.test_formats import LINES
@@ -63,6 +63,23 @@ def test_error_patterns_take_linear_time(row: object) -> None:
         pattern.search(text)
         took = time.process_time() - start
         assert took < MOST_S, (pattern.pattern, took, text[:80], text[-40:])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step " + "1" * 60_000,
+        "step 1 " * 8_000,
+        "step " + "1" * 4000 + " loss" + " loss" * 8_000,
+        "step 1" + "\t " * 20_000,
+    ],
+)
+def test_the_recommended_expression_takes_linear_time(line: str) -> None:
+    reader, start = TextReader(PATTERN_EXAMPLE.strip("'")), time.process_time()
+    reader.feed(f"{line}\nstep 2{' ' * 8000}loss 2.5\n".encode())
+    assert time.process_time() - start < 4 * MOST_S  # with quadratic time 20 s
+    reader.flush(last=True)
+    assert 2.5 in [row.get("loss") for row in reader.take()]
 
 
 def test_long_lines_and_long_numbers_are_no_metrics(tmp_path: Path) -> None:

@@ -53,6 +53,33 @@ def test_only_known_placeholders_are_filled() -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "filled"),
+    [
+        ("echo {checkpoint}", "echo 'a$(id)'"),
+        ("echo \\'{checkpoint}\\'", "echo \\''a$(id)'\\'"),
+        ("echo '{step}' \"{step}\" $'{step}'", "echo '7' \"7\" $'7'"),
+        ("echo 'a' {checkpoint} 'b'", "echo 'a' 'a$(id)' 'b'"),
+        ("x # don't {checkpoint}\ny {checkpoint}", "x # don't {checkpoint}\ny 'a$(id)'"),
+        *((form.format("{checkpoint}"), None) for form in ("'{}'", "echo '{}", "bash -c 'x {}'")),
+        *(
+            (form.format("{checkpoint}"), None)
+            for form in ('"{}"', '"\\"{}"', "`x {}`", "$'\\'{}'")
+        ),
+        ("cat <<E\n{checkpoint}\nE", None),
+        ("x # don't\n'{checkpoint}'", None),
+    ],
+)
+def test_no_value_leaves_the_quotes_of_a_command(template: str, filled: str | None) -> None:
+    values = {"checkpoint": "a$(id)", "step": 7}
+    if filled is not None:
+        assert fill(template, values, quote=True) == filled
+        return
+    with pytest.raises(ConfigError, match="checkpoint} is in quotes in the command"):
+        fill(template, values, quote=True)
+    assert "step-5" in fill(template, {"checkpoint": "step-5"}, quote=True)
+
+
+@pytest.mark.parametrize(
     ("recipes", "after", "expected"),
     [
         ([], ["python", "x"], ["trainers/plain", '--set=name="python"', "--command=python x"]),
