@@ -11,6 +11,7 @@ from slurmllm.core.config.schema import cluster_schema, recipe_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "fields"
+END = "## On your Slurm site"
 SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
 
 
@@ -22,10 +23,10 @@ def main() -> None:
 
 
 def start() -> str:
-    """Return README.md up to its verbs, with paths as docs/index.md has them."""
-    text, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Verbs\n")
+    """Return README.md up to `END`, with paths as docs/index.md has them."""
+    text, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"\n{END}\n")
     if not rest:
-        raise SystemExit("README.md: the heading 'Verbs', where docs/index.md ends, is missing")
+        raise SystemExit(f"README.md: the heading {END!r}, where docs/index.md ends, is missing")
     return text.replace("](docs/", "](").replace('src="docs/', 'src="')
 
 

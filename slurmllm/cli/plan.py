@@ -283,8 +283,8 @@ def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     from slurmllm.launch.submit.inputs import locate
     from slurmllm.plan.choose_layout import changes
 
-    if plan.config.cluster.planning_only is not None:
-        return f"refused: {plan.config.cluster.planning_only}"
+    if plan.config.planning_only is not None:
+        return f"refused: {plan.config.planning_only}"
     assert layout is not None, "something fits"
     command = _command("submit", plan, layout.mesh.nodes)
     settings = changes(plan.config, layout, chosen=layout is plan.choice(layout.mesh.nodes))

@@ -86,6 +86,16 @@ class RunConfig:
         return "nxd" if self.cluster.device == "neuron" else "native"
 
     @property
+    def is_beta(self) -> bool:
+        """Whether a Trainium is used through TorchNeuron, a public beta."""
+        return self.backend == "native" and self.cluster.device == "neuron"
+
+    @property
+    def planning_only(self) -> str | None:
+        """Why no job may run: what the profile says of nxd does not hold for TorchNeuron."""
+        return None if self.is_beta else self.cluster.planning_only
+
+    @property
     def workers_per_node(self) -> int:
         """Processes that a launcher starts: one for each device, or one that starts the others."""
         return 1 if self.recipe.worker.one_per_node else self.cluster.devices_per_node

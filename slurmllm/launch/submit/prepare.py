@@ -170,10 +170,10 @@ def prepare(request: RunRequest) -> PreparedRun:
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
     """
     cluster = request.config.cluster
-    if cluster.planning_only is not None:
+    if (reason := request.config.planning_only) is not None:
         fix = "choose another --cluster (`slurmllm recipes --clusters`)"
         title = f"cluster profile {cluster.name} is for planning only"
-        raise ConfigError(title, [f"{cluster.planning_only}; {fix}"])
+        raise ConfigError(title, [f"{reason}; {fix}"])
     if request.run is not None:
         require_own(request.run, cluster.trusted_group)
     layout = choose(request)
@@ -275,6 +275,8 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
     jobs = (config, layout.run, layout.nodes, compiles)
     warnings, limit_faults = check_jobs(request.slurm, *jobs)
     warnings = [*(fit.warnings if fit is not None else ()), *warnings]
+    if config.is_beta:
+        warnings.append("TorchNeuron, by which backend native uses a Trainium, is a public beta")
     fields = {"fit": fit, "warnings": warnings, "compiles": compiles}
     return Checks(fields, errors, limit_faults)
 

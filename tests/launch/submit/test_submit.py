@@ -59,6 +59,10 @@ def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: Inputs
     fake.jobs.clear()
     assert why in fails(2, "resume", "first", "--cluster", "trn2")
     assert not fake.jobs
+    beta = ("submit", "llama3_8b", "--cluster", "trn2", "backend=native", "--data=builtin")
+    done = call(*beta, "--dry-run")
+    assert (done.exit_code, "is a public beta" in done.stderr) == (0, True), done.output
+    assert "TorchNeuron, which is not installed" in fails(2, *beta)
 
 
 def test_a_job_that_cannot_be_taken_back_is_named(
