@@ -87,7 +87,7 @@ class FakeSlurm(SlurmClient):
         self.limits, self.flags = dict[str, str](), dict[str, str]()
         self.waits: dict[str, str] = {}
         self.may_drain, self.reasons = False, dict[str, str]()
-        self.may_requeue = True
+        self.may_requeue, self.time_limit = True, "1-00:00:00"
         self.features: dict[str, str] = {}
         self.accounts: list[Association] = []
         self._ids = itertools.count(1)
@@ -216,9 +216,8 @@ class FakeSlurm(SlurmClient):
 
     def batch_job(self, job_id: str) -> BatchJob:
         job = self._job(job_id)
-        return BatchJob(
-            job.state, len(job.incarnations), next(iter(job.nodes), ""), ",".join(job.excluded)
-        )
+        host, excluded = next(iter(job.nodes), ""), ",".join(job.excluded)
+        return BatchJob(job.state, len(job.incarnations), host, excluded, self.time_limit)
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
         job = self._job(job_id)

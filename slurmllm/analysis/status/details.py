@@ -305,8 +305,8 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     if lost and record.ending is not None:
         return _lost(record, lost)
     if first is not None:
-        how = (first.message,) if first.error == KILLED else _exit(nodes, first.rank)
-        return Culprit(record, first.rank, first.node, how, first)
+        ended = (first.message,) if first.error == KILLED else _exit(nodes, first.rank)
+        return Culprit(record, first.rank, first.node, ended, first)
     if unrecorded := workers_without_failure_record(nodes, failures):
         likely = _most_likely(run, record, unrecorded)
         return Culprit(record, likely.rank, likely.node, _exit(nodes, likely.rank))

@@ -502,7 +502,7 @@ class FailureRecord(Record):
     process: str = Field(default="", max_length=40)
 
     @property
-    def place(self) -> str:
+    def origin(self) -> str:
         """`rank 3 on n4`."""
         return f"{self.process or f'rank {self.rank}'} on {self.node}"
 

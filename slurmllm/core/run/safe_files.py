@@ -294,6 +294,13 @@ def make_own_folder(path: Path, group: str | None = None) -> None:
         os.close(folder)
 
 
+def read_tail(path: Path, size: int) -> list[str]:
+    """Return the lines in the last bytes of a file; raises OSError."""
+    with open_regular(path) as stream:
+        stream.seek(max(0, stream.seek(0, 2) - size))
+        return stream.read().decode("utf-8", errors="replace").splitlines()
+
+
 def open_append(path: Path) -> int:
     """Return a descriptor that appends to a file; neither it nor its folder is another's link."""
     return _open_in_folder(path, os.O_WRONLY | os.O_APPEND)

@@ -93,6 +93,8 @@ class BatchJob:
     restarts: int  # how often the job was requeued
     host: str  # node of the batch script; empty while the job is pending
     excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
+    time_limit: str = ""  # `1-00:00:00`, UNLIMITED
+    preempt_time: str = ""  # when Slurm began to preempt it; `None`
 
 
 @dataclass(frozen=True)
@@ -309,11 +311,13 @@ class SlurmClient:
     def batch_job(self, job_id: str) -> BatchJob:
         """Return the current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        pairs = re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output)
+        details = ("BatchHost", "ExcNodeList", "TimeLimit", "PreemptTime")
+        names = "|".join(("JobState", "Restarts", *details))
+        pairs = re.findall(rf"\b({names})=(\w[^\s]*)", output)
         fields = dict(reversed(pairs))  # the first ones: later fields hold the user's own text
         state, count = fields.get("JobState", "UNKNOWN"), fields.get("Restarts", "")
         restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
-        return BatchJob(state, restarts, fields.get("BatchHost", ""), fields.get("ExcNodeList", ""))
+        return BatchJob(state, restarts, *(fields.get(name, "") for name in details))
 
     def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
         """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""

@@ -19,7 +19,11 @@ from typing import Any, NamedTuple
 from slurmllm.core.run.error_patterns import read_rows
 from slurmllm.core.run.records import Fault, LaunchFailure
 
-_FROM_SLURM = re.compile(r"(?:srun|sbcast|slurmstepd|slurmd)(?:-[\w.-]{1,255})?: ")
+# Lines of Slurm, and of what runs in its tasks before slurmllm
+_FROM_SLURM = re.compile(
+    r"(?:srun|sbcast|slurmstepd|slurmd)(?:-[\w.-]{1,255})?: |[\w.-]{1,255}: cluster\.setup: line "
+    r"|slurmllm: line \d|\S{0,200}python[\d.]*: (?:No module named|can't open file) "
+)
 _ERROR = re.compile(r"[\w.-]{1,255}: (?:error|fatal): ")
 # An option, or the variable that sets it: --mem-per-cpu, SLURM_MEM_PER_CPU.
 _OPTION = re.compile(r"--([a-z][a-z-]+)|\b(?:SLURM|SRUN|SBATCH)_([A-Z_]+)")

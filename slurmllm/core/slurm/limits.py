@@ -173,7 +173,9 @@ def _requirements(
     if re.fullmatch(r"[\w.&-]+", value):  # of `|`, counts and brackets Slurm decides
         features = {node.name: {*node.features.split(",")} for node in nodes}
         names = sorted(set().union(*features.values()) - {""})
-        remedy = f"choose of {', '.join(names) or 'no features'}"
+        remedy = f"choose of {', '.join(names)}"
+        if not names:
+            remedy = f"no node of {nodes[0].partition if nodes else 'it'} has features"
         suited = [node for node in nodes if features[node.name] >= {*value.split("&")}]
         yield f"--constraint {value}", remedy, suited
     for option, amount_of in _AMOUNTS.items():
@@ -181,7 +183,11 @@ def _requirements(
         if option in options and amounts:
             amount = _amount(option, options[option])
             unit = " MB" if option == "mem" else ""
-            remedy = f"choose at most {amounts[-1]}{unit}, which {fewest} of its nodes have"
+            have = sum(amount_of(node) >= amounts[-1] for node in nodes)
+            which = f"all {have}" if have == len(nodes) else f"{have} of its nodes"
+            remedy = f"choose at most {amounts[-1]}{unit}, which {which} have"
+            if not any(amounts):
+                remedy = f"no node of {nodes[0].partition} has GPUs"
             suited = [node for node in nodes if amount_of(node) >= amount]
             yield f"--{option} {options[option]}", remedy, suited
 

@@ -73,7 +73,9 @@ def in_setup(command: Sequence[str]) -> list[str]:
 def check_setup_ran(version: str) -> None:
     """Raise ConfigError if the batch script's lines failed, or `version` is not the submitter's."""
     if error := os.environ.get(SETUP_ERROR):
-        raise ConfigError(f"{error}; correct the profile, then resume the run with --cluster")
+        node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        fix = "correct the profile, then resume the run with --cluster"
+        raise ConfigError(f"{node}: {error}; {fix}")
     submitted_by = os.environ.get(VERSION, version)
     if submitted_by != version:
         raise ConfigError(

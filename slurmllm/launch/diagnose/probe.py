@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from slurmllm.core.config.cluster import HealthChecks
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.errors import SlurmError, StorageError
+from slurmllm.core.errors import Blame, SlurmError, StorageError
 from slurmllm.core.run.records import Finding, LaunchFailure, NodeHealth
 from slurmllm.core.slurm.error_texts import launch_failure
 from slurmllm.launch.diagnose import fail, ok, warn
@@ -123,6 +124,7 @@ class NodeReport:
     clock_ahead_s: float | None = None
     # End of the message why it has not reported all: srun's line that names it, or the time waited.
     silence: str = ""
+    refusal: str = ""  # of the node's set-up or interpreter
 
     def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
@@ -199,8 +201,10 @@ def collect(
     if failure and silent and (not late or failure.fault not in ("unknown", "result")):
         raise LaunchError(failure)
     ended = f": {failure.text}" if failure else f" in {seconds:.1f} s"
-    for report in reports.values():
+    for name, report in reports.items():
         report.silence = report.silence or (f" within {limit_s:g} s" if late else ended)
+        if failure and failure.fault == "user" and name in (failure.nodes or names):
+            report.refusal = failure.message.removeprefix(f"{name}: ")
     return reports
 
 
@@ -268,7 +272,10 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
         findings = list(node.health.findings)
         if node.health.checks_s is None:
             after = f" after the check of {findings[-1].check}" if findings else ""
-            findings.append(fail("answer", "none", "", f"no response{after}{node.silence}"))
+            answered = re.search(r": tasks? [\d,-]+: ", node.silence)
+            message = f"{'it ended' if answered else 'no response'}{after}{node.silence}"
+            blame: Blame = "user" if node.refusal else "infrastructure"
+            findings.append(fail("answer", "none", "", node.refusal or message, blame=blame))
         if node.clock_ahead_s is not None and len(reports) > 1:
             limit = limits.max_clock_skew_s
             # Against the median of the nodes: this machine's own clock may be wrong.

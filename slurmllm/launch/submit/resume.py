@@ -12,6 +12,7 @@ from slurmllm.core.config.load import read_summary, summarize
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.config.resolve import RunConfig, change, changed_settings
 from slurmllm.core.errors import RunError
+from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient
@@ -96,6 +97,12 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
             raise RunError(
                 f"--from-scratch: the checkpoints of {run.name} are its trainer's, which decides "
                 "where it continues; remove them, or start another run"
+            )
+        step, steps = int((last_row(run) or {}).get("step", 0)), recipe.steps
+        if steps is not None and steps != earlier.steps and steps <= step:
+            raise RunError(
+                f"command.steps {steps} is not above step {step}, which {run.name} has reached; "
+                "set more, or start another run"
             )
         if is_done and recipe.command == earlier.command:
             fix = "--set command.run=…, or --set command.steps=… with more steps, to continue it"

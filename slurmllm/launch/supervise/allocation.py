@@ -20,8 +20,9 @@ from pathlib import Path
 
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.rules import minutes_of
 from slurmllm.core.config.variables import is_secret_option
-from slurmllm.core.errors import SlurmError, UserError
+from slurmllm.core.errors import ConfigError, SlurmError, UserError
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.slurm.client import AccountingRow, SlurmClient, step_options
@@ -123,6 +124,20 @@ class SlurmAllocation(Allocation):
     @property
     def master_addr(self) -> str:
         return reachable_address(self.nodes[0])  # a requeued job may have other nodes than before
+
+    def check_time_limit(self, lead_s: float) -> None:
+        """Raise ConfigError if the job's limit, as somebody has changed it, leaves no time."""
+        try:
+            limit = self.client.batch_job(self.job_id).time_limit
+        except SlurmError as error:
+            log.warning("the time limit is unknown: %s", error)
+            return
+        if limit[:1].isdigit() and (minutes := minutes_of(limit)) * 60 <= lead_s:
+            raise ConfigError(
+                f"job {self.job_id}: time limit {minutes:g} min is not above signal_lead_s "
+                f"{lead_s:g}, so Slurm asks it to stop as it starts; `slurmllm resume` starts a "
+                "job with slurm.time, or lower slurm.signal_lead_s"
+            )
 
     def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
         """Return the nodes for new workers; empty if too few remain, or not the supervisor's."""

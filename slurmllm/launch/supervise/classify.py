@@ -21,7 +21,6 @@ from slurmllm.core.errors import (
 )
 from slurmllm.core.run.error_patterns import (
     ENDINGS,
-    Meaning,
     cause_line,
     matches,
     meaning_of,
@@ -70,7 +69,6 @@ class TrainerExit:
     leaving: str = "saved and left"  # what workers did that were asked to stop
     unfinished: str = ""  # why it may have ended before its last step
     step: str = ""  # `at step 8 `: how far it has come
-    one_per_node: bool = False  # whether a worker starts the others of its node
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Evidence:
     failures: Sequence[FailureRecord] = ()
     slurm_state: str = "RUNNING"  # at the end; of a local job see `LocalAllocation.state`
     step_out_of_memory: bool = False  # whether Slurm's accounting reports OUT_OF_MEMORY
-    down_nodes: Sequence[str] = ()  # nodes that Slurm reports as unusable
+    # Nodes that Slurm reports as unusable → its reason, which may be empty.
+    down_nodes: Mapping[str, str] = field(default_factory=dict)
     stop_signal: str | None = None  # the stop signal, if it came before any failure
     overran_s: float | None = None  # from that signal to the forced end, if forced
     uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
@@ -152,7 +151,7 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     yield from _launch_endings(evidence)
     for failure in evidence.failures:
         if matches(failure.message, "port"):  # another process took it first: no node is to blame
-            reason = f"{failure.place}: {failure.message}"
+            reason = f"{failure.origin}: {failure.message}"
             yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
     yield _by_failure(evidence)
     if evidence.unwritable is not None:  # most records could not be written either
@@ -160,7 +159,7 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     yield from _worker_endings(evidence)
 
 
-def _reported_endings(evidence: Evidence) -> Iterator[Ending]:
+def _reported_endings(evidence: Evidence) -> Iterator[Ending | None]:
     """Yield the endings that supervisors, Slurm or the workers themselves report."""
     stop_signal = evidence.stop_signal
     if evidence.superseded_by is not None:
@@ -180,10 +179,37 @@ def _reported_endings(evidence: Evidence) -> Iterator[Ending]:
         cut = (f"{stop_signal} came before the compiler was done",) if stop_signal else ()
         yield Ending("compile_failure", (*cut, *incomplete))
     codes = {*evidence.exit_codes}
-    if not evidence.unreported and EXIT_REQUEUE in codes and not codes - {EXIT_OK, EXIT_REQUEUE}:
-        yield Ending(
-            "advance_signal", (f"{stop_signal or 'a stop signal'}: {evidence.trainer.leaving}",)
-        )
+    if stop_signal is not None or EXIT_REQUEUE in codes:
+        yield _node_lost(evidence)
+    left = EXIT_REQUEUE in codes and not codes - {EXIT_OK, EXIT_REQUEUE}
+    # srun stops the others if a launcher fails.
+    failed = stop_signal is None and any(node.error for node in evidence.nodes.values())
+    if left and not failed and not evidence.unreported:
+        reason = f"{stop_signal or 'a stop signal'}: {evidence.trainer.leaving}"
+        yield Ending("advance_signal", (*_by_slurm(evidence), reason))
+
+
+def _node_lost(evidence: Evidence) -> Ending | None:
+    """The end of a job that Slurm ended because a node failed, whatever signals that sent."""
+    launch, down = evidence.launch, evidence.down_nodes
+    said = launch is not None and "node failure" in launch.message.lower()
+    names = tuple(down) or (launch.accused if said and launch else ())
+    if not (names or said or evidence.slurm_state == "NODE_FAIL"):
+        return None
+    reasons = [f"{name} ({down[name]})" if down.get(name) else name for name in names]
+    line = f"Slurm: node failure on {', '.join(reasons)}".removesuffix(" on ")
+    return Ending("node_failure", (line,), _few(names, evidence.expected_nodes))
+
+
+def _few(names: Sequence[str], nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return the nodes to blame: none if most seem to have failed at once."""
+    return tuple(names) if len(names) <= max(len(nodes) // 2, 1) else ()
+
+
+def _by_slurm(evidence: Evidence) -> tuple[str, ...]:
+    """Return why Slurm ends a job, before the signal that it sends."""
+    ended = evidence.slurm_state in ("PREEMPTED", "TIMEOUT", "DEADLINE")
+    return (f"Slurm: the job is {evidence.slurm_state}",) if ended else ()
 
 
 def _launch_endings(evidence: Evidence) -> Iterator[Ending | None]:
@@ -234,8 +260,8 @@ def _lost_peers(evidence: Evidence) -> Ending | None:
         return None
     first = min(evidence.failures, key=lambda failure: (names_a_peer(failure), failure.time))
     if not names_a_peer(first):
-        return Ending("code_error", (f"{first.place}: {first.error}: {first.message}",))
-    reason = f"communication: {first.place}: {first.message}"
+        return Ending("code_error", (f"{first.origin}: {first.error}: {first.message}",))
+    reason = f"communication: {first.origin}: {first.message}"
     return Ending("node_failure", (*_left_early(evidence), reason))
 
 
@@ -251,7 +277,7 @@ def _left_early(evidence: Evidence) -> list[str]:
     how = (
         f"exited with 0 {evidence.trainer.step}while the others trained (usual cause: uneven data)"
     )
-    return [f"{place} {how}" for _, place in ended[:1]]
+    return [f"{origin} {how}" for _, origin in ended[:1]]
 
 
 def _hang(evidence: Evidence) -> Ending | None:
@@ -275,7 +301,7 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
         "cluster.directives of the profile, then `slurmllm resume`"
     )
     lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
-    blamed = failure.accused if len(failure.accused) <= max(len(nodes) // 2, 1) else ()
+    blamed = _few(failure.accused, nodes)
     ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
     return Ending(ending, lines, blamed, started, None if started else failure)
 
@@ -325,8 +351,8 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     first = min(primary, key=lambda f: (f.exit_code == -signal.SIGTERM, f.time))
     node = evidence.nodes.get(first.node)
     if first.error == KILLED:
-        return _by_signal(first.place, first.exit_code, first.node, evidence)
-    reason: tuple[str, ...] = (f"{first.place}: {first.error}: {first.message}",)
+        return _by_signal(first.origin, first.exit_code, first.node, evidence)
+    reason: tuple[str, ...] = (f"{first.origin}: {first.error}: {first.message}",)
     if first.blame == "user" or matches(_full_message(first), "limit"):
         return Ending("bad_configuration", reason)
     if evidence.no_gpu and _NO_GPU.search(first.message):
@@ -389,34 +415,26 @@ def _launcher_error(evidence: Evidence) -> Ending | None:
 
 def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending | None:
     """What a log explains; else the first worker's signal; else a log with a lost peer."""
-    echoes = dict[Meaning, Ending]()
-    unexplained = None
+    echo = unexplained = None
     for worker in workers:
-        place = _place(worker, evidence)
+        origin = f"rank {worker.rank} on {worker.node}"
         cause = cause_line(evidence.log_tails.get(worker.rank, ()))
-        # A process that lost its peers may abort itself; another signal comes from elsewhere.
-        other = cause is not None and cause[1] == "connection" and worker.code < 0
-        if cause is None or (other and worker.code != -signal.SIGABRT):
-            by_signal = _by_signal(place, worker.code, worker.node, evidence)
+        if cause is None or (cause[1] == "connection" and worker.code < 0):
+            by_signal = _by_signal(origin, worker.code, worker.node, evidence)
             # Which of several was killed first, nobody knows.
             if by_signal is not None and by_signal.ending == "out_of_memory":
                 return by_signal
             unexplained = unexplained or by_signal
             continue
         line, meaning = cause
-        reason = f"{place} {how_ended(worker.code)}: "
         ending, blamed = ENDINGS[meaning]
         blamed_nodes = (worker.node,) if blamed else ()
-        by_log = Ending(ending, (f"{reason}{line.strip()[:400]}",), blamed_nodes)
+        reason = f"{origin} {how_ended(worker.code)}: {line.strip()[:400]}"
+        by_log = Ending(ending, (reason,), blamed_nodes)
         if meaning not in ("lost_peer", "connection"):
             return by_log
-        echoes.setdefault(meaning, by_log)
-    return unexplained or echoes.get("lost_peer") or echoes.get("connection")
-
-
-def _place(worker: FailedWorker, evidence: Evidence) -> str:
-    subject = "the command" if evidence.trainer.one_per_node else f"rank {worker.rank}"
-    return f"{subject} on {worker.node}"
+        echo = echo or by_log
+    return unexplained or echo
 
 
 def how_ended(code: int) -> str:
@@ -428,23 +446,23 @@ def how_ended(code: int) -> str:
     return f"ended by signal {-code}"  # a real-time signal
 
 
-def _by_signal(place: str, code: int, name: str, evidence: Evidence) -> Ending | None:
+def _by_signal(origin: str, code: int, name: str, evidence: Evidence) -> Ending | None:
     """The end of a process by a signal; None if it was none, or may be the supervisor's own."""
     how = how_ended(code).removeprefix("ended by ")
     if code >= 0:
         return None
     if -code in CRASHES:
-        return Ending("code_error", (f"{place} crashed with {how}",))
+        return Ending("code_error", (f"{origin} crashed with {how}",))
     if evidence.overran_s is not None:
         return None
     node = evidence.nodes.get(name)
     if -code == signal.SIGKILL and node is not None and node.oom_kills:
-        reason = f"{place} was ended by SIGKILL: out of host memory"
+        reason = f"{origin} was ended by SIGKILL: out of host memory"
         counted = f"(the kernel's oom_kill there: {node.oom_kills})"
         return Ending("out_of_memory", (f"{reason} {counted}",))
-    reason = f"{place} was ended by {how} from outside"
+    reason = f"{origin} was ended by {how} from outside"
     if -code == signal.SIGBUS:
-        reason = f"{place}: SIGBUS: memory, or a file mapped into it, could not be read"
+        reason = f"{origin}: SIGBUS: memory, or a file mapped into it, could not be read"
     return Ending("node_failure", (reason,), (name,))
 
 
@@ -455,12 +473,14 @@ def _unreported(evidence: Evidence) -> Ending | None:
         return None
     if evidence.stop_signal is not None:
         reason = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
-        return Ending("advance_signal", (reason,))
+        return Ending("advance_signal", (*_by_slurm(evidence), reason))
     lines, launch = list[str](), evidence.launch
     if launch is not None:
         # The request, the program or a log cannot end a step that has begun.
         other = launch.fault in ("unknown", "result", "request", "user", "storage")
         explained = not other and {*launch.nodes} <= {*names}
+        # A node's set-up or interpreter, while others have begun
+        explained |= launch.fault == "user" and launch.nodes == tuple(names)
         if explained or not evidence.begun:
             return launch_ending(launch, evidence.expected_nodes, evidence.begun)
         lines = [launch.text] if launch.message else []
@@ -470,5 +490,4 @@ def _unreported(evidence: Evidence) -> Ending | None:
         lines.insert(0, f"{', '.join(names)} stopped responding")
     # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
     # failed.
-    few = len(names) <= max(len(evidence.expected_nodes) // 2, 1)
-    return Ending("node_failure", tuple(lines), tuple(names) if few else ())
+    return Ending("node_failure", tuple(lines), _few(names, evidence.expected_nodes))

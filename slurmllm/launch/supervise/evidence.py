@@ -16,7 +16,8 @@ from slurmllm.core.metrics.row_reader import Row, last_rows
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, read_all
-from slurmllm.core.run.safe_files import open_regular, write_error
+from slurmllm.core.run.safe_files import read_tail, write_error
+from slurmllm.core.slurm.client import to_unix
 from slurmllm.core.slurm.error_texts import launch_failure
 from slurmllm.launch.graphs.archive import faults
 from slurmllm.launch.supervise import attempts, stacks
@@ -52,13 +53,18 @@ def gather_evidence(
         if time.monotonic() >= deadline:
             break
         time.sleep(0.2)
-    out_of_memory, down_nodes = False, list[str]()
+    out_of_memory, down_nodes = False, dict[str, str]()
     if isinstance(allocation, SlurmAllocation):
         rows = allocation.client.accounting(allocation.job_id)
         out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
         with suppress(SlurmError):
+            if stop_signal and to_unix(allocation.client.batch_job(allocation.job_id).preempt_time):
+                slurm_state = "PREEMPTED"
+        with suppress(SlurmError):
             states = allocation.client.node_states()
-            down_nodes = [n for n in record.nodes if n in states and has_failed(states[n])]
+            down_nodes = {n: "" for n in record.nodes if n in states and has_failed(states[n])}
+            for node in allocation.client.partition_nodes() if down_nodes else ():
+                down_nodes |= {node.name: node.reason} if node.name in down_nodes else {}
     hang, lines = observed.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)
@@ -85,22 +91,19 @@ def gather_evidence(
         launch=launch_failure(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
-        peers=_peers(record, config) if config is not None and failures else (),
+        peers=_peers(record) if failures else (),
         trainer=TrainerExit() if command is None else _trainer_exit(run, record, command),
         no_gpu="" if config is None else _no_gpu(config),
     )
 
 
-def _peers(record: AttemptRecord, config: RunConfig) -> set[str]:
-    """Return the names by which the processes of an attempt reach each other; empty for one."""
-    one_per_node = config.recipe.worker.one_per_node
-    if record.world_size * (config.cluster.devices_per_node if one_per_node else 1) == 1:
-        return set()
+def _peers(record: AttemptRecord) -> set[str]:
+    """Return the names by which the workers of an attempt reach each other; empty for one."""
     names = {str(record.master_port), record.master_addr, *record.nodes} - {"127.0.0.1"}
     for name in record.nodes:
         with suppress(OSError):
             names.add(socket.gethostbyname(name))
-    return names
+    return names if record.world_size > 1 else set()
 
 
 def _no_gpu(config: RunConfig) -> str:
@@ -141,7 +144,7 @@ def _trainer_exit(run: RunDir, record: AttemptRecord, command: CommandConfig) ->
             unfinished = f"the last step that was read is {step} of {command.steps} (command.steps)"
         each_step = len(rows) == 2 and step == int(rows[0]["step"]) + 1
         progress = f"at step {step + 1} " if each_step else f"after step {step} "
-    return TrainerExit(f"{ended}; {checkpoint}", unfinished, progress, command.one_per_node)
+    return TrainerExit(f"{ended}; {checkpoint}", unfinished, progress)
 
 
 def _with_stacks(
@@ -164,9 +167,7 @@ def _with_stacks(
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
     """Return the end of a worker's log; rank 0 shares the stage's log with earlier attempts."""
     try:
-        with open_regular(run.worker_log(record.stage, record.attempt, rank)) as stream:
-            stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
-            lines = stream.read().decode("utf-8", errors="replace").splitlines()
+        lines = read_tail(run.worker_log(record.stage, record.attempt, rank), _TAIL_BYTES)
     except OSError:
         return []
     begin = f"{record.stage} attempt {record.attempt}"

@@ -170,4 +170,6 @@ def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:
         remaining = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
         failed = {name: tuple(findings) for name, findings in remaining.items() if findings}
     evidence += [f"preflight: {name}: {f.message}" for name, fs in failed.items() for f in fs]
+    if any(f.blame == "user" and f.check == "answer" for fs in failed.values() for f in fs):
+        return Ending("bad_configuration", tuple(evidence), started=False)
     return Ending("node_failure", tuple(evidence), tuple(failed), started=False)

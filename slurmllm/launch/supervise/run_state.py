@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from slurmllm.core.config.load import ConfigSummary
+from slurmllm.core.config.load import ConfigSummary, load
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.format import format_duration
 from slurmllm.core.run.records import (
@@ -20,6 +21,7 @@ from slurmllm.core.run.records import (
     UnrecordedEnding,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, SweepDir
+from slurmllm.core.run.safe_files import read_tail
 from slurmllm.core.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
 from slurmllm.core.slurm.error_texts import explain_waiting
 from slurmllm.launch.supervise.attempts import is_running, load_attempts
@@ -41,6 +43,11 @@ _MEANINGS = {
     "RECONFIG_FAIL": "held: its nodes could not be configured",
 }
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED", "RECONFIG_FAIL")
+# What a batch script says before it ends with 2, in its last lines
+_OF_SCRIPT = re.compile(
+    r"\S{1,255}: cluster\.setup: line |error: \S{1,255} (?:has no interpreter|limits)"
+)
+_TAIL_BYTES, _LAST_LINES = 4096, 4
 SILENT_S = 300.0  # from the last written file on, a run of another machine may be dead
 
 
@@ -173,6 +180,8 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
                 return active, process
             activity = f"{process}, which has written nothing for {format_duration(silent_s)}"
             return "unknown", f"{activity}; if it is gone, `slurmllm resume {run.name} --force`"
+        if not records.cancelled and (stopped := _by_script(records)):
+            return stopped
         state = "cancelled" if records.cancelled else "interrupted"
         return state, f"`slurmllm resume {run.name}` continues"
     if records.ended:
@@ -217,6 +226,8 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
         return "unknown", reason or "Slurm no longer knows the job and has no accounting"
     if train is not None and (ending := train.unrecorded) is not None:
         return "stopped", f"{ending.ending}: {'; '.join(ending.evidence)}"
+    if state == "FAILED" and (stopped := _by_script(records)):
+        return stopped
     see = f"; see {run.stage_log('train')}" if state == "FAILED" else ""
     return "interrupted", f"train job {state or 'never submitted'}{see}"
 
@@ -227,6 +238,19 @@ def _train_job(jobs: _Jobs) -> JobState | None:
     if train is None or successor is None or train.waits or train.has_nodes:
         return train
     return successor if successor.waits or successor.has_nodes else train
+
+
+def _by_script(records: RunRecords) -> State | None:
+    """Return the state of a run whose batch script ended before its supervisor began."""
+    run, submission = records.run, records.submission
+    for path in map(run.stage_log, STAGES if submission and records.last is None else ()):
+        with suppress(OSError):
+            lines = read_tail(path, _TAIL_BYTES)[-_LAST_LINES:]
+            line = next(filter(_OF_SCRIPT.match, reversed(lines)), None)
+            # Not that of an earlier submission; the clocks may differ.
+            if line and submission and path.stat().st_mtime > submission.submitted_at - 1.0:
+                return "stopped", f"bad_configuration: {line.removeprefix('error: ')}"
+    return None
 
 
 def _cancelled(run: RunDir) -> State:
@@ -246,6 +270,8 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
     state = "cancelled" if cancelled else "stopped"
     if last is not None:
         return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
+    if stopped := _by_script(records):
+        return stopped
     run, name = records.run, records.submission.graphs_of if records.submission else None
     compiling = run if name is None else SweepDir(run.path.parent).graph_run(name)
     return state, f"precompile job {job_state}; see {compiling.stage_log('precompile')}"
@@ -354,6 +380,10 @@ def read_job_states(
             texts = ("", "")
             if reason and queued.state in WAITING_STATES:
                 texts = explain_waiting(reason, job, run.name, stage)
+                if "TimeLimit=MINUTES" in texts[1] and stage != "precompile":
+                    lead_s = load(run.config).recipe.slurm.signal_lead_s
+                    bound = f" (above {lead_s / 60:g}: slurm.signal_lead_s {lead_s})"
+                    texts = texts[0], texts[1] + bound
             jobs[stage] = JobState(job, queued.state, reason, *texts, ending)
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]

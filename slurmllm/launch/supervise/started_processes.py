@@ -90,23 +90,22 @@ def first_end(lines: Iterable[str]) -> ProcessEnd | None:
 
     It ends the other processes by SIGTERM: one that ended so counts only if there is no other.
     """
-    ends = list[tuple[tuple[bool, bool], ProcessEnd]]()
-    others, fields = True, dict[str, str | None]()
+    ends = list[tuple[bool, bool, ProcessEnd]]()
+    before_cause, fields = True, dict[str, str | None]()
     for index, line in enumerate(lines):
-        others &= _ROOT_CAUSE not in line
+        before_cause &= _ROOT_CAUSE not in line
         match = next(filter(None, (pattern.search(line) for pattern in _REPORTS)), None)
         if match is None:
             continue
         fields |= match.groupdict()
-        rank = None if (text := fields.get("rank")) is None else int(text)
+        rank = None if (number := fields.get("rank")) is None else int(number)
         codes = [read(value) for name, read in _CODES.items() if (value := fields.pop(name, None))]
         for code in filter(None, codes):
-            end = ProcessEnd(index, code, rank, fields.get("node"))
-            ends += (
-                [((code == -signal.SIGTERM, others), end)] if code < 0 or rank is not None else []
-            )
+            if code < 0 or rank is not None:
+                end = ProcessEnd(index, code, rank, fields.get("node"))
+                ends.append((code == -signal.SIGTERM, before_cause, end))
             fields = {}
-    return min(ends, key=lambda end: end[0], default=(None, None))[1]
+    return min(ends)[-1] if ends else None
 
 
 class StartedProcesses:

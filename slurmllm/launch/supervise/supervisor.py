@@ -141,6 +141,8 @@ class Supervisor:
         observed = Observations()
         try:
             check_setup_ran(__version__)
+            if self.stage == "train" and type(self.allocation) is SlurmAllocation:
+                self.allocation.check_time_limit(self.config.recipe.slurm.signal_lead_s)
             if self.config.cluster.container is not None and record.attempt == 0:
                 check_container(__version__, paths_of(self.config.cluster.container))
             self._link_graphs()

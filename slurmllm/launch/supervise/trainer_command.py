@@ -178,7 +178,8 @@ def failure_of(
     if end is not None and end.node is not None:
         short = end.node.partition(".")[0]
         node = next((name for name in nodes if name.partition(".")[0] == short), node)
-    blame: Blame = "user" if code in _UNUSABLE else "code"
+    by_shell = code in _UNUSABLE or cause.message.startswith("bash: ")
+    blame: Blame = "user" if by_shell else "code"
     from_outside = cause.error == KILLED and -(cause.code or 0) not in CRASHES
     if cause.meaning == "node" or from_outside:
         blame = "infrastructure"
@@ -202,36 +203,48 @@ def _cause(
     """Return the cause of a worker's end, `end` being that of the first process; None: a signal."""
     status = f"exit code {code % _FOREIGN}"
     if code in _UNUSABLE:
-        line = next((line for line in reversed(recent) if _UNFOUND.search(line.text)), last)
-        error = _UNUSABLE[code] if _UNFOUND.search(line.text) else status
-        return _Cause(line, error, re.sub(r"^bash: line \d+: ", "", line.text.strip()))
-    raised = _exceptions(recent)
-    causes = [item for item in raised if not item.is_echo] or raised
-    of_rank = [item for item in causes if end is not None and item.rank in (None, end.rank)]
-    first = next(iter(of_rank or causes), None)
-    text, meaning = cause_line(line.text for line in recent) or ("", None)
-    line = next((line for line in recent if line.text == text), last)
-    sigterm = end is not None and end.code == -signal.SIGTERM  # a launcher's, before its exception
-    if end is not None and end.code < 0 and (first is None or (first.is_echo and not sigterm)):
+        error = _UNUSABLE[code] if _UNFOUND.search(last.text) else status
+        return _Cause(last, error, re.sub(r"^bash: line \d+: ", "", last.text.strip()))
+    raised = _first_raised(_exceptions(recent), end)
+    named = None
+    if (cause := cause_line(line.text for line in recent)) is not None:
+        line = next(line for line in recent if line.text == cause[0])
+        named = _Cause(line, status, line.text.strip())
+    # By SIGTERM a launcher ends the others, or was ended itself.
+    by_exception = raised is not None and (
+        not raised.is_echo or (end is not None and end.code == -signal.SIGTERM)
+    )
+    if end is not None and end.code < 0 and not by_exception:
         how = how_ended(end.code)
         # A process that lost its peers may abort itself.
-        if text and (meaning not in _ECHOES or end.code == -signal.SIGABRT):
-            return _Cause(line, how, text.strip(), end.rank, end.code)
+        if named is not None and (not named.is_echo or end.code == -signal.SIGABRT):
+            return named._replace(error=how, rank=end.rank, code=end.code)
         return _Cause(recent[end.line], KILLED, how, end.rank, end.code)
-    if first is not None and (first.error != "KeyboardInterrupt" or not text):
-        alone = first.rank is None and end is not None and len(raised) == 1
-        return first._replace(rank=end.rank) if alone and end is not None else first
+    if raised is not None and (named is None or raised.error != "KeyboardInterrupt"):
+        return raised
     if code < 0:
         return None
-    if text:
-        return _Cause(line, status, text.strip())
-    refused = [line for line in recent if _REFUSED.match(line.text)]
-    if not refused and not _REFUSAL.search(last.text):
-        refused = [line for line in recent if _NAMED.match(line.text)][-1:]
-        if not refused:
-            return _Cause(last, status, f"its last line: {last.text.strip()}")
-    line = next(iter(refused), last)
-    return _Cause(line, status, line.text.strip())
+    return named or _by_last_line(status, recent, last)
+
+
+def _first_raised(raised: Sequence[_Cause], end: ProcessEnd | None) -> _Cause | None:
+    """Return the exception that explains the end: no echo, and of the rank that ended first."""
+    causes = [cause for cause in raised if not cause.is_echo] or raised
+    if end is not None:
+        if len(raised) == 1 and raised[0].rank is None:
+            return raised[0]._replace(rank=end.rank)
+        causes = [cause for cause in causes if cause.rank in (None, end.rank)] or causes
+    return next(iter(causes), None)
+
+
+def _by_last_line(status: str, recent: Sequence[OutputLine], last: OutputLine) -> _Cause:
+    """Return a refusal of Python's or bash's own, else the last line that gives a reason."""
+    reasons = [line for line in recent if _REFUSED.match(line.text)]
+    reasons += [last] if _REFUSAL.search(last.text) else []
+    reasons += [line for line in reversed(recent) if _NAMED.match(line.text)]
+    if reasons:
+        return _Cause(reasons[0], status, reasons[0].text.strip())
+    return _Cause(last, status, f"its last line: {last.text.strip()}")
 
 
 def _exceptions(lines: Sequence[OutputLine]) -> list[_Cause]:
@@ -253,25 +266,25 @@ def _raised(rank: int | None, lines: Iterable[tuple[OutputLine, str]]) -> Iterat
     inside = following = False
     pending: _Cause | None = None
     handled = ""
-    for line, text in lines:
-        if text.startswith(_TRACEBACK):
+    for line, content in lines:
+        if content.startswith(_TRACEBACK):
             inside = True
-        elif text.startswith(_CHAINED):
+        elif content.startswith(_CHAINED):
             if pending is not None and pending.meaning not in (None, *_ECHOES):
                 handled = f"; raised after {pending.error}: {pending.message}"
             pending = None
-        elif inside and text.strip() and not text[0].isspace():
+        elif inside and content.strip() and not content[0].isspace():
             inside = False
-            match = _EXCEPTION.fullmatch(text.rstrip())
+            match = _EXCEPTION.fullmatch(content.rstrip())
             if match is None or match["name"].rpartition(".")[2] in _WRAPPERS:
                 continue
             if pending is not None:
                 yield pending
             pending = _Cause(line, match["name"], (match["message"] or "") + handled, rank)
             following, handled = True, ""
-        elif pending is not None and text.strip():
-            following &= rank is not None or _MORE.match(text) is not None
+        elif pending is not None and content.strip():
+            following &= rank is not None or _MORE.match(content) is not None
             if following and not inside:
-                pending = pending._replace(message=f"{pending.message}; {text.strip()}")
+                pending = pending._replace(message=f"{pending.message}; {content.strip()}")
     if pending is not None:
         yield pending

@@ -1,5 +1,6 @@
 """Where runs stand and what they have cost, from their records and one question to Slurm."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +95,33 @@ def test_an_attempt_without_a_step_recomputes_the_lost_ones(tmp_path: Path) -> N
     assert state.eta_s == pytest.approx(80 * 2.0)
     attempt(run, 1, 3.0, None, checkpoint_before=20, world_size=1)
     assert run_state(run, CountingSlurm()).eta_s is None  # nothing is known of so few workers
+
+
+@pytest.mark.parametrize(
+    ("line", "late", "state"),
+    [
+        ("n2: cluster.setup: line 1 failed with exit code 3: . x", False, "stopped"),
+        ("error: n2 has no interpreter /x/python; install it there", False, "stopped"),
+        ("n2: cluster.setup: line 1 failed with exit code 3: . x", True, "interrupted"),
+        ("step 7 loss 2.0", False, "interrupted"),
+    ],
+)
+def test_a_script_that_ended_before_its_supervisor(
+    tmp_path: Path, line: str, late: bool, state: str
+) -> None:
+    run, slurm = make(tmp_path, job="8"), FakeSlurm()
+    run.logs.mkdir(exist_ok=True)
+    run.stage_log("train").write_text(f"{line}\n")
+    if late:  # of an earlier submission
+        os.utime(run.stage_log("train"), (1.0, 1.0))
+    job, now = slurm.submit("#!/bin/bash\n"), time.time()
+    save_submission(run, nodes=2, train_job=job, submitted_at=now)
+    slurm.start(job)
+    slurm.finish(job, "FAILED")
+    found = run_state(run, slurm)
+    assert found.state == state
+    reason = f"bad_configuration: {line.removeprefix('error: ')}"
+    assert (found.reason == reason) is (state == "stopped")
 
 
 def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:

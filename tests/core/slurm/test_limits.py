@@ -89,7 +89,9 @@ def check(slurm: FakeSlurm, **options: str) -> Any:
         ({}, {"nodes": "5"}, "--nodes 5: needs 5 nodes; partition main has 4 suitable"),
         ({}, {"nodes": "4", "mem": "8000"}, None),
         ({}, {"mem": "0"}, None),
-        ({}, {"nodes": "4", "mem": "12G"}, "main has 3 suitable; choose at most 8000 MB, which 4"),
+        ({}, {"nodes": "4", "mem": "12G"}, "choose at most 8000 MB, which all 4 have"),
+        ({}, {"mem": "12T"}, "choose at most 16000 MB, which 3 of its nodes have"),
+        ({}, {"exclude": "n4", "gres": "gpu:9"}, "choose at most 2, which 1 of its nodes have"),
         ({}, {"nodes": "4", "mem": "8000000K"}, None),
         ({}, {"mem": "1T"}, "--mem 1T: needs 1 node; partition main has 0 suitable"),
         ({}, {"cpus_per_task": "5"}, "--cpus-per-task 5: needs 1 node; partition main has 0"),
@@ -205,3 +207,17 @@ def test_the_nodes_that_suit_all_options() -> None:
     options = {"gpus-per-node": "8", "mincpus": "4"}
     assert [node.name for node in suitable_nodes(options, nodes, slurm)] == ["n3", "n4"]
     assert suitable_nodes({}, nodes, slurm) == nodes
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gres": "gpu:8"}, "no node of main has GPUs"),
+        ({"gpus_per_node": "a100:1"}, "no node of main has GPUs"),
+        ({"constraint": "a100"}, "no node of main has features"),
+        ({"mem": "900G"}, "choose at most 16000 MB, which all 4 have"),
+    ],
+)
+def test_what_no_node_has_is_not_offered(options: dict[str, str], text: str) -> None:
+    (fault,) = check(FakeSlurm(), **options).faults
+    assert f"; {text}, or another --partition" in fault

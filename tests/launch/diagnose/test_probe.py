@@ -21,12 +21,14 @@ from slurmllm.launch.diagnose.probe import (
     compare_nodes,
     unstarted,
 )
+from slurmllm.launch.supervise.preflight import preflight_ending
 
 WAIT = "import sys, time; sys.stdout.flush(); time.sleep(60)"
+REPORT = "from slurmllm.launch.diagnose.probe import report\n"
 LATE = (
     "import time\n"
     "from slurmllm.launch.diagnose import ok\n"
-    "from slurmllm.launch.diagnose.probe import report\n"
+    f"{REPORT}"
     "report('n1', finding=ok('devices', 2))\n"
     "report('n2', version=('torch', '2.9')); report('n2', took_s=1)\n"
     "print('srun: error: n3: task 2: Exited with exit code 2', flush=True)\n"
@@ -58,7 +60,35 @@ def test_a_node_that_does_not_respond_in_time_fails_with_its_last_check(
     assert answers["n2"].of("fail", "warn") == ()
     assert answers["n2"].checks_s == 1
     (silent,) = answers["n3"].of("fail")
-    assert silent.message == "no response: srun: error: n3: task 2: Exited with exit code 2"
+    assert silent.message == "it ended: srun: error: n3: task 2: Exited with exit code 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "n2: cluster.setup: line 1 failed with exit code 5: x",
+            "cluster.setup: line 1 failed with",
+        ),
+        (
+            "slurmstepd: error: execve(): /x/python: No such file or directory",
+            "slurmstepd: error: ",
+        ),
+        ("slurmllm: line 14: /x/python: No such file or directory", "slurmllm: line 14: /x/pyt"),
+        ("/x/python: No module named slurmllm", "/x/python: No module named slurmllm"),
+    ],
+)
+def test_a_node_whose_set_up_or_interpreter_fails_has_answered(line: str, message: str) -> None:
+    ended = "srun: error: n2: task 1: Exited with exit code 2"
+    script = f"report('n1', took_s=1); print({line!r}); print({ended!r}); exit(1)"
+    answers = compare_nodes(collected(f"{REPORT}{script}", 20.0, ("n1", "n2")), HealthChecks())
+    assert answers["n1"].of("fail") == ()
+    (failed,) = answers["n2"].of("fail")
+    assert failed.message.startswith(message)
+    ending = preflight_ending(answers)
+    assert ending is not None
+    assert (ending.ending, ending.blamed_nodes) == ("bad_configuration", ())
+    assert ending.evidence[0].startswith(f"preflight: n2: {message}")
 
 
 def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:

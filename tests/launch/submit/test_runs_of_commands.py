@@ -114,7 +114,11 @@ def test_resume_changes_the_command_and_the_nodes(run: RunDir, fake: FakeSlurm) 
     assert dry["changes"]["command.steps"] == [40, 60]
     save_attempt(run, nodes=("n1", "n2"), ended_at=40.0, ending="done", action="finish")
     assert "its command ended with exit code 0; change it with --set" in fails(2, "resume", "r")
-    assert call("resume", "r", "command.steps=60").exit_code == 0
+    assert call("resume", "r", "command.steps=60", "--dry-run").exit_code == 0
+    write_rows(run.metrics(0), [{"step": 60, "attempt": 0, "loss": 2.0, "time": 60.0}])
+    refusal = "command.steps 60 is not above step 60, which r has reached"
+    assert refusal in fails(2, "resume", "r", "command.steps=60")
+    assert call("resume", "r", "command.steps=70").exit_code == 0
 
 
 def test_what_recipes_prints_removes_no_checkpoints(fake: FakeSlurm) -> None:

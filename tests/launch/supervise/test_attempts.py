@@ -4,6 +4,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from socket import gethostname
@@ -17,7 +18,7 @@ from training_rows import write_rows
 
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.resolve import resolve
-from slurmllm.core.errors import SlurmError
+from slurmllm.core.errors import ConfigError, SlurmError
 from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import EventLog
@@ -348,15 +349,30 @@ def test_what_slurm_and_the_nodes_report(ended: Ended) -> None:
     _, cluster = ended
     evidence = gather(ended)
     assert (evidence.slurm_state, evidence.step_out_of_memory) == ("RUNNING", False)
-    assert (list(evidence.nodes), evidence.unreported, evidence.down_nodes) == (["n1"], ["n2"], [])
+    assert (list(evidence.nodes), evidence.unreported, evidence.down_nodes) == (["n1"], ["n2"], {})
     assert evidence.log_tails == {0: ["train attempt 0: begun", "Killed"]}
     assert (evidence.unwritable, evidence.uncompiled) == (None, ())
     del cluster.states["n2"]  # sinfo does not list it, which is no evidence
-    assert gather(ended).down_nodes == []
-    cluster.states["n2"] = "down*"
+    assert gather(ended).down_nodes == {}
+    cluster.states["n2"], cluster.reasons["n2"] = "down*", "hw: PSU"
     cluster.finish("1", "OUT_OF_MEMORY")
     evidence = gather(ended)
-    assert (evidence.down_nodes, evidence.step_out_of_memory) == (["n2"], True)
+    assert (evidence.down_nodes, evidence.step_out_of_memory) == ({"n2": "hw: PSU"}, True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ("00:04:00", "time limit 4 min is not above signal_lead_s 300"),
+        ("00:05:00", "time limit 5 min is not"),
+        ("00:06:00", ""),
+        ("UNLIMITED", ""),
+    ],
+)
+def test_a_time_limit_that_leaves_no_time(ended: Ended, limit: str, text: str) -> None:
+    allocation, ended[1].time_limit = start_of(ended[1], "1", ("n1", "n2")), limit
+    with pytest.raises(ConfigError, match=text) if text else nullcontext():
+        allocation.check_time_limit(300)
 
 
 def test_sigterm_waits_for_accounting(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:

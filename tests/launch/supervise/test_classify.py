@@ -51,6 +51,16 @@ RAISED = failure(1, "KeyError", "x")
 REFUSED = failure(1, "ConnectionError", "mlflow:5000: Connection refused")
 
 
+NODE_LOST = LaunchFailure(
+    command="srun x",
+    exit_code=1,
+    seconds=9.0,
+    message="srun: error: Node failure on n2",
+    fault="node",
+    nodes=("n2",),
+)
+
+
 def nan(error: str) -> FailureRecord:
     return failure(0, error, "loss is nan", exit_code=71)
 
@@ -109,9 +119,19 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "n2 stopped responding",
     ),
     "Slurm took the node down and ended the job": (
-        seen(only(-9), stop_signal="SIGTERM", down_nodes=["n2"]),
+        seen(only(-9), stop_signal="SIGTERM", down_nodes={"n2": "hw: PSU"}),
         "node_failure",
-        "n2 down",
+        "Slurm: node failure on n2 (hw: PSU)",
+    ),
+    "Slurm ended the job for a node, and all left": (
+        seen(both(75, 75), stop_signal="SIGTERM", launch=NODE_LOST),
+        "node_failure",
+        "Slurm: node failure on n2",
+    ),
+    "preempted": (
+        seen(both(75, 75), stop_signal="SIGTERM", slurm_state="PREEMPTED"),
+        "advance_signal",
+        "Slurm: the job is PREEMPTED",
     ),
     "preempted without the time to report": (
         seen({"n1": NodeRecord(node="n1", pids={0: 7})}, stop_signal="SIGTERM"),
@@ -122,6 +142,11 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", error="disk gone")}, LOST),
         "node_failure",
         "disk gone",
+    ),
+    "a launcher failed, and srun stopped the others": (
+        seen({"n1": node("n1", {0: 75}), "n2": NodeRecord(node="n2", error="no bash")}),
+        "node_failure",
+        "n2: no bash",
     ),
     "a launcher's port was taken": (
         seen({"n1": NodeRecord(node="n1", error=PORT), "n2": node("n2", {1: 3})}, LOST),
@@ -157,11 +182,6 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "out_of_memory",
         "oom_kill there: 2",
     ),
-    "a command was killed": (
-        seen(both(0, -9), trainer=TrainerExit(one_per_node=True)),
-        "node_failure",
-        "the command on n2 was ended by SIGKILL",
-    ),
     "a rank left with 0": (
         seen(
             {**both(70, 0), "n2": node("n2", {1: 0}, ended_first={1: 7.0})},
@@ -175,7 +195,6 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         seen(
             {"n1": node("n1", {0: 1}), "n2": node("n2", {1: 1}, ended_first={3: 7.0})},
             LOST,
-            trainer=TrainerExit(one_per_node=True),
         ),
         "node_failure",
         "rank 3 on n2 exited with 0 while",
@@ -374,7 +393,7 @@ STARTED = {"n1": NodeRecord(node="n1", pids={0: 7})}
     [
         ({}, launched("request", options=("--mem=9G",)), "bad_configuration", (), "--mem=9G"),
         # An administrator drains a node of the job: the request is wrong all the same.
-        ({}, launched("request") | {"down_nodes": ["n2"]}, "bad_configuration", (), "srun"),
+        ({}, launched("request") | {"down_nodes": {"n2": ""}}, "bad_configuration", (), "srun"),
         ({}, launched("user"), "bad_configuration", (), "srun: error: x (srun: exit code 1 after"),
         ({}, launched("memory"), "out_of_memory", (), "srun"),
         ({}, launched("storage"), "storage_failure", (), "srun"),
@@ -386,7 +405,7 @@ STARTED = {"n1": NodeRecord(node="n1", pids={0: 7})}
         ({}, launched("unknown"), "node_failure", (), "srun"),
         ({}, launched("result", "n1"), "node_failure", (), "srun"),
         ({}, launched("unknown", message=""), "node_failure", (), "ended without a report"),
-        ({}, launched("unknown") | {"down_nodes": ["n2"]}, "node_failure", ("n2",), "n2 down"),
+        ({}, launched("unknown") | {"down_nodes": {"n2": ""}}, "node_failure", ("n2",), "n2 down"),
         ({}, launched("result", "n1") | {"unwritable": "full"}, "storage_failure", (), "full"),
         ({}, launched("request") | {"stop_signal": "SIGTERM"}, "advance_signal", (), "SIGTERM"),
         # Later: n2 is silent, or could not start with n1, or its launcher was killed.

@@ -324,7 +324,7 @@ def test_what_launchers_say_of_the_process_that_ended_first(
     output = [OutputLine(100.0 + number, line) for number, line in enumerate(lines)]
     nodes = ("n1", "n2")
     failure = failure_of(0, "n1", exit_code_of(code), output, 4, 110.0, nodes, one_per_node=True)
-    assert (failure.place, failure.message) == (place, what)
+    assert (failure.origin, failure.message) == (place, what)
 
 
 def test_a_signal_alone_says_nothing_and_old_tracebacks_neither() -> None:
