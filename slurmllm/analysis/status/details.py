@@ -292,12 +292,12 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         if first is None or first.time >= hang.found_at:
             locations = read_locations(run.attempt(record.stage, record.attempt))
             rank = next(iter((*outliers(locations), *hang.behind)), None)
-            how = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
+            facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
             if rank in locations:
-                how.append(f"its stack: rank {rank}: {locations[rank].text}")
+                facts.append(f"its stack: rank {rank}: {locations[rank].text}")
                 rank = locations[rank].worker
             name = "" if rank is None else node_of(record, rank)
-            return Culprit(record, rank, name, tuple(how), stacks=bool(locations))
+            return Culprit(record, rank, name, tuple(facts), stacks=bool(locations))
     if record.launch_failure is not None and not failures:  # before any worker
         return Culprit(record, None, "", ())
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]

@@ -179,7 +179,7 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         records = read_records(run, summarize(config))
         queue = query_queue([records.submission], client)
         jobs = read_job_states(run, records.submission, queue, client)
-        state = _build_state(records, jobs)
+        state = _build_state(_reread(records, jobs), jobs)
         if state.state in ("queued", "requeued"):
             partition = config.recipe.slurm.partition or config.cluster.partition
             waiting = queue.jobs.values()
@@ -211,7 +211,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
             if records.ended:
                 return _build_state(records, {})
             jobs = read_job_states(run, submission, queue, client, brief=True)
-            return _build_state(records, jobs)
+            return _build_state(_reread(records, jobs), jobs)
         except Exception as error:
             return _damaged(records.run, error)
 
@@ -220,6 +220,13 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
     open_runs = (r for r in everything if isinstance(r, RunRecords) and not r.ended)
     queue = query_queue([records.submission for records in open_runs], client)
     return [build(records) for records in everything]
+
+
+def _reread(records: RunRecords, jobs: dict[str, JobState]) -> RunRecords:
+    """Read records again if Slurm shows no active job: the last ones may have come meanwhile."""
+    if any(job.waits or job.has_nodes for job in jobs.values()):
+        return records
+    return read_records(records.run, records.config)
 
 
 def _excluding(
@@ -327,9 +334,11 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
 def _unwritten(run: RunDir, jobs: dict[str, JobState]) -> str:
     """Return what a run cannot write now, or has not written yet, as its directory was full."""
     # Not a folder of another user, in which this process may not write.
-    error = write_error(run.path) if os.access(run.path, os.W_OK) else None
+    read_only = os.statvfs(run.path).f_flag & os.ST_RDONLY
+    error = write_error(run.path) if read_only or os.access(run.path, os.W_OK) else None
     if error is not None and matches(error, "storage", "storage_lasting"):
-        return f"storage full, nothing is written: {error}"
+        full = "" if read_only else "storage full, "
+        return f"{full}nothing is written: {error}"
     endings = [job.unrecorded for job in jobs.values() if job.unrecorded is not None]
     return "".join(f"not recorded yet: {e.ending}: {'; '.join(e.evidence)}" for e in endings[:1])
 

@@ -218,18 +218,19 @@ class SlurmClient:
         content, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
         try:
             output = _run(command, input=content, env=environment, umask=umask)
+            job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
+            if not job_id.isdigit():
+                raise UnansweredError(f"sbatch printed {output!r} instead of a job id")
         except UnansweredError as error:
             match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
             return self._adopt(name or (match[1] if match else "sbatch"), token, error)
-        job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
-        if not job_id.isdigit():
-            raise SlurmError(f"sbatch printed {output!r} instead of a job id")
         return job_id
 
     def _adopt(self, name: str, token: str, unanswered: UnansweredError) -> str:
         """Return the job of a submission without an answer: its script holds `token`."""
         command = ["squeue", "--noheader", "--me", "--format=%i", f"--name={name}"]
         deadline = time.monotonic() + ADOPTION_S
+        fix = f"`squeue --me --name={name}` shows a job of it, and `scancel ID` ends that"
         try:
             while time.monotonic() < deadline:
                 for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
@@ -239,11 +240,9 @@ class SlurmClient:
                         return job_id
                 time.sleep(_RETRY_S)
         except SlurmError as error:
-            raise UnansweredError(
-                f"{unanswered}; it may have submitted a job: `squeue --me --name={name}` shows it, "
-                "and `scancel` ends it"
-            ) from error
-        raise SlurmError(f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s")
+            raise UnansweredError(f"{unanswered}; it may have submitted a job: {fix}") from error
+        absent = f"no job of the submission appeared in {ADOPTION_S:g} s"
+        raise SlurmError(f"{unanswered}; {absent}; later, {fix}")
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
         """Return whether a job could start, now or later, without `exclude` (sbatch --test-only).

@@ -223,7 +223,7 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
     if state == "CANCELLED":
         return "cancelled", ""
     if state == "UNKNOWN":
-        return "unknown", reason or "Slurm no longer knows the job and has no accounting"
+        return "unknown", reason or "squeue does not list the job, and sacct gave nothing"
     if train is not None and (ending := train.unrecorded) is not None:
         return "stopped", f"{ending.ending}: {'; '.join(ending.evidence)}"
     if state == "FAILED" and (stopped := _by_script(records)):

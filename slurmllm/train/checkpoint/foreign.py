@@ -3,7 +3,8 @@
 They are looked at from outside: nothing of them is read, changed or moved. With `completion_file`
 a checkpoint is complete once it holds that file; a file of `torch.save` with its table of contents,
 which comes last; another one if it had not changed for QUIET_S when its attempt ended, or its
-trainer finished, or left after the signal to save: else it may have been killed while it saved.
+trainer finished, or left after the signal to save, or a later attempt finished or resumed from it,
+or it is as large as a complete one: else it may have been killed while it saved.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def list_trainer_checkpoints(
             if (record := AttemptRecord.find(attempt.record)) is not None:
                 same = closing is not None and closing.attempt == record.attempt
                 attempts.append(closing if closing is not None and same else record)
-    checkpoints = []
+    checkpoints: list[TrainerCheckpoint] = []
+    unclear: dict[int, int] = {}  # index of a checkpoint → its bytes
+    complete_bytes = set()
     matching = sorted(_matching(run, command), key=lambda entry: entry[1] or 0)
     if newest_only:
         matching = [entry for entry in matching if entry[1] == matching[-1][1]]
@@ -75,13 +78,26 @@ def list_trainer_checkpoints(
             with suppress(OSError):
                 marks = (file.stat().st_mtime for file in path.glob(command.completion_file))
                 completed_at = max(marks, default=None)
-        changed_at = completed_at if step is not None else None
-        if changed_at is None and (changed_at := _changed_at(path)) is None:  # removed meanwhile
+        changed_at, num_bytes = completed_at, 0
+        if changed_at is None or step is None:
+            with suppress(OSError):  # removed meanwhile
+                changed_at, num_bytes = _change(path)
+        if changed_at is None:
             continue
         if step is None and (step := _step_at(run, changed_at)) is None:
             continue
         complete = completed_at is not None or _is_complete(path, changed_at, command, attempts)
-        checkpoints.append(TrainerCheckpoint(step, path, complete, changed_at))
+        if complete:
+            complete_bytes.add(num_bytes)
+        elif complete is None:
+            unclear[len(checkpoints)] = num_bytes
+        checkpoints.append(TrainerCheckpoint(step, path, complete is True, changed_at))
+    for index, num_bytes in unclear.items():
+        entry = checkpoints[index]
+        later = (a for a in attempts if a.started_at > entry.changed_at)
+        # It is resumed from, or would have been written again before the end.
+        used = any(a.ending == "done" or (a.first_step or 0) > entry.step for a in later)
+        checkpoints[index] = entry._replace(complete=used or num_bytes in complete_bytes)
     return sorted(checkpoints, key=lambda entry: (entry.step, entry.changed_at))
 
 
@@ -154,21 +170,20 @@ def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int |
             yield base / name, int(match["step"]) if _STEP in command.checkpoints else None
 
 
-def _changed_at(path: Path) -> float | None:
-    try:
-        times = [path.stat().st_mtime]
-    except OSError:
-        return None
+def _change(path: Path) -> tuple[float, int]:
+    """Return the last change of a file or folder, Unix time in s, and its bytes."""
+    entries = [path.stat()]
     files = (Path(folder, name) for folder, dirs, names in os.walk(path) for name in dirs + names)
     for file in islice(files, _MOST_FILES):
         with suppress(OSError):
-            times.append(file.stat().st_mtime)
-    return max(times)
+            entries.append(file.stat())
+    return max(entry.st_mtime for entry in entries), sum(entry.st_size for entry in entries)
 
 
 def _is_complete(
     path: Path, changed_at: float, command: CommandConfig, attempts: Iterable[AttemptRecord]
-) -> bool:
+) -> bool | None:
+    """Return whether a checkpoint is complete; None if its attempt may have ended within it."""
     if command.completion_file is not None:
         return False
     with suppress(OSError), open_regular(path) as stream:
@@ -178,7 +193,8 @@ def _is_complete(
     if writer is None or writer.ended_at is None:
         return time.time() - changed_at >= QUIET_S
     left = writer.ending == "advance_signal" and command.stop_signal is not None
-    return writer.ending == "done" or left or writer.ended_at - changed_at >= QUIET_S
+    quiet = writer.ended_at - changed_at >= QUIET_S
+    return True if writer.ending == "done" or left or quiet else None
 
 
 def _step_at(run: RunDir, time_s: float) -> int | None:

@@ -13,7 +13,7 @@ from command_line import call, refused
 from fake_slurm import FakeSlurm
 from made_records import make_run, save_attempt, save_submission
 
-from slurmllm.analysis.status.runs import run_state
+from slurmllm.analysis.status.runs import run_state, run_states
 from slurmllm.core.errors import RunError
 from slurmllm.core.run.records import SweepRecord, UnrecordedEnding, comment_with
 from slurmllm.core.run.rundir import RunDir, SweepDir
@@ -165,6 +165,44 @@ def test_status_and_cancel_on_a_full_disk(full_disk: Path, monkeypatch: pytest.M
     assert "the cancellation is not recorded" in result.output
     filling.unlink()
     assert "storage full" not in run_state(run, slurm).reason
+
+
+def test_a_read_only_file_system_is_named(full_disk: Path) -> None:
+    slurm = FakeSlurm()
+    job = slurm.submit("#!/bin/bash\n")
+    slurm.start(job)
+    run = make(full_disk, train_job=job)
+    subprocess.run(["mount", "-o", "remount,ro", str(full_disk)], check=True)
+    reason = run_state(run, slurm).reason
+    assert reason.startswith("nothing is written: ")
+    assert reason.endswith("Read-only file system")
+
+
+@pytest.mark.parametrize(
+    ("job_state", "action", "state"),
+    [
+        ("COMPLETED", "finish", "done"),
+        ("FAILED", "stop", "stopped"),
+        ("UNKNOWN", "finish", "done"),
+        ("RUNNING", "finish", "training"),
+    ],
+)
+@pytest.mark.parametrize("of_many", [False, True])
+def test_a_run_that_ends_while_slurm_answers(
+    job_state: str, action: str, state: str, of_many: bool, tmp_path: Path
+) -> None:
+    run = make(tmp_path, train_job="7")
+
+    class Ending(OneState):
+        def queue(self, job_ids: object) -> dict[str, QueuedJob]:
+            ending = "done" if action == "finish" else "code_error"
+            save_attempt(run, job_id="7", ended_at=9.0, ending=ending, action=action)
+            rows = super().queue(job_ids)
+            return {} if job_state == "UNKNOWN" else rows
+
+    slurm = Ending(job_state)
+    shown = run_states([run], slurm)[0] if of_many else run_state(run, slurm)
+    assert shown.state == state
 
 
 def test_an_ending_in_a_job_s_comment(tmp_path: Path) -> None:

@@ -135,14 +135,28 @@ def test_every_command_of_the_client_starts_without_them(
     assert set((tmp_path / "seen").read_text().splitlines()) == {"SLURM_CONF=/c"}
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("exec sleep 30", "sbatch gave no answer for 1 s"),
+        ("echo 1,0047", r"sbatch printed '1,0047\\n' instead of a job id"),
+        ("echo Submitted batch job 42", "instead of a job id"),
+        ("true", "sbatch printed '' instead of a job id"),
+    ],
+)
 @pytest.mark.parametrize("case", ["appears", "never", "unknown"])
 def test_an_sbatch_without_an_answer(
-    case: str, commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: str,
+    answer: str,
+    message: str,
+    commands: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(client, "ADOPTION_S", 0.2)
     monkeypatch.setattr(client, "_RETRY_S", 0.05)
     monkeypatch.setattr(client._run, "__defaults__", (False, 1.0))
-    commands("sbatch", f"cat > {tmp_path}/script; exec sleep 30")
+    commands("sbatch", f"cat > {tmp_path}/script; {answer}")
     answers = {"appears": "echo 41; echo 42", "never": "echo 41", "unknown": "exit 1"}
     commands("squeue", f'[[ "$*" == *--name=r1-train* ]] || exit 9; {answers[case]}')
     commands("scontrol", f'[ "$3" = 42 ] && cat {tmp_path}/script; exit 0')
@@ -150,11 +164,11 @@ def test_an_sbatch_without_an_answer(
     if case == "appears":
         assert submit() == "42"
         return
-    with pytest.raises(SlurmError, match="sbatch gave no answer for 1 s") as raised:
+    with pytest.raises(SlurmError, match=message) as raised:
         submit()
     # The directory of a run that may have a job is kept.
     assert isinstance(raised.value, UnansweredError) == (case == "unknown")
-    assert ("squeue --me --name=r1-train" in str(raised.value)) == (case == "unknown")
+    assert re.search("squeue --me --name=r1-train.*scancel ID", str(raised.value))
 
 
 def test_limits_of_the_submitting_shell_are_undone() -> None:

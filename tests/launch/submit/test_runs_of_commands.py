@@ -30,10 +30,10 @@ def run(fake: FakeSlurm) -> RunDir:
     save_attempt(run, nodes=("n1", "n2"), ended_at=40.0, ending="cancelled", action="stop")
     rows = [{"step": n, "attempt": 0, "loss": 3.0 - n / 100, "time": 1.0 * n} for n in range(1, 30)]
     write_rows(run.metrics(0), rows)
-    for step, changed_at in ((10, 5.0), (20, 39.0)):
+    for step, changed_at, size in ((10, 5.0, 1000), (20, 39.0, 500)):
         folder = run.path / f"outputs/step-{step}"
         folder.mkdir(parents=True)
-        (folder / "weights").write_bytes(bytes(1000))
+        (folder / "weights").write_bytes(bytes(size))
         for path in (folder / "weights", folder):
             os.utime(path, (changed_at, changed_at))
     (run.path / "outputs/samples.txt").write_text("kept")

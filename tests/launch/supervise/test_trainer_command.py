@@ -4,10 +4,11 @@ import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch.supervise.starts import attempt_record
-from made_records import save_submission
+from made_records import save_attempt, save_submission
 
 from slurmllm.cli.commands import with_command
 from slurmllm.core.config.command import CommandConfig, fill, join_arguments, name_of_command
@@ -388,6 +389,33 @@ def test_checkpoints_by_their_age(
     write(run.path / "step-5/data", age_s)
     command = saving()
     assert [entry.complete for entry in list_trainer_checkpoints(run, command)] == [complete]
+
+
+@pytest.mark.parametrize(
+    ("later", "sizes", "complete"),
+    [
+        ({}, (9, 9), True),  # as large as the one before
+        ({}, (9, 8), False),
+        ({}, (8,), False),  # nothing to compare with
+        ({"first_step": 21}, (8,), True),  # it was resumed from
+        ({"first_step": 11}, (9, 8), False),
+        ({"first_step": 11, "ending": "done"}, (9, 8), True),  # and would have been written again
+    ],
+)
+def test_a_checkpoint_of_the_last_seconds_before_a_kill(
+    run: RunDir, later: dict[str, Any], sizes: tuple[int, ...], complete: bool
+) -> None:
+    now = time.time()
+    save_attempt(run, started_at=now - 99, ended_at=now - 58, ending="node_failure")
+    if later:
+        times = {"started_at": now - 50, "ended_at": now - 20}
+        save_attempt(run, 1, **{"ending": "node_failure", **times, **later})
+    for index, size in enumerate(sizes, 3 - len(sizes)):
+        path = run.path / f"step-{10 * index}"
+        path.write_bytes(bytes(size))
+        os.utime(path, (now - 80 + 10 * index, now - 80 + 10 * index))
+    newest = list_trainer_checkpoints(run, saving())[-1]
+    assert (newest.step, newest.complete) == (20, complete)
 
 
 def test_a_checkpoint_at_the_end_counts_when_its_attempt_is_closed(run: RunDir) -> None:
