@@ -66,7 +66,7 @@ def health(
     --nodes and --nodelist, it checks the nodes of that allocation.
 
     Exit codes: 0 every node is healthy, possibly with warnings; 1 salloc got no nodes; 2 invalid
-    input or configuration; 3 a node or Slurm failed.
+    input or configuration; 3 a node or Slurm failed; 4 the shared folder cannot be written.
     """
     from slurmllm.core.config.resolve import local_cluster, resolve
     from slurmllm.launch.diagnose import exit_code

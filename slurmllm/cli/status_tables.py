@@ -222,6 +222,8 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     for exclusion in details.excluded:
         until = format_time(exclusion.until)
         yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"
+    for used in details.not_excluded:
+        yield "excluded", f"{used.node}: not excluded, no spare node ({used.reason})"
     for skip in details.skips:
         yield "skips", f"batches {skip.first}–{skip.last}: {skip.reason}"
     if details.unequal_versions:

@@ -111,6 +111,7 @@ class Details:
     versions: dict[str, dict[str, str]]
     unequal_versions: str  # nodes with other versions; empty if all are equal
     excluded: tuple[ExcludedNode, ...]
+    not_excluded: tuple[ExcludedNode, ...]  # recorded too, but used as there was no spare node
     compiling_s: float | None  # seconds since the first step began to compile; None if none does
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
     evaluation: Event | None  # the newest one; None without one
@@ -165,6 +166,8 @@ def read_details(
             unused_graphs = {name: reason for name, reason in reasons.items() if reason}
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
+    recorded, newest = excluded(run), attempts[-1:]
+    used = [n for n in recorded for a in newest if a.started_at > n.since and n.node in a.nodes]
     command = recipe.command
     evaluates = not recipe.worker.has_model or recipe.eval.every_steps is not None
     reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
@@ -178,7 +181,8 @@ def read_details(
         unused_graphs=unused_graphs,
         versions=versions,
         unequal_versions=unequal_versions(versions),
-        excluded=tuple(excluded(run)),
+        excluded=tuple(node for node in recorded if node not in used),
+        not_excluded=tuple(used),
         compiling_s=_compiling_s(run, state, config, None if reused else progress),
         workers=progress,
         evaluation=last_evaluation(run) if evaluates else None,
@@ -292,12 +296,12 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         if first is None or first.time >= hang.found_at:
             locations = read_locations(run.attempt(record.stage, record.attempt))
             rank = next(iter((*outliers(locations), *hang.behind)), None)
-            facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
+            hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
             if rank in locations:
-                facts.append(f"its stack: rank {rank}: {locations[rank].text}")
+                hang_facts.append(f"its stack: rank {rank}: {locations[rank].text}")
                 rank = locations[rank].worker
             name = "" if rank is None else node_of(record, rank)
-            return Culprit(record, rank, name, tuple(facts), stacks=bool(locations))
+            return Culprit(record, rank, name, tuple(hang_facts), stacks=bool(locations))
     if record.launch_failure is not None and not failures:  # before any worker
         return Culprit(record, None, "", ())
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]

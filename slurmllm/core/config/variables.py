@@ -27,6 +27,7 @@ TUNING = (
     *("GLOO_SOCKET_IFNAME", "UCX_TLS", "UCX_NET_DEVICES", "RDMAV_FORK_SAFE", "MALLOC_ARENA_MAX"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL"),
     *("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    "OLMO_SHARED_FS",
 )
 _TUNES = re.compile("|".join(TUNING).replace("*", r"\w+"))
 # Of the families and of their flags, those that name a file, folder, library, address or plugin,

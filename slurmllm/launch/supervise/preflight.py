@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.records import AttemptRecord, NodeHealth
+from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeHealth
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.launch.diagnose.bandwidth import with_bandwidth
 from slurmllm.launch.diagnose.probe import LaunchError, check_nodes
@@ -146,13 +146,17 @@ def preflight(
     for name, health in nodes.items():
         for finding in health.of("warn"):
             log.warning("preflight: warning: %s: %s", name, finding.message)
-    return preflight_ending(nodes)
+    partition = os.environ.get("SLURM_JOB_PARTITION") or config.cluster.partition
+    return preflight_ending(nodes, config.cluster.name, partition or "this machine")
 
 
-def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:
+def preflight_ending(
+    nodes: Mapping[str, NodeHealth], profile: str, partition: str
+) -> Ending | None:
     """Return the ending if a node failed its checks.
 
-    A check that fails on all of several nodes is a fault of the profile, and blames none of them.
+    A check that fails on all of several nodes is a fault of profile or partition, as is a tool
+    that the only node lacks: it blames none of them, and would fail again.
     The shared file system is never a node's fault if all nodes fail with it.
     """
     failed = {name: health.of("fail") for name, health in nodes.items() if health.of("fail")}
@@ -165,11 +169,21 @@ def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:
         names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
         return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
     evidence = []
-    if common and len(nodes) > 1:
-        evidence += [f"preflight: all nodes: {f.message}" for f in of_first if f.check in common]
+    ending: EndingClass = "node_failure"
+    absent = {f.check for f in of_first if "neither on $PATH" in f.message}
+    if common := common if len(nodes) > 1 else common & absent:
+        names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
+        evidence += [f"preflight: {names}: {f.message}" for f in of_first if f.check in common]
         remaining = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
         failed = {name: tuple(findings) for name, findings in remaining.items() if findings}
+    if common - {"answer"}:
+        ending = "bad_configuration"
+        evidence.append(
+            f"no node of the job, in partition {partition}, has what profile {profile} requires: "
+            "`slurmllm resume` with another --partition or --cluster, or correct the profile"
+        )
     evidence += [f"preflight: {name}: {f.message}" for name, fs in failed.items() for f in fs]
-    if any(f.blame == "user" and f.check == "answer" for fs in failed.values() for f in fs):
+    findings = (finding for health in nodes.values() for finding in health.of("fail"))
+    if any(finding.blame == "user" and finding.check == "answer" for finding in findings):
         return Ending("bad_configuration", tuple(evidence), started=False)
-    return Ending("node_failure", tuple(evidence), tuple(failed), started=False)
+    return Ending(ending, tuple(evidence), tuple(failed), started=False)

@@ -15,7 +15,13 @@ from made_records import make_run, save_attempt, save_submission
 
 from slurmllm.analysis.status.runs import run_state, run_states
 from slurmllm.core.errors import RunError
-from slurmllm.core.run.records import SweepRecord, UnrecordedEnding, comment_with
+from slurmllm.core.run.records import (
+    ExcludedNode,
+    ExcludedNodes,
+    SweepRecord,
+    UnrecordedEnding,
+    comment_with,
+)
 from slurmllm.core.run.rundir import RunDir, SweepDir
 from slurmllm.core.slurm.client import QueuedJob
 from slurmllm.launch.submit.resume import require_ended
@@ -203,6 +209,21 @@ def test_a_run_that_ends_while_slurm_answers(
     slurm = Ending(job_state)
     shown = run_states([run], slurm)[0] if of_many else run_state(run, slurm)
     assert shown.state == state
+
+
+@pytest.mark.parametrize(("nodes", "shown"), [(("n1", "n2"), "n3 until"), (("n3",), "n3: not ex")])
+def test_a_failed_node_that_trains_is_not_excluded(
+    nodes: tuple[str, ...], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path, train_job="7")
+    save_attempt(run, job_id="7", nodes=nodes, started_at=50.0)
+    failed = ExcludedNode(node="n3", reason="SIGKILL", since=40.0, until=4e9)
+    ExcludedNodes(nodes=(failed,)).save(run.excluded)
+    slurm = OneState("RUNNING")
+    monkeypatch.setattr("slurmllm.core.slurm.client.SlurmClient", lambda: slurm)
+    assert f"excluded       {shown}" in call("status", "r", "--runs-dir", tmp_path).stdout
+    details = run_state(run, slurm).details
+    assert (details.excluded, details.not_excluded).index((failed,)) == (nodes == ("n3",))
 
 
 def test_an_ending_in_a_job_s_comment(tmp_path: Path) -> None:

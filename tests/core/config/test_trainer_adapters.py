@@ -67,6 +67,26 @@ def test_a_checkpoint_is_complete_with_its_last_file(name: str, tmp_path: Path) 
     assert [(c.step, c.complete) for c in list_trainer_checkpoints(run, command)] == [(step, True)]
 
 
+def test_olmo_core_is_told_of_the_shared_file_system(tmp_path: Path) -> None:
+    assert adapter("olmo_core", tmp_path).recipe.env == {"OLMO_SHARED_FS": "1"}
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dcp", "fsdp_dtensor"])
+def test_the_other_formats_of_megatron_are_in_its_header(ckpt_format: str, tmp_path: Path) -> None:
+    header = re.sub(r"\n\s*#", "", (FOLDER / "megatron.yaml").read_text())
+    setting = re.search(rf"\b{ckpt_format}\b.*?completion_file: (\S+),", header)
+    assert setting is not None
+    command = adapter("megatron", tmp_path).recipe.command
+    run = RunDir(tmp_path / "run")
+    folder = run.path / "outputs/iter_0000500"
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").touch()
+    command = command.model_copy(update={"completion_file": setting[1]})
+    assert not list_trainer_checkpoints(run, command)[0].complete
+    (folder / ".metadata").touch()
+    assert list_trainer_checkpoints(run, command)[0].complete
+
+
 def test_a_file_of_torch_save_is_complete_with_its_end(tmp_path: Path) -> None:
     import torch
 

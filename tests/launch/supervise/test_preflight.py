@@ -44,6 +44,8 @@ from slurmllm.launch.supervise.supervisor import Supervisor
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
 DISK = fail("node-local disk", 0.1, 20, "0.1 GB free in /scratch; profile trn1 requires 20")
 CHIP = fail("devices", 30, 32, "30 NeuronCores; profile trn1 requires 32")
+ABSENT = fail("devices", "unusable", "", "neuron-ls is neither on $PATH nor in /opt/aws/neuron/bin")
+SILENT = fail("answer", "none", "", "no response within 60 s")
 
 
 def health(node: str, *findings: object) -> NodeHealth:
@@ -58,9 +60,9 @@ SLOW = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40
     [
         ([(ok("devices", 32),), (SLOW,)], None, ()),
         ([(), (), (CHIP, DISK)], [f"n3: {CHIP.message}", f"n3: {DISK.message}"], ("n3",)),
-        # What all nodes fail is no node's fault.
-        ([(DISK,), (DISK, CHIP)], [f"all nodes: {DISK.message}", f"n2: {CHIP.message}"], ("n2",)),
         ([(DISK,)], [f"n1: {DISK.message}"], ("n1",)),
+        ([(CHIP,)], [f"n1: {CHIP.message}"], ("n1",)),
+        ([(SILENT,), (SILENT,)], [f"all nodes: {SILENT.message}"], ()),
     ],
 )
 def test_a_node_that_fails_is_named_and_blamed(
@@ -70,7 +72,27 @@ def test_a_node_that_fails_is_named_and_blamed(
     nodes = {name: health(name, *of_node) for name, of_node in zip(names, findings, strict=True)}
     lines = tuple(f"preflight: {line}" for line in evidence or ())
     expected = None if evidence is None else Ending("node_failure", lines, blamed, started=False)
-    assert preflight_ending(nodes) == expected
+    assert preflight_ending(nodes, "trn1", "cpu") == expected
+
+
+@pytest.mark.parametrize(
+    ("findings", "evidence", "blamed"),
+    [
+        ([(DISK,), (DISK, CHIP)], [f"all nodes: {DISK.message}", f"n2: {CHIP.message}"], ("n2",)),
+        ([(ABSENT,), (ABSENT,)], [f"all nodes: {ABSENT.message}"], ()),
+        ([(ABSENT,)], [f"n1: {ABSENT.message}"], ()),
+        ([(ABSENT, DISK)], [f"n1: {ABSENT.message}", f"n1: {DISK.message}"], ("n1",)),
+    ],
+)
+def test_what_all_nodes_fail_stops_the_run_with_profile_and_partition(
+    findings: list[tuple[object, ...]], evidence: list[str], blamed: tuple[str, ...]
+) -> None:
+    nodes = {f"n{n}": health(f"n{n}", *of_node) for n, of_node in enumerate(findings, 1)}
+    ending = preflight_ending(nodes, "trn1", "cpu")
+    assert (ending.ending, ending.blamed_nodes) == ("bad_configuration", blamed)
+    (fix,) = set(ending.evidence) - {f"preflight: {line}" for line in evidence}
+    assert "in partition cpu, has what profile trn1 requires" in fix
+    assert len(ending.evidence) == 1 + len(evidence)
 
 
 def test_a_warning_is_logged_with_its_node(
@@ -89,10 +111,10 @@ def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
 ) -> None:
     shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
     healths = {name: health(name, shared) for name in nodes}
-    ending = preflight_ending(healths)
+    ending = preflight_ending(healths, "trn1", "cpu")
     assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
     assert "Read-only file system" in ending.evidence[0]
-    ending = preflight_ending({**healths, "n9": health("n9")})
+    ending = preflight_ending({**healths, "n9": health("n9")}, "trn1", "cpu")
     assert (ending.ending, ending.blamed_nodes) == ("node_failure", nodes)
 
 
