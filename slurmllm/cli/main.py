@@ -14,7 +14,14 @@ import click
 from slurmllm import __version__
 from slurmllm.cli.commands import Verbs, open_outputs
 from slurmllm.core import removed
-from slurmllm.core.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
+from slurmllm.core.errors import (
+    EXIT_INTERRUPTED,
+    CodeError,
+    InfrastructureError,
+    SlurmllmError,
+    StorageError,
+    UserError,
+)
 from slurmllm.core.format import printable
 from slurmllm.core.run.safe_files import os_error_text
 
@@ -161,10 +168,14 @@ def main() -> None:
         action = "write the output" if error.filename is None else f"read {error.filename}"
         _print_error(f"cannot {action}: {os_error_text(error)}")
         code = StorageError.exit_code
-    except Exception:
+    except Exception as error:
         import traceback
 
-        traceback.print_exc()
-        _print_error("an internal error of slurmllm; please report the traceback above")
-        code = CodeError.exit_code
+        if "can't start new thread" in str(error):
+            _print_error("the limit of processes and threads is reached; raise it (`ulimit -u`)")
+            code = InfrastructureError.exit_code
+        else:
+            traceback.print_exc()
+            _print_error("an internal error of slurmllm; please report the traceback above")
+            code = CodeError.exit_code
     sys.exit(code if isinstance(code, int) else 0)

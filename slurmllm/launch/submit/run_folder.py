@@ -89,6 +89,8 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     Raises:
         RunError: the name is taken.
     """
+    if own := run_umask(cluster) & 0o700:
+        raise RunError(f"the umask takes your own rights away ({own:03o}); set it: `umask 022`")
     while True:
         run = new_run(root, name, recipe)
         try:

@@ -230,3 +230,32 @@ def test_an_unchanged_configuration_is_read_once(tmp_path: Path) -> None:
     run.config.chmod(0o666)
     with pytest.raises(ConfigError, match="chmod go-w"):
         load(run.config, trusted=True)
+
+
+def test_no_password_of_a_mirror_is_stored(tmp_path: Path) -> None:
+    mirrors = '{"https://x/": "https://user:P@SS@mirror/"}'
+    config = resolve("tiny_llama", "local", [f"cluster.data_mirrors={mirrors}"])
+    assert config.cluster.data_mirrors == {"https://x/": "https://user:P@SS@mirror/"}, "for fetch"
+    assert "SS@" not in config.to_yaml()
+    assert "https://***@mirror/" in config.to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("location", "fault"),
+    [
+        ("reference://x::https://x/a.json", "a single address"),
+        ("simplecache::s3://b/runs", "a single address"),
+        *((f"{name}://x/runs", "must begin with") for name in ("sftp", "reference", "dask", "zip")),
+        ("runs", "must begin with"),
+        ("https://user:secret@x/runs", "an address with a password"),
+        ("/fsx/runs", ""),
+        ("file:///fsx/runs", ""),
+    ],
+)
+def test_addresses_of_replicas(location: str, fault: str) -> None:
+    if not fault:
+        assert resolve("tiny_llama", "local", [f"checkpoint.replica={location}"])
+        return
+    with pytest.raises(ConfigError, match=fault) as caught:
+        resolve("tiny_llama", "local", [f"checkpoint.replica={location}"])
+    assert "secret" not in str(caught.value)

@@ -96,6 +96,14 @@ def prepare_ours(config: RunConfig, folder: Path, **fields: str | None) -> None:
     prepare(RunRequest(RunConfig(config.recipe, cluster), 1, folder, name="ours"))
 
 
+@pytest.mark.parametrize("umask", [0o777, 0o300, 0o100])
+def test_a_umask_of_the_owner_makes_no_run(tmp_path: Path, config: RunConfig, umask: int) -> None:
+    os.umask(umask)
+    with pytest.raises(RunError, match=f"own rights away .{umask & 0o700:03o}"):
+        prepare(RunRequest(config, 1, tmp_path, name="mine"))
+    assert not (tmp_path / "mine").exists()
+
+
 def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:
     os.umask(0)
     prepare(RunRequest(config, 1, tmp_path / "new" / "runs", name="mine"))
