@@ -41,6 +41,7 @@ KILLED = "killed"  # error of a process that its launcher saw end by a signal
 _LOST_CHILD = re.compile(
     r"killed by signal(?: 9|: Killed)|exited unexpectedly|BrokenProcessPool|abruptly"
 )
+_SET_UP = re.compile(r": cluster\.setup: line |^slurmllm: line |execve\(|python[\d.]*: No module")
 _NO_GPU = re.compile(
     r"No (?:CUDA|HIP) GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
     r"|No supported gpu backend|torch\.cuda\.is_available\(\) is False"
@@ -480,7 +481,7 @@ def _unreported(evidence: Evidence) -> Ending | None:
         other = launch.fault in ("unknown", "result", "request", "user", "storage")
         explained = not other and {*launch.nodes} <= {*names}
         # A node's set-up or interpreter, while others have begun
-        explained |= launch.fault == "user" and launch.nodes == tuple(names)
+        explained |= bool(_SET_UP.search(launch.message)) and {*launch.nodes} <= {*names}
         if explained or not evidence.begun:
             return launch_ending(launch, evidence.expected_nodes, evidence.begun)
         lines = [launch.text] if launch.message else []

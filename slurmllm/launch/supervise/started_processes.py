@@ -43,7 +43,7 @@ _REPORTS = [
         r"Command .* died with unknown signal (?P<number>\d+)",
         r"Command .* returned non-zero exit status (?P<status>\d+)",
         # deepspeed/launcher/launch.py; composer/cli/launcher.py; lightning's subprocesses
-        r"exits with return code = (?P<code>-?\d+)",
+        r"^(?:(?P<node>[\w.-]+): )?.*exits with return code = (?P<code>-?\d+)",
         r"\bRank (?P<rank>\d+) crashed with exit code (?P<code>-?\d+)",
         r"Global rank (?P<rank>\d+) \(PID \d+\) exited with code (?P<code>-?\d+)",
         r"Child process with PID \d+ terminated with code (?P<code>-?\d+)",

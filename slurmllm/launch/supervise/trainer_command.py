@@ -39,6 +39,10 @@ _WRAPPERS = (
     *("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"),
     *("SystemExit", "SignalException"),
 )
+# Exceptions that only tell that a process was ended
+_NO_REASON = re.compile(
+    r"^KeyboardInterrupt$|exited unexpectedly|terminated abruptly|abruptly died"
+)
 _ECHOES = ("lost_peer", "connection")
 
 
@@ -220,7 +224,9 @@ def _cause(
         if named is not None and (not named.is_echo or end.code == -signal.SIGABRT):
             return named._replace(error=how, rank=end.rank, code=end.code)
         return _Cause(recent[end.line], KILLED, how, end.rank, end.code)
-    if raised is not None and (named is None or raised.error != "KeyboardInterrupt"):
+    if raised is not None and (
+        named is None or not _NO_REASON.search(raised.message or raised.error)
+    ):
         return raised
     if code < 0:
         return None

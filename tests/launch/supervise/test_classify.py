@@ -413,6 +413,21 @@ STARTED = {"n1": NodeRecord(node="n1", pids={0: 7})}
         (only(75), launched("node", "n2"), "node_failure", ("n2",), "srun"),
         (only(75), launched("unknown"), "node_failure", ("n2",), "n2 stopped"),
         (only(75), launched("result", "n2"), "node_failure", (), "srun"),
+        *(
+            (only(75), launched("user", *names, message=line), "bad_configuration", (), line)
+            for names, line in (
+                (["n2"], "n2: cluster.setup: line 1 failed with exit code 5: x"),
+                ([], "slurmstepd: error: execve(): /x/python: No such file or directory"),
+                ([], "/x/python: No module named slurmllm"),
+            )
+        ),
+        (
+            only(75),
+            launched("user", message="Could not open x"),
+            "node_failure",
+            ("n2",),
+            "n2 stop",
+        ),
     ],
 )
 def test_a_launch_that_fails_by_itself(

@@ -158,6 +158,7 @@ _TORCHRUN = [
 
 _CHAIN = "The above exception was the direct cause of the following exception:"
 _KILLED_READER = "RuntimeError: DataLoader worker (pid 4) is killed by signal: Killed. "
+_NO_SHM = "ERROR: bus error in worker: insufficient shared memory (shm)."
 _NPROC = "OpenBLAS blas_thread_init: RLIMIT_NPROC 4096 current, 4096 max"
 
 
@@ -192,6 +193,13 @@ _NPROC = "OpenBLAS blas_thread_init: RLIMIT_NPROC 4096 current, 4096 max"
         ),
         (1, [_NPROC, *_TRACE, "KeyboardInterrupt"], "exit code 1", _NPROC, "code"),
         (1, [*_TRACE, "KeyboardInterrupt"], "KeyboardInterrupt", "", "code"),
+        (
+            1,
+            [_NO_SHM, *_TRACE, "E: worker (pid(s) 4) exited unexpectedly"],
+            "exit code 1",
+            _NO_SHM,
+            "code",
+        ),
         (
             1,
             [*_TRACE, _KILLED_READER, "", _CHAIN, "", *_TRACE, "RuntimeError: ended"],
@@ -279,6 +287,12 @@ _DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.
         (-9, ["step 7"], "the command on n1", "ended by SIGKILL"),
         (1, [*_TRACE, _DIED.format("KILL: 9")], "the command on n1", "ended by SIGKILL"),
         (245, ["exits with return code = -11"], "the command on n1", "ended by SIGSEGV"),
+        (
+            1,
+            ["n2: [ERROR] ['x'] exits with return code = -9"],
+            "the command on n2",
+            "ended by SIGKILL",
+        ),
         (1, ["ERROR: Rank 5 crashed with exit code -9."], "rank 5 on n1", "ended by SIGKILL"),
         (137, [_NOTICED], "rank 1 on n2", "ended by SIGKILL"),
         (
