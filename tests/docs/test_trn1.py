@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import answer, call
 
 from slurmllm.core.config.yaml_source import flatten
@@ -153,6 +154,23 @@ def test_ours_is_what_the_dry_run_prints_and_every_difference_is_explained(
         for name, (ours, theirs, why) in rows.items():
             assert why or same(ours, theirs), f"{heading}: {name}: {ours} and {theirs}, and no why"
             assert set(re.findall(r"\([a-z]\)", why)) <= notes, f"{name}: no such note"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
+def test_theirs_is_what_the_scripts_have(section: str) -> None:
+    page = {name: row[1] for rows in tables(section).values() for name, row in rows.items()}
+    scripts = yaml.safe_load((Path(__file__).parent / "aws_scripts.yaml").read_text())
+    lines = scripts[COMMAND.findall(section)[0].split()[1]]
+    flags = set(re.findall(r"--[\w-]+", lines.pop("flags")))
+    listed = {name for name, theirs in page.items() if theirs != NOT_OURS and name[:2] == "--"}
+    assert flags == {name.partition("=")[0] for name in listed}
+    for name, line in lines.items():
+        value = re.split(r"[= ]", line)[-1].strip('[]}"').replace(",", ", ").lower()
+        if name in page:
+            theirs = page[name].partition(" (")[0].partition(", and")[0].strip("`")
+            assert same(theirs, value or "''"), f"{name}: {theirs} and {line}"
+        else:
+            assert f"`{name}=" in PAGE.read_text(), f"{name}: the page does not have it"
 
 
 def test_the_job_script_is_the_one_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from slurmllm.core.run.records import TIME_PARTS as PARTS
 from slurmllm.plan.lost_time import HOUR_S, Durations, Published, SaveCost, published_failures
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
-BY_HAND = 0.7783  # HLAT without
 
 # Llama 2 70B on 128 trn1.32xlarge nodes. AWS's throughput (aws-neuron-sdk,
 # training_data_decoder.csv) is 17.86 seq/s on 32 nodes, with 1024 sequences a step. Everything else
@@ -52,19 +51,12 @@ def main() -> None:
         f"{'effective':>11}{'± sd':>7}{'of wall':>9}   lost, % of the node hours"
     )
     rows: list[dict[str, Any]] = []
-    delays_h: dict[str, float] = {}
     for name in options.rates.split(","):
         published = published_failures()[name]
         for variant, scenario in _variants(published, options):
             row = _row(scenario, options.seeds)
             rows.append({"rates": name, **variant, **row})
             _print(rows[-1])
-        delays_h[name] = _delay_by_hand_h(published, options)
-    for name, delay_h in delays_h.items():
-        print(
-            f"{name}: by hand it is {BY_HAND:.2%} of wall time with an engineer after "
-            f"{delay_h:.1f} h"
-        )
     _judge(rows)
 
 
@@ -96,7 +88,6 @@ def _scenario(
     recovery: str,
     every: str,
     saves: str,
-    by_hand_h: float = BY_HAND_H,
 ) -> Scenario:
     config = resolve(MODEL, "trn1", [f"checkpoint.every_steps={every}"])
     return Scenario(
@@ -110,7 +101,7 @@ def _scenario(
         node_mtbf_hours=config.cluster.node_mtbf_hours,
         time_limit_s=options.time_limit * HOUR_S if recovery == "auto" else None,
         recovery="auto" if recovery == "auto" else "by_hand",
-        engineer_s=(ENGINEER_H if recovery == "auto" else by_hand_h) * HOUR_S,
+        engineer_s=(ENGINEER_H if recovery == "auto" else BY_HAND_H) * HOUR_S,
     )
 
 
@@ -129,19 +120,6 @@ def _row(scenario: Scenario, seeds: int) -> dict[str, Any]:
         "of_wall": statistics.mean(month.goodput or 0.0 for month in used),
         "parts": {part: statistics.mean(month.shares[part] for month in used) for part in PARTS},
     }
-
-
-def _delay_by_hand_h(published: Published, options: argparse.Namespace) -> float:
-    """Return how late an engineer comes if HLAT's value by hand is right, by bisection."""
-    low, high = 0.0, 48.0
-    for _ in range(8):
-        middle = (low + high) / 2
-        scenario = _scenario(published, options, "by_hand", "1000", "async", middle)
-        if _row(scenario, max(2, options.seeds // 4))["of_wall"] > BY_HAND:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 def _print(row: dict[str, Any]) -> None:

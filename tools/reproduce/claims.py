@@ -1,14 +1,17 @@
-"""The claims of the four source documents (claims.yaml), and what this project prints for each.
+"""The claims of the four source documents (claims.yaml), and whether this project agrees.
 
 python tools/reproduce claims                  list them
-python tools/reproduce claims --run N3 L14     run the commands of some, compare the output
+python tools/reproduce claims --run N3 L14     run the commands of some; 1 if one does not agree
 python tools/reproduce claims --all            run all: about an hour
-python tools/reproduce claims --write          write the table of docs/reproduce.md again
+python tools/reproduce claims --write          save what ran, write the table of docs/reproduce.md
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
+import os
 import re
 import shlex
 import subprocess
@@ -22,25 +25,30 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).parent / "claims.yaml"
+MEASURED = Path(__file__).parent / "measured.yaml"  # claim → what its command printed
 PAGE = ROOT / "docs" / "reproduce.md"
-VERDICTS = ("works", "on CPU", "predicted", "needs Trainium")
-_HEADING = "| | claim | command | prints | verdict |"
+SHOWN = ("works", "on CPU", "plan", "needs Trainium")
+_HEADING = "| | claim | command | shown | agrees |"
 _BAR = r"\|"  # in a cell of Markdown
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+_START = r"(?<![\d.,])"  # not the middle of a number
+_PUBLISHED = re.compile(r"([<>]?) ?([\d.,]+)(?: to ([\d.,]+))? ?(.*)")
+Outcome = float | bool  # the number that a command printed, or whether it printed the text
 
 
 @dataclass(frozen=True)
 class Claim:
     """A claim of a source document."""
 
-    id: str  # letter of the document and number in it
     claim: str
     command: str
-    prints: str  # part of the output; `…` stands for any text, a space for any blanks
-    verdict: str
+    # Part of the output; `…` is any text, `#` any number, `{}` ours. Of two ours is the ratio.
+    prints: str
+    shown: str
     seconds: int  # about, on two cores
-    agrees: str = ""  # whether our number is the source's, and why not
-    tolerance: float = 0.0  # relative, for the numbers of `prints`, which then has no `…`
+    published: str = ""  # a number, a bound (`> 90`) or a range (`2 to 3`), and its unit
+    tolerance: float = 0.1  # relative, of a published number; the planner's interval
+    why: str = ""  # ours differs, or is not the same thing
 
 
 @dataclass(frozen=True)
@@ -55,78 +63,102 @@ class Document:
 def read_claims(path: Path = CLAIMS) -> Mapping[str, Document]:
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {
-        letter: Document(
-            values["title"],
-            values["url"],
-            [Claim(f"{letter}{i}", **row) for i, row in enumerate(values["claims"], 1)],
-        )
-        for letter, values in content.items()
+        letter: Document(row["title"], row["url"], [Claim(**claim) for claim in row["claims"]])
+        for letter, row in content.items()
     }
 
 
-def is_printed(prints: str, output: str, tolerance: float = 0.0) -> bool:
-    """Whether `output` has the text `prints`, with numbers within a relative tolerance."""
-    words = [
-        ".*?" if word == "…" else _pattern(word, tolerance)
-        for word in prints.replace("…", " … ").split()
-    ]
-    # Not from or to the middle of a number.
-    text = r"\s*".join(words)
-    pattern = re.compile(rf"(?<![\d.,]){text}(?!\d)", re.DOTALL)
-    expected = [_value(number) for number in _NUMBER.findall(prints)]
-    return any(
-        all(
-            abs(_value(number) - value) <= tolerance * abs(value)
-            for number, value in zip(match.groups(), expected, strict=bool(tolerance))
-        )
-        for match in pattern.finditer(output)
+def by_id(documents: Mapping[str, Document]) -> dict[str, Claim]:
+    """Return the claims by letter of the document and number in it."""
+    return {
+        f"{letter}{number}": claim
+        for letter, document in documents.items()
+        for number, claim in enumerate(document.claims, 1)
+    }
+
+
+def read_outcome(claim: Claim, output: str) -> Outcome:
+    """Return the number, or ratio of two, that `{}` stands for in the output, or whether its text
+    is in there.
+    """
+    pattern = re.escape(claim.prints).replace(r"\ …\ ", f".*?{_START}").replace(r"\ ", r"\s+")
+    pattern = pattern.replace(r"\#", _NUMBER).replace(r"\{\}", f"({_NUMBER})")
+    match = re.search(rf"{_START}{pattern}(?!\d)", output, re.DOTALL)
+    if match is None or not match.groups():
+        return match is not None
+    numbers = [_value(number) for number in match.groups()]
+    return numbers[-1] / numbers[0] if len(numbers) == 2 else numbers[0]
+
+
+def agreement(claim: Claim, ours: Outcome) -> tuple[bool, str]:
+    """Return whether a command's outcome is what was published, and by how much it differs."""
+    if not claim.published or isinstance(ours, bool):
+        return bool(ours) and not claim.published, ""
+    match = _PUBLISHED.fullmatch(claim.published)
+    assert match is not None, claim.published
+    bound, *ends, unit = match.groups()
+    low, high = (_value(end or ends[0]) for end in ends)
+    slack = claim.tolerance if not bound and low == high else 0.0
+    least = 0.0 if bound == "<" else low * (1 - slack)
+    most = math.inf if bound == ">" else high * (1 + slack)
+    nearest = min(max(ours, low), high)
+    factor = max(ours / nearest, nearest / ours)
+    difference = f"{abs(ours / nearest - 1):.1%}" if factor < 1.5 else f"{factor:.2g} ×"
+    if unit == "%":
+        difference = f"{abs(ours - nearest):.2g} points"
+    difference = (
+        "" if ours == nearest else f", {difference} {'higher' if ours > nearest else 'lower'}"
     )
+    return least <= ours <= most, f"{ours:,.4g} for {claim.published}{difference}"
 
 
-def _pattern(word: str, tolerance: float) -> str:
-    if not tolerance:
-        return re.escape(word)
-    return f"({_NUMBER.pattern})".join(map(re.escape, _NUMBER.split(word)))
+def verdict(claim: Claim, ours: Outcome) -> str:
+    """Return `yes` or `no`, by how much and why."""
+    agrees, difference = agreement(claim, ours)
+    word = "yes" if agrees else "no"
+    if claim.shown == "needs Trainium":
+        word = "not shown"
+    return "; ".join(filter(None, [": ".join(filter(None, [word, difference])), claim.why]))
 
 
 def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-def table(documents: Mapping[str, Document]) -> str:
+def table(documents: Mapping[str, Document], measured: Mapping[str, Outcome]) -> str:
     """Return the table of docs/reproduce.md, in Markdown."""
     lines = [_HEADING, "|---|---|---|---|---|"]
-    for document in documents.values():
-        lines.append(f"| | **[{document.title}]({document.url})** | | | |")
-        for claim in document.claims:
-            prints = "" if claim.command.startswith("pytest ") else f"`{claim.prints}`"
-            verdict = f"{claim.verdict}; {claim.agrees}" if claim.agrees else claim.verdict
-            cells = [claim.id, claim.claim, f"`{claim.command}`", prints, verdict]
-            lines.append(f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |")
+    titles = {f"{key}1": f"**[{doc.title}]({doc.url})**" for key, doc in documents.items()}
+    for name, claim in by_id(documents).items():
+        if name in titles:
+            lines.append(f"| | {titles[name]} | | | |")
+        outcome = verdict(claim, measured[name])
+        cells = [name, claim.claim, f"`{claim.command}`", claim.shown, outcome]
+        lines.append(f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |")
     return "\n".join(lines)
 
 
-def write_table(documents: Mapping[str, Document], page: Path = PAGE) -> None:
-    lines = page.read_text(encoding="utf-8").splitlines()
+def write_table(documents: Mapping[str, Document], measured: Mapping[str, Outcome]) -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
     start = lines.index(_HEADING)
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-    lines[start:end] = table(documents).splitlines()
-    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines[start:end] = table(documents, measured).splitlines()
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run_claim(claim: Claim) -> tuple[bool, str]:
-    """Run a claim's command; return whether it prints what it should, and its output."""
-    program, *arguments = shlex.split(claim.command)
-    command = {
-        "slurmllm": [sys.executable, "-m", "slurmllm"],
-        "pytest": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
-        "python": [sys.executable],
-    }[program]
+@functools.cache  # figures have several claims
+def _run(command: str) -> tuple[int, str]:
+    program, *arguments = shlex.split(command)
+    module = {"slurmllm": ["-m", "slurmllm"], "pytest": ["-m", "pytest", "-p", "no:cacheprovider"]}
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, *module.get(program, []), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "SLURMLLM_TEST_ALL": "1"},  # long tests too
     )
-    output = done.stdout + done.stderr
-    return not done.returncode and is_printed(claim.prints, output, claim.tolerance), output
+    return done.returncode, done.stdout + done.stderr
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -140,26 +172,33 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="write the table of docs/reproduce.md")
     options = parser.parse_args(arguments)
     documents = read_claims()
-    claims = {claim.id: claim for document in documents.values() for claim in document.claims}
-    unknown = [name for name in options.run if name not in claims]
-    if unknown:
+    claims = by_id(documents)
+    if unknown := [name for name in options.run if name not in claims]:
         parser.error(f"no claim {', '.join(unknown)}; there are {', '.join(claims)}")
-    if options.write:
-        write_table(documents)
-        return 0
+    saved = yaml.safe_load(MEASURED.read_text(encoding="utf-8"))
+    measured = {name: saved.get(name, False) for name in claims}
     names = list(claims) if options.all else options.run
-    failures = 0
-    for claim in map(claims.__getitem__, names):
-        start = time.monotonic()
-        ok, output = run_claim(claim)
-        duration = f"{time.monotonic() - start:5.0f} s"
-        print(claim.id.ljust(4), "pass" if ok else "FAIL", duration, claim.claim, flush=True)
-        if not ok:
-            failures += 1
-            print(f"{claim.command}\nexpected {claim.prints!r} in\n{output[-3000:]}", flush=True)
+    disagreeing = []
+    for name in names:
+        claim, start = claims[name], time.monotonic()
+        code, output = _run(claim.command)
+        ours = not code and read_outcome(claim, output)
+        before, text = verdict(claim, measured[name]), verdict(claim, ours)
+        print(f"{name:4}{time.monotonic() - start:5.0f} s  {claim.claim}: {text}", flush=True)
+        if text != before and not options.write:
+            print(f"    the table has: {before}")
+        if not agreement(claim, ours)[0]:
+            disagreeing.append(name)
+            if isinstance(ours, bool):
+                print(f"{claim.command}\nexpected {claim.prints!r} in\n{output[-2000:]}")
+        measured[name] = ours if isinstance(ours, bool) else float(f"{ours:.4g}")
     if names:
-        print(f"{len(names) - failures} of {len(names)} print what the table has")
-    else:
-        for claim in claims.values():
-            print(f"{claim.id:4} {claim.verdict:14} {claim.claim}: {claim.command}")
-    return int(failures > 0)
+        others = f"; not {', '.join(disagreeing)}" if disagreeing else ""
+        print(f"{len(names) - len(disagreeing)} of {len(names)} agree{others}")
+    if options.write:
+        MEASURED.write_text(yaml.safe_dump(measured, sort_keys=False))
+        write_table(documents, measured)
+    elif not names:
+        for name, claim in claims.items():
+            print(f"{name:4} {claim.shown:14} {claim.claim}: {claim.command}")
+    return int(bool(disagreeing))

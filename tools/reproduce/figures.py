@@ -69,7 +69,7 @@ def draw_figure(
         return {**texts, "output": [text for _, text in shown], "picture": ""}
     runs.train_missing(catalogue.runs, figure.runs, catalogue.common, runs_dir, steps)
     commands = [command.format(out=out, name=name) for command in figure.commands]
-    where = ("--runs-dir", str(runs_dir))
+    where = ("--runs-dir", str(runs_dir)) if figure.runs else ()
     output = [
         runs.slurmllm(*shlex.split(command), *where, may_differ=True).strip()
         for command in commands

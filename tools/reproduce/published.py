@@ -6,6 +6,7 @@ Each function draws a picture into a file and returns the table as text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -17,6 +18,7 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.core.display.pictures import write_picture
 from slurmllm.core.display.tables import Column, fitted
 from slurmllm.core.format import format_count, format_dollars
+from slurmllm.plan.evidence import published_runs
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.plot import PlanCurve
@@ -38,13 +40,17 @@ def predicted(row: Row) -> float:
 
 
 def table1(path: Path) -> str:
-    """Throughput and tokens per dollar of the NeoX post's runs, and throughput over nodes."""
+    """Throughput and tokens per dollar of the NeoX post's runs, and throughput over nodes.
+
+    Predictions are by constants fitted without the run's model.
+    """
     shown = [row for row in rows("published_trn1.csv") if row.name.startswith("neox-post")]
+    left_out = {run.name: run.left_out for run in published_runs()}
     cells = []
     for row in shown:
         seq_len = row.config.recipe.model.seq_len
         per_usd = row.measured * seq_len * 3600 / (row.mesh.nodes * RESERVED_USD)
-        ours = predicted(row)
+        ratio = left_out[row.name]
         cells.append(
             (
                 row.model,
@@ -52,43 +58,25 @@ def table1(path: Path) -> str:
                 f"{row.mesh.tensor}",
                 f"{row.mesh.pipeline}",
                 f"{row.measured:.1f}",
-                f"{ours:.1f}",
-                f"{ours / row.measured:.2f}",
+                f"{row.measured * ratio:.1f}",
+                f"{ratio:.3f}",
                 format_count(per_usd),
-                format_count(per_usd * ours / row.measured),
+                format_count(per_usd * ratio),
             )
         )
     curves = []
     for model in dict.fromkeys(row.model for row in shown):
         of_model = [row for row in shown if row.model == model]
         nodes = [row.mesh.nodes for row in of_model]
-        tokens = [row.config.recipe.model.seq_len for row in of_model]
-        speeds = {
-            "published": [row.measured for row in of_model],
-            "slurmllm plan": [predicted(row) for row in of_model],
-        }
-        curves += [
-            PlanCurve(
-                f"{model}, {source}",
-                nodes,
-                [speed * length for speed, length in zip(values, tokens, strict=True)],
-                None,
-            )
-            for source, values in speeds.items()
-        ]
+        speeds = [row.measured * row.config.recipe.model.seq_len for row in of_model]
+        ours = [speed * left_out[row.name] for speed, row in zip(speeds, of_model, strict=True)]
+        curves.append(PlanCurve(f"{model}, published", nodes, speeds, None))
+        curves.append(PlanCurve(f"{model}, slurmllm plan", nodes, ours, None))
     write_picture(scaling_picture(curves, {}), path, _FIX)
-    headings = (
-        "model",
-        "nodes",
-        "TP",
-        "PP",
-        "seq/s published",
-        "predicted",
-        "ratio",
-        "tokens/$ published",
-        "predicted",
+    return _table(
+        "model, nodes, TP, PP, seq/s published, predicted, ratio, tokens/$ published, predicted",
+        cells,
     )
-    return _table(headings, cells)
 
 
 def time_and_cost(path: Path) -> str:
@@ -125,62 +113,57 @@ def time_and_cost(path: Path) -> str:
     _draw(left, measured, ours, 1, f"days on {8 * NODES} A100-40GB")
     _draw(right, measured, ours, 2, "dollars")
     write_picture(figure, path, _FIX)
-    headings = (
-        "model",
-        "parameters",
-        "tokens",
-        "days published",
-        "predicted",
-        "$ published",
-        "predicted",
-        "ratio",
+    return _table(
+        "model, parameters, tokens, days published, predicted, $ published, predicted, ratio", cells
     )
-    return _table(headings, cells)
 
 
 def time_to_train(path: Path) -> str:
-    """Hours at full throughput for 1B tokens over A100-40GB, published by Mosaic and predicted."""
+    """Hours at full throughput for 1B tokens over A100-40GB, published by Mosaic and predicted.
+
+    As the published hours: tokens / throughput, on the post's network, without start-up and losses.
+    """
     tokens, counts = 10**9, (1, 2, 4, 8, 16)
     published = {
         row.mesh.nodes: row
         for row in rows("published_gpu.csv")
         if row.name.startswith("mosaic1-1.3b")
     }
+    measured = {nodes: _hours(row, tokens, row.measured) for nodes, row in published.items()}
+    first = published[1]
+    of_layout = {}  # of the published run, on any number of nodes
+    for nodes in counts:
+        row = replace(first, mesh=replace(first.mesh, nodes=nodes, data=8 * nodes))
+        of_layout[nodes] = _hours(row, tokens, predicted(row))
+    train = first.config.recipe.train.model_copy(update={"activation_checkpointing": "none"})
+    config = replace(first.config, recipe=first.config.recipe.model_copy(update={"train": train}))
+    kept = _hours(first, tokens, predicted(replace(first, config=config)))
     figure = Figure(figsize=(7, 4.5), dpi=100, layout="constrained")
     axes = figure.subplots()
-    cells = []
+    cells = [["its layout without checkpointing", "8", "", "", f"{kept:.3g}", "", "", ""]]
     for recipe in GPT3_SIZES:
-        points = plan_recipe(resolve(recipe, "p4d"), counts, lambda _: (), None, tokens).points()
-        # As the published hours: tokens / throughput, without start-up, compilation and losses.
-        speeds = [point.candidate.tokens_per_s for point in points if point.candidate]
-        hours = [tokens / speed / 3600 for speed in speeds]
-        axes.plot([8 * nodes for nodes in counts], hours, "s:", label=f"{recipe}, plan")
-        for nodes, predicted_h in zip(counts, hours, strict=True):
-            row = published.get(nodes) if recipe == "gpt3_1.3b" else None
-            cells.append(
-                (
-                    recipe,
-                    str(8 * nodes),
-                    f"{predicted_h:.3g}",
-                    *(
-                        ("", "")
-                        if row is None
-                        else (
-                            f"{_hours(row, tokens, row.measured):.3g}",
-                            f"{_hours(row, tokens, predicted(row)):.3g}",
-                        )
-                    ),
-                )
-            )
-    measured = [_hours(row, tokens, row.measured) for row in published.values()]
-    axes.plot([8 * nodes for nodes in published], measured, "ko-", label="1.3B, published")
+        config = resolve(recipe, "p4d", ["cluster.hardware.network_gb_s=100"])  # the post's
+        points = plan_recipe(config, counts, lambda _: (), None, tokens).points()
+        speeds = {point.nodes: point.candidate.tokens_per_s for point in points if point.candidate}
+        hours = {nodes: tokens / speed / 3600 for nodes, speed in speeds.items()}
+        axes.plot([8 * nodes for nodes in hours], [*hours.values()], "s:", label=f"{recipe}, plan")
+        sources = (hours, of_layout, measured) if recipe == "gpt3_1.3b" else (hours,)
+        for nodes in counts:
+            row_cells = [recipe, str(8 * nodes)]
+            for source in sources:
+                if nodes in source:
+                    row_cells += [f"{source[nodes]:.3g}", f"{source[1] / source[nodes]:.1f}"]
+            cells.append(row_cells + [""] * (8 - len(row_cells)))
+    lines = {"plan of its layout": (of_layout, "k^:"), "published": (measured, "ko-")}
+    for name, (hours, style) in lines.items():
+        axes.plot([8 * nodes for nodes in hours], [*hours.values()], style, label=f"1.3B, {name}")
     axes.set(xscale="log", yscale="log", xlabel="A100-40GB", ylabel="hours for 1B tokens")
     axes.set_xticks([8 * nodes for nodes in counts], [str(8 * nodes) for nodes in counts])
-    axes.set_yticks([2.0**power for power in range(-3, 4)], ["1/8", "1/4", "1/2", *"1248"])
+    axes.set_yticks([2.0**power for power in range(-5, 4, 2)], ["1/32", "1/8", "1/2", "2", "8"])
     axes.minorticks_off()
     _finish(axes)
     write_picture(figure, path, _FIX)
-    return _table(("recipe", "GPUs", "plan, h", "published, h", "plan of its layout, h"), cells)
+    return _table("recipe, GPUs, plan h, ×, its layout h, ×, published h, ×", cells)
 
 
 def _hours(row: Row, tokens: int, sequences_per_s: float) -> float:
@@ -222,7 +205,7 @@ def scaling(path: Path) -> str:
     _finish(axes)
     write_picture(figure, path, _FIX)
     network = f"network {low:g} to {high:g}"
-    return _table(("layout", "nodes", "scaling", network), cells)
+    return _table(f"layout, nodes, scaling, {network}", cells)
 
 
 def _scaling(recipe: str, counts: Sequence[int], batch: int | None, share: float) -> list[float]:
@@ -241,8 +224,8 @@ def _parameters(row: Row) -> float:
     return float(parameters(row.config.recipe.model))
 
 
-def _table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return "\n".join(fitted([Column(heading) for heading in headings], cells, 1000).lines)
+def _table(headings: str, cells: Sequence[Sequence[str]]) -> str:
+    return "\n".join(fitted([*map(Column, headings.split(", "))], cells, 1000).lines)
 
 
 def _draw(
