@@ -40,6 +40,10 @@ class GroupedCommand(click.Command):
         super().__init__(*arguments, **fields)
         self.common = common.split()
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["arguments"] = tuple(args)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {
             f"{kind} options": [] for kind in ("Common", "Slurm", "Sweep", "Advanced")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class _Choices:
     require: Literal["identical", "match", "equivalent"] | None
     exact: bool
     seeds: tuple[str, ...]
+    ignored: tuple[str, ...]
     basis: Literal["tolerance", "precision"] | None
     precision: str | None
     by: Literal["step", "tokens", "samples"]
@@ -73,6 +75,13 @@ class _Choices:
     metavar="RUN",
     help="Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
     "Repeatable.",
+)
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    type=click.Choice(("lr", "data", "batches", "seed", "model", "precision", "optimizer")),
+    help="Recorded settings that may differ although the curves match; repeatable.",
 )
 @options.choice(
     "--as basis",
@@ -152,12 +161,12 @@ def compare(
     else:
         for letter, comparison in by_letter.items():
             _print(comparison, letter, alone=len(comparisons) == 1)
-        for name, paths in (
-            ("picture", [c.plot for c in comparisons]),
-            ("page", [c.html for c in comparisons]),
-        ):
-            for path in filter(None, dict.fromkeys(paths)):
-                click.echo(f"{name}: {path}")
+        for line in dict.fromkeys(line for c in comparisons for line in _file_lines(c)):
+            click.echo(line)
+        if choices.basis is None:
+            for (letter, comparison), other in zip(by_letter.items(), others, strict=True):
+                arguments = ctx.meta["arguments"] if len(others) == 1 else (a, other)
+                _print_advice(comparison, letter, arguments)
     ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
 
 
@@ -184,7 +193,14 @@ def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -
     ]
     if require is not None and weaker:
         click.echo(f"--require {require} is not met: {', '.join(weaker)}", err=True)
-    return not weaker
+    contrary = [text for comparison in by_letter.values() for text in comparison.contrary_settings]
+    if contrary:
+        click.echo(
+            "exit code 1, although the curves match, because recorded settings differ: "
+            f"{'; '.join(contrary)}; --ignore KIND accepts them",
+            err=True,
+        )
+    return not (weaker or contrary)
 
 
 def _check(choices: _Choices, count: int) -> None:
@@ -270,6 +286,7 @@ def _compare(
             seeds=seeds,
             letter=curve_letter(i),
             basis=basis,
+            ignored=choices.ignored,
             shifts=(shifts[0], shifts[i]),
             precisions=(precisions[0], precisions[i]),
             **choices.steps,
@@ -350,6 +367,24 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
         print_line(f"warning: {warning}")
 
 
+def _file_lines(comparison: Comparison) -> list[str]:
+    files = {"picture": comparison.plot, "page": comparison.html}
+    return [f"{name}: {path}" for name, path in files.items() if path]
+
+
+def _print_advice(comparison: Comparison, letter: str, arguments: Sequence[str]) -> None:
+    """Print the whole commands that judge a difference by the noise that it may be."""
+    for option in comparison.advice:
+        command = f"{shlex.join(['slurmllm', 'compare', *arguments])} {option}"
+        if option.startswith("--seed"):
+            print_line(
+                f"another seed is no fault: with RUN, a run as A with a third seed, `{command}` is "
+                f"`equivalent` if {letter} is no further off than one more seed would be"
+            )
+        else:
+            print_line(f"if both were trained in bf16, its noise judges them: {command}")
+
+
 def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
     line = f"{label}  {side.name}: steps {side.first_step}–{side.last_step}"
     if side.restarts:
@@ -358,7 +393,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
     if overlap.rows:
         steps = "1 step" if overlap.rows == 1 else f"{overlap.rows} steps"
         line += f", {steps} recomputed after a restart"
-        line += ", bit-identical" if overlap.identical else ""
+        line += ", with the same values" if overlap.identical else ""
     if side.shift:
         line += f"; {side.shift:+} to its steps: {side.shift_reason}"
     if side.averaged:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import Decimal, DecimalTuple
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ _MAX_ROWS = 4096  # suffice to judge
 _MAX_BEGINS = 64  # points that have the other curve's first loss
 _DIGITS_SAMPLE = 512  # values that show how many digits a log prints
 _SAME_AT_FIRST = 3  # points
+ALL_DIGITS = 7  # of fp32; fewer do not prove the same bits
 _PRINTED_DIGITS = range(3, 10)  # fewer are no precision of a log, more are not printed
 
 
@@ -403,17 +404,29 @@ def _printed_unit(values: Floats, kind: SourceKind) -> Floats:
     """
     if kind == "tensorboard":
         return np.spacing(np.abs(values).astype(np.float32)).astype(np.float64)
-    finite = values[np.isfinite(values) & (values != 0)]
-    sample = np.unique(finite[:: len(finite) // _DIGITS_SAMPLE + 1]).tolist()
-    printed = [Decimal(repr(value)).normalize().as_tuple() for value in sample]
+    printed = _decimals(values)
     digits = max((len(number.digits) for number in printed), default=0)
     # Values that are constant, or few, may end in zeros that are printed.
-    if (kind != "text" and not (digits in _PRINTED_DIGITS and len(sample) > 3)) or not printed:
+    if (kind != "text" and not (digits in _PRINTED_DIGITS and len(printed) > 3)) or not printed:
         return np.zeros(len(values))
     last = min(int(number.exponent) for number in printed)
     magnitude = np.floor(np.log10(np.abs(values)))
     unit: Floats = np.maximum(10.0**last, 10.0 ** (magnitude + 1 - digits))
     return unit
+
+
+def _decimals(values: Floats) -> list[DecimalTuple]:
+    """Return the shortest decimals of some values, each once, without zeros."""
+    finite = values[np.isfinite(values) & (values != 0)]
+    sample = np.unique(finite[:: len(finite) // _DIGITS_SAMPLE + 1]).tolist()
+    return [Decimal(repr(value)).normalize().as_tuple() for value in sample]
+
+
+def printed_digits(curve: Curve, values: Floats) -> int:
+    """Return how many significant digits a log prints of values of a column."""
+    if curve.kind == "tensorboard" or (curve.kind == "run" and "command.run" not in curve.settings):
+        return ALL_DIGITS
+    return max((len(number.digits) for number in _decimals(values)), default=0)
 
 
 def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:

@@ -68,32 +68,59 @@ def explain(
         select_settings(settings, step, onset, observation, a, b), observation, clues
     )
     recorded = [cause for cause in of_settings if cause.confidence != "possible"]
-    if any(cause.confidence == "certain" for cause in recorded):
-        return (*first, *recorded)
+    resumes = [cause for cause in first if cause.kind == "resume"]
+    first = _without_kinds_of(first, resumes)
     seen = _of_clues(clues, observation, b, letter)
+    recorded, seen = (_with_rest(causes, observation, letter) for causes in (recorded, seen))
+    if any(cause.confidence == "certain" for cause in recorded):
+        return (*first, *recorded, *resumes)
+    of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
     if within:
-        seen = [_before_not_finite(observation, step)]
-        of_settings, recorded = [*recorded, *of_settings], []
+        seen, recorded = [_before_not_finite(observation, step)], []
     # A loss by itself does not show which part of a step differs.
-    is_likely = any(cause.confidence == "likely" for cause in seen)
-    undecided = len(observation.points) == 1 and not is_likely
-    if onset is None:
+    undecided = len(observation.points) == 1 and not _has_likely(seen)
+    if onset is None or _has_likely(resumes):
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
-    seen += [cause for cause in of_settings if cause.confidence == "possible"]
+    seen = _without_kinds_of([*seen, *of_settings], recorded)
+    unknown = _unknown(observation, step)
+    if undecided and not recorded and not first and not resumes:
+        return (unknown, *seen)
+    return (*first, *recorded, *resumes, *seen, unknown)
+
+
+def _has_likely(causes: Sequence[Cause]) -> bool:
+    return any(cause.confidence == "likely" for cause in causes)
+
+
+def _without_kinds_of(causes: Sequence[Cause], recorded: Sequence[Cause]) -> list[Cause]:
     kinds = {cause.kind for cause in recorded}
-    seen = [cause for cause in seen if cause.kind not in kinds]
+    return [cause for cause in causes if cause.kind not in kinds]
+
+
+def _with_rest(causes: list[Cause], observation: Observation, letter: str) -> list[Cause]:
+    """Return the causes; a first one that is the seed says what it leaves unexplained."""
+    rest = observation.unexplained(letter)
+    if not (rest and causes and causes[0].kind == "seed"):
+        return causes
+    first = causes[0].model_copy(update={"evidence": f"{causes[0].evidence}; {rest}"})
+    return [first, *causes[1:]]
+
+
+def _unknown(observation: Observation, step: int) -> Cause:
     position = observation.moment if step == observation.first else f"at step {step}"
     evidence = f"the settings and values recorded do not decide what differs {position}"
-    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=evidence)
-    if undecided and not recorded and not first:
-        return (unknown, *seen)
-    return (*first, *recorded, *seen, unknown)
+    return Cause(kind="unknown", confidence="possible", step=step, evidence=evidence)
 
 
 def _of_columns(
     observation: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
 ) -> list[Cause]:
     """Return what columns and attempts show by themselves."""
+    if (clipping := observation.clipped()) is not None:
+        (side, limit), step = clipping, observation.first or step
+        letter, other = ("A", curves[0][0]) if side == 0 else (curves[0][0], "A")
+        evidence = clue_table()["clipped"].text.format(letter=letter, other=other, limit=limit)
+        return [Cause(kind="logging", confidence="certain", step=step, evidence=evidence)]
     transient, causes = observation.transient(), _resume(observation, onset, curves)
     if transient is not None and transient.confidence != "possible":
         return [transient]
@@ -136,17 +163,24 @@ def _before_not_finite(observation: Observation, step: int) -> Cause:
 def _resume(
     observation: Observation, onset: int | None, curves: Sequence[tuple[str, Curve]]
 ) -> list[Cause]:
-    """Return the resume of a log without records at which the curves begin to differ."""
+    """Return the resume at which the curves begin to differ, and what it did not restore."""
     steps = observation.points["loss"].steps
     starts = [(observation.first, 0), (onset, SLACK_POINTS)]
     for letter, curve in curves:
-        for restart in () if curve.kind == "run" or curve.settings else curve.restarts.tolist():
+        restarts = curve.restarts.tolist()
+        # The rows before and after a restart are the same: it is no cause.
+        for restart in () if curve.overlap_identical and len(restarts) == 1 else restarts:
             row = int(np.searchsorted(steps, restart))
             for start, slack in starts if row else ():
                 points = -row if start is None else int(np.searchsorted(steps, start)) - row
                 if -slack <= points <= SLACK_POINTS:
                     confidence: Confidence = "possible" if slack or points > 1 else "likely"
+                    clue = observation.lost_state(points) if confidence == "likely" else "resume"
+                    if clue == "gradient_first":
+                        return []
                     evidence = clue_table()["resume"].text.format(letter=letter, step=restart)
+                    if clue != "resume":
+                        evidence += f": {clue_table()[clue].text.format(step=restart)}"
                     return [
                         Cause(kind="resume", confidence=confidence, step=restart, evidence=evidence)
                     ]
@@ -163,8 +197,9 @@ def select_settings(
 ) -> list[SettingDifference]:
     """Select the settings that can have made curves diverge at a step, the likeliest first.
 
-    A difference that existed all along is no cause if the curves were bit-identical at first,
-    unless a restart followed, after which a run may have continued with other settings.
+    A difference that existed long before is no cause if the curves were bit-identical since,
+    unless a restart followed, after which a run may have continued with other settings, or the
+    first difference is so small that it may have grown below the digits logged.
     """
     steps = observation.points["loss"].steps
     row = int(np.searchsorted(steps, step))
@@ -176,11 +211,13 @@ def select_settings(
     restarts = np.concatenate((a.restarts, b.restarts))
     restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
     all_along = row < SLACK_POINTS or observation.jumped or restarted
-    differences = [
-        setting
-        for setting in settings
-        if setting.step <= limit and (all_along or setting.step > steps[0])
-    ]
+    recent = int(steps[max(row - SLACK_POINTS, 0)])
+    differences = []
+    for setting in settings:
+        explains = all_along and not (setting.kind == "lr" and observation.jumped)
+        grown = setting.step > steps[0] and observation.emerged
+        if setting.step <= limit and (explains or grown or setting.step >= max(recent, 1)):
+            differences.append(setting)
     return sorted(
         differences, key=lambda setting: (setting.weak, -setting.step, _ORDER.index(setting.kind))
     )

@@ -29,6 +29,7 @@ ROUNDED = {"loss": 2**-5}  # a larger one is no rounding of a number format
 _JUMP = 30.0  # times the largest difference before: roundings do not grow so fast
 _UNITS = 10.0  # of the last printed digit: a larger difference is no rounding of the print
 _LAST_DIGITS = 1e-6  # of fp32
+_CLIPPED, _MIN_CLIPPED = 1e-5, 3  # a norm after clipping is so near its limit, at so many points
 _FACTOR = 1e-6  # by which a constant factor may vary
 _FAR = 1e3  # times the last digit of grad_norm: a larger difference of losses would show there
 _MIN_POINTS = 6  # fewer show no correlation, factor or identity
@@ -42,6 +43,7 @@ _OTHER_NORM = 0.25  # a gradient norm that differs by more is of other gradients
 _AT_ONCE = 0.3  # of the median of the points after it: a smaller first difference grew
 # Times the loss's digits: weights that make such a difference of norms show in the loss
 _SHOWN, _SHOWN_GROWING = 100.0, 300.0  # if it is as large at once, and if it grows
+_LEVEL = 0.03  # relative difference of the later losses of two seeds, at most
 _RATIO = 0.2  # logarithm of a factor between losses that no seed makes at the first point
 _JUMP_POINTS = 16  # in which the columns follow the one that jumps first
 SLACK_POINTS = 3  # by which an onset that emerges from noise may be wrong
@@ -152,6 +154,23 @@ class Observation:
                 return clue
         return None
 
+    def clipped(self) -> tuple[int, float] | None:
+        """Return whose gradient norm (0: A's, 1: B's) is logged after clipping, and its limit.
+
+        It is never above the limit, and the same as the other wherever that is below.
+        """
+        norm = self.points.get("grad_norm")
+        if norm is None or "loss" in self.starts or not self.finite:
+            return None
+        for side, (values, other) in enumerate(((norm.a, norm.b), (norm.b, norm.a))):
+            limit = float(np.max(values))
+            above = other > limit * (1 + _CLIPPED)
+            expected = np.where(above, limit, other)
+            same = np.abs(values - expected) <= np.maximum(norm.unit, _CLIPPED * expected)
+            if same.all() and np.count_nonzero(above) >= _MIN_CLIPPED:
+                return side, limit
+        return None
+
     def factor(self, name: str) -> bool:
         """Return whether a column differs by a constant factor, of values that vary."""
         if name not in self.starts:
@@ -256,6 +275,9 @@ class Observation:
             # Noise and the last digits of fp32 hide what the weights before were.
             decided = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
             decided &= "param_norm" in self.r
+            if self._first_update():
+                clues += ["first_update"] + (["update_without_lr"] if self.lr is None else [])
+                return clues
             clues.append("together" if decided else "together_or_update")
         if len(self.points) == 1:
             clues.append("loss_only")
@@ -268,6 +290,32 @@ class Observation:
         if {"undated", *_FORWARD_CLUES} & set(clues):
             clues += self._clues_of_size(early)
         return clues
+
+    def _first_update(self) -> bool:
+        """Return whether step 1 is the same in all digits, and what follows small and growing."""
+        steps = self.points["loss"].steps
+        if self.before is None or self.before > 1 or self.before != steps[0] or self.gap > 1:
+            return False
+        for name, limit in SMALL.items():
+            size = np.abs(self.after(name)[:_JUMP_POINTS])
+            if len(size) < _MIN_POINTS or size[0] > min(limit, _AT_ONCE * float(np.median(size))):
+                return False
+            points = self.points[name]
+            if np.max(points.unit) > _LAST_DIGITS * abs(points.a[0]):
+                return False
+        return bool(abs(self.after("grad_norm")[0]) > _LAST_DIGITS)
+
+    @property
+    def emerged(self) -> bool:
+        """Whether the first difference is near the last digit, so that it may have begun before."""
+        for name, start in self.starts.items():
+            points = self.points[name]
+            row = int(np.searchsorted(points.steps, start))
+            a, b = points.a[row], points.b[row]
+            unit = max(np.broadcast_to(points.unit, points.a.shape)[row], _LAST_DIGITS * abs(a))
+            if start == self.first and abs(b - a) > _UNITS * unit:
+                return False
+        return True
 
     def _clue_of_gradients(self) -> str:
         """Return the clue of a gradient norm that differs before the loss.
@@ -286,12 +334,44 @@ class Observation:
             return "gradient_first"
         return "gradient_or_update" if at_once else "small_gradient_first"
 
+    def lost_state(self, points: int) -> str:
+        """Return the clue of what a resume did not restore, `points` before the first difference.
+
+        It is `gradient_first` if the first step's loss is the same, and its gradient norm is not.
+        Its first step is of the weights, the batch and the random numbers that it restored; the
+        optimizer's state first shows in the step after it.
+        """
+        size = np.abs(self.after("loss")[:_JUMP_POINTS])
+        if self.starts.get("loss") != self.first and self.gap == 1 and not points:
+            clue = self._clue_of_gradients()
+            return clue if clue == "gradient_first" else "resume"
+        if self.gap > 1 or len(size) < _MIN_POINTS or self.correlation is None:
+            return "resume"
+        if points:
+            return "lost_optimizer"
+        if self.correlation < _NOTHING_IN_COMMON:
+            return "lost_place"
+        at_once = size[0] > _AT_ONCE * np.median(size)
+        return "lost_random" if at_once and np.max(size) < ROUNDED["loss"] else "lost_weights"
+
     def ratio(self, at_first: bool) -> float:
         """Return B's loss over A's at the first difference, or the median from there on."""
         a, b = self.values("loss")
         ratios = (b / a)[: 1 if at_first else None]
         ratios = ratios[np.isfinite(ratios)]
         return float(np.median(ratios)) if len(ratios) else 1.0
+
+    def unexplained(self, letter: str) -> str:
+        """Return what another seed does not explain: losses at another level in the last half."""
+        r = self.after("loss")
+        late = r[len(r) // 2 :]
+        if len(late) < _MIN_POINTS:
+            return ""
+        level = float(np.median(late))
+        if abs(level) < max(_LEVEL, 2 * float(np.median(np.abs(late - level)))):
+            return ""
+        a, b = (float(np.median(values[len(values) // 2 :])) for values in self.values("loss"))
+        return f"the loss of {letter} stays at {b / a:.3g} times that of A, which no seed explains"
 
     def _ratio_clue(self) -> str | None:
         """Return the clue if the losses differ by a factor from the first point on."""

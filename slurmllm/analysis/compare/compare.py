@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,22 +11,25 @@ import numpy as np
 
 from slurmllm.analysis.compare import result, sentences
 from slurmllm.analysis.compare.alignment import (
+    ALL_DIGITS,
     Alignment,
     Points,
     StepMatch,
     counted_apart,
     match_steps,
     no_common_step,
+    printed_digits,
     shift_steps,
 )
 from slurmllm.analysis.compare.bands import (
+    SPACINGS,
     PrecisionLimits,
     SeedBand,
     precision_basis,
     precision_limits,
 )
 from slurmllm.analysis.compare.causes import explain
-from slurmllm.analysis.compare.columns import clue_table
+from slurmllm.analysis.compare.columns import EARLY_POINTS, SMALL, clue_table
 from slurmllm.analysis.compare.divergence import (
     IDENTICAL,
     DivergenceResult,
@@ -69,6 +72,11 @@ class _Metric(NamedTuple):
     printed: Points
     visible: Floats  # relative difference of the printed digits [points]
 
+    def digits(self, alignment: Alignment) -> int:
+        """Return how many digits the log of fewer digits prints of this metric."""
+        a, b = alignment.curves
+        return min(printed_digits(a, self.points.a), printed_digits(b, self.points.b))
+
 
 @np.errstate(all="ignore")  # logs may hold any value; those that are not finite are handled below
 def compare(
@@ -84,6 +92,7 @@ def compare(
     shifts: tuple[int | None, int | None] = (None, None),
     basis: result.BasisKind | None = None,
     precisions: tuple[str, str] = ("", ""),
+    ignored: Collection[str] = (),
 ) -> Comparison:
     """Compare two curves at their common points.
 
@@ -94,6 +103,7 @@ def compare(
         shifts: What to add to the steps of A and B; None: by their formats and values.
         basis: None: `precision` if the runs are recorded and nothing else can be the difference.
         precisions: Of A and B; empty: as recorded.
+        ignored: Kinds of recorded settings that may differ.
 
     Raises:
         RunError: no point in common, no loss, or the positions on the axis are unknown.
@@ -109,7 +119,7 @@ def compare(
     metrics = _common_metrics(alignment)
     points = {name: metric.points for name, metric in metrics.items()}
     warnings = sentences.warnings_of(alignment, points, tolerances.exact)
-    settings = find_differences(a, b, alignment)
+    settings = [s for s in find_differences(a, b, alignment) if s.kind not in ignored]
     if seeds and not tolerances.exact:  # they allow for another seed
         measure = result.Basis(kind="seeds")
         settings = [setting for setting in settings if setting.kind != "seed"]
@@ -144,6 +154,15 @@ class _Rules:
     settings: Sequence[SettingDifference]
     limits: Mapping[str, PrecisionLimits]  # of the metrics that decide the verdict
     band: result.Band | None  # of the seeds
+
+    @property
+    def decisive_settings(self) -> tuple[str, ...]:
+        """The settings that differ and change a training, but for what the basis allows for."""
+        return tuple(
+            setting.text
+            for setting in self.settings
+            if not (setting.weak or setting.shifted) and setting.kind != self.basis.kind
+        )
 
 
 def _basis(
@@ -206,15 +225,10 @@ def _conclude(
     causes: tuple[Cause, ...] = ()
     if verdict == "differ" or (verdict == "equivalent" and band is None):
         causes = _causes(alignment, metrics, results, rules.settings, rules.basis)
-    commands = sentences.command_differences(a, b)
-    warnings = warnings + commands
-    if verdict != "differ":
-        warnings += [
-            f"the curves match although {setting.text}"
-            for setting in rules.settings
-            if not (setting.weak or setting.shifted) and setting.kind != rules.basis.kind
-        ]
-    settings = (*(setting.text for setting in rules.settings), *commands)
+    commands = sentences.command_differences(a, b, alignment.letter)
+    contrary = () if verdict == "differ" else rules.decisive_settings
+    warnings = commands + warnings + [f"the curves match although {text}" for text in contrary]
+    settings = (*commands, *(setting.text for setting in rules.settings))
     record = _record(matches, alignment, rules, verdict, causes, results)
     steps = metrics["loss"].points.steps
     identical = steps[steps < changed].tolist()
@@ -226,6 +240,7 @@ def _conclude(
         causes if verdict == "differ" else (),
         alignment.letter,
         steps,
+        min(metrics[name].digits(alignment) for name in rules.limits),
     )
     return Comparison.model_validate(
         record
@@ -233,10 +248,47 @@ def _conclude(
             "bit_identical_to_step": identical[-1] if identical else None,
             "reason": sentences.invented_steps(alignment.curves, alignment.letter) + reason,
             "settings": settings,
+            "contrary_settings": contrary,
+            "advice": _advice(alignment, metrics, rules, causes, results),
             "statistics": described,
             "warnings": tuple(warnings),
         }
     )
+
+
+def _advice(
+    alignment: Alignment,
+    metrics: Mapping[str, _Metric],
+    rules: _Rules,
+    causes: Sequence[Cause],
+    results: Mapping[str, MetricComparison],
+) -> tuple[str, ...]:
+    """Return options that judge a difference of seeds, or one as small as bf16's roundings.
+
+    Not of curves that were bit-identical at first: they have no such noise.
+    """
+    if rules.basis.kind != "tolerance" or not causes:
+        return ()
+    differs = any(metric.departs for metric in results.values())
+    if causes[0].kind == "seed" and not (differs and causes[0].confidence == "possible"):
+        return ("--seed RUN",)
+    a, b = alignment.curves
+    names = [str(c.settings.get("train.precision") or "bf16_mixed") for c in (a, b)]
+    known = differs and set(names) <= SPACINGS.keys() and set(names) != {"fp32"}
+    others = [c for c in causes if c.kind not in ("precision", "rounding", "mesh")]
+    if not known or any(cause.confidence != "possible" for cause in others):
+        return ()
+    for name in METRICS:
+        if name not in metrics or not len(a.series("lr")[0]):
+            return ()
+        metric = metrics[name]
+        begin = int(np.argmax(~metric.points.same))
+        size = np.abs(metric.signed[begin:][:EARLY_POINTS])
+        if not np.median(size) <= SMALL[name]:
+            return ()
+        if begin >= IDENTICAL and metric.digits(alignment) >= ALL_DIGITS:
+            return ()
+    return (f"--precision {','.join(names)}",)
 
 
 def _verdict(results: Mapping[str, MetricComparison], identical: bool) -> result.Verdict:
@@ -417,7 +469,7 @@ def _compare_metric(
     size = float(np.abs(r[np.argmax(beyond)]))
     rule, onset = _departure_rule(steps, detected, finite, departure, exact, band)
     at_onset = math.nan if onset is None else float(abs(r[np.searchsorted(steps, onset)]))
-    power = detected.power
+    power = max(detected.power, 0.0 if rule else abs(detected.mean))  # that mean was not found
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         power = max(power, 10.6 * (described.max_rel_diff or 0.0) / len(steps))

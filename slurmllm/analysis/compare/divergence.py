@@ -39,8 +39,7 @@ _OUTLIER = 10.0  # likewise, of many
 # Scatter over τ that is no noise within it, by the points that show it: fewer are less certain.
 _NOISY = ((64, 1.75), (512, 1.25))
 _NOISY_EVERYWHERE = 1.1
-_SHARED = 0.5  # correlation of the curves' noise above which scatter is not independent
-_WHITE, _UNEVEN = 0.3, 5.0  # correlation of neighbours and ratio of mean squares of steady noise
+SHARED = 0.5  # correlation of the curves' noise above which scatter is not independent
 _LATE = 100  # points of independent scatter, after which an onset has a cause of its own
 _GROWN = 0.25  # times what is usual: differences at first, if they grow
 
@@ -106,7 +105,7 @@ def detect_divergence(
     else:
         hits = [*_lasting(r, tolerance, spread)]
         noisy = [*_noisy(r, spread, tolerance + rough)]
-        scattered = bool(noisy) and (shared < _SHARED or _is_steady(r))
+        scattered = bool(noisy) and shared < SHARED
         if not scattered:
             hits += noisy
             hits += _outliers(r, tolerance + 3 * rough, spread)
@@ -122,11 +121,12 @@ def _slow(r: Floats, tolerance: float, rough: float, shared: float) -> tuple[lis
     usual = TO_SIGMA * float(np.median(np.abs(r)))
     if not usual > _NOISY_EVERYWHERE * tolerance + rough:
         return [], False
-    # They are no noise of curves whose other noise is the same, if they grew.
+    if shared < SHARED:
+        return [], True
+    # They are no noise of curves whose other noise is the same.
     early = np.median(np.abs(r[: max(3, len(r) // 8)]))
-    if early < _GROWN * usual and shared > _SHARED:
-        return [_Hit("lasting", 0, len(r), len(r) - 1)], False
-    return [], True
+    rule: Rule = "lasting" if early < _GROWN * usual else "noise"
+    return [_Hit(rule, 0, len(r), len(r) - 1)], False
 
 
 def _describe(
@@ -267,16 +267,6 @@ def _noisy(r: Floats, spread: Scatter, tolerance: float) -> Iterator[_Hit]:
         end = _end_of_run(noisy, first)
         last = len(r) if end == len(sigma) else end * size
         yield _Hit("noise", first * size, min((first + 1) * size, len(r)), last - 1)
-
-
-def _is_steady(r: Floats) -> bool:
-    """Return whether r is noise, white and equally strong in each segment, as no departure is."""
-    count = min(8, len(r) // 16)
-    if count < 2 or r[0] == 0:
-        return False
-    squares = [float((segment**2).mean()) for segment in np.array_split(r, count)]
-    neighbours = abs(float(np.corrcoef(r[1:], r[:-1])[0, 1]))
-    return neighbours < _WHITE and max(squares) < _UNEVEN * min(squares)
 
 
 TO_SIGMA = 1.4826  # median of |x| of a normal x → its standard deviation

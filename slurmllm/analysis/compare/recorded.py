@@ -15,6 +15,7 @@ from slurmllm.analysis.compare.result import Kind
 from slurmllm.core.metrics.curves import (
     LR_TOLERANCE,
     Curve,
+    Flags,
     Floats,
     Ints,
     bit_identical,
@@ -180,13 +181,13 @@ def _is_shifted(lr: Points, tolerance: float) -> bool:
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     by_step = alignment.axis == "step" and alignment.method == "exact"
-    tokens, step = alignment.points_of("tokens"), int(alignment.steps[0])
+    tokens, step = alignment.points_of("tokens").as_printed(a, b), int(alignment.steps[0])
     sides = [curve.series("tokens") for curve in (a, b)]
     if by_step:
-        same = bit_identical(tokens.a, tokens.b)
-        if same.all():
+        different = _other_increments(tokens)
+        if not different.any():
             return None
-        i = int(np.argmin(same))
+        i = int(np.argmax(different))
         step, sides = int(tokens.steps[i]), [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
     # On other axes tokens so far differ anyway; their number per step must not.
     of_a, of_b = (_median_tokens(*side) for side in sides)
@@ -199,6 +200,20 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifferen
         return None
     values = f"{tokens.a[i]:,.0f} and {tokens.b[i]:,.0f}"
     return SettingDifference(step, f"tokens trained on differ from step {step} ({values})", "data")
+
+
+def _other_increments(tokens: Points) -> Flags:
+    """Return the points since whose predecessors the tokens grew by other numbers. [points]
+
+    A counter that a resume sets back, or that begins elsewhere, counts the same tokens.
+    """
+    if len(tokens) < 2:
+        return ~tokens.same
+    unit = np.broadcast_to(tokens.unit, tokens.a.shape)
+    grown = [np.diff(values) for values in (tokens.a, tokens.b)]
+    different = np.abs(grown[0] - grown[1]) > 2 * unit[1:]
+    different &= (grown[0] > 0) & (grown[1] > 0)
+    return np.append(different[0] & ~tokens.same[0], different)
 
 
 def _median_tokens(steps: Ints, tokens: Floats) -> float | None:

@@ -235,6 +235,8 @@ class Conclusion(Record):
     causes: tuple[Cause, ...]  # of the difference or the scatter, the likeliest first
     diagnosis: Diagnosis | None  # the first cause if the runs differ
     settings: tuple[str, ...]  # recorded settings that differ
+    contrary_settings: tuple[str, ...]  # of these, those that change a training: the curves match
+    advice: tuple[str, ...]  # further options that judge the difference by its own noise
     warnings: tuple[str, ...]
 
 

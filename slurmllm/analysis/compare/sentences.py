@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
-from slurmllm.analysis.compare.alignment import Alignment, Points
+from slurmllm.analysis.compare.alignment import ALL_DIGITS, Alignment, Points
+from slurmllm.analysis.compare.divergence import SHARED
 from slurmllm.analysis.compare.recorded import describe_schedule_change, tokens_per_step
 from slurmllm.analysis.compare.result import (
     Band,
@@ -35,13 +36,17 @@ def reason(
     causes: Sequence[Cause],
     letter: str,
     steps: Ints,
+    digits: int,
 ) -> str:
     everywhere = "the one step compared"
     if len(steps) > 1:
         everywhere = f"all {len(steps)} steps compared"
+    same = f"the same in the {digits} digits logged"
+    if digits >= ALL_DIGITS:
+        same = "bit-identical"
     if verdict == "identical":
         verb = "is" if len(metrics) == 1 else "are"
-        return f"{' and '.join(metrics)} {verb} bit-identical at {everywhere}"
+        return f"{' and '.join(metrics)} {verb} {same} at {everywhere}"
     if verdict != "differ":
         if basis.kind == "exact":
             return (
@@ -66,7 +71,7 @@ def reason(
             for name, metric in metrics.items()
             if metric.departs
         ]
-    texts += _describe_beginning(metrics, steps)
+    texts += _describe_beginning(metrics, steps, same)
     # The metrics' texts have what is not finite.
     causes = [cause for cause in causes if cause.kind != "not_finite"]
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
@@ -79,10 +84,13 @@ def reason(
 def _describe_match(name: str, metric: MetricComparison) -> str:
     tolerance, maximum = format_figure(metric.tolerance), format_figure(metric.max_rel_diff or 0.0)
     if metric.scattered:
-        shared = metric.scatter.correlation
+        shared, mean = metric.scatter.correlation, format_figure(metric.bias)
+        systematic = f"with no systematic difference above {tolerance} (mean {mean})"
+        if abs(metric.bias) > metric.tolerance:
+            systematic = f"with a mean difference of {mean}, which its scatter can explain,"
+        independent = "independent " if shared is not None and shared < SHARED else ""
         return (
-            f"{name} with no systematic difference above {tolerance} (mean "
-            f"{format_figure(metric.bias)}) but independent scatter of "
+            f"{name} {systematic} but {independent}scatter of "
             f"{format_figure(metric.noise or 0.0)}"
             + ("" if shared is None else f" (correlation of the curves' noise {shared:.2f})")
         )
@@ -131,7 +139,9 @@ def _describe_divergence(
     return f"{sentence}, and {not_finite}" if sides else sentence
 
 
-def _describe_beginning(metrics: Mapping[str, MetricComparison], steps: Ints) -> list[str]:
+def _describe_beginning(
+    metrics: Mapping[str, MetricComparison], steps: Ints, equal: str
+) -> list[str]:
     """Describe up to which step the curves are the same, if they are not all along."""
 
     def earliest(field: str) -> float:
@@ -141,7 +151,7 @@ def _describe_beginning(metrics: Mapping[str, MetricComparison], steps: Ints) ->
     first, visible = earliest("first_difference_step"), earliest("first_visible_step")
     onset = earliest("onset_step")
     if len(same := steps[steps < first]):
-        return [f"bit-identical up to step {same[-1]}"]
+        return [f"{equal} up to step {same[-1]}"]
     if first >= onset or onset == math.inf:
         return []
     if visible <= onset and len(same := steps[steps < visible]):
@@ -211,16 +221,25 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
     return warnings
 
 
-def command_differences(a: Curve, b: Curve) -> list[str]:
+def command_differences(a: Curve, b: Curve, letter: str) -> list[str]:
     """Return in which arguments the commands of two other projects' trainers differ."""
     lines = [str(curve.settings.get("command.run") or "").split() for curve in (a, b)]
     if not all(lines) or lines[0] == lines[1]:
         return []
     parts = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
-    # With the word before, which may be the option of a value.
-    texts = [
-        f"{' '.join(lines[0][max(i - 1, 0) : end])} and {' '.join(lines[1][max(j - 1, 0) : other])}"
-        for how, i, end, j, other in parts
-        if how != "equal"
-    ]
+    texts = []
+    for how, i, end, j, other in parts:
+        of_a, of_b = lines[0][i:end], lines[1][j:other]
+        if how != "equal" and (of_a or of_b)[0].startswith("-") and not (of_a and of_b):
+            texts.append(f"only {'A' if of_a else letter} has {' '.join(of_a or of_b)}")
+        elif how != "equal":
+            begin = _option_before(lines[0], i)
+            option = lines[0][begin:i]
+            texts.append(f"{' '.join(option + of_a)} and {' '.join(option + of_b)}")
     return [f"the commands differ: {'; '.join(texts)}"]
+
+
+def _option_before(words: Sequence[str], position: int) -> int:
+    """Return the index of the option whose value is at a position, else of the word before."""
+    options = [i for i in range(max(position - 3, 0), position) if words[i].startswith("-")]
+    return max(options, default=max(position - 1, 0))

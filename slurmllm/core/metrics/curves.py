@@ -53,8 +53,9 @@ TAGS = {
     "optimizer_s": "time/optimizer_s",
     "attempt": "run/attempt",
 }
-# What an exact resume reproduces bit by bit; the other metrics are times and rates.
-REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
+# What an exact resume reproduces bit by bit; others are times and rates, or counters such as
+# `tokens` that another trainer may begin again at 0.
+REPRODUCED = ("loss", "grad_norm", "param_norm", "lr")
 
 
 class DamageWarning(str):
