@@ -11,6 +11,7 @@ import pytest
 from departures.answers import visible_verdicts
 from departures.noise import differs, noise
 from departures.published import compare_golden
+from departures.trainings import DEPARTURES, answer, judge
 
 
 @pytest.mark.parametrize("degrees", [None, 0, 5])
@@ -20,6 +21,18 @@ def test_noise_has_standard_deviation_1(degrees: int | None, slowness: float) ->
     assert noise(random, 50_000, degrees, slowness).std() == pytest.approx(1, abs=0.05)
     assert not differs(np.zeros(200))
     assert differs(np.full(200, 2.0))
+
+
+@pytest.mark.parametrize("number", range(len(DEPARTURES)))
+def test_departures_of_a_training(number: int, tmp_path: Path) -> None:
+    columns = ("loss", "grad_norm", "lr", "tokens")
+    comparison = answer(
+        DEPARTURES[number], ("log", "command", "ours")[number % 3], columns, tmp_path
+    )
+    assert judge(DEPARTURES[number], comparison)[1] == "right", (
+        comparison.reason,
+        DEPARTURES[number],
+    )
 
 
 def log(loss: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:

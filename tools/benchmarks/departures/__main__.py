@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from departures import noise, published
+from departures import noise, published, trainings
 
 
 def main() -> None:
@@ -28,11 +28,14 @@ def main() -> None:
     )
     parser.add_argument("--noise", type=int, metavar="SEEDS", help="simulations a row")
     parser.add_argument("--golden", type=Path, metavar="DIR", help="see published.py")
+    parser.add_argument("--trainings", action="store_true", help="see trainings.py")
     options = parser.parse_args()
-    if not (options.noise or options.golden):
-        parser.error("give --noise or --golden")
+    if not (options.noise or options.golden or options.trainings):
+        parser.error("give --noise, --golden or --trainings")
     if options.noise:
         print(noise.show(noise.measure(options.noise), options.noise))
+    if options.trainings:
+        print(trainings.show(trainings.measure()))
     if options.golden:
         print(published.show(published.compare_golden(options.golden)))
 
