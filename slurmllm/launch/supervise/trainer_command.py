@@ -224,9 +224,8 @@ def _cause(
         if named is not None and (not named.is_echo or end.code == -signal.SIGABRT):
             return named._replace(error=how, rank=end.rank, code=end.code)
         return _Cause(recent[end.line], KILLED, how, end.rank, end.code)
-    if raised is not None and (
-        named is None or not _NO_REASON.search(raised.message or raised.error)
-    ):
+    no_line = named is None or named.is_echo
+    if raised is not None and (no_line or not _NO_REASON.search(raised.message or raised.error)):
         return raised
     if code < 0:
         return None

@@ -193,6 +193,7 @@ _NPROC = "OpenBLAS blas_thread_init: RLIMIT_NPROC 4096 current, 4096 max"
         ),
         (1, [_NPROC, *_TRACE, "KeyboardInterrupt"], "exit code 1", _NPROC, "code"),
         (1, [*_TRACE, "KeyboardInterrupt"], "KeyboardInterrupt", "", "code"),
+        (1, [_LOST, *_TRACE, "E: it abruptly died"], "E", "it abruptly died", "code"),
         (
             1,
             [_NO_SHM, *_TRACE, "E: worker (pid(s) 4) exited unexpectedly"],
