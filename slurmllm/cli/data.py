@@ -292,7 +292,7 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
     begun = time.monotonic()
     refuse_existing(out, overwrite)
     files = inputs.find([out])
-    errors = InputErrors(inputs.skip_bad)
+    errors = InputErrors(inputs.skip_bad, len(files) == 1)
     with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:
         texts = DocumentStream(files, inputs.read_options(), errors, on_progress)
         content = train_tokenizer(texts, vocab_size)

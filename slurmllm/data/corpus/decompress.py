@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,11 +14,13 @@ from typing import Any
 
 import xxhash
 
+from slurmllm.core.run.file_formats import HEAD_BYTES
 from slurmllm.data.corpus.addresses import open_input
 from slurmllm.data.corpus.inputs import InputFile
 
 # Bytes requested of a decompressor at once: an error loses no more text than this.
 _STEP_BYTES = 64 << 10
+_LONE_RETURN = re.compile(rb"\r(?!\n)")
 # A few kilobytes can unpack to terabytes of line ends.
 _MOST_BLANK_BYTES = 1 << 30
 
@@ -40,6 +43,7 @@ class OpenedInput(io.RawIOBase):
         self._raw = _HashedFile(file)
         self._unpacked: Any = self._raw if file.compression is None else self._decompressor()
         self._error: OSError | None = None
+        self._head = b""  # read and not returned yet
 
     @property
     def offset_bytes(self) -> int:
@@ -54,10 +58,12 @@ class OpenedInput(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """Return the next `size` bytes; fewer, but some, before an error or the end; then none."""
-        if self.file.compression is None:
-            return self._raw.read(size) or b""
+        if self._head:
+            return self._read_head(size)
         if self._error is not None:
             raise self._error
+        if self.file.compression is None:
+            return self._raw.read(size) or b""
         blocks: list[bytes] = []
         while size > 0:
             try:
@@ -73,10 +79,41 @@ class OpenedInput(io.RawIOBase):
             size -= len(block)
         return b"".join(blocks)
 
+    def head(self) -> bytes:
+        """Return the first bytes, which are read again; an error of theirs is raised then."""
+        try:
+            self._head = self.read(HEAD_BYTES)
+        except OSError as error:
+            self._error = error
+        return self._head
+
+    def _read_head(self, size: int) -> bytes:
+        head, self._head = self._head, b""
+        if 0 <= size < len(head):
+            self._head = head[size:]
+            return head[:size]
+        try:
+            return head + self.read(size - len(head))
+        except OSError as error:
+            self._error = error
+            return head
+
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Yield all bytes, `size` at a time."""
+        """Yield all bytes, about `size` at a time; a carriage return ends a line like a feed.
+
+        In the two formats whose text has none: JSON escapes them.
+        """
+        held = b""  # a carriage return, whose line feed may follow
         while data := self.read(size):
-            yield data
+            if self.file.format in ("text", "jsonl") and (held or b"\r" in data):
+                data, held = held + data, b""
+                if data.endswith(b"\r"):
+                    data, held = data[:-1], b"\r"
+                data = _LONE_RETURN.sub(b"\n", data)
+            if data:
+                yield data
+        if held:
+            yield b"\n"
 
     def checksum(self) -> str:
         """xxh3-128 of the file on disk, in hexadecimal; reads the rest of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import os
 import stat
 import sys
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.errors import DataError
+from slurmllm.core.run.file_formats import HEAD_BYTES, detect_format
 from slurmllm.core.run.safe_files import LFS_POINTER, LFS_REASON
-from slurmllm.data.corpus.addresses import paths_of, state_of
-from slurmllm.data.corpus.splits import DEFAULT, select_data
+from slurmllm.data.corpus.addresses import open_input, paths_of, state_of
+from slurmllm.data.corpus.splits import DEFAULT, list_some, missing_shards, select_data
 from slurmllm.data.sources.dataset_folder import (
     INFO,
     SPLITS,
@@ -44,6 +46,20 @@ _ENDINGS: dict[Format, str] = {
 ENDINGS = {ending: format for format, endings in _ENDINGS.items() for ending in endings.split()}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 _KNOWN = f"known endings are {' '.join(ENDINGS)} (also with .gz, .zst, .bz2 or .xz)"
+
+# By a key of index.json: a package, and code that prints its samples
+_INDEXED = {
+    "shards": (
+        "MosaicML streaming (MDS)",
+        "import json, streaming; [print(json.dumps(dict(text=sample['text']))) for sample in "
+        "streaming.StreamingDataset(local='{}', batch_size=1)]",
+    ),
+    "chunks": (
+        "litdata",
+        "import json, litdata; [print(json.dumps(dict(text=sample['text']))) for sample in "
+        "litdata.StreamingDataset('{}')]",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,10 @@ def input_file(
                     raise DataError(f"{path} is {LFS_REASON}")
     classified = _classify(path, format)
     if classified is None:
-        raise DataError(f"{path} has an unknown ending; {_KNOWN}; name the format with --format")
+        raise DataError(
+            _recognize(path)
+            or f"{path} has an unknown ending; {_KNOWN}; name the format with --format"
+        )
     kind, compression = classified
     if kind == "parquet" and compression is not None:
         raise DataError(
@@ -96,6 +115,25 @@ def _classify(path: Path | UPath, format: FormatOption) -> tuple[Format, Compres
         return format, compression
     kind = ENDINGS.get(inner.suffix.lower())
     return None if kind is None else (kind, compression)
+
+
+def _recognize(path: Path | UPath) -> str | None:
+    """Return what a file with an unknown ending is, and what to do; None if that is unknown.
+
+    Raises DataError if it is of a folder of shards that another package indexes.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        index = path.parent / "index.json"
+        keys = json.loads(index.read_bytes()).keys() if index.is_file() else ()
+        for key, (package, code) in _INDEXED.items():
+            if key in keys:
+                raise DataError(
+                    f"{path.parent} has shards of {package}; write their texts as JSON lines: "
+                    f'python -c "{code.format(path.parent)}" > {path.parent.name}.jsonl'
+                )
+    with open_input(path) as opened:
+        found = detect_format(opened.read(HEAD_BYTES) or b"")
+    return None if found is None else found.message(str(path))
 
 
 def find_inputs(
@@ -131,15 +169,17 @@ def find_inputs(
             if (resolved := path.resolve()) not in files:
                 files[resolved] = input_file(path, format)
         if not candidates:
+            known = f"{_KNOWN}, and --format text takes any file"
             raise DataError(
-                f"{argument}: no file to read; {_KNOWN}, and --format text takes any file"
+                f"{argument}: no file to read; {(unknown and _recognize(unknown[0])) or known}"
             )
+    if missing := missing_shards(file.path for file in files.values()):
+        on_note(f"{list_some(missing, '')}: missing, by the names of the files that are read")
     if unknown:
         plural = "s with unknown endings" if len(unknown) > 1 else " with an unknown ending"
-        on_note(
-            f"ignored {len(unknown):,} file{plural}, such as {min(map(str, unknown))}; "
-            "--format names their format"
-        )
+        example = min(unknown, key=str)
+        reason = _recognize(example) or f"{example}; --format names their format"
+        on_note(f"ignored {len(unknown):,} file{plural}, such as {reason}")
     return list(files.values())
 
 
@@ -176,8 +216,10 @@ def _candidates(
     if not is_folder:
         return candidates
     tables = [path for path in candidates if path not in saved]
-    selected = {*select_data(str(folder), _with_kind(tables, format), split, on_note), *saved}
-    return [path for path in candidates if path in selected]
+    selected = select_data(str(folder), _with_kind(tables, format), split, on_note)
+    _refuse_missing_shards(argument, selected)
+    chosen = {*selected, *saved}
+    return [path for path in candidates if path in chosen]
 
 
 def _at_address(
@@ -194,7 +236,19 @@ def _at_address(
     candidates = [path for path in paths if path.name not in (STATE, SPLITS, INFO)]
     unknown += [path for path in candidates if _classify(path, format) is None]
     candidates = [path for path in candidates if _classify(path, format) is not None]
-    return select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
+    selected = select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
+    _refuse_missing_shards(url, selected)
+    return selected
+
+
+def _refuse_missing_shards(folder: str, paths: Sequence[Path | UPath]) -> None:
+    if missing := missing_shards(paths):
+        ending = paths[0].suffix
+        raise DataError(
+            f"{folder} lacks {list_some(missing, folder)}, by the names of its other files; copy "
+            "what is missing, or name the files to read with a glob: "
+            f"'{folder.rstrip('/')}/**/*{ending}'"
+        )
 
 
 def _with_kind(paths: Sequence[P], format: FormatOption) -> list[tuple[P, bool]]:
@@ -222,9 +276,12 @@ def _walk(
         ):
             folders.clear()
             saved.update(listed)
-            if split is None and len(splits := dataset_splits(Path(root))) > 1:
+            splits = dataset_splits(Path(root)) if split is None else []
+            if len(splits) > 1:
                 left_out = ", ".join(name for name in splits if name != DEFAULT)
                 on_note(f"read the split {DEFAULT} of {root}; left out {left_out}; --split chooses")
+            elif splits not in ([], [DEFAULT]):
+                on_note(f"{root} has only the split {splits[0]}, which is read")
             entries.append((root, listed))
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -20,22 +20,36 @@ _SKIPPING: dict[Extent, str] = {
 
 
 class InputErrors:
-    """Raises at the first unreadable input, or with `skip_bad` counts them."""
+    """Raises at the first unreadable input, or with `skip_bad` counts them.
 
-    def __init__(self, skip_bad: bool) -> None:
+    Of the `only` file, an error of the first documents is raised once a good one shows that the
+    advice to skip them works, or at the file's end.
+    """
+
+    def __init__(self, skip_bad: bool, only: bool = False) -> None:
         self.skip_bad = skip_bad
+        self._only = only  # and no document was good yet
+        self._first: tuple[str, Extent] | None = None  # not raised yet
         self.count = 0  # documents and files skipped so far
         self.examples: list[str] = []  # the first of them: file, place, reason
 
     def add(self, error: str, extent: Extent = "document") -> None:
         """Raise a DataError, or count the error."""
         if not self.skip_bad:
-            raise DataError(
-                f"{error.rstrip('.')}. Fix the file, or {_SKIPPING[extent]} with --skip-bad"
-            )
+            self._first = self._first or (error, extent)
+            if not self._only or extent != "document":
+                self.raise_first()
         self.count += 1
         if len(self.examples) < ERROR_EXAMPLES:
             self.examples.append(error)
+
+    def raise_first(self, documents: int = 0) -> None:
+        """Raise the error that waits, now that a file is read to its end or had good documents."""
+        self._only = self._only and not documents
+        if self._first is not None:
+            error, extent = self._first
+            fix = "" if self._only else f". Fix the file, or {_SKIPPING[extent]} with --skip-bad"
+            raise DataError(error.rstrip(".") + fix)
 
 
 TextBy = Literal["paragraph", "document", "line"]

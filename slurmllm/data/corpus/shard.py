@@ -66,6 +66,7 @@ class Shard:
     name: str  # hash of the files (path, size, modification time) and of the options
     files: tuple[InputFile, ...]
     options: BuildOptions
+    is_only: bool = False  # and of one file: there is no other input
 
     @property
     def size_bytes(self) -> int:
@@ -97,7 +98,8 @@ def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard
     shards = []
     for run in runs:
         content = json.dumps([_VERSION, named, [asdict(file) for file in run]], default=str)
-        shards.append(Shard(xxhash.xxh3_64_hexdigest(content.encode()), tuple(run), options))
+        name = xxhash.xxh3_64_hexdigest(content.encode())
+        shards.append(Shard(name, tuple(run), options, is_only=len(files) == 1))
     return shards
 
 
@@ -228,7 +230,7 @@ class _ShardReader:
         self.schema = shard_schema(shard.options)
         self._shard, self._on_progress = shard, on_progress
         self._encoder = _open_encoder(shard.options.tokenize) if shard.options.tokenize else None
-        self._errors = InputErrors(shard.options.read.skip_bad)
+        self._errors = InputErrors(shard.options.read.skip_bad, shard.is_only)
         self._inputs: list[ShardInput] = []
         self._empty = 0
 
@@ -243,8 +245,10 @@ class _ShardReader:
                 self._empty += len(chunk[0]) - len(filled[0])
                 if len(filled[0]):
                     documents += len(filled[0])
+                    self._errors.raise_first(documents)
                     yield self._batch(filled, index)
                 self._on_progress(done_bytes + reader.position_bytes)
+            self._errors.raise_first()
             # A file that was written to while it was read is a mixture of both versions.
             _check_unchanged(file)
             done_bytes += file.size_bytes

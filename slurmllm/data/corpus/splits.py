@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,9 @@ _DOCUMENTATION = re.compile(
     r"dataset_infos?\.json",
     re.I,
 )
+# A number, and how many there are: `train-00000-of-00003.parquet`
+_SHARD = re.compile(r"(.*?)(\d{1,6})([-_. ]?of[-_. ]?\d{1,6}(?!\d).*)", re.I)
+_COUNT = re.compile(r"\d+")
 _CODE = (".md", ".rst", ".py")  # documentation next to tables
 
 
@@ -42,26 +45,36 @@ def select_data(
     if not files:
         return []
     tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
-    splits = _splits(folder)
-    trained = [name for name in splits.get(DEFAULT, ()) if not name.endswith(_CODE)]
-    if not tables and split is None and (len(splits) < 2 or not trained):
-        splits = {}  # plain texts and code may be called anything
     data = [path for path, _ in files if not _is_documentation(path)]
     if tables:
         data = [path for path in data if path.suffix not in _CODE]
+    splits, configured = _splits(folder), _configured_patterns(folder) is not None
+    named = set[str]().union(*splits.values())
+    unnamed = [path for path in data if str(path.absolute()) not in named]
+    texts = {name for name in named if not name.endswith(_CODE)}
+    several = len(splits) > 1 and not texts.isdisjoint(splits.get(DEFAULT, ()))
+    if not tables and split is None and (not texts or (unnamed and not several)):
+        splits = {}  # plain texts and code may be called anything
     documentation = {path for path, _ in files} - {*data}
     if not data:
         return [path for path, _ in files]
     if documentation and not tables and not splits:
-        on_note(f"{_some([*documentation], folder)}: documentation that is read as text too")
+        on_note(f"{list_some([*documentation], folder)}: documentation that is read as text too")
         return [path for path, _ in files]
     if documentation:
-        on_note(f"left out {_some([*documentation], folder)}: documentation; name it to read it")
+        left_out = list_some([*documentation], folder)
+        on_note(f"left out {left_out}: documentation; name it to read it")
     if split == ALL or not splits:
         return data
-    unnamed = {str(path.absolute()) for path in data}.difference(*splits.values())
-    if unnamed and DEFAULT not in splits and not _configured_patterns(folder):
-        splits[DEFAULT] = unnamed
+    if unnamed and not configured:
+        if split is None:
+            marked = [path for path in data if path not in unnamed]
+            raise DataError(
+                f"{folder} has splits by the names of {list_some(marked, folder)}, but not by "
+                f"those of {list_some(unnamed, folder)}; choose with --split "
+                f"({', '.join(sorted(splits))}, {ALL}): {ALL} reads every file"
+            )
+        splits.setdefault(DEFAULT, {str(path.absolute()) for path in unnamed})
     return _of_split(folder, data, splits, split, on_note)
 
 
@@ -85,12 +98,36 @@ def _of_split(
     omitted = [path for path in data if path not in selected]
     if omitted:
         on_note(
-            f"read the split {chosen} of {folder}, {_some(selected, folder)}; left out "
-            f"{_some(omitted, folder)}; --split chooses ({names}, {ALL})"
+            f"read the split {chosen} of {folder}, {list_some(selected, folder)}; left out "
+            f"{list_some(omitted, folder)}; --split chooses ({names}, {ALL})"
         )
     elif chosen != DEFAULT and split is None:
-        on_note(f"{folder} has only the split {chosen}")
+        on_note(f"{folder} has only the split {chosen}, which is read")
     return selected
+
+
+def missing_shards(paths: Iterable[Path | UPath]) -> list[str]:
+    """Return the files that the names of others count, as `b-1-of-3` does `b-0-of-3`.
+
+    Shards are numbered from 0, or from 1 if the last number is there.
+    """
+    shards: dict[tuple[str, str], dict[int, int]] = {}  # to the digits of each number
+    for path in paths:
+        if match := _SHARD.fullmatch(path.name):
+            begin, number, end = match.groups()
+            key = (str(path.parent / begin) if begin else f"{path.parent}/", end)
+            shards.setdefault(key, {})[int(number)] = len(number)
+    missing = list[str]()
+    for (begin, end), numbers in shards.items():
+        total = int(_COUNT.findall(end)[0])
+        first = int(0 not in numbers and total in numbers)
+        digits = max(numbers.values())
+        missing += [
+            f"{begin}{number:0{digits}}{end}"
+            for number in range(first, first + total)
+            if number not in numbers
+        ]
+    return missing
 
 
 def _splits(folder: str) -> dict[str, set[str]]:
@@ -132,7 +169,7 @@ def _configured_patterns(folder: str) -> Any:
     return None if name is None else configs[name].get("data_files")
 
 
-def _some(paths: Sequence[Path | UPath], folder: str) -> str:
+def list_some(paths: Sequence[Path | UPath | str], folder: str) -> str:
     first = min(map(str, paths)).removeprefix(f"{folder}/")
     return first if len(paths) == 1 else f"{len(paths):,} files such as {first}"
 

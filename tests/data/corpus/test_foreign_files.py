@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
+import struct
+import tarfile
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.cli.main import cli
-from slurmllm.data.corpus.inputs import FormatOption, input_file
+from slurmllm.core.errors import DataError
+from slurmllm.data.corpus.inputs import FormatOption, find_inputs, input_file
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.corpus.readers import DocumentReader
 from slurmllm.data.corpus.readers.base import drop_blank
@@ -185,3 +190,93 @@ def test_null_is_an_empty_text_in_all_formats(tmp_path: Path, keys: dict[str, st
         columns = [column.to_pylist() for chunk in reader for column in drop_blank(chunk)]
         assert columns == [["a", ""], ["b", "d"]][-len(columns) :], ending
         assert errors.count == 0
+
+
+def tar(data: bytes) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(member := tarfile.TarInfo("0.txt"), io.BytesIO(data[: member.size]))
+    return content.getvalue()
+
+
+def zipped(data: bytes) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("0.txt", data)
+    return content.getvalue()
+
+
+FOREIGN = {
+    "UTF-16 text": lambda data: data.decode().encode("utf-16"),
+    "UTF-16 text.*UTF-16BE": lambda data: data.decode().encode("utf-16-be"),
+    "UTF-32 text": lambda data: data.decode().encode("utf-32"),
+    "gzip.*mv .*gz": gzip.compress,
+    "Zstandard.*mv .*zst": zstd.compress,
+    "xz": lzma.compress,
+    "bzip2": bz2.compress,
+    "Parquet.*mv ": lambda data: b"PAR1\x15" + data,
+    "a tar archive.*tar -xf": tar,
+    "a zip archive.*unzip": zipped,
+    "a NumPy array.*data.corpus": lambda data: b"\x93NUMPY\x01\x00v" + data,
+    "llm.c.*offset=1024": lambda data: struct.pack("<iii", 20240520, 1, 8) + data,
+    "PDF.*pdftotext": lambda data: b"%PDF-1.7\n" + data,
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt", "a.parquet", "a.bin", "a.json.gz"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_first_bytes_tell_a_format_whatever_the_name(kind: str, name: str, tmp_path: Path) -> None:
+    data = FOREIGN[kind](b'{"text": "a text"}\n' * 30)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    if kind.startswith("Parquet") and name == "a.parquet":
+        kind = "not a readable Parquet file"
+    errors = InputErrors(False, only=True)
+    with pytest.raises(DataError, match=f"{name}(: | is ){kind}") as raised:
+        list(DocumentReader(input_file(path), ReadOptions(), errors.add))
+    assert "--skip-bad" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "format", "skipping_helps"),
+    [
+        (b"a\n\nb \0\0\0\0\0\0\n", "text", True),
+        (b"\3\0\0\0\0\0xxx\n", "text", False),
+        (b'{"text": 1}\n{"text": "a"}\n', "jsonl", True),
+        (b'{"body": "a"}\n{"body": "b"}\n', "jsonl", False),
+        (b"caf\xe9\n", "text", False),
+        (b"caf\xe9\n\na\n", "text", True),
+        (b"body\na\n", "csv", False),
+    ],
+)
+def test_skip_bad_is_named_only_if_a_document_is_good(
+    content: bytes, format: FormatOption, skipping_helps: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    arguments = ["data", "build", "--format", format, "--out", str(tmp_path / "out.arrow")]
+    done = CliRunner().invoke(cli, [*arguments, str(path)])
+    assert (done.exit_code, "--skip-bad" in done.output) == (2, skipping_helps)
+    (tmp_path / "b").write_bytes(content)
+    done = CliRunner().invoke(cli, [*arguments, str(path), str(tmp_path / "b")])
+    assert (done.exit_code, "--skip-bad" in done.output) == (2, True), "the other may be good"
+
+
+def test_shards_of_other_packages_are_named(tmp_path: Path) -> None:
+    for package, key in (("MosaicML", "shards"), ("litdata", "chunks")):
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / "index.json").write_text(json.dumps({key: [], "version": 2}))
+        (folder / "shard.00000.mds").write_bytes(b"\3\0\0\0")
+        with pytest.raises(DataError, match=rf"shards of {package}.*python -c"):
+            find_inputs([str(folder)])
+
+
+@pytest.mark.parametrize("ends", ["\r", "\r\n", "\n"])
+@pytest.mark.parametrize("text_by", ["line", "paragraph", "document"])
+def test_a_carriage_return_ends_a_line(ends: str, text_by: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"a{ends}b{ends}{ends}c{ends}", newline="")
+    expected = {"line": ["a", "b", "c"], "paragraph": ["a\nb", "c"], "document": ["a\nb\n\nc\n"]}
+    assert read(tmp_path / "a.txt", text_by=text_by) == (expected[text_by], [])
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}{ends}{{"text": "b"}}{ends}', newline="")
+    assert read(tmp_path / "a.jsonl") == (["a", "b"], [])

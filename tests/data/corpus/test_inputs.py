@@ -189,14 +189,14 @@ def read(folder: Path, split: str | None = None) -> tuple[list[str], list[str]]:
     [
         # As the Hub's own conversion, C4, the web form, WikiText, ultrachat, and folders have them.
         ("data/train-00000-of-00001.parquet", None, "data/test-00000-of-00001.parquet"),
-        ("en/c4-train.00000-of-01024.json.gz", None, "en/c4-validation.00000-of-00008.json.gz"),
+        ("en/c4-train.00000-of-00001.json.gz", None, "en/c4-validation.00000-of-00001.json.gz"),
         ("train.csv", None, "dev.csv"),
         ("wiki.train.txt", None, "wiki.valid.txt"),
         ("training/a.jsonl", None, "evaluation/a.jsonl"),
-        ("a.jsonl", None, "test.jsonl"),
+        ("a.jsonl", "train", "test.jsonl"),
         ("x-train.arrow", None, "x-test.arrow"),
         (
-            "data/train_sft-00000-of-00003.parquet",
+            "data/train_sft-00001-of-00001.parquet",
             "train_sft",
             "data/test_sft-00000-of-00001.parquet",
         ),
@@ -226,7 +226,63 @@ def test_splits_without_a_training_split_are_chosen_by_the_user(tmp_path: Path) 
         read(tmp_path)
     assert read(tmp_path, "validation")[0] == ["validation.jsonl"]
     (tmp_path / "validation.jsonl").unlink()
-    assert read(tmp_path) == (["test.jsonl"], [f"{tmp_path} has only the split test"])
+    assert read(tmp_path) == (
+        ["test.jsonl"],
+        [f"{tmp_path} has only the split test, which is read"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "unnamed"),
+    [
+        (["training_day.txt", "the_test_of_time.txt", "book.txt"], "book.txt"),
+        (["train.txt", "bus.txt", "plane.txt", "test.txt"], "2 files such as bus.txt"),
+        (["train-1.jsonl", "notes.jsonl"], "notes.jsonl"),
+        (["a.jsonl", "test.jsonl"], "a.jsonl"),
+        (["valid/a.csv", "more/b.csv", "train/c.csv"], "more/b.csv"),
+    ],
+)
+def test_names_are_splits_only_if_all_are(names: list[str], unnamed: str, tmp_path: Path) -> None:
+    write(tmp_path, *names)
+    with pytest.raises(DataError, match=rf"but not by those of {unnamed}; choose with --split \("):
+        read(tmp_path)
+    assert len(read(tmp_path, "all")[0]) == len(names)
+    assert 0 < len(read(tmp_path, "train")[0]) < len(names)
+
+
+@pytest.mark.parametrize("name", ["test.txt", "dev/a.jsonl", "held_out.csv"])
+def test_a_folder_of_held_out_data_alone_is_said(name: str, tmp_path: Path) -> None:
+    write(tmp_path, name)
+    (note,) = read(tmp_path)[1]
+    assert "has only the split" in note
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        (["a-00000-of-00003.csv", "a-00002-of-00003.csv"], ["a-00001-of-00003.csv"]),
+        (["a-1-of-2.csv", "a-2-of-2.csv"], []),
+        (["2-of-3.txt", "3-of-3.txt"], ["1-of-3.txt"]),
+        (["b_0_of_2.jsonl.gz", "c_0_of_1.jsonl.gz"], ["b_1_of_2.jsonl.gz"]),
+        (["x/p-0of3.txt", "x/p-1of3.txt", "y/p-2of3.txt"], ["x/p-2of3.txt", "y/p-0of3.txt"]),
+        (["10-offset-3.txt", "2019-12-01.txt"], []),
+    ],
+)
+def test_shards_that_are_missing_by_the_names_of_others(
+    there: list[str], missing: list[str], tmp_path: Path
+) -> None:
+    write(tmp_path, *there)
+    if missing:
+        with pytest.raises(
+            DataError, match=rf" lacks (\d files such as )?{missing[0]}, by the names"
+        ):
+            read(tmp_path)
+    else:
+        assert len(read(tmp_path)[0]) == len(there)
+    notes: list[str] = []
+    files = find_inputs([f"{tmp_path}/**/*.*"], on_note=notes.append)
+    assert len(files) == len(there)
+    assert [missing[0] in note for note in notes] == [True][: len(missing)]
 
 
 def test_a_card_names_splits_of_any_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -188,9 +188,9 @@ def test_corrupt_archives(tmp_path: Path, ending: str, monkeypatch: pytest.Monke
 
 
 def by_lines(data: bytes, text_by: str) -> list[str]:
-    data = data.removeprefix(b"\xef\xbb\xbf")
+    data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if text_by == "document":
-        return [data.decode().replace("\r\n", "\n")]
+        return [data.decode()]
     documents: list[bytes] = []
     block: list[bytes] = []
     for line in [*io.BytesIO(data), b"\n"]:
@@ -199,7 +199,7 @@ def by_lines(data: bytes, text_by: str) -> list[str]:
         if block and (line.isspace() or text_by == "line"):
             documents.append(b"".join(block))
             block.clear()
-    return [text.decode().replace("\r\n", "\n").strip("\r\n") for text in documents]
+    return [text.decode().strip("\n") for text in documents]
 
 
 PIECES = [
@@ -215,7 +215,7 @@ PIECES = [
     "\x1c",
     "\xa0",
     "東京",
-    "\x00",
+    "\x00a",
 ]
 
 

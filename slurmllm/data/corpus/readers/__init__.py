@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.format import printable
+from slurmllm.core.run.file_formats import detect_format
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
@@ -59,6 +60,10 @@ class DocumentReader:
 
         documents = 0  # blank ones included
         with stream:
+            # Tables are mapped, not streamed; they name what they are not.
+            if kind not in ("parquet", "arrow") and (found := detect_format(stream.head())):
+                on_error(found.message(self.file.name), "file")
+                return
             try:
                 for chunk in _READERS[kind](stream, options, on_error):
                     self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
@@ -101,6 +106,8 @@ class DocumentStream:
                 self._on_progress(done_bytes + reader.position_bytes)
                 (texts,) = drop_blank(chunk)
                 self.documents += len(texts)
+                self._errors.raise_first(len(texts))
                 yield from texts.to_pylist()
+            self._errors.raise_first()
             done_bytes += file.size_bytes
             self._on_progress(done_bytes)

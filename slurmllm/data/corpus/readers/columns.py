@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from slurmllm.data.corpus.addresses import RemoteFile
+from slurmllm.core.run.file_formats import HEAD_BYTES, detect_format
+from slurmllm.data.corpus.addresses import RemoteFile, open_input
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.readers.base import (
@@ -53,7 +54,13 @@ def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> 
     except _NoColumnError as error:
         on_error(f"{name}: {error}", "file")
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-        on_error(f"{name}: not a readable {kind} file: {error}", "rest" if row else "file")
+        reason = f"{name}: not a readable {kind} file: {error}"
+        if not row and stream.file.compression is None:
+            with open_input(stream.file.path) as opened:
+                found = detect_format(opened.read(HEAD_BYTES) or b"")
+            if found is not None and found.name != kind:
+                reason = found.message(name)
+        on_error(reason, "rest" if row else "file")
 
 
 def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.RecordBatch]:

@@ -1,7 +1,7 @@
 """Text files: paragraphs, lines or whole files as documents.
 
-A line ends at its line feed; a line of only ASCII white space is blank. `\\r\\n` becomes `\\n`, and
-line ends around a paragraph or line are not part of it.
+A line ends at `\\n`, `\\r\\n` or `\\r`, which all become `\\n`; a line of only ASCII white space is
+blank. Line ends around a paragraph or line are not part of it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from slurmllm.data.corpus.readers.base import (
     valid_utf8,
 )
 
+_NULS = b"\0" * 4
 _BLANK = rb"[ \t\r\x0b\x0c]*"
 _LEADING_BLANK_LINES = re.compile(rb"(?:" + _BLANK + rb"\n)*")
 _BLANK_LINES = re.compile(rb"\n(?:" + _BLANK + rb"\n)+")
@@ -51,11 +52,18 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
             spans = np.array([[0, len(block)]], np.int64)
         else:
             spans = _paragraphs(block) if options.text_by == "paragraph" else _lines(block)
-        if not valid_utf8(block):
+        if _NULS in block or not valid_utf8(block):
             valid = []
             for span in spans.tolist():
+                text = block[span[0] : span[1]]
+                if (index := text.find(_NULS)) >= 0:
+                    on_error(
+                        f"{stream.file.name}: byte {offset + span[0] + index} begins a run of NUL "
+                        "bytes, which text has not: a binary file, or one that a crash damaged"
+                    )
+                    continue
                 try:
-                    block[span[0] : span[1]].decode("utf-8")
+                    text.decode("utf-8")
                     valid.append(span)
                 except UnicodeDecodeError as error:
                     index = span[0] + error.start
