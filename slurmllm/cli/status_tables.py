@@ -151,6 +151,8 @@ def _lines(state: RunState) -> Iterator[Line]:
         saved = state.last_checkpoint
         age = f"; step {saved.step} {format_age(saved.age_s)}" if saved else "; none is complete"
         yield "checkpoints", ", ".join(f"step {step}" for step in state.checkpoints) + age
+    elif state.step and details is not None and details.trainer and details.trainer.unmatched:
+        yield "checkpoints", details.trainer.unmatched
     yield "restarts", str(state.restarts)
     usd = f", {state.usd:,.2f} dollars" if state.usd is not None else ""
     yield "cost so far", f"{format_hours(state.node_hours)} node hours{usd}"
@@ -178,9 +180,7 @@ def _worker_lines(details: Details) -> Iterator[Line]:
 
 def _metric_lines(state: RunState) -> Iterator[Line]:
     row = state.metrics
-    norm, sequences, tokens = (
-        finite_number(row, key) for key in ("grad_norm", "seq_per_s", "tokens_per_s")
-    )
+    norm = finite_number(row, "grad_norm")
     of_norm = "" if norm is None else f", gradient norm {norm:.3f}"
     yield "loss", f"{_number(state.loss, '.4f')}{of_norm}"
     if state.details is not None and (evaluation := state.details.evaluation) is not None:
@@ -189,15 +189,16 @@ def _metric_lines(state: RunState) -> Iterator[Line]:
             for name, value in evaluation.values.items()
         )
         yield "validation", f"{texts} (step {evaluation.step})"
-    rate = f"{_number(state.step_s, '.3g')} s per step"  # of another trainer
-    if state.seq_per_s is not None:
-        rate = f"{state.seq_per_s:.1f} seq/s"
-        # Tokens/s at the median throughput, with the tokens per sequence of the last row.
-        if sequences and tokens is not None:
-            tokens = state.seq_per_s * tokens / sequences
-    rate += f", {tokens:.0f} tokens/s" if tokens is not None else ""
-    trained = f"; {state.tokens:,} tokens so far" if state.tokens is not None else ""
-    yield "rate", rate + trained
+    per_step = state.step_s if state.seq_per_s is None else None  # of another trainer
+    figures = [
+        (state.seq_per_s, "{:.1f} seq/s"),
+        (per_step, "{:.3g} s per step"),
+        (state.tokens_per_s, "{:.0f} tokens/s"),
+    ]
+    rates = [text.format(value) for value, text in figures if value is not None]
+    trained = f"{state.tokens:,} tokens so far" if state.tokens is not None else ""
+    if text := "; ".join(filter(None, [", ".join(rates), trained])):
+        yield "rate", text
 
 
 def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:

@@ -130,8 +130,8 @@ def test_truncated_streams(tmp_path: Path, tokenizer: Path) -> None:
         (content[: begins[3]], r"no end marker: it was cut off, .* 2 batches, 4 rows"),
         (content[: begins[3] - 8], r"for message body, got .* 1 batches, 2 rows"),
         (content + content, r"bytes follow its end marker"),
-        (b"PAR1 and the rest of some other file", "is text, not a corpus; make one: slurmllm data"),
-        (b"PAR1\x15\x04\x15", "is Parquet, not a corpus; make one: slurmllm data build"),
+        (b"PAR1 and the rest of some other file", "is not a complete Arrow file"),
+        (b"PAR1\x15\x04\x15", "is Parquet; it is read as such if"),
         (b"ARROW", "is not a complete Arrow file"),
     ):
         path.write_bytes(data)

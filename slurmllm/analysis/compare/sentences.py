@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
+import numpy as np
+
 from slurmllm.analysis.compare.alignment import ALL_DIGITS, Alignment, Points
 from slurmllm.analysis.compare.divergence import SHARED
 from slurmllm.analysis.compare.recorded import describe_schedule_change, tokens_per_step
@@ -212,7 +214,8 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
             f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
             "both log (--by samples, --by tokens), or shift one by --shift A=…"
         )
-    if a.path.absolute() == b.path.absolute():
+    losses = (curve.columns.get("loss", curve.steps) for curve in (a, b))
+    if a.path.absolute() == b.path.absolute() and np.array_equal(*losses, equal_nan=True):
         warnings.append(f"A and {alignment.letter} are the same: {a.path}")
     for name in ("loss", "grad_norm"):
         lacking = num_steps - (len(points[name]) if name in points else 0)

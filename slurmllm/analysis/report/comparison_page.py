@@ -52,7 +52,14 @@ def write_comparison(
     """
     a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
     labels = [("A", a), *((each.label, each.curve) for each in drawn)]
-    runs = [RunFacts(f"{label}: {c.name}", c.path, c.kind, curve=c) for label, c in labels]
+    steps: list[dict[str, int]] = [
+        {n: m.onset_step for n, m in each.comparison.metrics.items() if m.onset_step is not None}
+        for each in drawn
+    ]
+    runs = [
+        RunFacts(f"{label}: {c.name}", c.path, c.kind, curve=c, diverges_at=diverges_at)
+        for (label, c), diverges_at in zip(labels, [{}, *steps], strict=True)
+    ]
     of_runs = figures(runs)
     names = {name for each in comparisons for name in each.metrics}
     differences: list[Block] = []

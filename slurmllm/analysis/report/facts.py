@@ -98,6 +98,8 @@ class RunFacts:
     spikes: SpikeAnalysis | None = None
     # with the first run that has a loss; a text if they cannot be compared
     comparison: Comparison | str | None = None
+    # by metric, the step from which it differs from the curve that it is compared with
+    diverges_at: Mapping[str, int] = field(default_factory=dict)
     data: DataRecord | None = None  # the corpora that it read
     # name → version on its nodes, with commas if nodes differ
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -91,7 +91,10 @@ class CurveFigure:
         for trace, x in zip(self._traces, positions[names[0]], strict=True):
             trace["x"] = x
         linear: Json = {"yaxis.type": "linear", "yaxis.autorange": self.top is None}
-        y_axis: Json = {"title": {"text": self.unit}, "type": "log" if self.log else "linear"}
+        y_axis: Json = {
+            "title": {"text": self.unit, "standoff": 12},
+            "type": "log" if self.log else "linear",
+        }
         if self.top is not None:
             linear["yaxis.range"] = y_axis["range"] = [0.0, self.top]
         logarithmic = {"yaxis.type": "log", "yaxis.autorange": True}
@@ -232,6 +235,8 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         values = values[np.isfinite(values)]
         if top is None and 0 < values[0] < 1e300 and np.ptp(values) <= 1e-6 * values[0]:
             top = 2 * float(values[0])  # around a constant
+        if unit == "nats" and any(curve.kind != "run" for curve in curves):
+            unit = ""  # that of a log is not known
         figure = CurveFigure(unit or title, top)
         for number, position in enumerate(positions):
             _add_lines(figure, runs, number, position, metric, max_rows)
@@ -292,6 +297,8 @@ def _add_marks(
     if curve is None or values is None:
         return
     marks = {"restart": _restarts(runs[number], curve)}
+    if (diverged := runs[number].diverges_at.get(metric)) is not None:
+        marks["divergence"] = [(diverged, f"{runs[number].name} diverges at step {diverged}")]
     if metric == "loss":
         facts = runs[number]
         spikes = () if facts.spikes is None else facts.spikes.spikes

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from slurmllm.analysis.evaluate.scores import ScoreTable
 from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, ScalingRow
 from slurmllm.analysis.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
@@ -84,10 +86,12 @@ class Table:
 def verdict(facts: RunFacts) -> str:
     """Return the outcome of a run, in a sentence or two."""
     made = f"{format_integer(facts.steps)} steps"
+    if facts.kind != "run" and facts.curve is not None:
+        made = f"steps {facts.curve.steps[0]:,} to {facts.curve.steps[-1]:,}"
     if facts.planned_steps is not None:
         made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
     begin = {
-        "log": f"{made} in a {facts.kind} log",
+        "log": f"{made} in {facts.path.name}",
         "not started": "no step yet",
         "open": f"{made}; the last attempt has no recorded end",
         "requeued": f"{made}; requeued",
@@ -100,7 +104,13 @@ def verdict(facts: RunFacts) -> str:
     parts = [begin]
     if facts.tokens is not None:
         parts.append(f"{format_count(facts.tokens)} tokens")
-    if facts.loss is not None:
+    steps, losses = facts.curve.series("loss") if facts.curve is not None else ((), np.empty(0))
+    damaged = np.flatnonzero(~np.isfinite(losses))
+    if damaged.size:
+        name = "NaN" if np.isnan(losses[damaged[0]]) else "infinite"
+        counted = format_plural(damaged.size, "step")
+        parts.append(f"loss is {name} from step {steps[damaged[0]]:,} ({counted})")
+    elif facts.loss is not None:
         parts.append(f"loss {format_number(facts.loss)}")
     if facts.rate is not None and facts.rate.seq_per_s is not None:
         parts.append(f"{format_number(facts.rate.seq_per_s)} seq/s")

@@ -63,7 +63,7 @@ from slurmllm.launch.supervise.watchdog import (
 )
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.train.backends.environment import load_environment
-from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, unmatched_checkpoints
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class TrainerDetails:
     command: str  # as the recipe has it
     missing: str  # why no steps are known, and what would show them; empty if they are
     incomplete: tuple[str, ...]  # half-written checkpoints
+    unmatched: str  # that `checkpoints` matches nothing, and what is there
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ def _trainer_details(
             missing = next(filter(None, (n.progress_missing for n in nodes if n)), "")
     entries = list_trainer_checkpoints(run, command)
     incomplete = tuple(str(entry.path) for entry in entries if not entry.complete)
-    return TrainerDetails(command.run, missing, incomplete)
+    unmatched = unmatched_checkpoints(run, command)
+    return TrainerDetails(command.run, missing, incomplete, unmatched)
 
 
 def _first_steps(run: RunDir) -> dict[str, FirstStep]:

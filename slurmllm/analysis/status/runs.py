@@ -92,6 +92,7 @@ class RunState:
     tokens: int | None = None  # tokens trained so far
     seq_per_s: float | None = None  # median of the recent steps
     step_s: float | None = None  # median of the recent steps
+    tokens_per_s: float | None = None  # the same
     # seconds to the last step at the recent pace, with saves and without further restarts; None if
     # the run is not training
     eta_s: float | None = None
@@ -319,6 +320,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         # Without a recent pace the last row's own throughput.
         seq_per_s=pace.seq_per_s if pace else finite_number(row, "seq_per_s"),
         step_s=pace.step_s if pace else None,
+        tokens_per_s=pace.tokens_per_s if pace else finite_number(row, "tokens_per_s"),
         eta_s=eta_s,
         finish_at=None if eta_s is None else now + eta_s,
         last_checkpoint=newest and SavedCheckpoint(*newest, max(now - newest[1], 0.0)),

@@ -8,6 +8,7 @@ for a part of a name that each attempt may have anew (`version_*`).
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.core.errors import RunError
+from slurmllm.core.format import format_names
 from slurmllm.core.metrics.event_files import training_files
 from slurmllm.core.metrics.log_files import LogFile
 from slurmllm.core.metrics.log_series import Numbers
@@ -33,6 +35,7 @@ _POLL_S = 1.0
 _PAUSE_S = 2.0  # without output, after which a row of several lines counts as complete
 # What can only be read as a whole: the time between two readings, and their share of it.
 _REREAD_S, _REREAD_SHARE = 10.0, 0.05
+_SHOWN = 5  # names of files in a message
 _MAX_WAITING = 10_000  # rows before the first with a loss
 
 
@@ -103,6 +106,13 @@ def newest(path: Path) -> Path | None:
     first = next(number for number, piece in enumerate(parts) if "*" in piece)
     paths = Path(*parts[:first]).glob("/".join(parts[first:]))
     return max(paths, key=lambda each: each.stat().st_mtime_ns, default=None)
+
+
+def no_match(pattern: Path) -> str:
+    """Return that no file matches a pattern, and what its folder has instead."""
+    folder = next(path for path in pattern.parents if not re.search(r"\*|\{step\}", str(path)))
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return f"no such file: {pattern}; {folder} has {format_names(names, _SHOWN) or 'no files'}"
 
 
 def follow(progress: str | None, tags: Mapping[str, str]) -> FollowedOutput | FollowedPath:

@@ -169,7 +169,10 @@ def _merge_tags(
                 (attempts < attempt) & (series.steps >= later.min()) & (series.steps <= later.max())
             )
         latest = latest[~superseded[latest]]
-        used[metric] = (series.steps[latest], attempts[latest], series.values[latest])
+        values = series.values[latest]
+        if metric in ("tokens", "samples") and (np.diff(values) < 0).any():
+            continue  # a count that began again with an attempt
+        used[metric] = (series.steps[latest], attempts[latest], values)
     steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))
     row_attempts = np.zeros(len(steps), dtype=np.int64)
     columns: dict[str, Floats] = {}

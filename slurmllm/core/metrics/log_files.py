@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import re
 import tempfile
@@ -24,9 +23,8 @@ from slurmllm.core.metrics.row_logs import TAG_CSV, JsonReader, TableReader, jso
 from slurmllm.core.metrics.row_reader import parse_row
 from slurmllm.core.metrics.tags import FILES, TABLES, TEXTS
 from slurmllm.core.metrics.text_logs import TextReader
+from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
 from slurmllm.core.run.safe_files import (
-    LFS_POINTER,
-    LFS_REASON,
     LONGEST_LINE,
     open_regular,
     read_limited,
@@ -171,25 +169,18 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     """Open a log; a .gz is decompressed to a temporary file.
 
     If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
-    Raises RunError if it is not gzip, UTF-16, or a Git LFS pointer.
+    Raises RunError if a .gz is not gzip, and of a format that is not text.
     """
     stream = open_regular(path)
-    start = stream.read(len(LFS_POINTER))
+    begin = stream.read(HEAD_BYTES)
     stream.seek(0)
-    if start == LFS_POINTER:
+    if found := foreign_format(str(path), begin, {".gz": "gzip"}.get(path.suffix, "")):
         stream.close()
-        raise RunError(f"{path} is {LFS_REASON}")
-    begin = start[:2]
+        raise RunError(found)
     if path.suffix != ".gz":
-        if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            stream.close()
-            raise RunError(
-                f"{path} is UTF-16 text, as PowerShell writes it; convert it: iconv -f UTF-16 -t "
-                f"UTF-8 {path} > {path.stem}.utf8{path.suffix}"
-            )
         return stream
     with stream:
-        if begin and not _GZIP_MAGIC.startswith(begin):
+        if not _GZIP_MAGIC.startswith(begin := begin[:2]):
             raise RunError(
                 f"{path} is not a gzip file: it begins with {begin!r} instead of {_GZIP_MAGIC!r}; "
                 f"rename it to {path.stem} if it is not compressed, or restore it"

@@ -202,9 +202,10 @@ class RowCollector:
         candidates = step_keys(self._columns, tags)
         if not candidates:
             names = [tags["step"]] if "step" in tags else common_names("step")
+            key = "epoch" if "epoch" in self._columns else "KEY"
             raise RunError(
                 f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
-                f"{list_tags(self._columns)}; name the step's key with --tag step=KEY"
+                f"{list_tags(self._columns)}; name the step's key with --tag step={key}"
             )
         # Some rows may lack the preferred key: take the first candidate that occurs at least half
         # as often as the most frequent one.
@@ -321,6 +322,7 @@ def parse_number(token: str) -> float | None:
     if "(" in token:
         match = _FIRST_NUMBER.match(token[token.index("(") + 1 :].lstrip("["))
         token = "" if match is None else match[0]
+    token = token.rstrip(")]")
     if not 0 < len(token) <= LONGEST_NUMBER:
         return None
     if token[-1] in _UNITS:

@@ -62,6 +62,7 @@ class Pace:
 
     step_s: float  # median
     seq_per_s: float | None  # median; None if no row has it
+    tokens_per_s: float | None  # the same
     waits_s: float  # per step, that training waited for saves and evaluations, over the attempt
 
     def seconds(self, steps: int) -> float:
@@ -151,7 +152,10 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
         rows = [row for row in rows if finite_number(row, "step_time_s") is not None]
         if not rows:
             continue
-        rates = [rate for row in rows if (rate := finite_number(row, "seq_per_s")) is not None]
+        rates = {
+            name: [rate for row in rows if (rate := finite_number(row, name)) is not None]
+            for name in ("seq_per_s", "tokens_per_s")
+        }
         begin = (record.checkpoint_before or 0) if record is not None else 0
         waited_s = 0.0
         with suppress(RunError):
@@ -160,7 +164,7 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
             )
         return Pace(
             step_s=median(row["step_time_s"] for row in rows),
-            seq_per_s=median(rates) if rates else None,
+            **{name: median(values) if values else None for name, values in rates.items()},
             waits_s=waited_s / max(rows[-1]["step"] - begin, 1),
         )
     return None

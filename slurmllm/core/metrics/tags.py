@@ -215,6 +215,8 @@ def choose_tags(
         reason, tag = "none of its tags is known", "TAG"
         if "val_loss" in chosen:
             reason, tag = "it has only that of a validation", chosen["val_loss"]
+        if not counts:
+            raise RunError(f"no loss in {source}: its lines hold steps and no values")
         raise RunError(
             f"no loss in {source}: {reason}; there are {list_tags(counts)}; name it with "
             f"--tag loss={tag}"

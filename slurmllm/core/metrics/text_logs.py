@@ -50,13 +50,17 @@ _VALUE = rf"{WRAPPER}(?P<%s>{NUMBER}){WRAPPER_END}"
 # %name of formats.yaml, longer names first
 _NAMES = sorted((*METRICS, "step_time_ms", "epoch", "total", "bar"), key=len, reverse=True)
 _NAME = re.compile(f"%({'|'.join(_NAMES)})")
+# Before the number of a step: not 1k, 1_000, 1e3, 1.5
+_WHOLE = r"(?=[\d,]{1,15}(?![\w']|[,.]\d))"
 # What a line of one of the formats holds; all other lines are skipped without decoding them.
-_HINT = re.compile(rb"[Ll]oss|LOSS|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) ")
+_HINT = re.compile(
+    rb"[Ll]oss|LOSS|xent|Cost|Ep\. |trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) "
+)
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 _BAR = re.compile(r"\|\s*(\d{1,15})/(\d{1,15}|\?) \[")
 # The step next to a row of names and values: `step 10/400`, `iteration: 10`, else `[10/400]`
 _STEPS = (
-    re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b"),
+    re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b(?!,\d)"),
     re.compile(r"(?i)(?<!epoch )(?<!epoch: )[\[(](\d{1,15})/\d{1,15}[\])]"),
 )
 # A bar of something else: `Loading weights: 5%|`
@@ -232,7 +236,8 @@ class _LineReader:
         ]
         self._following = lines[0].following
         self._before = 0.0  # steps before a progress bar's first, which a restart begins with
-        self._bar = (0.0, 0.0)  # epoch and count of the bar before
+        # Epoch and count of the bar before, and how far it was from that before it
+        self._bar = (math.inf, 0.0, 0.0)
         self._first_epoch = math.inf
 
     def read(self, line: str, number: int, stamp: str) -> bool:
@@ -283,10 +288,13 @@ class _LineReader:
         elif epoch is not None and math.isfinite(total):
             # Lightning, which shows v_num, counts epochs from 0, others maybe from 1.
             self._first_epoch = min(self._first_epoch, epoch, 0.0 if "v_num" in row else 1.0)
-            self._before = (epoch - self._first_epoch) * total
-        elif epoch is not None and epoch > self._bar[0]:
+            if epoch > self._bar[0] and count - self._bar[1] == self._bar[2]:
+                self._first_epoch = math.nan  # the steps are those of the training
+            if not math.isnan(self._first_epoch):
+                self._before = (epoch - self._first_epoch) * total
+        elif epoch is not None and epoch > self._bar[0] and count <= self._bar[1]:
             self._before += self._bar[1]
-        self._bar = (epoch or 0.0, count)
+        self._bar = (epoch or 0.0, count, count - self._bar[1])
         return count + self._before
 
     def flush(self, last: bool = False) -> None:
@@ -382,7 +390,7 @@ def _unread_texts(match: re.Match[str]) -> list[tuple[str, str]]:
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return a pattern in which `%name` matches a number; `%value` is not a group."""
-    pattern = pattern.replace("%value", WRAPPER + NUMBER + WRAPPER_END)
+    pattern = pattern.replace("%value", WRAPPER + NUMBER + WRAPPER_END).replace("%whole", _WHOLE)
     return re.compile(_NAME.sub(lambda match: _VALUE % match[1], pattern), re.IGNORECASE)
 
 

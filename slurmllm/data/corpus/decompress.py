@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from slurmllm.core.run.file_formats import HEAD_BYTES
+from slurmllm.core.run.file_formats import foreign_format
 from slurmllm.data.corpus.addresses import open_input
 from slurmllm.data.corpus.inputs import InputFile
 
@@ -23,6 +23,10 @@ _STEP_BYTES = 64 << 10
 _LONE_RETURN = re.compile(rb"\r(?!\n)")
 # A few kilobytes can unpack to terabytes of line ends.
 _MOST_BLANK_BYTES = 1 << 30
+
+
+class ForeignFormatError(Exception):
+    """A file is of another format; the message names it, and what to do."""
 
 
 class OpenedInput(io.RawIOBase):
@@ -43,7 +47,7 @@ class OpenedInput(io.RawIOBase):
         self._raw = _HashedFile(file)
         self._unpacked: Any = self._raw if file.compression is None else self._decompressor()
         self._error: OSError | None = None
-        self._head = b""  # read and not returned yet
+        self._is_checked = file.format in ("parquet", "arrow")  # they name what they are not
 
     @property
     def offset_bytes(self) -> int:
@@ -57,13 +61,23 @@ class OpenedInput(io.RawIOBase):
         super().close()
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes; fewer, but some, before an error or the end; then none."""
-        if self._head:
-            return self._read_head(size)
-        if self._error is not None:
-            raise self._error
+        """Return the next `size` bytes; fewer, but some, before an error or the end; then none.
+
+        Raises ForeignFormatError if the first bytes are of a format that is not text.
+        """
+        if self._is_checked:
+            return self._read(size)
+        self._is_checked = True
+        data = self._read(size)
+        if found := foreign_format(self.file.name, data):
+            raise ForeignFormatError(found)
+        return data
+
+    def _read(self, size: int) -> bytes:
         if self.file.compression is None:
             return self._raw.read(size) or b""
+        if self._error is not None:
+            raise self._error
         blocks: list[bytes] = []
         while size > 0:
             try:
@@ -78,25 +92,6 @@ class OpenedInput(io.RawIOBase):
             blocks.append(block)
             size -= len(block)
         return b"".join(blocks)
-
-    def head(self) -> bytes:
-        """Return the first bytes, which are read again; an error of theirs is raised then."""
-        try:
-            self._head = self.read(HEAD_BYTES)
-        except OSError as error:
-            self._error = error
-        return self._head
-
-    def _read_head(self, size: int) -> bytes:
-        head, self._head = self._head, b""
-        if 0 <= size < len(head):
-            self._head = head[size:]
-            return head[:size]
-        try:
-            return head + self.read(size - len(head))
-        except OSError as error:
-            self._error = error
-            return head
 
     def blocks(self, size: int) -> Iterator[bytes]:
         """Yield all bytes, about `size` at a time; a carriage return ends a line like a feed.

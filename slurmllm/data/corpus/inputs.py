@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import json
 import os
 import stat
 import sys
@@ -15,8 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.errors import DataError
-from slurmllm.core.run.file_formats import HEAD_BYTES, detect_format
-from slurmllm.core.run.safe_files import LFS_POINTER, LFS_REASON
+from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
 from slurmllm.data.corpus.addresses import open_input, paths_of, state_of
 from slurmllm.data.corpus.splits import DEFAULT, list_some, missing_shards, select_data
 from slurmllm.data.sources.dataset_folder import (
@@ -47,20 +44,6 @@ ENDINGS = {ending: format for format, endings in _ENDINGS.items() for ending in 
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 _KNOWN = f"known endings are {' '.join(ENDINGS)} (also with .gz, .zst, .bz2 or .xz)"
 
-# By a key of index.json: a package, and code that prints its samples
-_INDEXED = {
-    "shards": (
-        "MosaicML streaming (MDS)",
-        "import json, streaming; [print(json.dumps(dict(text=sample['text']))) for sample in "
-        "streaming.StreamingDataset(local='{}', batch_size=1)]",
-    ),
-    "chunks": (
-        "litdata",
-        "import json, litdata; [print(json.dumps(dict(text=sample['text']))) for sample in "
-        "litdata.StreamingDataset('{}')]",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class InputFile:
@@ -82,13 +65,8 @@ def input_file(
         size_bytes, version = state_of(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if isinstance(path, Path):
-        if not path.is_file():
-            raise DataError(f"{path} is not a regular file; write the text to a file first")
-        if size_bytes < 1024:
-            with contextlib.suppress(OSError):  # the reader reports it
-                if path.read_bytes().startswith(LFS_POINTER):
-                    raise DataError(f"{path} is {LFS_REASON}")
+    if isinstance(path, Path) and not path.is_file():
+        raise DataError(f"{path} is not a regular file; write the text to a file first")
     classified = _classify(path, format)
     if classified is None:
         raise DataError(
@@ -118,22 +96,9 @@ def _classify(path: Path | UPath, format: FormatOption) -> tuple[Format, Compres
 
 
 def _recognize(path: Path | UPath) -> str | None:
-    """Return what a file with an unknown ending is, and what to do; None if that is unknown.
-
-    Raises DataError if it is of a folder of shards that another package indexes.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        index = path.parent / "index.json"
-        keys = json.loads(index.read_bytes()).keys() if index.is_file() else ()
-        for key, (package, code) in _INDEXED.items():
-            if key in keys:
-                raise DataError(
-                    f"{path.parent} has shards of {package}; write their texts as JSON lines: "
-                    f'python -c "{code.format(path.parent)}" > {path.parent.name}.jsonl'
-                )
+    """Return what a file with an unknown ending is, and what to do; None if that is unknown."""
     with open_input(path) as opened:
-        found = detect_format(opened.read(HEAD_BYTES) or b"")
-    return None if found is None else found.message(str(path))
+        return foreign_format(str(path), opened.read(HEAD_BYTES) or b"")
 
 
 def find_inputs(
@@ -174,7 +139,12 @@ def find_inputs(
                 f"{argument}: no file to read; {(unknown and _recognize(unknown[0])) or known}"
             )
     if missing := missing_shards(file.path for file in files.values()):
-        on_note(f"{list_some(missing, '')}: missing, by the names of the files that are read")
+        reason = f"missing by the names of others: {list_some(missing, '')}"
+        if any(Path(argument).is_dir() for argument in arguments):
+            raise DataError(
+                f"{reason}; copy them, or name the files to read, by a glob or --files-from"
+            )
+        on_note(reason)
     if unknown:
         plural = "s with unknown endings" if len(unknown) > 1 else " with an unknown ending"
         example = min(unknown, key=str)
@@ -216,10 +186,8 @@ def _candidates(
     if not is_folder:
         return candidates
     tables = [path for path in candidates if path not in saved]
-    selected = select_data(str(folder), _with_kind(tables, format), split, on_note)
-    _refuse_missing_shards(argument, selected)
-    chosen = {*selected, *saved}
-    return [path for path in candidates if path in chosen]
+    selected = {*select_data(str(folder), _with_kind(tables, format), split, on_note), *saved}
+    return [path for path in candidates if path in selected]
 
 
 def _at_address(
@@ -236,19 +204,7 @@ def _at_address(
     candidates = [path for path in paths if path.name not in (STATE, SPLITS, INFO)]
     unknown += [path for path in candidates if _classify(path, format) is None]
     candidates = [path for path in candidates if _classify(path, format) is not None]
-    selected = select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
-    _refuse_missing_shards(url, selected)
-    return selected
-
-
-def _refuse_missing_shards(folder: str, paths: Sequence[Path | UPath]) -> None:
-    if missing := missing_shards(paths):
-        ending = paths[0].suffix
-        raise DataError(
-            f"{folder} lacks {list_some(missing, folder)}, by the names of its other files; copy "
-            "what is missing, or name the files to read with a glob: "
-            f"'{folder.rstrip('/')}/**/*{ending}'"
-        )
+    return select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
 
 
 def _with_kind(paths: Sequence[P], format: FormatOption) -> list[tuple[P, bool]]:

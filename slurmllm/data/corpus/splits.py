@@ -27,8 +27,7 @@ _DOCUMENTATION = re.compile(
     re.I,
 )
 # A number, and how many there are: `train-00000-of-00003.parquet`
-_SHARD = re.compile(r"(.*?)(\d{1,6})([-_. ]?of[-_. ]?\d{1,6}(?!\d).*)", re.I)
-_COUNT = re.compile(r"\d+")
+_SHARD = re.compile(r"(.*?)(?<!\d)(\d{1,6})([-_. ]?of[-_. ]?(\d{1,6})(?!\d)[^/]*)", re.I | re.S)
 _CODE = (".md", ".rst", ".py")  # documentation next to tables
 
 
@@ -111,22 +110,12 @@ def missing_shards(paths: Iterable[Path | UPath]) -> list[str]:
 
     Shards are numbered from 0, or from 1 if the last number is there.
     """
-    shards: dict[tuple[str, str], dict[int, int]] = {}  # to the digits of each number
-    for path in paths:
-        if match := _SHARD.fullmatch(path.name):
-            begin, number, end = match.groups()
-            key = (str(path.parent / begin) if begin else f"{path.parent}/", end)
-            shards.setdefault(key, {})[int(number)] = len(number)
-    missing = list[str]()
-    for (begin, end), numbers in shards.items():
-        total = int(_COUNT.findall(end)[0])
-        first = int(0 not in numbers and total in numbers)
-        digits = max(numbers.values())
-        missing += [
-            f"{begin}{number:0{digits}}{end}"
-            for number in range(first, first + total)
-            if number not in numbers
-        ]
+    names, missing = {str(path) for path in paths}, list[str]()
+    matches = filter(None, map(_SHARD.fullmatch, names))
+    for begin, digits, end, total in {(m[1], len(m[2]), m[3], int(m[4])) for m in matches}:
+        shards = [f"{begin}{number:0{digits}}{end}" for number in range(total + 1)]
+        starts_at_1 = shards[0] not in names and shards[-1] in names
+        missing += sorted({*(shards[1:] if starts_at_1 else shards[:-1])} - names)
     return missing
 
 

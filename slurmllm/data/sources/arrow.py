@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from slurmllm.core.errors import DataError, StorageError
-from slurmllm.core.run.file_formats import detect_format, read_head
+from slurmllm.core.run.file_formats import foreign_format
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.data.sources.base import fingerprint
 from slurmllm.data.sources.dataset_folder import corpus_files
@@ -54,20 +54,11 @@ class ArrowFile:
         except OSError as error:
             raise DataError(f"cannot read corpus {file}: {error}") from error
         except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-            head = read_head(file)
-            found = detect_format(head)
-            is_text = head and b"\0" not in head and head[:6].isascii() and head[:5] != b"ARROW"
-            name = found.name if found else "text" if is_text else "Arrow"
-            if found is not None and not found.built:
-                raise DataError(found.message(str(file))) from error
-            if name != "Arrow":
-                raise DataError(
-                    f"{file} is {name}, not a corpus; make one: slurmllm data build {file} --out "
-                    f"{file.with_suffix('.arrow')}"
-                ) from error
+            if found := foreign_format(file, expected="Arrow"):
+                raise DataError(found) from error
             raise DataError(
-                f"{file} is not a complete Arrow file: {error}; was it cut while it was copied? "
-                f"{FIX.capitalize()}"
+                f"{file} is not a complete Arrow file: {error}; was it cut while it was copied, or "
+                f"is it another format? {FIX.capitalize()}"
             ) from error
         # [batches + 1], the index of each batch's first row
         self.first: list[int] = np.cumsum([0, *(b.num_rows for b in self._batches)]).tolist()

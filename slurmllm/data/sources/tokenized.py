@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.core.errors import DataError
-from slurmllm.core.run.file_formats import detect_format, read_head
+from slurmllm.core.run.file_formats import foreign_format
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -173,18 +173,6 @@ def _with(path: Path, ending: str) -> Path:
     return stem.with_name(stem.name + ending)
 
 
-def _without_index(path: Path) -> str:
-    """Return what a `.bin` without an index may be; raise DataError if its first bytes tell."""
-    if not path.is_file():
-        return ""
-    if found := detect_format(read_head(path)):
-        raise DataError(found.message(str(path)))
-    return (
-        "; nanoGPT's .bin has no index: make an .npy of it, and name that: python -c \"import "
-        f"numpy as np; np.save('{path.with_suffix('.npy')}', np.fromfile('{path}', np.uint16))\""
-    )
-
-
 class MegatronSource(TokenizedSource):
     """The documents of Megatron-LM's token files; the sequences of a document are joined.
 
@@ -198,9 +186,13 @@ class MegatronSource(TokenizedSource):
         self.path, self._index = _with(path, ".bin"), _with(path, ".idx")
         for file in (self._index, self.path):
             if not file.is_file():
+                if self.path.is_file() and (found := foreign_format(self.path)):
+                    raise DataError(found)
+                npy = self.path.with_suffix(".npy")
+                code = f"np.save('{npy}', np.fromfile('{self.path}', np.uint16))"
                 raise DataError(
                     f"no file {file}: Megatron data are an .idx and a .bin of the same name; {_FIX}"
-                    + _without_index(self.path)
+                    f"; nanoGPT's .bin is ids without an index: save them as .npy: {code}"
                 )
         self._read_index()
         last = len(self._sizes) - 1

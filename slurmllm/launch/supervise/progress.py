@@ -17,9 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.core.errors import RunError, UserError
+from slurmllm.core.format import printable
 from slurmllm.core.metrics.curves import VAL_LOSS
-from slurmllm.core.metrics.following import FollowedOutput, MetricNames, follow, is_path
+from slurmllm.core.metrics.following import (
+    FollowedOutput,
+    MetricNames,
+    follow,
+    is_path,
+    newest,
+    no_match,
+)
 from slurmllm.core.metrics.log_series import Numbers
+from slurmllm.core.metrics.row_reader import last_rows
 from slurmllm.core.metrics.tags import PATTERN_EXAMPLE, check_pattern, find_format
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import open_append, os_error_text
@@ -27,6 +36,8 @@ from slurmllm.core.run.worker_files import EventLog
 
 log = logging.getLogger(__name__)
 
+_TAIL = 200  # bytes of the output in a message
+_EARLIER_ROWS = 10_000  # of the attempt before, in which a step is looked for
 _AHEAD_S = 60.0  # that another node's clock may be ahead
 
 
@@ -70,16 +81,18 @@ class TrainerProgress:
         self._source = follow(progress, tags or {})
         self._names = MetricNames(tags or {}, Path(progress or "the output"), devices)
         self._fault = ""  # of reading the file
-        self._bytes = 0
+        self._bytes, self._tail = 0, b""
         self._began = time.time()
         self._last: tuple[int, Numbers] | None = None  # step and values of the last row
         self._evaluation: tuple[int, float] | None = None
-        self._path = run.metrics(attempt)
+        self._run, self._path = run, run.metrics(attempt)
+        self._offsets = Numbers()  # of counters that begin again with each attempt
         self._events = EventLog(run.events(attempt), attempt)
         self._unwritten = b""
 
     def feed(self, output: bytes) -> None:
         self._bytes += len(output)
+        self._tail = output.rstrip()[-_TAIL:] or self._tail
         if isinstance(self._source, FollowedOutput):
             self._source.feed(output)
 
@@ -99,6 +112,11 @@ class TrainerProgress:
         if not problem and isinstance(self._source, FollowedOutput):
             kind = "of a known format" if self._progress is None else f"like '{self._progress}'"
             problem = f"no line {kind} in {self._bytes:,} bytes of the output of rank 0"
+            if self._tail:
+                last = printable(self._tail.decode("utf-8", "replace").splitlines()[-1])
+                problem += f", which ends with {last!r}"
+        elif not problem and newest(path := Path(self._progress or "")) is None:
+            problem = no_match(path)
         return (
             f"no steps: {problem or f'no new rows in {self._progress}'}; give `progress` a format "
             "that the trainer prints (torchtitan, Megatron-LM, …: docs/metrics.md), a pattern such "
@@ -170,6 +188,12 @@ class TrainerProgress:
                 values["step_time_s"] = (values["time"] - begun) / (step - before)
         row: dict[str, Any] = {"step": step, "attempt": self._attempt}
         for name, value in values.items():
+            if name in ("tokens", "samples"):
+                if name not in self._offsets:
+                    self._offsets[name] = self._count_before(name, step, value)
+                value += self._offsets[name]
+                if math.isnan(self._offsets[name]):
+                    continue
             finite = math.isfinite(value)
             row[name] = value if finite else None  # JSON has no NaN
             if name in ("tokens", "samples") and finite and value == int(value):
@@ -177,6 +201,15 @@ class TrainerProgress:
         self._unwritten += json.dumps(row, separators=(",", ":")).encode() + b"\n"
         self._last, self.step = (step, values), step
         self.rows += 1
+
+    def _count_before(self, name: str, step: int, value: float) -> float:
+        """Return what a count that began again has left out; NaN if that is unknown."""
+        paths = [path for path in self._run.metrics_files() if path != self._path]
+        rows = last_rows(paths[-1], _EARLIER_ROWS) if paths else []
+        counts = {row["step"]: row[name] for row in rows if row.get(name) and row["step"] <= step}
+        if not value < max(counts.values(), default=0):
+            return 0.0
+        return float(counts.get(step, math.nan)) - value
 
     def _is_of_run(self, values: Numbers) -> bool:
         """Return whether the logged time is Unix time, by this attempt's."""

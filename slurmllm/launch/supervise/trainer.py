@@ -46,6 +46,7 @@ from slurmllm.train.checkpoint.foreign import (
     TrainerCheckpoint,
     list_trainer_checkpoints,
     remove_old,
+    unmatched_checkpoints,
 )
 from slurmllm.train.control.rendezvous import SECRET, die_with_parent
 
@@ -221,8 +222,8 @@ class TrainerObserver:
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None
-        earlier = any(path != run.metrics(number) for path in run.metrics_files())
-        self._expects_steps = self._command.progress is not None or earlier
+        self._had_steps = any(path != run.metrics(number) for path in run.metrics_files())
+        self._expects_steps = self._command.progress is not None or self._had_steps
         self._fault = ""  # of reading progress
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
         self._newest = self._newest_checkpoint()
@@ -243,7 +244,8 @@ class TrainerObserver:
         if step is not None and step != self._step:
             self._step = step
             self._phases.begin("stepping", step)
-        if (self._missing != "" and step is not None) or now >= self._judged_at:
+        is_late = now >= self._judged_at and not self._had_steps  # else wait: an attempt had some
+        if (self._missing != "" and step is not None) or is_late:
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:
@@ -292,6 +294,8 @@ class TrainerObserver:
         self._follow(last=True)
         with diagnostic("a look at the checkpoints"):
             self._look_at_checkpoints()
+        if unmatched := unmatched_checkpoints(self._run, self._command):
+            log.warning("%s", unmatched)
         if finished or self._missing:
             self._save_missing()
         if self._missing:

@@ -25,6 +25,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, RunError, StorageError
+from slurmllm.core.metrics.following import no_match
 from slurmllm.core.metrics.row_reader import last_rows, read_rows
 from slurmllm.core.run.records import AttemptRecord, JobsRecord
 from slurmllm.core.run.rundir import RunDir
@@ -168,6 +169,15 @@ def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int |
     for name in glob.glob(pattern, root_dir=base):  # noqa: PTH207 - the pattern may be absolute
         if match := re.fullmatch(expression, name):
             yield base / name, int(match["step"]) if _STEP in command.checkpoints else None
+
+
+def unmatched_checkpoints(run: RunDir, command: CommandConfig) -> str:
+    """Return that nothing matches `checkpoints`, and what is there; empty if something does."""
+    if command.checkpoints is None or next(_matching(run, command), None) is not None:
+        return ""
+    return no_match(
+        Path(command.folder or "/", command.checkpoints.replace("{run}", str(run.path)))
+    )
 
 
 def _change(path: Path) -> tuple[float, int]:

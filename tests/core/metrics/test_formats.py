@@ -251,7 +251,73 @@ def test_lines_of_plain_scripts(tmp_path: Path, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["Epoch [1/2], Step [{}/300], Loss: {}", "at step {} of the way, loss of {} data"]
+    ("line", "others"),
+    [
+        ("step {0}: val_loss 9.0, train_loss {1}", {"val_loss": 9}),
+        ("[step {0}] validation loss: 9.0 - training loss: {1}", {"val_loss": 9}),
+        ("step: {0}, valid ppl: 99, valid loss: 9, loss: {1}", {"val_loss": 9}),
+        ("{0}/20000 train_loss: {1} val_loss: 9", {"val_loss": 9}),
+        ("step {0} loss {1}\n[eval] step {0}: loss = 9", {"val_loss": 9}),
+        ("Step: {0}\tLoss: {1}\tLR: 1e-5", {"lr": 1e-5}),
+        ("step {0}: loss {1} (lr 1e-5) (grad norm 0.5)", {"lr": 1e-5, "grad_norm": 0.5}),
+        ("loss = {1}, lr = 1e-5, step = {0}", {"lr": 1e-5}),
+        ("iter 9 step {0}: loss {1}, iter time: 600.00ms", {}),
+        ("iteration: 9, optimizer step: {0}, loss: {1}", {}),
+        ("micro_step 9 global_step {0} loss {1}", {}),
+        ("step 9 (update {0}) loss {1}", {}),
+        ("max_steps 100 | step {0} | loss {1}", {}),
+        ("iter {0} | loss {1} | ms/step 300", {}),
+        ("INFO:x:Epoch 0 | Step {0}/6501 | Loss: {1}", {}),
+    ],
+)
+def test_the_step_is_the_optimizers_and_no_value_is_dropped(
+    line: str, others: dict[str, float], tmp_path: Path
+) -> None:
+    log = tmp_path / "out.log"
+    log.write_text("".join(f"{line.format(*row)}\n" for row in enumerate(LOSSES, 7)))
+    curve = read_curve(log)
+    assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([*range(7, 13)], LOSSES)
+    assert others.items() <= first_row(curve).items()
+
+
+def test_the_means_of_nanogpt_are_no_losses_of_a_step(tmp_path: Path) -> None:
+    log = tmp_path / "out.log"
+    means = "step {0}: train loss 4.0000, val loss 4.5000\n"
+    lines = [f"{means if step % 4 == 0 else ''}iter {{0}}: loss 3.5, time 2ms" for step in range(9)]
+    log.write_text("\n".join(line.format(step) for step, line in enumerate(lines)))
+    curve = read_curve(log)
+    assert (set(curve.columns["loss"]), curve.warnings) == ({3.5}, ())
+    assert curve.series("val_loss")[0].tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"),
+    [
+        ("Epoch [{epoch}/3], Step [{of_epoch}/4], Loss: {loss}", range(1, 13)),
+        ("epoch {epoch} step {of_epoch} loss {loss}", range(1, 13)),
+        ("Epoch [{epoch}/3], Step [{step}/12], Loss: {loss}", range(1, 13)),
+        ("epoch {epoch} step {step} loss {loss}", range(1, 13)),
+    ],
+)
+def test_steps_of_an_epoch_are_counted_on(line: str, steps: range, tmp_path: Path) -> None:
+    log, rows = tmp_path / "out.log", []
+    for step in range(1, 13):
+        epoch, of_epoch = divmod(step - 1, 4)
+        rows.append(line.format(epoch=epoch + 1, of_epoch=of_epoch + 1, step=step, loss=9 - step))
+    log.write_text("\n".join(rows))
+    curve = read_curve(log)
+    assert (curve.steps.tolist(), curve.warnings) == ([*steps], ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "at step {} of the way, loss of {} data",
+        "Step {}k | loss {}",
+        "step={}K/100K loss={}",
+        "step {}_000 loss {}",
+        "step {}e3 loss {}",
+    ],
 )
 def test_a_line_of_which_the_step_or_the_loss_is_unclear(tmp_path: Path, line: str) -> None:
     log = tmp_path / "out.log"

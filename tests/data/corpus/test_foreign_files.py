@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import struct
 import tarfile
 import zipfile
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from slurmllm.cli.main import cli
 from slurmllm.core.errors import DataError
-from slurmllm.data.corpus.inputs import FormatOption, find_inputs, input_file
+from slurmllm.data.corpus.inputs import FormatOption, input_file
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.corpus.readers import DocumentReader
 from slurmllm.data.corpus.readers.base import drop_blank
@@ -268,8 +269,10 @@ def test_shards_of_other_packages_are_named(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "index.json").write_text(json.dumps({key: [], "version": 2}))
         (folder / "shard.00000.mds").write_bytes(b"\3\0\0\0")
-        with pytest.raises(DataError, match=rf"shards of {package}.*python -c"):
-            find_inputs([str(folder)])
+        out = ["--out", str(tmp_path / "out.arrow")]
+        done = CliRunner().invoke(cli, ["data", "build", str(folder), *out])
+        assert (done.exit_code, "--skip-bad" in done.output) == (2, False)
+        assert re.search(rf"is the index of {package}.*python -c", done.output)
 
 
 @pytest.mark.parametrize("ends", ["\r", "\r\n", "\n"])

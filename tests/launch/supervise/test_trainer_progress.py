@@ -133,7 +133,7 @@ def test_rows_of_a_growing_file_are_the_logs(name: str, run: RunDir, tmp_path: P
     follower = TrainerProgress(run, 0, str(path))
     follower.update()
     assert (follower.step, follower.rows) == (None, 0)
-    assert "no new rows in" in follower.missing()
+    assert "no such file: " in follower.missing()
     path.parent.mkdir()
     path.touch()
     for piece in pieces(content, len(name)):
@@ -293,6 +293,43 @@ def test_rows_without_the_trainers_progress_bar_are_numbered(run: RunDir) -> Non
     feed(follower, bars.join(lines), last=True)
     assert read_curve(run.path).steps.tolist() == [1, 2, 3]
     assert "numbered 1, 2, …: give `progress` the trainer's trainer_state" in follower.missing()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([(1, 10), (2, 20), (3, 30)], [(3, 10), (4, 20)], [10, 20, 30, 40]),
+        ([(1, 10), (2, 20), (3, 30)], [(3, 30), (4, 40)], [10, 20, 30, 40]),
+        ([(1, 10), (2, 20)], [(4, 10), (5, 20)], [10, 20, None, None]),
+    ],
+)
+def test_a_count_of_tokens_that_an_attempt_begins_again(
+    first: list[tuple[int, int]],
+    second: list[tuple[int, int]],
+    expected: list[int | None],
+    run: RunDir,
+) -> None:
+    for attempt, rows in enumerate((first, second)):
+        lines = [f"step {step} loss 1.5 tokens {tokens}\n" for step, tokens in rows]
+        feed(TrainerProgress(run, attempt), *lines, last=True)
+    curve = read_curve(run.path)
+    counts = [None if np.isnan(count) else count for count in curve.columns["tokens"]]
+    assert counts == expected
+
+
+def test_what_is_there_instead_is_said(run: RunDir, tmp_path: Path) -> None:
+    follower = TrainerProgress(run, 0, "torchtitan")
+    feed(follower, "loading\niteration 1, loss of 3.5\n", last=True)
+    assert "which ends with 'iteration 1, loss of 3.5'" in follower.missing()
+    (tmp_path / "log.jsonl").touch()
+    for path, reason in (
+        (tmp_path / "metrics.jsonl", f"no such file: .*; {tmp_path} has log.jsonl"),
+        (tmp_path / "version_*" / "metrics.csv", f"no such file: .*; {tmp_path} has log.jsonl"),
+        (tmp_path / "new" / "metrics.csv", "new has no files"),
+    ):
+        follower = TrainerProgress(run, 0, str(path))
+        follower.update(last=True)
+        assert re.search(reason, follower.missing())
 
 
 def test_progress_of_a_recipe() -> None:

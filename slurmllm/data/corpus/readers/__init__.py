@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.format import printable
-from slurmllm.core.run.file_formats import detect_format
-from slurmllm.data.corpus.decompress import OpenedInput
+from slurmllm.data.corpus.decompress import ForeignFormatError, OpenedInput
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.corpus.readers.base import Documents, OnError, drop_blank
@@ -60,10 +59,6 @@ class DocumentReader:
 
         documents = 0  # blank ones included
         with stream:
-            # Tables are mapped, not streamed; they name what they are not.
-            if kind not in ("parquet", "arrow") and (found := detect_format(stream.head())):
-                on_error(found.message(self.file.name), "file")
-                return
             try:
                 for chunk in _READERS[kind](stream, options, on_error):
                     self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
@@ -71,6 +66,8 @@ class DocumentReader:
                     if len(chunk[0]):
                         stream.blank_bytes = 0
                     yield chunk
+            except ForeignFormatError as error:
+                on_error(str(error), "file")
             except OSError as error:
                 reason = printable(" ".join(str(error).split())).rstrip(".")
                 on_error(

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from slurmllm.core.run.file_formats import HEAD_BYTES, detect_format
+from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
 from slurmllm.data.corpus.addresses import RemoteFile, open_input
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import ReadOptions
@@ -54,12 +54,11 @@ def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> 
     except _NoColumnError as error:
         on_error(f"{name}: {error}", "file")
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-        reason = f"{name}: not a readable {kind} file: {error}"
+        found = None
         if not row and stream.file.compression is None:
             with open_input(stream.file.path) as opened:
-                found = detect_format(opened.read(HEAD_BYTES) or b"")
-            if found is not None and found.name != kind:
-                reason = found.message(name)
+                found = foreign_format(name, opened.read(HEAD_BYTES) or b"", kind)
+        reason = found or f"{name}: not a readable {kind} file: {error}"
         on_error(reason, "rest" if row else "file")
 
 
