@@ -202,7 +202,8 @@ class RowCollector:
         candidates = step_keys(self._columns, tags)
         if not candidates:
             names = [tags["step"]] if "step" in tags else common_names("step")
-            key = "epoch" if "epoch" in self._columns else "KEY"
+            epochs = self._columns.get("epoch", ((), ()))[1]
+            key = "epoch" if epochs and all(map(float.is_integer, epochs)) else "KEY"
             raise RunError(
                 f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
                 f"{list_tags(self._columns)}; name the step's key with --tag step={key}"

@@ -54,7 +54,7 @@ def test_json_lines_that_are_mixed_or_without_a_step(tmp_path: Path) -> None:
     assert curve.warnings == (f"{path}:2: not a JSON object; skipped 2 lines",)
     path.write_text('{"epoch": 1, "loss": 2.0}\n')
     with pytest.raises(
-        RunError, match=r"no step in .*; its keys are epoch, loss; .*--tag step=KEY"
+        RunError, match=r"no step in .*; its keys are epoch, loss; .*--tag step=epoch"
     ):
         read_curve(path)
     assert read_curve(path, {"step": "epoch"}).steps.tolist() == [1]
