@@ -66,7 +66,6 @@ class Shard:
     name: str  # hash of the files (path, size, modification time) and of the options
     files: tuple[InputFile, ...]
     options: BuildOptions
-    is_only: bool = False  # and of one file: there is no other input
 
     @property
     def size_bytes(self) -> int:
@@ -98,8 +97,7 @@ def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard
     shards = []
     for run in runs:
         content = json.dumps([_VERSION, named, [asdict(file) for file in run]], default=str)
-        name = xxhash.xxh3_64_hexdigest(content.encode())
-        shards.append(Shard(name, tuple(run), options, is_only=len(files) == 1))
+        shards.append(Shard(xxhash.xxh3_64_hexdigest(content.encode()), tuple(run), options))
     return shards
 
 
@@ -230,7 +228,7 @@ class _ShardReader:
         self.schema = shard_schema(shard.options)
         self._shard, self._on_progress = shard, on_progress
         self._encoder = _open_encoder(shard.options.tokenize) if shard.options.tokenize else None
-        self._errors = InputErrors(shard.options.read.skip_bad, shard.is_only)
+        self._errors = InputErrors(shard.options.read.skip_bad, len(shard.files) == 1)
         self._inputs: list[ShardInput] = []
         self._empty = 0
 

@@ -47,12 +47,10 @@ def select_data(
     data = [path for path, _ in files if not _is_documentation(path)]
     if tables:
         data = [path for path in data if path.suffix not in _CODE]
-    splits, configured = _splits(folder), _configured_patterns(folder) is not None
-    named = set[str]().union(*splits.values())
-    unnamed = [path for path in data if str(path.absolute()) not in named]
-    texts = {name for name in named if not name.endswith(_CODE)}
-    several = len(splits) > 1 and not texts.isdisjoint(splits.get(DEFAULT, ()))
-    if not tables and split is None and (not texts or (unnamed and not several)):
+    splits = _splits(folder)
+    unnamed = {str(path.absolute()) for path in data}.difference(*splits.values())
+    is_code = all(path.suffix in _CODE for path in data)
+    if not tables and split is None and (is_code or (unnamed and not {DEFAULT} < splits.keys())):
         splits = {}  # plain texts and code may be called anything
     documentation = {path for path, _ in files} - {*data}
     if not data:
@@ -65,15 +63,14 @@ def select_data(
         on_note(f"left out {left_out}: documentation; name it to read it")
     if split == ALL or not splits:
         return data
-    if unnamed and not configured:
+    if unnamed and not _configured_patterns(folder):
         if split is None:
-            marked = [path for path in data if path not in unnamed]
             raise DataError(
-                f"{folder} has splits by the names of {list_some(marked, folder)}, but not by "
-                f"those of {list_some(unnamed, folder)}; choose with --split "
-                f"({', '.join(sorted(splits))}, {ALL}): {ALL} reads every file"
+                f"{folder}: only some names of its files name a split, and {min(unnamed)} is none "
+                f"of them; choose with --split ({', '.join(sorted(splits))}, {ALL}): {ALL} reads "
+                "every file"
             )
-        splits.setdefault(DEFAULT, {str(path.absolute()) for path in unnamed})
+        splits.setdefault(DEFAULT, unnamed)
     return _of_split(folder, data, splits, split, on_note)
 
 
