@@ -13,7 +13,7 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import CheckpointError, RunError, SlurmllmError, UserError
-from slurmllm.core.format import format_age, format_bytes, format_count, format_plural
+from slurmllm.core.format import format_age, format_bytes, format_count, format_names, format_plural
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -199,7 +199,14 @@ def import_(
         "tokenizer": sorted(plan.tokenizer.files),
         "files": num_files,
         "bytes": num_bytes,
+        "not_finite": plan.not_finite,
     }
+    if plan.not_finite:
+        click.echo(
+            f"warning: NaN or infinite weights in {format_names(plan.not_finite)}: training from "
+            f"them diverges; check {source}",
+            err=True,
+        )
     tokenizer = f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}"
     if "tokenizer.json" not in plan.tokenizer.files:
         tokenizer = f"{source} has no tokenizer.json: name the tokenizer in data.tokenizer"

@@ -170,7 +170,8 @@ def _merge_tags(
             )
         latest = latest[~superseded[latest]]
         values = series.values[latest]
-        if metric in ("tokens", "samples") and (np.diff(values) < 0).any():
+        goes_back = (np.diff(values) <= 0) & (np.diff(attempts[latest]) > 0)
+        if metric in ("tokens", "samples") and goes_back.any():
             continue  # a count that began again with an attempt
         used[metric] = (series.steps[latest], attempts[latest], values)
     steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))

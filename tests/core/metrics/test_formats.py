@@ -324,3 +324,11 @@ def test_a_line_of_which_the_step_or_the_loss_is_unclear(tmp_path: Path, line: s
     log.write_text("".join(f"{line.format(step, 1.5)}\n" for step in range(1, 9)))
     with pytest.raises(RunError, match="--pattern"):
         read_curve(log)
+
+
+@pytest.mark.parametrize("begins", [20, 10, 5])
+def test_a_count_that_begins_again_is_left_out_of_a_log(begins: int, tmp_path: Path) -> None:
+    log = tmp_path / "x.jsonl"
+    rows = [(1, 10), (2, 20), (3, 30), (2, begins), (3, begins + 10), (4, begins + 20)]
+    log.write_text("".join(f'{{"step": {s}, "loss": 2.0, "tokens": {t}}}\n' for s, t in rows))
+    assert ("tokens" in read_curve(log).columns) == (begins == 20)

@@ -429,3 +429,13 @@ def test_pointers_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         done = run(*arguments)
         assert done.exit_code == 2
         assert "a Git LFS pointer, not the file; fetch it with `git lfs pull`" in done.stderr
+
+
+def test_weights_that_are_no_numbers_are_said(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copy("neox")
+    name = "gpt_neox.final_layer_norm.weight"
+    tensors(source, lambda held: held[name].view(-1)[:1].fill_(float("nan")))
+    arguments = ["checkpoint", "import", str(source), "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(cli, arguments)
+    assert "warning: NaN or infinite weights in " in done.stderr
+    assert len(json.loads(done.stdout)["not_finite"]) == 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,12 +65,15 @@ class ImportPlan(TensorPlan):
     config: SourceConfig  # its config.json
     files: SafetensorsFiles  # its tensors
     names: Mapping[str, str]  # name in `mappings` → name in the files
+    not_finite: list[str] = field(default_factory=list)  # tensors with NaN or infinities
 
     def convert(self, number: int) -> dict[str, Tensor]:
         mapping = self.mappings[number]
         theirs = [self.files.read(self.names[name]) for name in mapping.theirs]
-        ours = mapping.layout.join(self.config.model, theirs)
-        return {mapping.ours: ours.to(self.dtype_of(mapping))}
+        ours = mapping.layout.join(self.config.model, theirs).to(self.dtype_of(mapping))
+        if not ours.isfinite().all():
+            self.not_finite.append(mapping.ours)
+        return {mapping.ours: ours}
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
         # Tensors that become one may differ in type: the smallest that holds all their values.
