@@ -41,6 +41,7 @@ EXAMPLES += [
         "{{'loss': 3.2, 'step': '{step}/9', 'x': tensor(1.2, device='cuda')}}",
     ),
     ("torchtune", "Step {step} | loss:2.3 lr:2e-05 tokens_per_second_per_gpu:12"),
+    ("script", "step {step} iter 1 update 1 val loss 1.0, eval_loss=1.0, epoch 1 loss 1.0"),
     ("bar", "Epoch 0:  10%|#  | {step}/10 [00:10<00:10,  5.00it/s, v_num=0, train_loss=2.5]"),
 ]
 
