@@ -29,6 +29,7 @@ from slurmllm.train.backends.environment import (
 from slurmllm.train.control.rendezvous import free_port
 
 SHARED = "shared file system"
+_OF_PEERS = {"answer", "clock", "all-reduce"}  # which one bad node, or the network, fails for all
 _WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ def preflight_ending(
         evidence += [f"preflight: {names}: {f.message}" for f in of_first if f.check in common]
         remaining = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
         failed = {name: tuple(findings) for name, findings in remaining.items() if findings}
-    if common - {"answer"}:
+    if common - _OF_PEERS:
         ending = "bad_configuration"
         evidence.append(
             f"no node of the job, in partition {partition}, has what profile {profile} requires: "

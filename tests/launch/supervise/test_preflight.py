@@ -45,6 +45,8 @@ OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_nod
 DISK = fail("node-local disk", 0.1, 20, "0.1 GB free in /scratch; profile trn1 requires 20")
 CHIP = fail("devices", 30, 32, "30 NeuronCores; profile trn1 requires 32")
 ABSENT = fail("devices", "unusable", "", "neuron-ls is neither on $PATH nor in /opt/aws/neuron/bin")
+CLOCK = fail("clock", 9.0, 2.0, "the clock differs by +9 s from the other nodes'; the limit is 2 s")
+SLOW_LINK = fail("all-reduce", 2.0, 9.0, "2 GB/s; profile trn1 requires 9")
 SILENT = fail("answer", "none", "", "no response within 60 s")
 
 
@@ -63,6 +65,8 @@ SLOW = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40
         ([(DISK,)], [f"n1: {DISK.message}"], ("n1",)),
         ([(CHIP,)], [f"n1: {CHIP.message}"], ("n1",)),
         ([(SILENT,), (SILENT,)], [f"all nodes: {SILENT.message}"], ()),
+        ([(CLOCK,), (CLOCK,)], [f"all nodes: {CLOCK.message}"], ()),
+        ([(SLOW_LINK,), (SLOW_LINK,)], [f"all nodes: {SLOW_LINK.message}"], ()),
     ],
 )
 def test_a_node_that_fails_is_named_and_blamed(
