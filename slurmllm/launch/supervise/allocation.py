@@ -180,8 +180,8 @@ class SlurmAllocation(Allocation):
         try:
             # srun hands its environment to the nodes.
             environment = {**slurm_environment(in_job=True), **new_secret()}
-            output = (None, None) if launchers else (subprocess.PIPE, subprocess.STDOUT)
-            return [subprocess.Popen(srun, env=environment, stdout=output[0], stderr=output[1])]
+            stdout, stderr = (None, None) if launchers else (subprocess.PIPE, subprocess.STDOUT)
+            return [subprocess.Popen(srun, env=environment, stdout=stdout, stderr=stderr)]
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 

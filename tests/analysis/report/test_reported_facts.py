@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,12 @@ from hypothesis import strategies as st
 from reported_runs import make_reported_run
 from training_rows import make_row, write_rows
 
-from slurmllm.analysis.report.facts import RunFacts, scaling_rows
+from slurmllm.analysis.report.facts import RunFacts, per_s, scaling_rows
 from slurmllm.analysis.report.figures import figures
 from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
 from slurmllm.analysis.report.write import sections, to_html
 from slurmllm.core.config.load import load
-from slurmllm.core.metrics.curves import piece_means, thin_rows
+from slurmllm.core.metrics.curves import Curve, piece_means, thin_rows
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.parameters import model_flops
 
@@ -56,6 +57,18 @@ def test_the_first_500_steps_alone(tmp_path: Path) -> None:
     rate = read(run).rate
     assert (rate.first_steps, rate.seq_per_s_first_500, rate.seq_per_s) == (500, 10.0, 15.0)
     assert (rate.nodes, rate.mfu, rate.tokens_per_usd) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"), [("seq_per_s", 4.0), ("tokens_per_s", 512.0), ("step_time_s", 2.0)]
+)
+def test_throughput_is_computed_from_what_is_logged(metric: str, value: float) -> None:
+    settings = {"model.seq_len": 128, "train.global_batch": 8}
+    steps = np.arange(1, 3)
+    curve = Curve("r", Path("r"), steps, steps * 0, {metric: np.array([value, np.nan])})
+    assert per_s(curve) == (curve.columns.get("seq_per_s"), curve.columns.get("tokens_per_s"))
+    for rate, expected in zip(per_s(replace(curve, settings=settings)), (4.0, 512.0), strict=True):
+        np.testing.assert_array_equal(rate, [expected, np.nan])
 
 
 def test_scaling_is_against_the_fewest_nodes(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_pa
     assert checks_made["devices"].message == "30 NeuronCores; profile trn1 requires 32"
     assert checks_made["driver"].message == "driver 2.24.7.0; profile trn1 requires 2.25.1.0"
     assert "neuron3: mem_ecc_uncorrected 2" in checks_made["device errors"].message
+    assert (checks_made["device errors"].value, checks_made["device errors"].expected) == (1, 0)
     fails = [name for name, f in checks_made.items() if f.status == "fail"]
     assert fails == ["devices", "driver", "device errors"]
     assert (checks_made["CPUs"].status, checks_made["CPUs"].expected) == ("warn", 128)

@@ -101,6 +101,7 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
 
 
 def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: FakeSlurm) -> None:
+    assert "# ── the planner's choice\n" in submit("--set=parallel=auto", "--dry-run").stdout
     submit("--set=parallel=auto")
     before = degrees()
     call("cancel", "r")

@@ -1,5 +1,7 @@
 """The index of a checkpoint's chunks: assembled of all workers' parts, and read for one of them."""
 
+import io
+import os
 import pickle
 import zipfile
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ from slurmllm.train.checkpoint.formats.dcp_write import (
     pack_part,
     write_chunk,
 )
-from slurmllm.train.checkpoint.formats.pickles import pickle_faults, read_metadata
+from slurmllm.train.checkpoint.formats.pickles import FilePart, pickle_faults, read_metadata
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.private_names import CHECKPOINT_INDEX
 from train.checkpoint.nxd_folders import write_dcp
@@ -140,6 +142,12 @@ def test_a_load_opens_a_file_once(
     files.fill({f"model.{name}": (tensor, region) for name, tensor in out.items()})
     assert opened == ["__0_0.distcp"]
     assert all(torch.equal(out[name], values[region] + ord(name)) for name in out)
+
+
+def test_a_part_of_a_file_ends_before_the_next() -> None:
+    part_of_file = FilePart(io.BytesIO(b"0123456789"), 2, 5)
+    assert (part_of_file.read(), part_of_file.read()) == (b"23456", b"")
+    assert (part_of_file.seek(-2, os.SEEK_END), part_of_file.read(9)) == (3, b"56")
 
 
 def test_a_gap_in_a_damaged_index(metadata: Metadata, tmp_path: Path) -> None:

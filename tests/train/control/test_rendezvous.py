@@ -128,9 +128,11 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secrets: list[str] = []
+    outputs: list[tuple[object, object]] = []
 
-    def start(command: Sequence[str], env: dict[str, str], **_: object) -> None:
+    def start(command: Sequence[str], env: dict[str, str], **options: object) -> None:
         secrets.append(env[SECRET])
+        outputs.append((options.get("stdout"), options.get("stderr")))
         assert len(bytes.fromhex(env[SECRET])) == 32
         assert not any(env[SECRET] in word for word in command)
 
@@ -142,6 +144,7 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     slurm.launch(Path("r"), "train", 0)
     slurm.ask(["true"])
     LocalAllocation().ask(["true"])  # two nodes that share it
+    assert outputs[:2] == [(None, None), (subprocess.PIPE, subprocess.STDOUT)]
     assert len(secrets) == 4
     assert len(set(secrets)) == 3
     assert SECRET not in os.environ
