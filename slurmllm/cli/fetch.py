@@ -125,8 +125,8 @@ def fetch_sources(
         elif compared == len(origins):
             outcome = "verified"
         else:
-            part = f"{compared} of {len(origins)} verified" if compared else "downloaded"
-            outcome = f"{part}; nothing is published to compare"
+            extent = f"{compared} of {len(origins)} verified" if compared else "downloaded"
+            outcome = f"{extent}; nothing is published to compare"
         click.echo(f"{name}: {format_plural(len(files), 'file')}, {total}, {outcome}", err=err)
         made = {"corpus": source.corpus, "tokenizer": source.tokenizer}
         paths = {key: str(folder / file) if file else None for key, file in made.items()}

@@ -308,9 +308,9 @@ def _data_lines(recipe_plans: Sequence[RecipePlan]) -> Iterator[str]:
     for plan in recipe_plans:
         for point in plan.points():
             if point.forecast is not None:
-                text = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
-                if text is not None:
-                    yield f"{plan.config.recipe.name}: {text}"
+                sentence = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
+                if sentence is not None:
+                    yield f"{plan.config.recipe.name}: {sentence}"
 
 
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:

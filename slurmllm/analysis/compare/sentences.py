@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
 import numpy as np
@@ -196,32 +196,39 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
             )
         if only:
             warnings.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
-    num_steps = len(alignment.steps)
-    if alignment.method == "interpolated":
-        warnings.append(
-            f"few points are common: the denser curve is interpolated at the {num_steps} points of "
-            "the other, and its values between points are estimates"
-        )
-    each = [tokens_per_step(curve) for curve in (a, b)]
-    if alignment.axis == "step" and None not in each and each[0] != each[1]:
-        warnings.append(
-            f"a step of A is {each[0]:,.0f} tokens and one of {alignment.letter} {each[1]:,.0f}; "
-            "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
-        )
-    counts = [curve.convention.counts if curve.convention else "steps" for curve in (a, b)]
-    if alignment.axis == "step" and counts[0] != counts[1]:
-        warnings.append(
-            f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
-            "both log (--by samples, --by tokens), or shift one by --shift A=…"
-        )
-    losses = (curve.columns.get("loss", curve.steps) for curve in (a, b))
-    if a.path.absolute() == b.path.absolute() and np.array_equal(*losses, equal_nan=True):
+    warnings += _axis_warnings(alignment)
+    losses = [curve.columns.get("loss", curve.steps) for curve in (a, b)]
+    same_file = a.path.absolute() == b.path.absolute()
+    if same_file and np.array_equal(losses[0], losses[1], equal_nan=True):
         warnings.append(f"A and {alignment.letter} are the same: {a.path}")
+    num_steps = len(alignment.steps)
     for name in ("loss", "grad_norm"):
         lacking = num_steps - (len(points[name]) if name in points else 0)
         if lacking:
             warnings.append(f"{name} is missing at {lacking} of {num_steps} common steps")
     return warnings
+
+
+def _axis_warnings(alignment: Alignment) -> Iterator[str]:
+    """Yield what makes the numbers of two logs' steps different things."""
+    num_steps, (a, b) = len(alignment.steps), alignment.curves
+    if alignment.method == "interpolated":
+        yield (
+            f"few points are common: the denser curve is interpolated at the {num_steps} points of "
+            "the other, and its values between points are estimates"
+        )
+    each = [tokens_per_step(curve) for curve in (a, b)]
+    if alignment.axis == "step" and None not in each and each[0] != each[1]:
+        yield (
+            f"a step of A is {each[0]:,.0f} tokens and one of {alignment.letter} {each[1]:,.0f}; "
+            "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
+        )
+    counts = [curve.convention.counts if curve.convention else "steps" for curve in (a, b)]
+    if alignment.axis == "step" and counts[0] != counts[1]:
+        yield (
+            f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
+            "both log (--by samples, --by tokens), or shift one by --shift A=…"
+        )
 
 
 def command_differences(a: Curve, b: Curve, letter: str) -> list[str]:

@@ -30,7 +30,7 @@ PROTOCOLS = ("https", "http", "s3", "gs", "gcs", "abfs", "abfss", "az", "hf", "f
 def inside(name: str) -> str:
     """Return a file's name in the folder of a data set; ValueError if it is none, or ours."""
     path = PurePosixPath(name)
-    hidden = any(part.startswith(".") for part in path.parts)
+    hidden = any(name_part.startswith(".") for name_part in path.parts)
     if path.is_absolute() or hidden or not path.name or not name.isprintable():
         raise ValueError("must be a path inside the folder of the data set, without hidden names")
     if path.parts[0] == MANIFEST:

@@ -120,8 +120,8 @@ def _keep_fault(command: Any, origins: Mapping[str, str]) -> str | None:
     pattern = command.get("checkpoints") if isinstance(command, Mapping) else None
     if not isinstance(pattern, str):
         return None
-    first, *others = pattern.split("/")
-    if first == "{run}" and others and ".." not in others:
+    first, *folders = pattern.split("/")
+    if first == "{run}" and folders and ".." not in folders:
         return None
     source = f" ({origins[KEEP]})" if KEEP in origins else ""
     return (

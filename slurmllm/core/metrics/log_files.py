@@ -174,9 +174,9 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     stream = open_regular(path)
     begin = stream.read(HEAD_BYTES)
     stream.seek(0)
-    if found := foreign_format(str(path), begin, {".gz": "gzip"}.get(path.suffix, "")):
+    if refusal := foreign_format(str(path), begin, {".gz": "gzip"}.get(path.suffix, "")):
         stream.close()
-        raise RunError(found)
+        raise RunError(refusal)
     if path.suffix != ".gz":
         return stream
     with stream:

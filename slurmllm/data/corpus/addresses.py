@@ -69,15 +69,15 @@ def address_of(url: str, anonymous: bool = False, alternative: str = MIRROR) -> 
         bucket, _, key = location.partition("/")
         return address_of(f"https://{bucket}.s3.amazonaws.com/{key}", anonymous)
     options: dict[str, Any] = {"anon": True} if protocol == "s3" and anonymous else {}
-    shown = hide_passwords(url)
+    public_url = hide_passwords(url)
     try:
         known_address(url)
         file_system, path = url_to_fs(url, **options, **_http_options(protocol, anonymous))
     except (ImportError, ValueError) as error:
         package = _PACKAGES.get(protocol)
         fix = f"`pip install {package}`" if package else alternative
-        raise DataError(f"{shown} cannot be opened here: {error}; {fix}") from error
-    return Address(shown, file_system, str(path))
+        raise DataError(f"{public_url} cannot be opened here: {error}; {fix}") from error
+    return Address(public_url, file_system, str(path))
 
 
 def _http_options(protocol: str, guarded: bool = False) -> dict[str, Any]:

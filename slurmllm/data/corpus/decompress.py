@@ -69,8 +69,8 @@ class OpenedInput(io.RawIOBase):
             return self._read(size)
         self._is_checked = True
         data = self._read(size)
-        if found := foreign_format(self.file.name, data):
-            raise ForeignFormatError(found)
+        if refusal := foreign_format(self.file.name, data):
+            raise ForeignFormatError(refusal)
         return data
 
     def _read(self, size: int) -> bytes:

@@ -246,8 +246,8 @@ class Fetch:
             present_bytes = part_file.lstat().st_size if os.path.lexists(part_file) else 0
             _require_space(self.folder, total - present_bytes)
         begin, origins = 0, []
-        part = None if is_present else os.fdopen(open_update(part_file), "r+b")
-        with part or open_regular(path) as stream:
+        partial_file = None if is_present else os.fdopen(open_update(part_file), "r+b")
+        with partial_file or open_regular(path) as stream:
             for address, state in zip(addresses, states, strict=True):
 
                 def show(done: int) -> None:
@@ -255,11 +255,11 @@ class Fetch:
 
                 end = begin + (state.size or 0)
                 try:
-                    if part is not None:
-                        end = self._append(address, state, part, begin, show)
+                    if partial_file is not None:
+                        end = self._append(address, state, partial_file, begin, show)
                     origin = _compared(address, state, published, stream, (begin, end))
                 except DataError as error:
-                    if part is None:
+                    if partial_file is None:
                         raise DataError(f"{error}; remove {path}, then {AGAIN}") from error
                     part_file.unlink()
                     raise DataError(
@@ -267,9 +267,9 @@ class Fetch:
                     ) from error
                 origins.append(origin)
                 begin = end
-            if part is not None:
-                os.fsync(part.fileno())
-        if part is not None:
+            if partial_file is not None:
+                os.fsync(partial_file.fileno())
+        if partial_file is not None:
             part_file.replace(path)
             fsync_dir(path.parent)
         self._num_bytes += begin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,14 +64,20 @@ def select_data(
     if split == ALL or not splits:
         return data
     if unnamed and not _configured_patterns(folder):
-        if split is None:
-            raise DataError(
-                f"{folder}: only some names of its files name a split, and {min(unnamed)} is none "
-                f"of them; choose with --split ({', '.join(sorted(splits))}, {ALL}): {ALL} reads "
-                "every file"
-            )
-        splits.setdefault(DEFAULT, unnamed)
+        splits.setdefault(DEFAULT, _of_no_split(folder, unnamed, splits, split))
     return _of_split(folder, data, splits, split, on_note)
+
+
+def _of_no_split(
+    folder: str, unnamed: set[str], splits: Mapping[str, object], split: str | None
+) -> set[str]:
+    """Return files whose names name no split, which are of `train`, if one was asked for."""
+    if split is not None:
+        return unnamed
+    raise DataError(
+        f"{folder}: only some names of its files name a split, and {min(unnamed)} is none of them; "
+        f"choose with --split ({', '.join(sorted(splits))}, {ALL}): {ALL} reads every file"
+    )
 
 
 def _of_split(

@@ -54,8 +54,8 @@ class ArrowFile:
         except OSError as error:
             raise DataError(f"cannot read corpus {file}: {error}") from error
         except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-            if found := foreign_format(file, expected="Arrow"):
-                raise DataError(found) from error
+            if refusal := foreign_format(file, expected="Arrow"):
+                raise DataError(refusal) from error
             raise DataError(
                 f"{file} is not a complete Arrow file: {error}; was it cut while it was copied, or "
                 f"is it another format? {FIX.capitalize()}"

@@ -186,8 +186,8 @@ class MegatronSource(TokenizedSource):
         self.path, self._index = _with(path, ".bin"), _with(path, ".idx")
         for file in (self._index, self.path):
             if not file.is_file():
-                if self.path.is_file() and (found := foreign_format(self.path)):
-                    raise DataError(found)
+                if self.path.is_file() and (refusal := foreign_format(self.path)):
+                    raise DataError(refusal)
                 npy = self.path.with_suffix(".npy")
                 code = f"np.save('{npy}', np.fromfile('{self.path}', np.uint16))"
                 raise DataError(

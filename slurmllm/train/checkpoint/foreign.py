@@ -61,12 +61,7 @@ def list_trainer_checkpoints(
     """
     if command.checkpoints is None:
         return []
-    attempts: list[AttemptRecord] = []
-    for attempt in () if command.completion_file else run.attempts("train"):
-        with suppress(StorageError):
-            if (record := AttemptRecord.find(attempt.record)) is not None:
-                same = closing is not None and closing.attempt == record.attempt
-                attempts.append(closing if closing is not None and same else record)
+    attempts = [] if command.completion_file else _attempts(run, closing)
     checkpoints: list[TrainerCheckpoint] = []
     unclear: dict[int, int] = {}  # index of a checkpoint → its bytes
     complete_bytes = set()
@@ -100,6 +95,16 @@ def list_trainer_checkpoints(
         used = any(a.ending == "done" or (a.first_step or 0) > entry.step for a in later)
         checkpoints[index] = entry._replace(complete=used or num_bytes in complete_bytes)
     return sorted(checkpoints, key=lambda entry: (entry.step, entry.changed_at))
+
+
+def _attempts(run: RunDir, closing: AttemptRecord | None) -> list[AttemptRecord]:
+    attempts: list[AttemptRecord] = []
+    for attempt in run.attempts("train"):
+        with suppress(StorageError):
+            if (record := AttemptRecord.find(attempt.record)) is not None:
+                same = closing is not None and closing.attempt == record.attempt
+                attempts.append(closing if closing is not None and same else record)
+    return attempts
 
 
 def newest_complete(checkpoints: Sequence[TrainerCheckpoint]) -> TrainerCheckpoint | None:

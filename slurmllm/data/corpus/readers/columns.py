@@ -54,11 +54,11 @@ def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> 
     except _NoColumnError as error:
         on_error(f"{name}: {error}", "file")
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-        found = None
+        refusal = None
         if not row and stream.file.compression is None:
             with open_input(stream.file.path) as opened:
-                found = foreign_format(name, opened.read(HEAD_BYTES) or b"", kind)
-        reason = found or f"{name}: not a readable {kind} file: {error}"
+                refusal = foreign_format(name, opened.read(HEAD_BYTES) or b"", kind)
+        reason = refusal or f"{name}: not a readable {kind} file: {error}"
         on_error(reason, "rest" if row else "file")
 
 
