@@ -243,6 +243,8 @@ def test_a_row_fails_with_another_published_number() -> None:
     measured = yaml.safe_load(MEASURED.read_text(encoding="utf-8"))
     for name, claim in by_id(read_claims()).items():
         ours = measured[name]
+        if ours is None:  # not run yet
+            continue
         assert bool(claim.published) == ("{}" in claim.prints) == isinstance(ours, float), name
         if claim.published:
             bound = claim.published[0] if claim.published[0] in "<>" else ""

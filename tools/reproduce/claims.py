@@ -112,8 +112,10 @@ def agreement(claim: Claim, ours: Outcome) -> tuple[bool, str]:
     return least <= ours <= most, f"{ours:,.4g} for {claim.published}{difference}"
 
 
-def verdict(claim: Claim, ours: Outcome) -> str:
+def verdict(claim: Claim, ours: Outcome | None) -> str:
     """Return `yes` or `no`, by how much and why."""
+    if ours is None:
+        return "not run for this table yet"
     agrees, difference = agreement(claim, ours)
     word = "yes" if agrees else "no"
     if claim.shown == "needs Trainium":
@@ -125,7 +127,7 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-def table(documents: Mapping[str, Document], measured: Mapping[str, Outcome]) -> str:
+def table(documents: Mapping[str, Document], measured: Mapping[str, Outcome | None]) -> str:
     """Return the table of docs/reproduce.md, in Markdown."""
     lines = [_HEADING, "|---|---|---|---|---|"]
     titles = {f"{key}1": f"**[{doc.title}]({doc.url})**" for key, doc in documents.items()}
@@ -138,7 +140,7 @@ def table(documents: Mapping[str, Document], measured: Mapping[str, Outcome]) ->
     return "\n".join(lines)
 
 
-def write_table(documents: Mapping[str, Document], measured: Mapping[str, Outcome]) -> None:
+def write_table(documents: Mapping[str, Document], measured: Mapping[str, Outcome | None]) -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     start = lines.index(_HEADING)
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
@@ -176,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := [name for name in options.run if name not in claims]:
         parser.error(f"no claim {', '.join(unknown)}; there are {', '.join(claims)}")
     saved = yaml.safe_load(MEASURED.read_text(encoding="utf-8"))
-    measured = {name: saved.get(name, False) for name in claims}
+    measured = {name: saved.get(name) for name in claims}
     names = list(claims) if options.all else options.run
     disagreeing = []
     for name in names:
