@@ -304,13 +304,15 @@ class _LineReader:
 class _TrainerReader(_LineReader):
     """Rows such as `{'loss': 3.21, 'learning_rate': 1e-4, 'epoch': 0.1}`, maybe of many lines.
 
-    The Hugging Face Trainer prints no step, but draws its progress bar again after each such line.
+    The Hugging Face Trainer prints no step, but draws its progress bar again after each such line,
+    and first at step 0. A script that prints a bar before each row does neither.
     """
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._total = ""  # of the training's bar; those of evaluations come and go
         self._count = math.nan
+        self._redraws = False
         self._pending: list[tuple[Numbers, int]] = []  # rows, and the number of the line
         self._open = False  # the last row's bar has not come yet
         self._logged = 0.0  # rows with a loss that have been added
@@ -320,8 +322,9 @@ class _TrainerReader(_LineReader):
             self.end_row()
             self._total = self._total or bar[2]
             if bar[2] == self._total:
-                self._count = float(bar[1])
-                if self._open:
+                before, self._count = self._count, float(bar[1])
+                self._redraws |= self._count in (0, before if self._open else 0)
+                if self._open and (self._redraws or math.isnan(before)):
                     self._pending[-1][0]["bar"] = self._count
                 self._open = False
         matches = super().read(line, number, stamp)

@@ -265,3 +265,16 @@ def test_cells_that_are_no_numbers_or_were_cut(tmp_path: Path) -> None:
     path.write_text("step,loss\n1,2.25\n2,1.9\n3,1.85\n4,1.7")  # a whole table
     curve = read_curve(path)
     assert (curve.steps.tolist(), curve.warnings) == ([1, 2, 3, 4], ())
+
+
+@pytest.mark.parametrize("first", [1, 21], ids=["first", "resumed"])
+@pytest.mark.parametrize("redrawn", [True, False], ids=["redrawn", "before its row"])
+def test_a_bar_is_of_the_row_that_it_belongs_to(tmp_path: Path, first: int, redrawn: bool) -> None:
+    """Of the Trainer, which begins a bar at 0 and redraws it after a row, and of a plain script."""
+    lines = ["  0%|   | 0/40 [00:00<?, ?it/s]"] if redrawn else []
+    for step in range(first, 26):
+        bar, row = f"{step}%|## | {step}/40 [00:01<00:02, 1.0it/s]", f"{{'loss': 3.{step:02}}}"
+        lines += [row, bar] if redrawn else [bar, row]
+    path = tmp_path / "trainer.log"
+    path.write_text("\n".join(lines) + "\n")
+    assert read_curve(path).steps.tolist() == list(range(first, 26))
