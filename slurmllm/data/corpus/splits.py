@@ -161,8 +161,10 @@ def _configured_patterns(folder: str) -> Any:
     return None if name is None else configs[name].get("data_files")
 
 
-def list_some(paths: Sequence[Path | UPath | str], folder: str) -> str:
-    first = min(map(str, paths)).removeprefix(f"{folder}/")
+def list_some(paths: Sequence[Path | UPath | str], folder: str | None = None) -> str:
+    first = min(map(str, paths))
+    if folder is not None:
+        first = first.removeprefix(f"{folder}/")
     return first if len(paths) == 1 else f"{len(paths):,} files such as {first}"
 
 

@@ -273,7 +273,7 @@ def test_shards_that_are_missing_by_the_names_of_others(
 ) -> None:
     write(tmp_path, *there)
     if missing:
-        with pytest.raises(DataError, match=rf"^missing .*{missing[0]}; copy"):
+        with pytest.raises(DataError, match=rf"^missing .*{tmp_path}/{missing[0]}; copy"):
             read(tmp_path)
     else:
         assert len(read(tmp_path)[0]) == len(there)
