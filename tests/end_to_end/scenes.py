@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -150,7 +151,8 @@ class Scenes:
             result = "passed"
         finally:
             line = f"{result} after {time.monotonic() - began:.0f} s: {item.name}"
-            print(line, flush=True)
+            # Not to the output of a verb that another thread runs in this process.
+            print(line, file=sys.__stdout__, flush=True)
 
 
 def scenes_of(session: pytest.Session) -> list[pytest.Item]:
