@@ -132,6 +132,7 @@ class Site:
         self.folder = root.with_name(root.name + "-site")
         self.shared = root.with_name(root.name + "-shared")
         self.cluster = Cluster(root)
+        self.patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> Site:
         self.folder.mkdir(parents=True)
@@ -144,7 +145,7 @@ class Site:
         breakable = ("--nodes=5", "--network", "--clock", "--node-disk-mb=2048", "--kill-wait=30")
         breakable += (f"--shared={self.shared}", "--shared-mb=256")
         self.call("up", f"--conf={conf}", *(breakable if self.faults else ("--nodes=9",)))
-        os.environ["SLURM_CONF"] = str(self.root / "slurm.conf")
+        self.patch.setenv("SLURM_CONF", str(self.root / "slurm.conf"))
         self.bench = BenchOfThreads((self.shared if self.faults else self.folder) / "runs")
         try:
             for line in () if self.faults else COMMANDS.splitlines():
@@ -157,6 +158,7 @@ class Site:
     def __exit__(self, *_: object) -> None:
         self.bench.__exit__()
         self.call("down")
+        self.patch.undo()
         for folder in (self.folder, self.shared):
             shutil.rmtree(folder, ignore_errors=True)
 

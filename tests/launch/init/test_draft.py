@@ -29,6 +29,7 @@ MACHINE = Machine("login1", "", (), (), "/home/me/venv/bin/python", "nfs4", ())
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setattr(survey_module, "_this_machine", lambda client: MACHINE)
     fake = FakeSlurm()
     assert fake.config is not None

@@ -34,6 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
     slurm = FakeSlurm()
     slurm.gres = "gpu:v100:4"
     monkeypatch.setattr(client, "SlurmClient", lambda: slurm)
