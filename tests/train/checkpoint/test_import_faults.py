@@ -244,7 +244,7 @@ def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:
         (DataError, "tokenizer.json", b"", "is not a tokenizer.json"),
         (DataError, "tokenizer.json", b"\xff\xfe", "is not a tokenizer.json"),
         (DataError, "tokenizer.json", b'{"version": "1.0"}', "is not a tokenizer.json"),
-        (DataError, "tokenizer.json", b"[" * 100_000, "is not a tokenizer.json"),
+        (DataError, "tokenizer.json", b"[" * 100_000, "is refused: it is nested too deeply"),
         (DataError, "vocab.json", b"{", "is not readable JSON"),
         (DataError, "generation_config.json", b"[]", "is not a JSON object"),
     ],
