@@ -25,7 +25,6 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, RunError, StorageError
-from slurmllm.core.metrics.following import no_match
 from slurmllm.core.metrics.row_reader import last_rows, read_rows
 from slurmllm.core.run.records import AttemptRecord, JobsRecord
 from slurmllm.core.run.rundir import RunDir
@@ -180,6 +179,8 @@ def unmatched_checkpoints(run: RunDir, command: CommandConfig) -> str:
     """Return that nothing matches `checkpoints`, and what is there; empty if something does."""
     if command.checkpoints is None or next(_matching(run, command), None) is not None:
         return ""
+    from slurmllm.core.metrics.following import no_match  # numpy, which `submit` does without
+
     return no_match(
         Path(command.folder or "/", command.checkpoints.replace("{run}", str(run.path)))
     )
