@@ -33,7 +33,10 @@ _MAIN = re.compile(r'"MainThread"\n((?:\s+\S+ \(.*\)\n?)+)')  # as py-spy prints
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 _STARTED = re.compile(r"^rank (\d+), ", re.M)
 # Not of what waits for its children or their output.
-_STATE = re.compile(r".*state (?P<state>\w).*, waits in (?!do_wait|pipe_read)(?P<channel>\S+)")
+_STATE = re.compile(
+    r"^.{0,200}state (?P<state>\w).{0,80}, waits in (?!do_wait|pipe_read)(?P<channel>\S{1,80})",
+    re.M,
+)
 # Channels of the kernel in which a process usually waits for its peers
 _FOR_PEERS = re.compile(r"futex|poll|ep_|do_epoll|sk_wait|wait_woken|unix_stream|inet_|tcp_")
 _COMPUTING, _IN_PYTHON = "computing", "Python"

@@ -85,7 +85,7 @@ def test_a_node_whose_set_up_or_interpreter_fails_has_answered(line: str, messag
     assert answers["n1"].of("fail") == ()
     (failed,) = answers["n2"].of("fail")
     assert failed.message.startswith(message)
-    ending = preflight_ending(answers)
+    ending = preflight_ending(answers, "trn1", "main")
     assert ending is not None
     assert (ending.ending, ending.blamed_nodes) == ("bad_configuration", ())
     assert ending.evidence[0].startswith(f"preflight: n2: {message}")
