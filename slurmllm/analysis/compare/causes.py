@@ -71,7 +71,7 @@ def explain(
     resumes = [cause for cause in first if cause.kind == "resume"]
     first = _without_kinds_of(first, resumes)
     seen = _of_clues(clues, observation, b, letter)
-    recorded, seen = (_with_rest(causes, observation, letter) for causes in (recorded, seen))
+    recorded, seen = (_with_unexplained(causes, observation, letter) for causes in (recorded, seen))
     if any(cause.confidence == "certain" for cause in recorded):
         return (*first, *recorded, *resumes)
     of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
@@ -97,12 +97,12 @@ def _without_kinds_of(causes: Sequence[Cause], recorded: Sequence[Cause]) -> lis
     return [cause for cause in causes if cause.kind not in kinds]
 
 
-def _with_rest(causes: list[Cause], observation: Observation, letter: str) -> list[Cause]:
+def _with_unexplained(causes: list[Cause], observation: Observation, letter: str) -> list[Cause]:
     """Return the causes; a first one that is the seed says what it leaves unexplained."""
-    rest = observation.unexplained(letter)
-    if not (rest and causes and causes[0].kind == "seed"):
+    remainder = observation.unexplained(letter)
+    if not (remainder and causes and causes[0].kind == "seed"):
         return causes
-    first = causes[0].model_copy(update={"evidence": f"{causes[0].evidence}; {rest}"})
+    first = causes[0].model_copy(update={"evidence": f"{causes[0].evidence}; {remainder}"})
     return [first, *causes[1:]]
 
 

@@ -274,9 +274,9 @@ def _advice(
         return ("--seed RUN",)
     a, b = alignment.curves
     names = [str(c.settings.get("train.precision") or "bf16_mixed") for c in (a, b)]
-    known = differs and set(names) <= SPACINGS.keys() and set(names) != {"fp32"}
-    others = [c for c in causes if c.kind not in ("precision", "rounding", "mesh")]
-    if not known or any(cause.confidence != "possible" for cause in others):
+    rounds = differs and set(names) <= SPACINGS.keys() and set(names) != {"fp32"}
+    unrelated = [c for c in causes if c.kind not in ("precision", "rounding", "mesh")]
+    if not rounds or any(cause.confidence != "possible" for cause in unrelated):
         return ()
     for name in METRICS:
         if name not in metrics or not len(a.series("lr")[0]):

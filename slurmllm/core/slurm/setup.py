@@ -134,8 +134,8 @@ def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str
 
 def new_job_environment() -> dict[str, str]:
     """Return this process's environment without what its own job's script has set."""
-    kept = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
-    return kept | python_path()
+    variables = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
+    return variables | python_path()
 
 
 def python_path() -> dict[str, str]:

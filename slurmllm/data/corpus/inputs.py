@@ -134,9 +134,9 @@ def find_inputs(
             if (resolved := path.resolve()) not in files:
                 files[resolved] = input_file(path, format)
         if not candidates:
-            known = f"{_KNOWN}, and --format text takes any file"
+            formats = f"{_KNOWN}, and --format text takes any file"
             raise DataError(
-                f"{argument}: no file to read; {(unknown and _recognize(unknown[0])) or known}"
+                f"{argument}: no file to read; {(unknown and _recognize(unknown[0])) or formats}"
             )
     if missing := missing_shards(file.path for file in files.values()):
         reason = f"missing by the names of others: {list_some(missing)}"
