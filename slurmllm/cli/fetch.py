@@ -121,7 +121,8 @@ def fetch_sources(
         origins = [origin for file in files for origin in file["origins"]]
         compared = sum(origin["compared"] is not None for origin in origins)
         if fetch.is_earlier:
-            outcome = f"there since the last fetch, not read again (remove {MANIFEST} to compare)"
+            outcome = "there since the last fetch, not read again; to verify the files, remove "
+            outcome += str(folder / MANIFEST)
         elif compared == len(origins):
             outcome = "verified"
         else:

@@ -222,7 +222,7 @@ def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
 
 
 def corpus_epochs(data: DataConfig, tokens: int) -> float | None:
-    """Return how often training reads the published corpus, about; None if nobody says its size."""
+    """Return the approximate epochs of the published corpus; None if its size is unknown."""
     size = None if data.corpora else _published_size(data.sources)
     return None if size is None else tokens / size[1]
 

@@ -122,8 +122,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
             continue
         else:
             raise ValueError(
-                f"unexpected argument {argument!r}: options of sbatch, and commands, follow `--`: "
-                "`slurmllm submit --nodes N -- torchrun train.py`"
+                f"unexpected argument {argument!r}: put options of sbatch, or a command, after "
+                "`--`: `slurmllm submit --nodes N -- torchrun train.py`"
             )
         options[name] = True if value is None else value
         waiting = name if value is None else ""

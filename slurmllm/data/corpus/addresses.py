@@ -118,7 +118,7 @@ def _redirect_guard() -> TraceConfig:
 
 
 def _enters_network(url: URL, target: URL) -> bool:
-    """Whether a redirect leads to a service of this machine, or of its network by number."""
+    """Whether a redirect leads to this machine, or to a private IP address."""
     if target.host is None or (target.host, target.port) in ((url.host, url.port), (url.host, 443)):
         return False
     try:

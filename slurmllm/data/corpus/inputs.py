@@ -139,7 +139,7 @@ def find_inputs(
                 f"{argument}: no file to read; {(unknown and _recognize(unknown[0])) or formats}"
             )
     if missing := missing_shards(file.path for file in files.values()):
-        reason = f"missing by the names of others: {list_some(missing)}"
+        reason = f"missing shard, by the names of the others: {list_some(missing)}"
         if any(Path(argument).is_dir() for argument in arguments):
             raise DataError(
                 f"{reason}; copy them, or name the files to read, by a glob or --files-from"

@@ -75,8 +75,8 @@ def _of_no_split(
     if split is not None:
         return unnamed
     raise DataError(
-        f"{folder}: only some names of its files name a split, and {min(unnamed)} is none of them; "
-        f"choose with --split ({', '.join(sorted(splits))}, {ALL}): {ALL} reads every file"
+        f"{folder}: the names of some files contain a split, and others, such as {min(unnamed)}, "
+        f"do not; choose with --split ({', '.join(sorted(splits))}, or {ALL} for every file)"
     )
 
 
@@ -109,7 +109,7 @@ def _of_split(
 
 
 def missing_shards(paths: Iterable[Path | UPath]) -> list[str]:
-    """Return the files that the names of others count, as `b-1-of-3` does `b-0-of-3`.
+    """Return the missing shards that the names of others imply, as `b-1-of-3` implies `b-0-of-3`.
 
     Shards are numbered from 0, or from 1 if the last number is there.
     """

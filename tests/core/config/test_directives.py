@@ -35,7 +35,7 @@ def test_a_command_line_is_read_as_sbatch_reads_it() -> None:
         ("-o x", "--output is not possible: the logs are files of the run's directory"),
         ("--outp=x", r"--outp \(short for --output\) is not possible"),
         ("-X", "-X: no option of sbatch"),
-        ("a100", "unexpected argument 'a100': options of sbatch, and commands, follow `--`"),
+        ("a100", "unexpected argument 'a100': put options of sbatch, or a command, after `--`"),
     ],
 )
 def test_what_contradicts_generated_options_is_refused(arguments: str, message: str) -> None:

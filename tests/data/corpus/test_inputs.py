@@ -244,7 +244,7 @@ def test_splits_without_a_training_split_are_chosen_by_the_user(tmp_path: Path) 
 )
 def test_names_are_splits_only_if_all_are(names: list[str], unnamed: str, tmp_path: Path) -> None:
     write(tmp_path, *names)
-    with pytest.raises(DataError, match=rf"/{unnamed} is none of them; choose with --split \("):
+    with pytest.raises(DataError, match=rf"/{unnamed}, do not; choose with --split \("):
         read(tmp_path)
     assert len(read(tmp_path, "all")[0]) == len(names)
     assert 0 < len(read(tmp_path, "train")[0]) < len(names)
