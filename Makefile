@@ -125,7 +125,7 @@ python-matrix:
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 nxd:
 	@test -d '$(NXD_SRC)/neuronx_distributed' || { \
-	  echo "make nxd NXD_SRC=FOLDER: the src folder of neuronx-distributed (docs/development.md)"; exit 2; }
+	  echo "make nxd NXD_SRC=FOLDER: the src folder of neuronx-distributed (docs/developing/development.md)"; exit 2; }
 	@$(MAKE) --no-print-directory .nxd/.installed
 	NXD_SRC='$(abspath $(NXD_SRC))' .nxd/bin/python -m pytest -rs tests/nxd
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "slurmllm/"
-# Pronouns and participles that say nothing of the value; docs/glossary.md has nouns for them.
+# Pronouns and participles that say nothing of the value (docs/developing/glossary.md has nouns).
 _PRONOUNS = """found one own given known kept several again wanted what where there most least rest
 others shown sent text part place at of"""
 PRONOUNS = frozenset(_PRONOUNS.split())

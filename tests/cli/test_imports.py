@@ -1,4 +1,4 @@
-"""Wings and rooms import one way, as docs/architecture.md says; the login node loads no torch."""
+"""Wings and rooms import one way (docs/developing/architecture.md); login nodes load no torch."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""docs/add_a_model.md, followed: its family against transformers' model."""
+"""docs/developing/add_a_model.md, followed: its family against transformers' model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slurmllm.train.model.init import fill
 
 transformers = pytest.importorskip("transformers")
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "add_a_model.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "developing" / "add_a_model.md"
 
 
 @pytest.fixture(autouse=True)

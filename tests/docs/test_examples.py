@@ -17,7 +17,7 @@ from command_line import call
 from slurmllm.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"^```(bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXIT_CODE = re.compile(r"# exit code (\d)")
 # What stands for something else: an ellipsis, a name in capitals, a choice.

@@ -1,7 +1,7 @@
 """configs/parallelcluster: against ParallelCluster's own schema and validators, and our profiles.
 
 The schema needs the package aws-parallelcluster, which is best kept in a venv of its own:
-SLURMLLM_PCLUSTER_PYTHON names the interpreter that has it (docs/development.md).
+SLURMLLM_PCLUSTER_PYTHON names the interpreter that has it (docs/developing/development.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests with the real neuronx-distributed, on a CPU (docs/development.md says how to run them).
+"""Tests with the real neuronx-distributed, on a CPU (how: docs/developing/development.md).
 
 They run where it imports, or where $NXD_SRC names the `src` folder of its sources, on the torch and
 torch-xla that it is made for; elsewhere they are skipped, and say so.

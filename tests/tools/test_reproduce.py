@@ -23,7 +23,7 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "developing"
 PNG = b"\x89PNG"
 EVALUATED = ("validation_loss", "accuracy")  # of checkpoints: they need a training
 
@@ -228,7 +228,7 @@ def test_the_table_of_the_page() -> None:
     from reproduce.claims import MEASURED, SHOWN, by_id, read_claims, table
 
     documents, measured = read_claims(), yaml.safe_load(MEASURED.read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "developing" / "reproduce.md").read_text(encoding="utf-8")
     assert f"\n{table(documents, measured)}\n" in page, "python tools/reproduce claims --write"
     claims = by_id(documents)
     assert list(measured) == list(claims)

@@ -169,7 +169,10 @@ def main() -> int:
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu needs --tiny: the models are too large for a CPU")
     if options.device == "cuda" and (reason := no_gpu()):
-        print(f"nothing was run: no GPU here ({reason}); see docs/benchmarks.md", file=sys.stderr)
+        print(
+            f"nothing was run: no GPU here ({reason}); see docs/developing/benchmarks.md",
+            file=sys.stderr,
+        )
         return 2
     began = time.monotonic()
     parts: list[Part] = []

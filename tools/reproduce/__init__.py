@@ -1,1 +1,1 @@
-"""The figures of published posts, drawn from small runs of this machine; see docs/reproduce.md."""
+"""Figures of published posts, from small runs of this machine (docs/developing/reproduce.md)."""

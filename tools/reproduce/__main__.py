@@ -1,4 +1,4 @@
-"""Draw the figures of published posts at small scale: docs/reproduce.md shows them.
+"""Draw the figures of published posts at small scale: docs/developing/reproduce.md shows them.
 
     python tools/reproduce FIGURE… [--out DIR] [--runs-dir DIR] [--json]
     python tools/reproduce all

@@ -3,7 +3,7 @@
 python tools/reproduce claims                  list them
 python tools/reproduce claims --run N3 L14     run the commands of some; 1 if one does not agree
 python tools/reproduce claims --all            run all: about an hour
-python tools/reproduce claims --write          save what ran, write the table of docs/reproduce.md
+python tools/reproduce claims --write          save what ran; docs/developing/reproduce.md's table
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = Path(__file__).parent / "claims.yaml"
 MEASURED = Path(__file__).parent / "measured.yaml"  # claim → what its command printed
-PAGE = ROOT / "docs" / "reproduce.md"
+PAGE = ROOT / "docs" / "developing" / "reproduce.md"
 SHOWN = ("works", "on CPU", "plan", "needs Trainium")
 _HEADING = "| | claim | command | shown | agrees |"
 _BAR = r"\|"  # in a cell of Markdown
@@ -128,7 +128,7 @@ def _value(number: str) -> float:
 
 
 def table(documents: Mapping[str, Document], measured: Mapping[str, Outcome | None]) -> str:
-    """Return the table of docs/reproduce.md, in Markdown."""
+    """Return the table of docs/developing/reproduce.md, in Markdown."""
     lines = [_HEADING, "|---|---|---|---|---|"]
     titles = {f"{key}1": f"**[{doc.title}]({doc.url})**" for key, doc in documents.items()}
     for name, claim in by_id(documents).items():
@@ -171,7 +171,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--run", nargs="+", metavar="ID", default=[])
     parser.add_argument("--all", action="store_true", help="run all")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/reproduce.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table of docs/developing/reproduce.md"
+    )
     options = parser.parse_args(arguments)
     documents = read_claims()
     claims = by_id(documents)

@@ -1,6 +1,6 @@
 """One object that names every file of a run, and the atomic writers of files.
 
-docs/architecture.md has the layout of a run directory: what is in each file, and who writes it.
+docs/developing/architecture.md has the layout of a run directory: each file and who writes it.
 """
 
 from __future__ import annotations

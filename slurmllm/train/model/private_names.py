@@ -36,7 +36,7 @@ class PrivateNames(NamedTuple):
 SIGNED_OBJECTS = PrivateNames(
     "torch.distributed.distributed_c10d",
     ("_pickler", "_unpickler", "_tensor_to_object"),
-    "the objects that torch's workers exchange are not signed (docs/security.md)",
+    "the objects that torch's workers exchange are not signed (docs/developing/security.md)",
 )
 CHECKPOINT_INDEX = PrivateNames(
     "torch.distributed.checkpoint.filesystem",

@@ -176,7 +176,7 @@ def test_a_torch_that_cannot_sign_trains_with_a_warning(
     for rank, world_size in ((0, 1), (1, 2), (0, 2)):
         process_group.init_process_group("gloo", rank, world_size, timedelta(minutes=1))
     (message,) = caplog.messages
-    assert message.endswith("are not signed (docs/security.md)")
+    assert message.endswith("are not signed (docs/developing/security.md)")
     assert before == [getattr(distributed_c10d, n, None) for n in ("_pickler", "_unpickler")]
 
 

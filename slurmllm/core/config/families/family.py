@@ -1,6 +1,6 @@
 """What a model family consists of: its choices, its sharding, its form in transformers; torch-free.
 
-One file of this package holds each family. `docs/add_a_model.md` describes how to add one.
+One file of this package holds each family. `docs/developing/add_a_model.md` says how to add one.
 """
 
 from __future__ import annotations
