@@ -11,7 +11,7 @@ VERBS: dict[str, str] = {
     "profile": "set profile.steps and open the traces in runs/NAME/profiles with Perfetto or "
     "HolisticTraceAnalysis (docs/train.md)",
     "run-stage": "`slurmllm resume RUN --in-allocation` or `--local` runs its stages here",
-    "shell": "use `srun --overlap --jobid=JOB --nodelist=NODE --pty bash` (docs/status.md)",
+    "shell": "use `srun --overlap --jobid=JOB --nodelist=NODE --pty bash` (docs/watch.md)",
 }
 # Verb and option → the replacement
 OPTIONS: dict[tuple[str, str], str] = {

@@ -211,7 +211,7 @@ def test_the_months_presets(model: str) -> None:
 
 
 def test_the_month_as_it_was_simulated() -> None:
-    """The rows of docs/utilization.md: Llama 3's rates, then OPT's."""
+    """The rows of the month: Llama 3's rates, then OPT's."""
     config, leaves_s = resolve(month.MODEL, "trn1"), 2 * DAY_S - 300
     for rates, rows in (("llama3", (98.92, 96.82, 98.50)), ("opt", (97.69, 93.93, 95.58))):
         asynchronous, blocking = month.SAVES.values()

@@ -1,7 +1,7 @@
 """Spikes of the loss and of the gradient norm.
 
 The definition is that of AWS's training of HLAT (Llama 2 7B; Fan et al. 2024, arXiv 2404.10630) for
-the gradient norm, applied to either. docs/spikes.md has it: a step whose value is more than the
+the gradient norm, applied to either. docs/report.md has it: a step whose value is more than the
 threshold above the mean of the `window` logged steps before it, spikes included; such steps in a
 row are one spike. Steps that are NaN or infinite are in no spike and in no mean.
 """

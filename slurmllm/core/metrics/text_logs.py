@@ -198,7 +198,7 @@ class TextReader(LogReader):
                 "of the log (spaces must match exactly)"
             )
         raise RunError(
-            f"no metrics in {path}: no line is of a known format (docs/metrics.md names them), or "
+            f"no metrics in {path}: no line is of a known format (docs/compare.md names them), or "
             "a progress bar with a loss; give such a log, or a table (.csv, .jsonl) of the "
             f"metrics, or describe its lines with --pattern, such as --pattern {PATTERN_EXAMPLE}"
         )

@@ -53,7 +53,7 @@ TimePart = Literal[
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
-# Whose fault a message of Slurm reports (docs/supervise.md); `result`: only how tasks ended.
+# Whose fault a message of Slurm reports (docs/endings.md); `result`: only how tasks ended.
 Fault = (
     Literal["request", "user", "memory", "storage", "node", "network"]
     | Literal["controller", "site", "job", "limit", "result", "unknown"]

@@ -119,7 +119,7 @@ class TrainerProgress:
             problem = no_match(path)
         return (
             f"no steps: {problem or f'no new rows in {self._progress}'}; give `progress` a format "
-            "that the trainer prints (torchtitan, Megatron-LM, …: docs/metrics.md), a pattern such "
+            "that the trainer prints (torchtitan, Megatron-LM, …: docs/compare.md), a pattern such "
             f"as {PATTERN_EXAMPLE}, or the path of its JSON lines, CSV, trainer_state.json or "
             "event folder"
         )

@@ -51,7 +51,7 @@ def test_every_format_has_an_example_and_is_documented() -> None:
     elsewhere = {"Hugging Face Trainer", "torchtune"}  # the files below
     text = {name for name, log_format in log_formats().items() if log_format.lines}
     assert text - elsewhere <= {example["format"] for example in LINES}
-    docs = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    docs = (Path(__file__).parents[3] / "docs" / "compare.md").read_text()
     assert f"Known are {', '.join(log_formats())}." in docs
 
 
