@@ -149,13 +149,12 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
         with suppress(OSError):
             # One more than is used: the oldest may be the attempt's first step, which compiles.
             rows = last_rows(path, RECENT_STEPS + 1)[1:]
-        rows = [row for row in rows if finite_number(row, "step_time_s") is not None]
-        if not rows:
-            continue
-        rates = {
-            name: [rate for row in rows if (rate := finite_number(row, name)) is not None]
-            for name in ("seq_per_s", "tokens_per_s")
+        paces = {
+            name: [value for row in rows if (value := finite_number(row, name)) is not None]
+            for name in ("step_time_s", "seq_per_s", "tokens_per_s")
         }
+        if not paces["step_time_s"]:
+            continue
         begin = (record.checkpoint_before or 0) if record is not None else 0
         waited_s = 0.0
         with suppress(RunError):
@@ -163,8 +162,8 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
                 event.waited_s or 0.0 for event in read_events(run, number) if event.kind in WAITS
             )
         return Pace(
-            step_s=median(row["step_time_s"] for row in rows),
-            **{name: median(values) if values else None for name, values in rates.items()},
+            step_s=median(paces.pop("step_time_s")),
+            **{name: median(values) if values else None for name, values in paces.items()},
             waits_s=waited_s / max(rows[-1]["step"] - begin, 1),
         )
     return None

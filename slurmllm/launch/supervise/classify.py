@@ -5,6 +5,7 @@ A pure function of records, so that every row is tested without a cluster.
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -267,18 +268,20 @@ def _lost_peers(evidence: Evidence) -> Ending | None:
 
 
 def _left_early(evidence: Evidence) -> list[str]:
-    """Return a line about the first process that ended with 0 while others trained, if one did."""
+    """Return a line about the first process that ended while others trained, if one did.
+
+    The exit code of one that a launcher started is not known; after a hang, all are ended.
+    """
     failed = {failure.process for failure in evidence.failures}  # as their launchers report
+    until = math.inf if evidence.hang is None else evidence.hang.found_at
     ended = sorted(
-        (ended_at, f"rank {rank} on {name}")
+        (ended_at, node.exit_codes.get(rank) == EXIT_OK, f"rank {rank} on {name}")
         for name, node in evidence.nodes.items()
         for rank, ended_at in node.ended_first.items()
-        if f"rank {rank}" not in failed
+        if f"rank {rank}" not in failed and ended_at < until
     )
-    how = (
-        f"exited with 0 {evidence.trainer.step}while the others trained (usual cause: uneven data)"
-    )
-    return [f"{origin} {how}" for _, origin in ended[:1]]
+    how = f"{evidence.trainer.step}while the others trained (usual cause: uneven data)"
+    return [f"{origin} {'exited with 0' if ok else 'ended'} {how}" for _, ok, origin in ended[:1]]
 
 
 def _hang(evidence: Evidence) -> Ending | None:

@@ -134,6 +134,16 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     assert (pace.step_s, pace.seq_per_s, pace.seconds(10)) == (2.0, 4.0, 20.0)
 
 
+def test_rates_are_medians_of_rows_that_came_at_once_too(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    steps(run, 0, 1, 50)
+    *lines, last, _ = run.metrics(0).read_text().splitlines()
+    lines = [line.replace('"step_time_s"', '"_"') for line in lines]
+    last = last.replace('"seq_per_s": 4.0', '"seq_per_s": 1.0')
+    run.metrics(0).write_text("\n".join([*lines, last, ""]))
+    assert read_pace(run, []).seq_per_s == 4.0
+
+
 def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     run = make(tmp_path)
     for step in (10, 20):

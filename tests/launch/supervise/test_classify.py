@@ -197,11 +197,12 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
             LOST,
         ),
         "node_failure",
-        "rank 3 on n2 exited with 0 while",
+        "rank 3 on n2 ended while",
     ),
     "a rank left with 0, and the others waited": (
         seen(
-            {"n1": node("n1", {0: -9}), "n2": node("n2", {1: 0}, ended_first={1: 7.0})}, hang=HANG
+            {"n1": node("n1", {0: -9}), "n2": node("n2", {1: 0}, ended_first={1: 7.0})},
+            hang=HANG.model_copy(update={"found_at": 9.0}),
         ),
         "hang",
         "rank 1 on n2 exited with 0",
@@ -359,6 +360,11 @@ def test_row(row: str) -> None:
     outcome = classify(observed)
     assert outcome.ending == ending
     assert any(reason in line for line in outcome.evidence), outcome.evidence
+
+
+def test_a_rank_that_ended_after_a_hang_is_no_cause() -> None:
+    hung = seen({"n1": node("n1", {0: -9}, ended_first={0: 7.0})}, hang=HANG)
+    assert "others trained" not in str(classify(hung).evidence)
 
 
 def test_the_unresponsive_node_is_blamed_and_not_its_peers() -> None:
