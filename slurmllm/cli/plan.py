@@ -256,7 +256,7 @@ def _no_fit_error(plan: RecipePlan) -> ConfigError:
         change = max(small, key=lambda change: change.best.seq_per_s)
     else:
         change = min(changes, key=lambda change: abs(math.log(change.ratio)))
-    command = _command("plan", plan, change.nodes)
+    command = _command("plan", plan, change.best.mesh.nodes)
     context = click.get_current_context()
     for name in ("tokens", "price", "rank"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

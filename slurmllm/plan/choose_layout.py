@@ -194,7 +194,7 @@ def check_fit(
         fitting = search(config, nodes, unsupported, varied).fitting
     candidate = fitting[0] if fitting else predict(config, mesh)
     check = FitCheck(candidate, chosen, warnings=tuple(dense_mask_warning(config)))
-    needs = why_too_large(candidate.memory, max_parts=None)
+    needs = why_too_large(candidate.memory)
     too_large = f"{layout_text(candidate)} is predicted to need {needs}"
     # A rehearsal computes nothing and so holds no model.
     if config.backend == "rehearsal" or (chosen and candidate.fits):

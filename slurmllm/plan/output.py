@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -16,8 +16,8 @@ from slurmllm.core.display.tables import data_frame, print_table
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.choose_layout import changes
-from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
-from slurmllm.plan.explain import describe, explain, explain_parts, figures, settings, why_too_large
+from slurmllm.plan.evidence import evidence, evidence_lines, network_range
+from slurmllm.plan.explain import describe, explain_parts, figures, settings, why_too_large
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.recipe_plan import (
     Forecaster,
@@ -140,7 +140,7 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
                 f"{layout.memory.peak / GIB:.2f}{tight}",
                 format_number(layout.step.total),
                 format_number(layout.seq_per_s),
-                interval_text(evidence(layout)),
+                evidence(layout).interval_text,
                 f"{100 * layout.mfu:.1f} %",
                 format_count(plan.forecaster.forecast(layout).cost.tokens_per_usd),
             ]
@@ -183,7 +183,7 @@ def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
 def print_explanation(node_plan: NodePlan) -> None:
     if node_plan.fitting:
         click.echo(f"\nwhy, on {format_plural(node_plan.nodes, 'node')}")
-        lines = explain(node_plan.fitting, node_plan.too_large)
+        lines = node_plan.explain()
         for line in [*lines, *explain_parts(" ".join(lines))]:
             click.echo(line)
 
@@ -373,7 +373,7 @@ def point_cells(point: ScalingPoint) -> dict[str, str]:
         "micro": str(mesh.micro_batch),
         "checkpointing": candidate.config.recipe.train.checkpointing_text,
         "seq/s": format_number(candidate.seq_per_s),
-        "90 %": interval_text(published),
+        "90 %": published.interval_text,
         "evidence": published.status,
         "tokens/s": f"{candidate.tokens_per_s:,.0f}",
         "MFU": f"{100 * candidate.mfu:.1f} %",
@@ -435,11 +435,7 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         document["scaling"] = [point_json(point) for plan in plans for point in plan.points()]
     if explained:
         fitting = [node_plan for _, node_plan in node_plans if node_plan.fitting]
-        document["explanation"] = [
-            line
-            for node_plan in fitting
-            for line in explain(node_plan.fitting, node_plan.too_large)
-        ]
+        document["explanation"] = [line for node_plan in fitting for line in node_plan.explain()]
     return document
 
 
@@ -476,7 +472,15 @@ def _candidate_json(
 
 
 def _evidence_json(layout: LayoutEstimate) -> dict[str, Any]:
-    return {**evidence(layout).to_json(), "seq_per_s_by_network": network_range(layout)}
+    published = evidence(layout)
+    return {
+        "evidence": published.status,
+        "evidence_reasons": published.reasons,
+        "evidence_software": published.generations or None,
+        "nearest_run": published.nearest and asdict(published.nearest),
+        "seq_per_s_interval": published.interval,
+        "seq_per_s_by_network": network_range(layout),
+    }
 
 
 def point_json(point: ScalingPoint) -> dict[str, Any]:

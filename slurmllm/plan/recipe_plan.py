@@ -15,6 +15,7 @@ from slurmllm.plan.explain import (
     SettingSuggestion,
     describe,
     differing_settings,
+    explain,
     fitting_changes,
     memory_shortfall,
     why_too_large,
@@ -28,6 +29,7 @@ from slurmllm.plan.search import (
     LayoutEstimate,
     SearchResult,
     Unsupported,
+    known_hardware,
     order,
     predict,
     search,
@@ -81,6 +83,11 @@ class NodePlan:
         rows = preferred[:count]
         rows += [row for row in preferred[count:] if self.is_recipe_layout(row[1])]
         return sorted(rows, key=lambda row: row[0])
+
+    def explain(self) -> list[str]:
+        """Return lines on why the first layout is the best."""
+        runners_up = [layout for _, layout in self.top(3)[1:]]
+        return list(explain(self.fitting, runners_up, self.too_large))
 
     @property
     def meshes_too_large(self) -> list[str]:
@@ -253,9 +260,9 @@ def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
     """Return the warnings of all plans, and one if they compare software of different years."""
     warnings = [warning for plan in plans for warning in plan.warnings]
     profiles: dict[str, list[str]] = {}  # generation of software → profiles of GPUs
-    for cluster in {plan.config.cluster.name: plan.config.cluster for plan in plans}.values():
-        if software := generations(runs_on("cuda", cluster.hardware)):
-            profiles.setdefault(software, []).append(cluster.name)
+    for name, config in {plan.config.cluster.name: plan.config for plan in plans}.items():
+        if software := generations(runs_on("cuda", known_hardware(config))):
+            profiles.setdefault(software, []).append(name)
     if len(profiles) > 1:
         years = "; ".join(
             f"{', '.join(names)}: {software}" for software, names in sorted(profiles.items())
@@ -320,7 +327,7 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
         too_large.sort(key=lambda layout: layout.memory.peak)
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
-        fitting.sort(key=lambda layout: -(evidence(layout).lower or 0.0))
+        fitting.sort(key=lambda layout: -((evidence(layout).interval or (0.0,))[0]))
     near = [] if fitting else fitting_changes(config, nodes, unsupported, fixed)
     return NodePlan(nodes, result.refused, layout, tuple(fitting), tuple(too_large), tuple(near))
 

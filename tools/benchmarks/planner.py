@@ -27,6 +27,7 @@ from published_rows import Row, chosen_meshes, rows
 
 from slurmllm.plan.evidence import COLUMNS, FILE, MeasuredRun, generations, half_width, outside
 from slurmllm.plan.parameters import model_flops, parameters
+from slurmllm.plan.search import known_hardware
 from slurmllm.plan.step import peak_flops, step_time
 
 GOALS = {"trn1 layouts": 0.05, "A100": 0.04, "H100": 0.04, "H200": 0.06}  # mean error, left out
@@ -213,7 +214,7 @@ class Result:
     @property
     def run(self) -> MeasuredRun:
         row, mesh = self.case.row, self.case.row.mesh
-        assert row.config.cluster.hardware is not None
+        hardware = known_hardware(row.config)
         return MeasuredRun(
             row.name,
             self.case.profile,
@@ -224,7 +225,9 @@ class Result:
             row.config.recipe.model.seq_len,
             mesh.tensor,
             mesh.pipeline,
-            row.config.cluster.hardware.network_gb_s,
+            hardware.bf16_tflops,
+            hardware.memory_gib,
+            hardware.network_gb_s,
             row.measured,
             self.case.mfu,
             self.left_out,

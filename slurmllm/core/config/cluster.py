@@ -230,7 +230,7 @@ class Hardware(Section):
     network_efficiency: Share
     """Share of network_gb_s that collectives reach."""
     network_efficiency_range: tuple[Share, Share] | None = Field(default=None, strict=False)
-    """Bounds of network_efficiency where it is an assumption; the planner prints what they give."""
+    """Bounds of network_efficiency where it is an assumption; `plan --json` has what they give."""
     network_half: PositiveFloat | None = None
     """Nodes of a group at which congestion leaves half of network_efficiency; none by default."""
     node_link_latency_us: NonNegativeFloat = 0.0
