@@ -17,13 +17,11 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.choose_layout import changes
 from slurmllm.plan.evidence import evidence, evidence_lines, network_range
-from slurmllm.plan.explain import describe, explain_parts, figures, settings, why_too_large
-from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.explain import describe, explain_parts, figures, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
     RecipePlan,
-    ScalingPoint,
     TrainingForecast,
     fixed_settings,
     most_refused,
@@ -100,7 +98,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     print_table(*layouts)
     click.echo("\nwhere a step goes, %")
     print_table(*shares)
-    click.echo(f"\n{recipe_layout_text(node_plan, ' (*)')}")
+    click.echo(f"\n{recipe_layout_text(node_plan)}")
     if node_plan.too_large:
         click.echo(f"does not fit: {format_plural(len(node_plan.too_large), 'layout')}")
         lines = node_plan.meshes_too_large[:_NEAREST]
@@ -119,65 +117,75 @@ def print_plan(plan: RecipePlan, top: int) -> None:
 def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     """Return layouts of one recipe on one number of nodes, and where their steps go."""
     (node_plan,) = plan.node_plans
-    rows = node_plan.top(top)
-    best = rows[0][1]
-    headings = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
-    limit = f"of {best.memory.limit / GIB:.4g} GiB"
     layouts, shares = [], []
-    for rank, layout in rows:
-        mesh, recipe = layout.mesh, layout.config.recipe
-        tight = " tight" if layout.memory.tight else ""
-        layouts.append(
-            [
-                f"{rank}{' *' if node_plan.is_recipe_layout(layout) else ''}",
-                str(mesh.tensor),
-                _stages(layout),
-                _data(mesh),
-                f"{mesh.micro_batch} × {mesh.accumulation}",
-                "yes" if recipe.parallel.sequence else "no",
-                recipe.train.checkpointing_text,
-                str(recipe.parallel.zero),
-                f"{layout.memory.peak / GIB:.2f}{tight}",
-                format_number(layout.step.total),
-                format_number(layout.seq_per_s),
-                evidence(layout).interval_text,
-                f"{100 * layout.mfu:.1f} %",
-                format_count(plan.forecaster.forecast(layout).cost.tokens_per_usd),
-            ]
-        )
-        percent = [100 * seconds / layout.step.total for seconds in layout.step.parts().values()]
-        cells = [f"{share:.1f}" for share in percent]
-        shares.append([str(rank), str(mesh.tensor), _stages(layout), *cells])
-    columns = (*headings, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
-    return PlanTable(columns, layouts), PlanTable(("#", "TP", "PP", *best.step.parts()), shares)
+    for rank, layout in node_plan.top(top):
+        cells = _cells(layout, plan.forecaster.forecast(layout))
+        mark = " *" if layout is node_plan.recipe_layout else ""
+        layouts.append({**cells, "#": f"{rank}{mark}"})
+        percent = 100 / layout.step.total
+        parts = {name: f"{percent * s:.1f}" for name, s in layout.step.parts().items()}
+        shares.append({"#": str(rank), "TP": cells["TP"], "PP": cells["PP"], **parts})
+    degrees = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
+    limit = _memory_heading(node_plan.fitting[0])
+    headings = (*degrees, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
+    return _table(headings, layouts), _table(list(shares[0]), shares)
 
 
-def _data(mesh: Mesh) -> str:
-    """Return `512`, or `64 × 8`: copies times shards."""
-    return f"{mesh.replicate} × {mesh.shard}" if mesh.replicate > 1 else str(mesh.data)
+def _table(headings: Sequence[str], rows: Sequence[dict[str, str]]) -> PlanTable:
+    return PlanTable(headings, [[row.get(heading, "-") for heading in headings] for row in rows])
 
 
-def _stages(candidate: LayoutEstimate) -> str:
-    virtual = candidate.mesh.virtual_pipeline
-    return f"{candidate.mesh.pipeline}{f' × {virtual}' if virtual > 1 else ''}"
+def _memory_heading(layout: LayoutEstimate) -> str:
+    return f"of {layout.memory.limit / GIB:.4g} GiB"
 
 
-def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
-    """Return the rank of the recipe's own layout, or why it is impossible."""
-    layout, name = node_plan.recipe_layout, f"the recipe's own layout{mark}"
+def _cells(layout: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]:
+    """Return heading → cell of all tables."""
+    mesh, recipe, cost, published = (
+        layout.mesh,
+        layout.config.recipe,
+        forecast.cost,
+        evidence(layout),
+    )
+    chunks = f" × {mesh.virtual_pipeline}" if mesh.virtual_pipeline > 1 else ""
+    return {
+        "TP": str(mesh.tensor),
+        "PP": f"{mesh.pipeline}{chunks}",
+        "DP": f"{mesh.replicate} × {mesh.shard}" if mesh.replicate > 1 else str(mesh.data),
+        "micro": f"{mesh.micro_batch} × {mesh.accumulation}",
+        "SP": "yes" if recipe.parallel.sequence else "no",
+        "checkpointing": recipe.train.checkpointing_text,
+        "ZeRO": str(recipe.parallel.zero),
+        _memory_heading(layout): (
+            f"{layout.memory.peak / GIB:.2f}{' tight' if layout.memory.tight else ''}"
+        ),
+        "s/step": format_number(layout.step.total),
+        "seq/s": format_number(layout.seq_per_s),
+        "90 %": published.interval_text,
+        "evidence": published.status,
+        "tokens/s": f"{layout.tokens_per_s:,.0f}",
+        "MFU": f"{100 * layout.mfu:.1f} %",
+        "$/h": "-" if cost.usd_per_hour is None else f"{cost.usd_per_hour:,.2f}",
+        "tokens/$": format_count(cost.tokens_per_usd),
+        "tokens": format_count(cost.tokens),
+        "time": "never" if forecast.hours is None else format_days(forecast.hours),
+        "$": "-" if forecast.usd is None else f"{forecast.usd:,.0f}",
+    }
+
+
+def recipe_layout_text(node_plan: NodePlan) -> str:
+    """Return the rank of the recipe's own layout, or why it cannot be used."""
+    layout = node_plan.recipe_layout
     if layout is None:
         return "the recipe leaves the layout to the planner"
-    if isinstance(layout, str):
-        return f"{name} is impossible: {layout}"
-    if not layout.fits:
-        return f"{name} does not fit: {describe(layout)}: {node_plan.recipe_fault}"
-    best = node_plan.fitting[0]
-    if layout is best and not mark:
-        return f"{name} is the same"
-    share = 100 * layout.seq_per_s / best.seq_per_s
-    rank = f"{node_plan.rank(layout)} of {len(node_plan.fitting)}"
-    sentence = f"{name} is {rank} that fit, with {share:.1f} % of the best one's seq/s"
-    return sentence if mark else f"{sentence}: {describe(layout)}"
+    if isinstance(layout, str) or not layout.fits:
+        return f"the recipe's own layout cannot be used: {node_plan.recipe_fault}"
+    share = 100 * layout.seq_per_s / node_plan.fitting[0].seq_per_s
+    rank = f"{node_plan.recipe_rank} of {len(node_plan.fitting)}"
+    return (
+        f"the recipe's own layout is {rank} that fit, with {share:.1f} % of the best one's seq/s: "
+        f"{describe(layout)}"
+    )
 
 
 def print_explanation(node_plan: NodePlan) -> None:
@@ -246,24 +254,22 @@ def _lost_time_lines(best: LayoutEstimate, forecast: TrainingForecast) -> Iterat
 
 def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
     """Return a row for each recipe, cluster profile and node count, or several with `top`."""
-    names = {
-        "recipe": {plan.config.recipe.name for plan in plans},
-        "cluster": {plan.config.cluster.name for plan in plans},
-    }
-    keys = [key for key, different in names.items() if len(different) > 1]
+    headings = ["nodes", *(("#",) if top else ()), *POINT_HEADINGS]
+    for key in ("cluster", "recipe"):
+        if len({getattr(plan.config, key).name for plan in plans}) > 1:
+            headings.insert(0, key)
     rows = []
     for plan in plans:
-        node_plans = {node_plan.nodes: node_plan for node_plan in plan.node_plans}
         for point in plan.points(top or 1):
-            cells = [*(getattr(point, key) for key in keys), str(point.nodes)]
-            if top is not None:
-                is_recipes = node_plans[point.nodes].is_recipe_layout(point.candidate)
-                cells.append(f"{point.rank} *" if is_recipes else str(point.rank))
-            rows.append([*cells, *point_cells(point).values()])
-    headings = [*keys, "nodes"]
-    if top is not None:
-        headings.append("#")
-    return PlanTable([*headings, *POINT_HEADINGS], rows)
+            node_plan, layout = point.node_plan, point.candidate
+            cells = {"seq/s": "nothing fits"}
+            if layout is not None and point.forecast is not None:
+                cells = _cells(layout, point.forecast)
+                cells["scaling"] = f"{100 * point.efficiency:.1f} %"
+            mark = " *" if layout is node_plan.recipe_layout and layout is not None else ""
+            cells |= {"recipe": plan.config.recipe.name, "cluster": plan.config.cluster.name}
+            rows.append({**cells, "nodes": str(node_plan.nodes), "#": f"{point.rank}{mark}"})
+    return _table(headings, rows)
 
 
 def print_points(
@@ -278,61 +284,33 @@ def print_points(
     """
     print_table(*points_table(recipe_plans, top))
     for plan in recipe_plans:
-        for node_plan, point in zip(plan.node_plans, plan.points(), strict=True):
+        for point in plan.points():
+            node_plan = point.node_plan
             request = format_plural(node_plan.nodes, "node")
             if len(recipe_plans) > 1:
                 request = f"{plan.config.recipe.name} on {request} of {plan.config.cluster.name}"
-            if node_plan.best is None:
-                misfit = "no layout is possible"
-                if node_plan.too_large:
-                    misfit = node_plan.meshes_too_large[0]
-                elif reasons := most_refused(node_plan.refused, limit=1):
-                    misfit += f": {reasons[0][0]}"
-                click.echo(f"{request}: {misfit}")
-                for change in node_plan.nearest:
-                    click.echo(f"  {change}")
+            if point.candidate is None or point.forecast is None:
+                for line in [*node_plan.misfit_reasons[:1], *node_plan.nearest]:
+                    click.echo(f"{request}: {line}")
                 continue
-            click.echo(f"{request}: {describe(node_plan.best)}; {recipe_layout_text(node_plan)}")
-            for reason in evidence(node_plan.best).reasons:
-                click.echo(f"  {reason}")
-            click.echo(f"  {submit(plan, node_plan.best)}")
-            if point.forecast is not None and point.forecast.lost_time is None:
-                click.echo(f"  does not finish; {point.forecast.reason}")
-    for line in dict.fromkeys(_data_lines(recipe_plans)):
-        click.echo(line)
+            click.echo(f"{request}: {describe(point.candidate)}; {recipe_layout_text(node_plan)}")
+            lines = [*evidence(point.candidate).reasons, submit(plan, point.candidate)]
+            tokens = point.forecast.cost.tokens
+            if (epochs := epochs_text(plan.config.recipe.data, tokens)) is not None:
+                lines.append(epochs)
+            if point.forecast.lost_time is None:
+                lines.append(f"does not finish; {point.forecast.reason}")
+            for line in lines:
+                click.echo(f"  {line}")
     for line in price_lines(recipe_plans):
         click.echo(line)
 
 
-def _data_lines(recipe_plans: Sequence[RecipePlan]) -> Iterator[str]:
-    for plan in recipe_plans:
-        for point in plan.points():
-            if point.forecast is not None:
-                sentence = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
-                if sentence is not None:
-                    yield f"{plan.config.recipe.name}: {sentence}"
-
-
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
-    """Return the price of each profile, and the share of the cost while jobs are pending."""
-    lines = []
-    by_cluster: dict[str, list[RecipePlan]] = {}
-    for plan in recipe_plans:
-        by_cluster.setdefault(plan.config.cluster.name, []).append(plan)
-    for name, plans in by_cluster.items():
-        price = plans[0].forecaster.price
-        if price is None:
-            lines.append(f"cost unknown: profile {name} has no price; --price DOLLARS gives one")
-            continue
-        lines.append(f"price of {name}: {price}")
-        costs = [point.forecast.cost for plan in plans for point in plan.points() if point.forecast]
-        shares = [cost.waiting_usd / cost.usd for cost in costs if cost.waiting_usd and cost.usd]
-        if shares:
-            lines.append(
-                f"waiting: up to {100 * max(shares):.2g} % of the cost is for owned nodes, paid "
-                "while jobs are pending"
-            )
-    return lines
+    """Return the price of each profile."""
+    prices = {plan.config.cluster.name: plan.forecaster.price for plan in recipe_plans}
+    unknown = "none; cost unknown: --price DOLLARS gives it"
+    return [f"price of {name}: {price or unknown}" for name, price in prices.items()]
 
 
 def _is_single(plans: Sequence[RecipePlan]) -> bool:
@@ -347,10 +325,10 @@ def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
 
 def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any]]:
     if not _is_single(plans):
-        return [point_json(point) for plan in plans for point in plan.points(top or 1)]
-    node_plan = plans[0].node_plans[0]
+        return _scaling_json(plans, top or 1)
+    (node_plan,) = plans[0].node_plans
     return [
-        {"rank": rank, **_candidate_json(node_plan, layout, plans[0].forecaster)}
+        {"rank": rank, **_layout_json(node_plan, layout, plans[0].forecaster.forecast(layout))}
         for rank, layout in node_plan.top(top or TOP)
     ]
 
@@ -359,31 +337,6 @@ POINT_HEADINGS = (
     *("TP", "PP", "DP", "micro", "checkpointing", "seq/s", "90 %", "evidence", "tokens/s", "MFU"),
     *("$/h", "tokens/$", "scaling", "tokens", "time", "$"),
 )
-
-
-def point_cells(point: ScalingPoint) -> dict[str, str]:
-    candidate, forecast = point.candidate, point.forecast
-    if candidate is None or forecast is None or point.efficiency is None:
-        return {**dict.fromkeys(POINT_HEADINGS, "-"), "seq/s": "nothing fits"}
-    mesh, cost, published = candidate.mesh, forecast.cost, evidence(candidate)
-    return {
-        "TP": str(mesh.tensor),
-        "PP": _stages(candidate),
-        "DP": _data(mesh),
-        "micro": str(mesh.micro_batch),
-        "checkpointing": candidate.config.recipe.train.checkpointing_text,
-        "seq/s": format_number(candidate.seq_per_s),
-        "90 %": published.interval_text,
-        "evidence": published.status,
-        "tokens/s": f"{candidate.tokens_per_s:,.0f}",
-        "MFU": f"{100 * candidate.mfu:.1f} %",
-        "$/h": "-" if cost.usd_per_hour is None else f"{cost.usd_per_hour:,.2f}",
-        "tokens/$": format_count(cost.tokens_per_usd),
-        "scaling": f"{100 * point.efficiency:.1f} %",
-        "tokens": format_count(cost.tokens),
-        "time": "never" if forecast.hours is None else format_days(forecast.hours),
-        "$": "-" if forecast.usd is None else f"{forecast.usd:,.0f}",
-    }
 
 
 def print_assumed(plans: Sequence[RecipePlan]) -> None:
@@ -399,44 +352,49 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
 
     `top` is the maximum number of layouts of each recipe and node count; None: all.
     """
-    node_plans = [(plan, node_plan) for plan in plans for node_plan in plan.node_plans]
     rows: dict[str, list[Any]] = {
         name: [] for name in ("candidates", "recipe_layouts", "refused", "nearest")
     }
-    for plan, node_plan in node_plans:
-        config, layout, rank = plan.config, node_plan.recipe_layout, None
-        key: dict[str, object] = {"recipe": config.recipe.name, "cluster": config.cluster.name}
-        key["nodes"] = node_plan.nodes
-        if isinstance(layout, LayoutEstimate) and layout.fits:
-            rank = node_plan.rank(layout)
-        rows["candidates"] += [
-            _candidate_json(node_plan, candidate, plan.forecaster)
-            for candidate in [*node_plan.fitting, *node_plan.too_large][:top]
-        ]
-        rows["recipe_layouts"].append({**key, "rank": rank, "fault": node_plan.recipe_fault})
-        rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
-        if not node_plan.fitting:
-            near = [change.to_json() for change in node_plan.nearest]
-            rows["nearest"].append({**key, "would_fit": near})
+    explanation = []
+    for plan in plans:
+        for node_plan in plan.node_plans:
+            key = _key_json(plan, node_plan)
+            rows["candidates"] += [
+                _layout_json(node_plan, layout, plan.forecaster.forecast(layout))
+                for layout in [*node_plan.fitting, *node_plan.too_large][:top]
+            ]
+            own = {"rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
+            rows["recipe_layouts"].append({**key, **own})
+            rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
+            if node_plan.fitting:
+                explanation += node_plan.explain()
+            else:
+                near = [change.to_json() for change in node_plan.nearest]
+                rows["nearest"].append({**key, "would_fit": near})
+    prices = {plan.config.cluster.name: plan.forecaster.price for plan in plans}
     document = {
         "recipe": _value_or_list([plan.config.recipe.name for plan in plans]),
         "cluster": _value_or_list([plan.config.cluster.name for plan in plans]),
         "nodes": _value_or_list([node_plan.nodes for node_plan in plans[0].node_plans]),
         **rows,
         "assumed": {plan.config.cluster.name: plan.assumed for plan in plans},
-        "prices": {
-            plan.config.cluster.name: price and price.as_json()
-            for plan in plans
-            for price in [plan.forecaster.price]
-        },
+        "prices": {name: price and price.as_json() for name, price in prices.items()},
         "warnings": plan_warnings(plans),
     }
     if not _is_single(plans):
-        document["scaling"] = [point_json(point) for plan in plans for point in plan.points()]
+        document["scaling"] = _scaling_json(plans, 1)
     if explained:
-        fitting = [node_plan for _, node_plan in node_plans if node_plan.fitting]
-        document["explanation"] = [line for node_plan in fitting for line in node_plan.explain()]
+        document["explanation"] = explanation
     return document
+
+
+def _key_json(plan: RecipePlan, node_plan: NodePlan) -> dict[str, Any]:
+    config = plan.config
+    return {
+        "recipe": config.recipe.name,
+        "cluster": config.cluster.name,
+        "nodes": node_plan.nodes,
+    }
 
 
 def _value_or_list(values: list[Any]) -> Any:
@@ -444,16 +402,20 @@ def _value_or_list(values: list[Any]) -> Any:
     return different[0] if len(different) == 1 else values
 
 
-def _candidate_json(
-    node_plan: NodePlan, layout: LayoutEstimate, forecaster: Forecaster
+def _layout_json(
+    node_plan: NodePlan, layout: LayoutEstimate, forecast: TrainingForecast
 ) -> dict[str, Any]:
-    forecast = forecaster.forecast(layout)
-    cost, lost = forecast.cost, forecast.lost_time
+    cost, lost, published = forecast.cost, forecast.lost_time, evidence(layout)
     return {
         "recipe": layout.config.recipe.name,
         "cluster": layout.config.cluster.name,
         **figures(layout),
-        **_evidence_json(layout),
+        "evidence": published.status,
+        "evidence_reasons": published.reasons,
+        "evidence_software": published.generations or None,
+        "nearest_run": published.nearest and asdict(published.nearest),
+        "seq_per_s_interval": published.interval,
+        "seq_per_s_by_network": network_range(layout),
         "nodes": layout.mesh.nodes,
         "tokens_per_s": layout.tokens_per_s,
         "tokens_per_usd": cost.tokens_per_usd,
@@ -467,43 +429,21 @@ def _candidate_json(
         "hours": forecast.hours,
         "usd": forecast.usd,
         "waiting_usd": cost.waiting_usd,
-        "recipe_layout": node_plan.is_recipe_layout(layout),
+        "recipe_layout": layout is node_plan.recipe_layout,
     }
 
 
-def _evidence_json(layout: LayoutEstimate) -> dict[str, Any]:
-    published = evidence(layout)
-    return {
-        "evidence": published.status,
-        "evidence_reasons": published.reasons,
-        "evidence_software": published.generations or None,
-        "nearest_run": published.nearest and asdict(published.nearest),
-        "seq_per_s_interval": published.interval,
-        "seq_per_s_by_network": network_range(layout),
-    }
-
-
-def point_json(point: ScalingPoint) -> dict[str, Any]:
-    row = {name: getattr(point, name) for name in ("recipe", "cluster", "nodes", "rank")}
-    if point.candidate is None or point.forecast is None:
-        return {**row, "fits": False}
-    cost, hours = point.forecast.cost, point.forecast.hours
-    return {
-        **row,
-        "fits": True,
-        "tight": point.candidate.memory.tight,
-        **settings(point.candidate),
-        "seq_per_s": point.candidate.seq_per_s,
-        **_evidence_json(point.candidate),
-        "tokens_per_s": point.candidate.tokens_per_s,
-        "usd_per_hour": cost.usd_per_hour,
-        "tokens_per_usd": cost.tokens_per_usd,
-        "scaling_efficiency": point.efficiency,
-        "tokens": cost.tokens,
-        "epochs": corpus_epochs(point.candidate.config.recipe.data, cost.tokens),
-        "days": None if hours is None else hours / 24,
-        "hours": hours,
-        "node_hours": None if hours is None else cost.node_hours,
-        "usd": point.forecast.usd,
-        "waiting_usd": cost.waiting_usd,
-    }
+def _scaling_json(plans: Sequence[RecipePlan], top: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for plan in plans:
+        for point in plan.points(top):
+            rows.append({**_key_json(plan, point.node_plan), "rank": point.rank, "fits": False})
+            if point.candidate is not None and point.forecast is not None:
+                rows[-1] |= _layout_json(point.node_plan, point.candidate, point.forecast)
+                hours = point.forecast.hours
+                rows[-1] |= {
+                    "scaling_efficiency": point.efficiency,
+                    "days": hours and hours / 24,
+                    "node_hours": hours and point.forecast.cost.node_hours,
+                }
+    return rows

@@ -28,7 +28,6 @@ COLORS = ["#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc
 _HATCHES = ("", "///", "...")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _BARS = 6  # layouts of which the memory is drawn, at most
-_WHOLE = StrMethodFormatter("{x:,.0f}")
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,18 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     return figure
 
 
-# Field of a curve → label of its panel, and the power of the nodes that it follows without loss.
+# Field of a curve → label of its panel, format of its axis, and the power of the nodes that it
+# follows without loss.
 _PANELS = {
-    "tokens_per_s": ("tokens/s", 1),
-    "hours": ("time to the end", -1),
-    "usd": ("dollars to the end", 0),
+    "tokens_per_s": ("tokens/s", "{x:,.0f}", 1),
+    "hours": ("hours to the end", "{x:,g}", -1),
+    "usd": ("dollars to the end", "{x:,.0f}", 0),
 }
 
 
 def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
     """Draw a figure over the nodes; logarithmic, with dashed lines of no loss, except dollars."""
-    label, power = _PANELS[field]
+    label, number_format, power = _PANELS[field]
     for number, curve in enumerate(curves):
         values = getattr(curve, field)
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
@@ -93,9 +93,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(0, 1.1 * max(max(getattr(curve, field)) for curve in curves))
-    axes.yaxis.set_major_formatter(_WHOLE)
-    if field == "hours":
-        axes.set_yticks(*_time_ticks(*axes.get_ylim()))
+    axes.yaxis.set_major_formatter(StrMethodFormatter(number_format))
     counts = sorted({nodes for curve in curves for nodes in curve.nodes})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
@@ -135,30 +133,17 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-# Marks of a logarithmic axis of time: hours → label.
-_TIMES = {
-    **{minutes / 60: f"{minutes} min" for minutes in (1, 2, 4, 8, 15, 30)},
-    **{float(hours): f"{hours} h" for hours in (1, 2, 4, 8)},
-    **{24.0 * days: f"{days} d" for days in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)},
-}
-
-
-def _time_ticks(min_hours: float, max_hours: float) -> tuple[list[float], list[str]]:
-    times = {h: label for h, label in _TIMES.items() if min_hours <= h <= max_hours}
-    return list(times), list(times.values())
-
-
 def draw(plans: Sequence[RecipePlan]) -> Figure:
     """Draw throughput, time and dollars over the nodes, and the memory of the best layouts."""
     node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
+    bars = {}
     if len(node_plans) == 1:
-        ranked = node_plans[0].top(_BARS)
-        bars = {f"{rank}: {_label(layout)}": layout.memory for rank, layout in ranked}
+        for rank, layout in node_plans[0].top(_BARS):
+            bars[f"{rank}: {_label(layout)}"] = layout.memory
     else:
-        bars = {}
-        for best in filter(None, (node_plan.best for node_plan in node_plans)):
-            recipe = f"{best.config.recipe.name}, " if len(plans) > 1 else ""
-            bars[f"{recipe}{format_plural(best.mesh.nodes, 'node')}: {_label(best)}"] = best.memory
+        for layout in (node_plan.best for node_plan in node_plans if node_plan.best):
+            nodes = format_plural(layout.mesh.nodes, "node")
+            bars[f"{layout.config.recipe.name}, {nodes}: {_label(layout)}"] = layout.memory
     return picture([_curve(plan) for plan in plans], bars)
 
 

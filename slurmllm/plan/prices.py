@@ -32,13 +32,8 @@ class NodePrice:
     usd: float  # dollars for an hour of one node
     date: str | None = None  # when this was the price; None with --price
     source: str = "--price"
-    # Nodes of a profile without an instance type: they are paid while a run is pending, too.
-    owned: bool = False
-
-    @property
-    def bills_waiting(self) -> bool:
-        """Whether nodes are paid while a run waits in the queue for its next attempt."""
-        return self.owned
+    # Whether nodes are paid while a run is pending: those of a profile without an instance type.
+    bills_waiting: bool = False
 
     def __str__(self) -> str:
         dated = f", {self.date}" if self.date else ""
@@ -78,12 +73,12 @@ def select_price(config: RunConfig, usd: float | None) -> NodePrice | None:
     cluster = config.cluster
     owned = cluster.instance_type is None
     if usd is not None:
-        return NodePrice(usd, owned=owned)
+        return NodePrice(usd, bills_waiting=owned)
     section = cluster.price
     if section is None:
         return None
     source = section.source or f"profile {cluster.name}"
-    return NodePrice(section.on_demand, section.date, source, owned=owned)
+    return NodePrice(section.on_demand, section.date, source, bills_waiting=owned)
 
 
 @dataclass(frozen=True)

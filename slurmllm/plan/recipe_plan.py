@@ -37,6 +37,7 @@ from slurmllm.plan.search import (
 
 Rank = Literal["speed", "lower"]
 _MOST_NODES = 65536
+_MOST_REASONS = 4  # for refused layouts
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,11 @@ class NodePlan:
     def best(self) -> LayoutEstimate | None:
         return self.fitting[0] if self.fitting else None
 
-    def rank(self, candidate: LayoutEstimate) -> int:
-        """Return the position among the fitting layouts; 1 is the best."""
-        return 1 + next(i for i, layout in enumerate(self.fitting) if layout is candidate)
-
-    def is_recipe_layout(self, candidate: LayoutEstimate | None) -> bool:
-        return candidate is not None and candidate is self.recipe_layout
+    @property
+    def recipe_rank(self) -> int | None:
+        """Position of the recipe's own layout among the fitting ones, from 1; None: not there."""
+        ranked = enumerate(self.fitting, 1)
+        return next((rank for rank, layout in ranked if layout is self.recipe_layout), None)
 
     @property
     def recipe_fault(self) -> str | None:
@@ -81,13 +81,22 @@ class NodePlan:
         firsts = set({_degrees(layout): rank for rank, layout in reversed(ranked)}.values())
         preferred = sorted(ranked, key=lambda row: row[0] not in firsts)
         rows = preferred[:count]
-        rows += [row for row in preferred[count:] if self.is_recipe_layout(row[1])]
+        rows += [row for row in preferred[count:] if row[1] is self.recipe_layout]
         return sorted(rows, key=lambda row: row[0])
 
     def explain(self) -> list[str]:
         """Return lines on why the first layout is the best."""
         runners_up = [layout for _, layout in self.top(3)[1:]]
         return list(explain(self.fitting, runners_up, self.too_large))
+
+    @property
+    def misfit_reasons(self) -> list[str]:
+        """Why no layout fits."""
+        if self.too_large:
+            closest = self.too_large[0]
+            return [f"closest to fitting: {describe(closest)}: {why_too_large(closest.memory)}"]
+        refused = most_refused(self.refused)
+        return [f"{format_plural(count, 'layout')}: {reason}" for reason, count in refused]
 
     @property
     def meshes_too_large(self) -> list[str]:
@@ -153,14 +162,12 @@ class Forecaster:
 class ScalingPoint:
     """A layout of a recipe on a number of nodes."""
 
-    recipe: str
-    cluster: str
-    nodes: int
-    rank: int  # 1: the fastest on these nodes
-    candidate: LayoutEstimate | None  # None if nothing fits
-    forecast: TrainingForecast | None  # its forecast; None if nothing fits
+    node_plan: NodePlan
+    rank: int = 1  # 1: the fastest on these nodes
+    candidate: LayoutEstimate | None = None  # None if nothing fits
+    forecast: TrainingForecast | None = None  # its forecast; None if nothing fits
     # Throughput per node, relative to that on the smallest node count on which a layout fits.
-    efficiency: float | None
+    efficiency: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,17 +214,16 @@ class RecipePlan:
 
     def points(self, top: int = 1) -> list[ScalingPoint]:
         """Return the `top` layouts on each node count."""
-        names = self.config.recipe.name, self.config.cluster.name
-        first = next((plan.best for plan in self.node_plans if plan.best), None)
-        points = []
+        points: list[ScalingPoint] = []
+        base: float | None = None  # sequences/s of a node
         for plan in self.node_plans:
             for rank, layout in plan.top(top) if top > 1 else enumerate(plan.fitting[:1], 1):
-                assert first is not None
-                efficiency = layout.seq_per_s / plan.nodes / (first.seq_per_s / first.mesh.nodes)
+                speed = layout.seq_per_s / plan.nodes
+                base = speed if base is None else base
                 forecast = self.forecaster.forecast(layout)
-                points.append(ScalingPoint(*names, plan.nodes, rank, layout, forecast, efficiency))
+                points.append(ScalingPoint(plan, rank, layout, forecast, speed / base))
             if not plan.fitting:
-                points.append(ScalingPoint(*names, plan.nodes, 1, None, None, None))
+                points.append(ScalingPoint(plan))
         return points
 
     def no_fit_error(self) -> ConfigError:
@@ -242,18 +248,14 @@ class RecipePlan:
         )
 
     def _misfit_reasons(self, fixed: Sequence[str]) -> Sequence[str]:
-        smallest = [plan.too_large[0] for plan in self.node_plans if plan.too_large]
-        if smallest:
-            closest = min(smallest, key=lambda layout: layout.memory.peak)
-            return [f"closest to fitting: {describe(closest)}: {why_too_large(closest.memory)}"]
-        last = self.node_plans[-1]
-        if {"parallel.tensor", "parallel.pipeline"} <= set(fixed):
+        large = [plan for plan in self.node_plans if plan.too_large]
+        plan = min(large, key=lambda p: p.too_large[0].memory.peak, default=self.node_plans[-1])
+        if not large and {"parallel.tensor", "parallel.pipeline"} <= set(fixed):
             try:
-                make_mesh(self.config, last.nodes)
+                make_mesh(self.config, plan.nodes)
             except ConfigError as error:
                 return error.faults
-        refused = most_refused(last.refused)
-        return [f"{format_plural(count, 'layout')}: {reason}" for reason, count in refused]
+        return plan.misfit_reasons
 
 
 def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
@@ -370,21 +372,16 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def most_refused(refused: Mapping[str, int], limit: int = 4) -> list[tuple[str, int]]:
-    """Return the most frequent reasons for refused layouts, as (reason, number of layouts).
+def most_refused(refused: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the commonest reasons for refused layouts, as (reason, number of layouts).
 
-    Reasons that differ only in numbers are counted together. All beyond the first `limit`
-    are added up in another row.
+    Reasons that differ only in numbers are counted together.
     """
-    groups: dict[str, list[tuple[str, int]]] = {}
-    for reason, count in refused.items():
-        groups.setdefault(re.sub(r"\d+", "#", reason), []).append((reason, count))
+    groups: dict[str, list[str]] = {}
+    for reason in refused:
+        groups.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
     rows = []
-    for group in groups.values():
-        similar = f" (one of {len(group)} such reasons)" if len(group) > 1 else ""
-        rows.append((group[0][0] + similar, sum(count for _, count in group)))
-    rows.sort(key=lambda row: -row[1])
-    num_others = sum(count for _, count in rows[limit:])
-    if num_others:
-        return [*rows[:limit], ("other reasons", num_others)]
-    return rows[:limit]
+    for reasons in groups.values():
+        similar = f" (one of {len(reasons)} such reasons)" if len(reasons) > 1 else ""
+        rows.append((reasons[0] + similar, sum(refused[reason] for reason in reasons)))
+    return sorted(rows, key=lambda row: -row[1])[:_MOST_REASONS]

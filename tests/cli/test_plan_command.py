@@ -174,7 +174,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     assert [row["fits"] for row in rows] == [False, True]
     assert rows[1]["scaling_efficiency"] == 1
     assert "nothing fits" in plan("llama2_70b", "--nodes", f"1,{enough}").stdout
-    impossible = "3 nodes: no layout is possible: train.global_batch 256 is not a multiple of"
+    impossible = "3 nodes: 88 layouts: train.global_batch 256 is not a multiple of"
     assert impossible in plan("neox_20b", "--nodes", "3,4").stdout
 
 
@@ -296,8 +296,8 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
 def test_epochs_of_the_published_corpus(tmp_path: Path) -> None:
     command = ("llama3_8b", "--cluster", "h100_ib", "--tokens", "100B")
     sentence = "100B tokens are about 125 epochs of wikicorpus"
-    for nodes in ("8", "4,8"):
-        assert plan(*command, "--nodes", nodes).stdout.count(sentence) == 1
+    for num, nodes in ((1, "8"), (2, "4,8")):
+        assert plan(*command, "--nodes", nodes).stdout.count(sentence) == num
     planned = ranked(*command, "--nodes", "4,8", "--top", "1")
     assert [row["epochs"] for row in planned["scaling"]] == pytest.approx([125, 125], rel=1e-3)
     own = ("--set", f"data.corpus={tmp_path}/own.npy")
