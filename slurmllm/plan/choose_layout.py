@@ -13,14 +13,19 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_gib, format_plural
-from slurmllm.plan.explain import figures, fitting_changes, memory_shortfall, why_too_large
+from slurmllm.plan.explain import (
+    figures,
+    fitting_changes,
+    memory_shortfall,
+    misfit_reasons,
+    why_too_large,
+)
 from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
 from slurmllm.plan.search import (
     DEGREES,
     VARIED,
     LayoutEstimate,
-    SearchResult,
     Unsupported,
     known_hardware,
     order,
@@ -33,7 +38,6 @@ from slurmllm.plan.search import (
 SLOW = 0.8
 # Predictions closer than this are a tie, which the layout with the fewest changes wins.
 _TIE = 0.99
-_MAX_REASONS = 3  # reasons against layouts that an error names
 _BATCH = ["train.global_batch"]  # what a resumed run cannot change
 _MICRO_BATCH, _CHECKPOINTING = "train.micro_batch", "train.activation_checkpointing"
 
@@ -74,9 +78,10 @@ def choose_parallel(
     if not layouts and (force or known_hardware(config).rough or config.backend == "rehearsal"):
         layouts = result.too_large[:1]
     if not layouts:
+        reasons = misfit_reasons(result.too_large, result.refused)
         title = f"no layout of {config.recipe.name} fits {nodes_text} of {config.cluster.name}"
         fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
-        raise ConfigError(title, [*_reasons(result), *dense_mask_warning(config), *fixes])
+        raise ConfigError(title, [*reasons, *dense_mask_warning(config), *fixes])
     best = layouts[0].config.recipe
     source = f"{PLANNER}best of {len(result.fitting)} layouts that fit {nodes_text}"
     if not result.fitting:
@@ -91,17 +96,6 @@ def choose_parallel(
     names = (path.partition(".")[2] for path in origins if path.startswith("train."))
     training = {name: getattr(best.train, name) for name in names}
     return config.with_settings("parallel", origins, **degrees).with_settings("train", **training)
-
-
-def _reasons(result: SearchResult) -> list[str]:
-    """Return why no layout fits: the smallest one's need, or the commonest refusals."""
-    if result.too_large:
-        smallest = result.too_large[0]
-        needs = f"needs {why_too_large(smallest.memory)}"
-        return [f"closest to fitting: {layout_text(smallest)}, {needs}"]
-    total = format_plural(sum(result.refused.values()), "layout")
-    reasons = list(result.refused.items())[:_MAX_REASONS]
-    return [f"{reason} ({count} of {total})" for reason, count in reasons]
 
 
 def _fixed_training(config: RunConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from slurmllm.plan.search import (
     smallest_layouts,
     some_fits,
 )
+
+_MOST_REASONS = 4  # for refused layouts
 
 
 def describe(candidate: LayoutEstimate) -> str:
@@ -110,6 +112,32 @@ def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
     )
     percent = 100 * (other.seq_per_s / best.seq_per_s - 1)
     return f"{percent:+.1f} % seq/s: {differences or 'the same'} per step"
+
+
+def most_refused(refused: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the commonest reasons for refused layouts, as (reason, number of layouts).
+
+    Reasons that differ only in numbers are counted together.
+    """
+    groups: dict[str, list[str]] = {}
+    for reason in refused:
+        groups.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
+    rows = []
+    for reasons in groups.values():
+        similar = f" (one of {len(reasons)} such reasons)" if len(reasons) > 1 else ""
+        rows.append((reasons[0] + similar, sum(refused[reason] for reason in reasons)))
+    return sorted(rows, key=lambda row: -row[1])[:_MOST_REASONS]
+
+
+def misfit_reasons(too_large: Sequence[LayoutEstimate], refused: Mapping[str, int]) -> list[str]:
+    """Return why no layout fits: the need of the smallest, else the commonest refusals."""
+    if too_large:
+        return [
+            f"closest to fitting: {describe(too_large[0])}: {why_too_large(too_large[0].memory)}"
+        ]
+    return [
+        f"{format_plural(count, 'layout')}: {reason}" for reason, count in most_refused(refused)
+    ]
 
 
 def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str | None]:

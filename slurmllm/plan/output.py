@@ -17,14 +17,13 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.choose_layout import changes
 from slurmllm.plan.evidence import evidence, evidence_lines, network_range
-from slurmllm.plan.explain import describe, explain_parts, figures, why_too_large
+from slurmllm.plan.explain import describe, explain_parts, figures, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
     RecipePlan,
     TrainingForecast,
     fixed_settings,
-    most_refused,
     plan_warnings,
 )
 from slurmllm.plan.search import LayoutEstimate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +17,7 @@ from slurmllm.plan.explain import (
     explain,
     fitting_changes,
     memory_shortfall,
+    misfit_reasons,
     why_too_large,
 )
 from slurmllm.plan.lost_time import LostTime, lost_time
@@ -37,7 +37,6 @@ from slurmllm.plan.search import (
 
 Rank = Literal["speed", "lower"]
 _MOST_NODES = 65536
-_MOST_REASONS = 4  # for refused layouts
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,7 @@ class NodePlan:
 
     @property
     def misfit_reasons(self) -> list[str]:
-        """Why no layout fits."""
-        if self.too_large:
-            closest = self.too_large[0]
-            return [f"closest to fitting: {describe(closest)}: {why_too_large(closest.memory)}"]
-        refused = most_refused(self.refused)
-        return [f"{format_plural(count, 'layout')}: {reason}" for reason, count in refused]
+        return misfit_reasons(self.too_large, self.refused)
 
     @property
     def meshes_too_large(self) -> list[str]:
@@ -370,18 +364,3 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
             or (auto and path.startswith("parallel.") and config.is_set(path))
         )
     )
-
-
-def most_refused(refused: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the commonest reasons for refused layouts, as (reason, number of layouts).
-
-    Reasons that differ only in numbers are counted together.
-    """
-    groups: dict[str, list[str]] = {}
-    for reason in refused:
-        groups.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
-    rows = []
-    for reasons in groups.values():
-        similar = f" (one of {len(reasons)} such reasons)" if len(reasons) > 1 else ""
-        rows.append((reasons[0] + similar, sum(refused[reason] for reason in reasons)))
-    return sorted(rows, key=lambda row: -row[1])[:_MOST_REASONS]

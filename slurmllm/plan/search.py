@@ -223,44 +223,25 @@ def _micro_batches(
     layout: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> list[int] | str:
     """Return the micro batches that a layout may have, or why it is not considered."""
-    recipe, per_node = layout.recipe, layout.cluster.devices_per_node
-    train, parallel = recipe.train, recipe.parallel
-    world, model = nodes * per_node, parallel.tensor * parallel.pipeline
-    if world % model:
-        return (
-            f"tensor {parallel.tensor} × pipeline {parallel.pipeline} does not divide the {world} "
-            f"workers of {nodes} × {per_node}"
-        )
-    for check, values in _PARALLEL_RULES:
-        fault = check(*[value(recipe) for value in values])
-        if fault is not None:
-            return fault
+    parallel, size = layout.recipe.parallel, layout.recipe.train.micro_batch
+    if "train.micro_batch" not in fixed:
+        layout = layout.with_settings("train", micro_batch="auto")
     try:
-        replicate_degree(layout, nodes)
+        mesh = make_mesh(layout, nodes)
     except MeshError as error:
         return error.rule
-    data = world // model
-    if train.global_batch % data:
-        return (
-            f"train.global_batch {train.global_batch} is not a multiple of {data} data-parallel "
-            "workers"
-        )
+    for check, values in _PARALLEL_RULES:
+        fault = check(*[value(layout.recipe) for value in values])
+        if fault is not None:
+            return fault
     if reasons := unsupported(layout):
         return reasons[0]
-    sequences = train.global_batch // data
-    sizes = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
-    if "train.micro_batch" in fixed and train.micro_batch != "auto":
-        size = train.micro_batch
-        rounds = parallel.virtual_pipeline == 1 or size in sizes  # else it leaves stages idle
-        sizes = [size] if sequences % size == 0 and rounds else []
-    else:
-        sizes = [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
-    if not sizes and train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
-        return (
-            f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
-            f"train.global_batch {train.global_batch}"
-        )
-    return sizes or f"no micro batch makes whole rounds over {parallel.pipeline} stages"
+    if "train.micro_batch" in fixed and size != "auto":
+        return [size]
+    share = mesh.global_batch // mesh.data
+    sizes = micro_batches(share, parallel.pipeline, parallel.virtual_pipeline)
+    smaller = [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
+    return smaller or f"micro batches of {sizes[0]} or more are not considered"
 
 
 # A layout that uses more than this share of the memory is tight: the prediction's error, and what

@@ -174,7 +174,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     assert [row["fits"] for row in rows] == [False, True]
     assert rows[1]["scaling_efficiency"] == 1
     assert "nothing fits" in plan("llama2_70b", "--nodes", f"1,{enough}").stdout
-    impossible = "3 nodes: 88 layouts: train.global_batch 256 is not a multiple of"
+    impossible = "3 nodes: 88 layouts: train.global_batch: 256 sequences are not a multiple of"
     assert impossible in plan("neox_20b", "--nodes", "3,4").stdout
 
 

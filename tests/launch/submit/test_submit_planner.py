@@ -89,7 +89,7 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
     assert (rough.exit_code, "refuse" in rough.stderr) == (0, False)
     tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
     assert tight.exit_code == 2
-    assert re.search(r"closest to fitting: .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
+    assert re.search(r"closest to fitting: .*: [\d.]+ of [\d.]+ GiB", tight.stderr)
     forced = submit("--set", NOT_ENOUGH, "--force")
     assert forced.exit_code == 0
     assert "warning: " in forced.stderr
