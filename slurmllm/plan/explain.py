@@ -60,24 +60,6 @@ def why_too_large(memory: MemoryUse) -> str:
     return f"{describe_memory(memory)}; {format_gib(memory.peak - memory.limit)} GiB too much"
 
 
-# Parts of a worker's memory whose names do not say what they are.
-PARTS = {
-    "programs": "instructions, DMA rings and collectives' memory of the compiled graphs, assumed",
-    "buffers": "the larger of one block's temporary tensors in the backward pass and what the "
-    "collectives of the optimizer's step have in flight",
-    "pipeline buffers": "received activations and gradients, one per micro batch each way",
-    "whole weights": "what FSDP gathers within a step",
-    "output or block": "the logits and their gradients, or the largest need of one block",
-    "end of the step": "whole gradients of embedding and head, and their copy on its way",
-}
-
-
-def explain_parts(message: str) -> list[str]:
-    """Return a line on the parts of memory that `message` names, if some need it."""
-    named = [name for name in PARTS if re.search(rf"(^|[:,] ){name} [0-9]", message)]
-    return ["; ".join(f"{name}: {PARTS[name]}" for name in named)] if named else []
-
-
 def explain(
     fitting: Sequence[LayoutEstimate],
     runners_up: Sequence[LayoutEstimate],

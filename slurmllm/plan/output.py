@@ -17,7 +17,7 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.choose_layout import changes
 from slurmllm.plan.evidence import evidence, evidence_lines, network_range
-from slurmllm.plan.explain import describe, explain_parts, figures, most_refused, why_too_large
+from slurmllm.plan.explain import describe, figures, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
@@ -100,8 +100,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     click.echo(f"\n{recipe_layout_text(node_plan)}")
     if node_plan.too_large:
         click.echo(f"does not fit: {format_plural(len(node_plan.too_large), 'layout')}")
-        lines = node_plan.meshes_too_large[:_NEAREST]
-        for line in [*lines, *explain_parts(" ".join(lines))]:
+        for line in node_plan.meshes_too_large[:_NEAREST]:
             click.echo(f"  {line}")
     if refused := node_plan.refused:
         click.echo(f"not considered: {format_plural(sum(refused.values()), 'layout')}")
@@ -190,8 +189,7 @@ def recipe_layout_text(node_plan: NodePlan) -> str:
 def print_explanation(node_plan: NodePlan) -> None:
     if node_plan.fitting:
         click.echo(f"\nwhy, on {format_plural(node_plan.nodes, 'node')}")
-        lines = node_plan.explain()
-        for line in [*lines, *explain_parts(" ".join(lines))]:
+        for line in node_plan.explain():
             click.echo(line)
 
 
@@ -229,10 +227,8 @@ def _lost_time_lines(best: LayoutEstimate, forecast: TrainingForecast) -> Iterat
     """Yield where the node hours go, how often nodes fail, and the checkpoint interval."""
     recipe, lost = best.config.recipe, forecast.lost_time
     assert lost is not None
-    # Not to be confused with that of activations, of which the table above has a column.
-    names = {"recomputation": "recomputation of lost steps"}
     parts = ", ".join(
-        f"{names.get(name, name).replace('_', ' ')} {100 * share:.2f} %"
+        f"{name.replace('_', ' ')} {100 * share:.2f} %"
         for name, share in sorted(lost.shares.items(), key=lambda row: -row[1])
         if share >= 5e-5 and name != "productive"
     )

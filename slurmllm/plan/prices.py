@@ -42,17 +42,16 @@ class NodePrice:
     def as_json(self) -> dict[str, Any]:
         return {"usd_per_node_hour": self.usd, "date": self.date, "source": self.source}
 
-    def warning(self, cluster: str, today: datetime.date | None = None) -> str | None:
+    def warnings(self, cluster: str, today: datetime.date | None = None) -> list[str]:
         """Return a warning if the price is older than six months."""
         if self.date is None:
-            return None
+            return []
         age = (today or datetime.date.today()) - datetime.date.fromisoformat(self.date)
-        if age.days <= _OLD_DAYS:
-            return None
-        return (
+        old = (
             f"the price of {cluster} is of {self.date}, {age.days // 30} months ago; --price USD "
             "sets today's"
         )
+        return [old] if age.days > _OLD_DAYS else []
 
 
 def parse_price(value: str | float) -> float:

@@ -187,24 +187,21 @@ class RecipePlan:
 
     @property
     def warnings(self) -> list[str]:
-        hardware, name = self.config.cluster.hardware, self.config.cluster.name
-        price = self.forecaster.price
-        old = None if price is None else price.warning(name)
-        warnings = [] if old is None else [old]
-        if hardware is not None and hardware.rough:
-            warnings.insert(
-                0,
+        name, price, warnings = self.config.cluster.name, self.forecaster.price, list[str]()
+        if known_hardware(self.config).rough:
+            warnings.append(
                 f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
-                f"calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml",
+                f"calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
             )
-        return [*warnings, *dense_mask_warning(self.config)]
+        if price is not None:
+            warnings += price.warnings(name)
+        return warnings + dense_mask_warning(self.config)
 
     @property
     def assumed(self) -> dict[str, float]:
         """Name → value of the hardware constants that were never measured on this hardware."""
-        hardware = self.config.cluster.hardware
-        names = () if hardware is None else hardware.assumed
-        return {name: float(getattr(hardware, name)) for name in names}
+        hardware = known_hardware(self.config)
+        return {name: float(getattr(hardware, name)) for name in hardware.assumed}
 
     def points(self, top: int = 1) -> list[ScalingPoint]:
         """Return the `top` layouts on each node count."""

@@ -50,10 +50,10 @@ def test_a_price_that_is_not_a_number_above_0(value: str) -> None:
 
 def test_old_prices_are_warned_of() -> None:
     price = NodePrice(21.5, "2026-01-01", "a list")
-    assert price.warning("trn1", datetime.date(2026, 6, 1)) is None
-    warning = price.warning("trn1", datetime.date(2026, 9, 1))
+    assert price.warnings("trn1", datetime.date(2026, 6, 1)) == []
+    (warning,) = price.warnings("trn1", datetime.date(2026, 9, 1))
     assert warning.startswith("the price of trn1 is of 2026-01-01, 8 months ago; --price USD")
-    assert NodePrice(21.5).warning("trn1") is None
+    assert NodePrice(21.5).warnings("trn1") == []
 
 
 RESERVED = 7.59  # dollars for an hour of a trn1.32xlarge, for three years, by AWS's post
