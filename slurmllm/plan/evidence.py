@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -69,6 +69,10 @@ class MeasuredRun:
         names = _AXES if self.nodes > 1 else _AXES[:-1]
         return {name: getattr(self, name) for name in names}
 
+    def is_on(self, hardware: Hardware) -> bool:
+        same_peak = math.isclose(self.bf16_tflops, hardware.bf16_tflops, rel_tol=_SAME)
+        return same_peak and math.isclose(self.memory_gib, hardware.memory_gib, rel_tol=_SAME)
+
 
 COLUMNS = tuple(field.name for field in fields(MeasuredRun))
 
@@ -96,17 +100,14 @@ class RunEvidence:
         return "–".join(map(format_number, self.interval)) if self.interval else "-"
 
 
-def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
-    """Yield a layout's interval with its evidence, and the nearest published run."""
-    published = evidence(candidate)
+def evidence_text(published: RunEvidence) -> str:
+    """Return the interval with its evidence, and the nearest published run."""
     facts = [f"{published.interval_text} seq/s (90 % interval)", published.status]
-    if published.generations:
-        facts.append(f"software of {published.generations}")
-    yield f"evidence       {'; '.join([*facts, *published.reasons])}"
     if (near := published.nearest) is not None:
-        layout = f"TP {near.tensor} × PP {near.pipeline}"
-        figures = f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"
-        yield f"nearest run    {near.name}, {layout}: {figures}"
+        facts.append(f"software of {published.generations}")
+        speed = f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"
+        facts.append(f"nearest run {near.name}: {speed}")
+    return "; ".join([*facts, *published.reasons])
 
 
 @lru_cache
@@ -121,12 +122,12 @@ def outside(point: Mapping[str, float], runs: Sequence[MeasuredRun]) -> dict[str
     octaves = {}
     for axis, value in point.items():
         values = [run.point[axis] for run in runs if axis in run.point] or [value]
-        factor = min(values) / value
-        if axis != _NETWORK:
-            factor = max(factor, value / max(values))
+        highest = math.inf if axis == _NETWORK else max(values)
+        nearest = min(max(value, min(values)), highest)
+        distance = abs(math.log2(value / nearest))
         # Variants of a model that differ by their vocabulary are the same size.
-        if math.log2(factor) > 0.1:
-            octaves[axis] = math.log2(factor)
+        if distance > 0.1:
+            octaves[axis] = distance
     return octaves
 
 
@@ -139,7 +140,7 @@ def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
     cluster, mesh, speed = candidate.config.cluster, candidate.mesh, candidate.seq_per_s
     hardware = known_hardware(candidate.config)
-    of_kind = _of_kind(cluster.device)
+    of_kind = runs_on(cluster.device)
     runs = runs_on(cluster.device, hardware)
     size = parameters(candidate.config.recipe.model)
     point: dict[str, float] = {
@@ -205,21 +206,11 @@ def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
 
 
 @lru_cache
-def _of_kind(device: str) -> tuple[MeasuredRun, ...]:
+def runs_on(device: str, hardware: Hardware | None = None) -> tuple[MeasuredRun, ...]:
+    """Return the published runs on a kind of device, or on devices like these only."""
     neuron = {"neuron": True, "cuda": False}.get(device)
-    return tuple(run for run in published_runs() if run.profile.startswith("trn") is neuron)
-
-
-@lru_cache
-def runs_on(device: str, hardware: Hardware) -> tuple[MeasuredRun, ...]:
-    def is_same(run: MeasuredRun) -> bool:
-        peaks = (
-            (run.bf16_tflops, hardware.bf16_tflops),
-            (run.memory_gib, hardware.memory_gib),
-        )
-        return all(math.isclose(*values, rel_tol=_SAME) for values in peaks)
-
-    return tuple(filter(is_same, _of_kind(device)))
+    runs = [run for run in published_runs() if run.profile.startswith("trn") is neuron]
+    return tuple(run for run in runs if hardware is None or run.is_on(hardware))
 
 
 def generations(runs: Iterable[MeasuredRun]) -> str:

@@ -16,7 +16,7 @@ from slurmllm.core.display.tables import data_frame, print_table
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.choose_layout import changes
-from slurmllm.plan.evidence import evidence, evidence_lines, network_range
+from slurmllm.plan.evidence import evidence, evidence_text, network_range
 from slurmllm.plan.explain import describe, figures, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
@@ -107,8 +107,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
         for reason, count in most_refused(refused):
             click.echo(f"  {count:>4}  {reason}")
     click.echo("")
-    for line in evidence_lines(best):
-        click.echo(line)
+    click.echo(f"evidence       {evidence_text(evidence(best))}")
     _print_forecast(best, plan.forecaster)
 
 

@@ -10,7 +10,7 @@ import pytest
 from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.evidence import (
     evidence,
-    evidence_lines,
+    evidence_text,
     half_width,
     network_range,
     outside,
@@ -89,14 +89,14 @@ def test_evidence_goes_by_the_devices_not_by_the_profile(tmp_path: Path) -> None
 
 
 def test_the_generation_of_the_software_is_named() -> None:
-    old = "\n".join(evidence_lines(layout("gpt3_1.3b", 1, cluster="p5")))
+    old = evidence_text(evidence(layout("gpt3_1.3b", 1, cluster="p5")))
     assert "(90 % interval); interpolated; software of 2023-24" in old
     one_gpu = ("cluster.devices_per_node=1", "train.global_batch=8", "train.micro_batch=8")
     for profile in ("p5e", "p5en"):
         new = layout("gpt3_1.3b", 1, *one_gpu, "train.precision=bf16_mixed", cluster=profile)
-        text = "\n".join(evidence_lines(new))
+        text = evidence_text(evidence(new))
         assert "; software of 2026" in text
-        assert "h200-gpt3-1.3b-loop, TP 1 × PP 1: " in text
+        assert "nearest run h200-gpt3-1.3b-loop: " in text
         assert new.seq_per_s == pytest.approx(8 / 0.2709, rel=0.05), "as measured on an H200"
 
 
