@@ -76,10 +76,11 @@ def explain(
     for other in runners_up:
         yield f"runner-up: {describe(other)}: {_speed(other)}"
         yield f"  {_slowdown(best, other)}"
-    for larger in [layout for layout in too_large if layout.seq_per_s > best.seq_per_s][:1]:
+    faster = [layout for layout in too_large if layout.seq_per_s > best.seq_per_s]
+    if faster:
         yield (
-            f"faster, but too large: {describe(larger)}: {_speed(larger)}; "
-            f"{why_too_large(larger.memory)}"
+            f"faster, but too large: {describe(faster[0])}: {_speed(faster[0])}; "
+            f"{why_too_large(faster[0].memory)}"
         )
 
 

@@ -119,8 +119,8 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
         cells = _cells(layout, plan.forecaster.forecast(layout))
         mark = " *" if layout is node_plan.recipe_layout else ""
         layouts.append({**cells, "#": f"{rank}{mark}"})
-        percent = 100 / layout.step.total
-        parts = {name: f"{percent * s:.1f}" for name, s in layout.step.parts().items()}
+        total_s = layout.step.total
+        parts = {name: f"{100 * s / total_s:.1f}" for name, s in layout.step.parts().items()}
         shares.append({"#": str(rank), "TP": cells["TP"], "PP": cells["PP"], **parts})
     degrees = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
     limit = _memory_heading(node_plan.fitting[0])
@@ -138,12 +138,9 @@ def _memory_heading(layout: LayoutEstimate) -> str:
 
 def _cells(layout: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]:
     """Return heading → cell of all tables."""
-    mesh, recipe, cost, published = (
-        layout.mesh,
-        layout.config.recipe,
-        forecast.cost,
-        evidence(layout),
-    )
+    mesh, recipe = layout.mesh, layout.config.recipe
+    cost, published = forecast.cost, evidence(layout)
+    tight = " tight" if layout.memory.tight else ""
     chunks = f" × {mesh.virtual_pipeline}" if mesh.virtual_pipeline > 1 else ""
     return {
         "TP": str(mesh.tensor),
@@ -153,9 +150,7 @@ def _cells(layout: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]
         "SP": "yes" if recipe.parallel.sequence else "no",
         "checkpointing": recipe.train.checkpointing_text,
         "ZeRO": str(recipe.parallel.zero),
-        _memory_heading(layout): (
-            f"{layout.memory.peak / GIB:.2f}{' tight' if layout.memory.tight else ''}"
-        ),
+        _memory_heading(layout): f"{layout.memory.peak / GIB:.2f}{tight}",
         "s/step": format_number(layout.step.total),
         "seq/s": format_number(layout.seq_per_s),
         "90 %": published.interval_text,
