@@ -1,8 +1,9 @@
-"""Write what pages include into build/fields: the tables of all fields, and README's start."""
+"""Write what pages include into build/fields: all fields, README's start, and the version."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "start.md").write_text(start(), encoding="utf-8")
+    (FOLDER / "version.md").write_text(f"{version()}\n", encoding="utf-8")
     for name, schema in SCHEMAS.items():
         (FOLDER / f"{name}.md").write_text(f"{table(schema())}\n", encoding="utf-8")
 
@@ -28,6 +30,14 @@ def start() -> str:
     if not rest:
         raise SystemExit(f"README.md: the heading {END!r}, where docs/index.md ends, is missing")
     return text.replace("](docs/", "](").replace('src="docs/', 'src="')
+
+
+def version() -> str:
+    """Return the version that the pages describe, with a link to the source if it has an address."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project.get("urls", {}).get("Repository")
+    source = f"[source]({address})" if address else "source: the clone that has these pages"
+    return f"Version {project['version']}; {source}, `CHANGELOG.md` in it lists the changes."
 
 
 def table(schema: Mapping[str, Any]) -> str:
