@@ -33,7 +33,7 @@ def start() -> str:
 
 
 def version() -> str:
-    """Return the version that the pages describe, with a link to the source if it has an address."""
+    """Return the version of these pages, with a link to the source if it has an address."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     address = project.get("urls", {}).get("Repository")
     source = f"[source]({address})" if address else "source: the clone that has these pages"
