@@ -67,13 +67,15 @@ class TrainerProgress:
         progress: str | None = None,
         tags: Mapping[str, str] | None = None,
         devices: int = 1,
+        rank: int = 0,
     ) -> None:
         """Begin before the workers do: what a file holds now is of earlier attempts.
 
         Args:
-            progress: As in the recipe, `{run}` and others filled in; None: rank 0's output.
+            progress: As in the recipe, `{run}` and others filled in; None: the output of `rank`.
             tags: Metric → name of it in the trainer's log, in preference to the known names.
             devices: By which a rate of one device is multiplied.
+            rank: The worker whose output is fed.
         """
         self.step: int | None = None
         self.rows = 0
@@ -81,7 +83,7 @@ class TrainerProgress:
         self._source = follow(progress, tags or {})
         self._names = MetricNames(tags or {}, Path(progress or "the output"), devices)
         self._fault = ""  # of reading the file
-        self._bytes, self._tail = 0, b""
+        self._bytes, self._tail, self._rank = 0, b"", rank
         self._began = time.time()
         self._last: tuple[int, Numbers] | None = None  # step and values of the last row
         self._evaluation: tuple[int, float] | None = None
@@ -111,7 +113,7 @@ class TrainerProgress:
         problem = self._fault or self._names.problem
         if not problem and isinstance(self._source, FollowedOutput):
             kind = "of a known format" if self._progress is None else f"like '{self._progress}'"
-            problem = f"no line {kind} in {self._bytes:,} bytes of the output of rank 0"
+            problem = f"no line {kind} in {self._bytes:,} bytes of the output of rank {self._rank}"
             if self._tail:
                 last = printable(self._tail.decode("utf-8", "replace").splitlines()[-1])
                 problem += f", which ends with {last!r}"
@@ -182,7 +184,7 @@ class TrainerProgress:
             share = (step - before) / (end - before) if before < step <= end else 1.0
             values["time"] = begun + (now - begun) * share
         taken = values.get("step_time_s", math.nan)
-        if not taken > 0 or not math.isfinite(taken):
+        if not 0 < taken < math.inf:
             values.pop("step_time_s", None)
             if step > before and values["time"] > begun:
                 values["step_time_s"] = (values["time"] - begun) / (step - before)
@@ -194,9 +196,8 @@ class TrainerProgress:
                 value += self._offsets[name]
                 if math.isnan(self._offsets[name]):
                     continue
-            finite = math.isfinite(value)
-            row[name] = value if finite else None  # JSON has no NaN
-            if name in ("tokens", "samples") and finite and value == int(value):
+            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
+            if name in ("tokens", "samples") and value % 1 == 0:
                 row[name] = int(value)
         self._unwritten += json.dumps(row, separators=(",", ":")).encode() + b"\n"
         self._last, self.step = (step, values), step

@@ -67,8 +67,8 @@ class TrainerLauncher(Launcher):
         nodes = len(self.record.nodes)
         self.values = command_values(run, self.config, attempt, nodes, self.record)
         self.text = command_line(self.command, self.values)
-        self._printing = printing_rank(self.command.progress, self.record.world_size)
-        self.output = WorkerOutput(self._printing)
+        self.printing = printing_rank(self.command.progress, self.record.world_size)
+        self.output = WorkerOutput(self.printing)
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
         self._started = StartedProcesses()
@@ -80,8 +80,8 @@ class TrainerLauncher(Launcher):
     def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
         if self.node_rank == 0:
             log.info("command: %s", self.text)
-        if self.node_rank == self._printing // per_node:
-            phases = heartbeats.environment(self._printing).get(PHASE_FILE)
+        if self.node_rank == self.printing // per_node:
+            phases = heartbeats.environment(self.printing).get(PHASE_FILE)
             self.observer = TrainerObserver(self, Path(phases) if phases else None)
 
     def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
@@ -218,7 +218,9 @@ class TrainerObserver:
         if progress and "(?P<" not in progress and is_path(progress):
             progress = str(Path(self._command.folder or ".", progress))
         devices = len(launcher.record.nodes) * launcher.config.cluster.devices_per_node
-        self.progress = TrainerProgress(run, number, progress, devices=devices)
+        self.progress = TrainerProgress(
+            run, number, progress, devices=devices, rank=launcher.printing
+        )
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None
@@ -227,9 +229,12 @@ class TrainerObserver:
         self._fault = ""  # of reading progress
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
         self._newest = self._newest_checkpoint()
-        keep = launcher.config.is_set("checkpoint.keep")
         self._missing, self._judged_at = "", time.monotonic() + _MISSING_S
-        self._keep = launcher.config.recipe.checkpoint.keep if keep else None
+        self._keep = (
+            launcher.config.recipe.checkpoint.keep
+            if launcher.config.is_set("checkpoint.keep")
+            else None
+        )
 
     def observe(self) -> None:
         now, output = time.monotonic(), self._launcher.output
@@ -245,7 +250,7 @@ class TrainerObserver:
             self._step = step
             self._phases.begin("stepping", step)
         is_late = now >= self._judged_at and not self._had_steps  # else wait: an attempt had some
-        if (self._missing != "" and step is not None) or is_late:
+        if (self._missing and step is not None) or is_late:
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:
