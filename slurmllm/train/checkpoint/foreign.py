@@ -206,11 +206,10 @@ def _is_complete(
         if stream.read(4) == b"PK\x03\x04":  # a zip archive, as of torch.save
             return zipfile.is_zipfile(path)
     writer = next((a for a in reversed([*attempts]) if a.started_at <= changed_at), None)
-    if writer is None or writer.ended_at is None:
-        return time.time() - changed_at >= QUIET_S
-    left = writer.ending == "advance_signal" and command.stop_signal is not None
-    quiet = writer.ended_at - changed_at >= QUIET_S
-    return True if writer.ending == "done" or left or quiet else None
+    ending, ended_at = (writer.ending, writer.ended_at) if writer is not None else (None, None)
+    left = ending == "advance_signal" and command.stop_signal is not None
+    quiet = (ended_at or time.time()) - changed_at >= QUIET_S
+    return ending == "done" or left or quiet or None
 
 
 def _step_at(run: RunDir, time_s: float) -> int | None:

@@ -433,6 +433,20 @@ def test_a_checkpoint_of_the_last_seconds_before_a_kill(
     assert (newest.step, newest.complete) == (20, complete)
 
 
+@pytest.mark.parametrize(("size", "complete"), [(9, True), (8, False)])
+def test_a_checkpoint_of_the_last_seconds_of_an_open_attempt(
+    run: RunDir, size: int, complete: bool
+) -> None:
+    now = time.time()
+    save_attempt(run, started_at=now - 99)
+    for step, num_bytes, age_s in ((10, 9, 60), (20, size, 2)):
+        path = run.path / f"step-{step}"
+        path.write_bytes(bytes(num_bytes))
+        os.utime(path, (now - age_s,) * 2)
+    checkpoints = list_trainer_checkpoints(run, saving())
+    assert [entry.complete for entry in checkpoints] == [True, complete]
+
+
 def test_a_checkpoint_at_the_end_counts_when_its_attempt_is_closed(run: RunDir) -> None:
     attempt(run)
     write(run.path / "step-5/data", 1)
