@@ -246,6 +246,11 @@ def _by_script(records: RunRecords) -> State | None:
     for path in map(run.stage_log, STAGES if submission and records.last is None else ()):
         with suppress(OSError):
             lines = read_tail(path, _TAIL_BYTES)[-_LAST_LINES:]
+            if not lines and submission and not submission.local:
+                return "interrupted", (
+                    "its job failed before the script printed a line, as where the time limit is "
+                    "not above slurm.signal_lead_s, and Slurm's signal comes at the start"
+                )
             line = next(filter(_OF_SCRIPT.match, reversed(lines)), None)
             # Not that of an earlier submission; the clocks may differ.
             if line and submission and path.stat().st_mtime > submission.submitted_at - 1.0:
@@ -270,7 +275,7 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
     state = "cancelled" if cancelled else "stopped"
     if last is not None:
         return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
-    if stopped := _by_script(records):
+    if not cancelled and (stopped := _by_script(records)):
         return stopped
     run, name = records.run, records.submission.graphs_of if records.submission else None
     compiling = run if name is None else SweepDir(run.path.parent).graph_run(name)

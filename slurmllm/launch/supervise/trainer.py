@@ -249,8 +249,8 @@ class TrainerObserver:
         if step is not None and step != self._step:
             self._step = step
             self._phases.begin("stepping", step)
-        is_late = now >= self._judged_at and not self._had_steps  # else wait: an attempt had some
-        if (self._missing and step is not None) or is_late:
+        # Where an earlier attempt had steps, they are waited for.
+        if (self._missing and step is not None) or (now >= self._judged_at and not self._had_steps):
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:
@@ -268,11 +268,11 @@ class TrainerObserver:
 
     def _newest_checkpoint(self) -> TrainerCheckpoint | None:
         newest = list_trainer_checkpoints(self._run, self._command, newest_only=True)
-        return newest[-1] if newest else None
+        return next(reversed(newest), None)
 
     def _look_at_checkpoints(self) -> None:
-        newest, before = self._newest_checkpoint(), self._newest
-        self._newest = newest
+        before = self._newest
+        self._newest = newest = self._newest_checkpoint()
         if newest is None or newest == before:
             return
         if not newest.complete:  # it grows

@@ -101,8 +101,9 @@ def _attempts(run: RunDir, closing: AttemptRecord | None) -> list[AttemptRecord]
     for attempt in run.attempts("train"):
         with suppress(StorageError):
             if (record := AttemptRecord.find(attempt.record)) is not None:
-                same = closing is not None and closing.attempt == record.attempt
-                attempts.append(closing if closing is not None and same else record)
+                if closing is not None and closing.attempt == record.attempt:
+                    record = closing
+                attempts.append(record)
     return attempts
 
 

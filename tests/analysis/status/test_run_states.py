@@ -124,6 +124,20 @@ def test_a_script_that_ended_before_its_supervisor(
     assert (found.reason == reason) is (state == "stopped")
 
 
+def test_a_script_that_a_signal_ended_at_its_start(tmp_path: Path) -> None:
+    run, slurm = make(tmp_path, job="8"), FakeSlurm()
+    run.logs.mkdir(exist_ok=True)
+    run.stage_log("train").touch()
+    job = slurm.submit("#!/bin/bash\n")
+    save_submission(run, nodes=2, train_job=job, submitted_at=time.time())
+    slurm.start(job)
+    slurm.finish(job, "FAILED")
+    found = run_state(run, slurm)
+    assert found.state == "interrupted"
+    assert "before the script printed a line" in found.reason
+    assert "slurm.signal_lead_s" in found.reason
+
+
 def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     run = make(tmp_path)
     steps(run, 0, 1, 500)
