@@ -164,15 +164,20 @@ def start_to_lose(stage: SceneBench) -> Iterator[Callable[[str], None]]:
         stage.until(lambda: set(states().values()) <= {"idle"}, "the nodes never registered")
         registered.touch()
 
+    def resumed() -> bool:
+        # What slurmctld reads again as it is reconfigured may have no drained node any more.
+        drained = [node for node, name in SlurmClient().node_states().items() if "drain" in name]
+        for node in drained:
+            subprocess.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"], check=False)
+        return not drained
+
     try:
         yield lose
     finally:
         reconfigure(stage, conf, before)
         registered.unlink(missing_ok=True)
         shutil.rmtree(saved, ignore_errors=True)
-        for node, node_state in SlurmClient().node_states().items():
-            if "drain" in node_state:
-                scontrol("update", f"NodeName={node}", "State=RESUME")
+        stage.until(resumed, "nodes are still drained")
 
 
 @scene(order=ALONE)

@@ -381,6 +381,7 @@ def test_a_reader_that_fails_is_logged_once_and_recorded(
         config=resolve("tiny_neox", "local"),
         record=SimpleNamespace(nodes=["n1"]),
         output=SimpleNamespace(take=bytes, printed=0),
+        printing=0,
         save=recorded.update,
     )
     observer = TrainerObserver(launcher, None)
