@@ -19,16 +19,16 @@ SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "start.md").write_text(start(), encoding="utf-8")
-    (FOLDER / "version.md").write_text(f"{version()}\n", encoding="utf-8")
     for name, schema in SCHEMAS.items():
         (FOLDER / f"{name}.md").write_text(f"{table(schema())}\n", encoding="utf-8")
 
 
 def start() -> str:
-    """Return README.md up to `END`, with paths as docs/index.md has them."""
+    """Return README.md up to `END`, with the version, and with paths as docs/index.md has them."""
     text, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"\n{END}\n")
     if not rest:
         raise SystemExit(f"README.md: the heading {END!r}, where docs/index.md ends, is missing")
+    text = text.replace("\n\n", f"\n\n{version()}\n\n", 1)
     return text.replace("](docs/", "](").replace('src="docs/', 'src="')
 
 
