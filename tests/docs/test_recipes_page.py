@@ -43,6 +43,7 @@ def test_the_first_page_is_the_start_of_the_readme() -> None:
     assert "build/fields/start.md" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert start.startswith("# slurmllm\n")
     assert "## Install" in start
+    assert re.search(r"^Version \d+\.\d+\.\d+; source", start, re.MULTILINE)
     targets = re.findall(r'\]\(([^)#:]+)|src="([^"]+)', start)
     assert len(targets) > 3
     assert [a or b for a, b in targets if not (ROOT / "docs" / (a or b)).is_file()] == []
