@@ -23,8 +23,9 @@ from slurmllm.core.config.yaml_source import flatten
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trn1.md"
 COMMAND = re.compile(r"^slurmllm (submit \S+ --nodes \d+ --fetch --dry-run)$", re.MULTILINE)
 ROW = re.compile(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) ?\|$")
-LIST = re.compile(r"^(?:Same in both|Only ours \(l\)): ")
+LIST = re.compile(r"^(?:Same in both|Only ours(?: \(l\))?): ")
 ITEM = re.compile(r"`(--[^`]+|[^`=]+)(?:=([^`]*))?`")  # a compiler's flag is name and value
+OWN = re.compile(ITEM.pattern + r" (\([^`]*\))(?=[,.])")  # with the reason
 NOT_OURS = "–"
 # A section that names another one has that one's rows, except those that it has itself.
 REST = re.compile(r"missing here are as for \[(\S+)\]")
@@ -61,6 +62,9 @@ def section_tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
         rows = [match.groups() for line in lines if (match := ROW.match(line))]
         assert len(rows) == sum(line.startswith("| `") for line in lines), f"{heading}: odd row"
         for line in filter(LIST.match, lines):
+            if line.startswith("Only ours: "):
+                rows += [(name, value or name, "–", why) for name, value, why in OWN.findall(line)]
+                continue
             theirs, why = ("–", "(l)") if "(l)" in line else (None, "")
             items = [(name, value or name) for name, value in ITEM.findall(line)]
             rows += [(name, value, theirs or value, why) for name, value in items]
