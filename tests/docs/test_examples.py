@@ -126,4 +126,4 @@ def test_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for line in shown:
             assert line == "…" or _shape(line) in printed, (line, done.output)
         commands += 1
-    assert commands == 6
+    assert commands == 5
