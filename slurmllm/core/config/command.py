@@ -26,11 +26,16 @@ PLACEHOLDERS = ("run", "attempt", "step", "checkpoint", "nodes", "devices")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _SPLIT = re.compile(rf"({_PLACEHOLDER.pattern.replace('(', '(?:')})")
 # Programs whose subcommand starts torchrun or accelerate
-_STARTING = {
-    *(("tune", "run"), ("fabric", "run"), ("lightning", "run"), ("llamafactory-cli", "train")),
-    *(("axolotl", "train"), ("xtuner", "train"), ("colossalai", "run"), ("swift", "sft")),
-    *(("swift", "pt"), ("swift", "rlhf")),
-}
+_STARTING = """tune run
+fabric run
+lightning run
+llamafactory-cli train
+axolotl train
+xtuner train
+colossalai run
+swift sft
+swift pt
+swift rlhf"""
 # Of a command line for bash: what it leaves as it is, or quotes, a comment, a placeholder.
 _PIECES = re.compile(
     r"\\.|(?P<quoted>\$'(?:\\.|[^'\\])*|'[^']*|\"(?:\\.|[^\"\\])*|`[^`]*)['\"`]?|(?<!\S)#[^\n]*|"
@@ -38,11 +43,11 @@ _PIECES = re.compile(
     re.DOTALL,
 )
 _FIRST_ARGUMENTS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
-_LAUNCHERS = {
-    *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "mpiexec.hydra"),
-    *("prterun", "orterun", "horovodrun", "torch.distributed.run", "torch.distributed.launch"),
-    *("accelerate.commands.launch", "deepspeed.launcher.runner", "composer.cli.launcher"),
-}
+_LAUNCHERS = """
+torchrun accelerate deepspeed composer mpirun mpiexec mpiexec.hydra prterun orterun horovodrun
+torch.distributed.run torch.distributed.launch accelerate.commands.launch deepspeed.launcher.runner
+composer.cli.launcher
+"""
 # Sections of our own trainers that a recipe with a command does not have.
 REFUSED = (
     *("model", "train", "optim", "data", "eval", "parallel"),
@@ -112,7 +117,8 @@ class CommandConfig(Section):
             return False
         program = takewhile(lambda argument: not argument.endswith((".py", ".sh")), arguments)
         names = [Path(argument).name for argument in islice(program, _FIRST_ARGUMENTS)]
-        return bool(_LAUNCHERS & {*names} or _STARTING & {*pairwise(names)})
+        pairs = {f"{first} {second}" for first, second in pairwise(names)}
+        return bool({*_LAUNCHERS.split()} & {*names} or {*_STARTING.splitlines()} & pairs)
 
     @property
     def stop_signal(self) -> signal.Signals | None:

@@ -11,30 +11,27 @@ from typing import Any
 USER_DEFAULTS = ("account", "partition", "qos", "reservation")
 Options = dict[str, str | bool]  # option → value; True for one without a value
 
-_TASKS = "slurmllm starts one task a node, which starts the workers (cluster.devices_per_node)"
-_LOGS = "the logs are files of the run's directory, which `slurmllm logs` reads"
-_EARLY = "it ends the command before a job exists"
-_RESTARTS = "slurm.restart (requeue, chain, none) and slurm.spare_nodes decide it"
-_VARIABLES = "jobs need the whole environment; --set env.NAME=VALUE sets a variable"
-_OF_SRUN = "slurmllm sets it for srun"
-# Why an option of sbatch or srun contradicts what slurmllm generates, and what does it instead.
+# Options of sbatch and srun that contradict what slurmllm generates, and what does it instead.
 _REFUSED = {
     "nodes": "--nodes of slurmllm sets the number of nodes",
-    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket"), _TASKS),
-    **dict.fromkeys(("ntasks-per-gpu", "tasks-per-node", "array", "multi-prog"), _TASKS),
-    **dict.fromkeys(("relative", "distribution", "pack", "het-group"), _TASKS),
-    **dict.fromkeys(("output", "error", "input", "open-mode", "label", "pty"), _LOGS),
-    **dict.fromkeys(("requeue", "no-requeue", "no-kill"), _RESTARTS),
-    **dict.fromkeys(("help", "usage", "version", "test-only", "parsable", "wait", "wrap"), _EARLY),
+    "ntasks ntasks-per-node ntasks-per-core ntasks-per-socket ntasks-per-gpu tasks-per-node array "
+    "multi-prog relative distribution pack het-group": "slurmllm starts one task a node, which "
+    "starts the workers (cluster.devices_per_node)",
+    "output error input open-mode label pty": "the logs are files of the run's directory, which "
+    "`slurmllm logs` reads",
+    "requeue no-requeue no-kill": "slurm.restart (requeue, chain, none) and slurm.spare_nodes "
+    "decide it",
+    "help usage version test-only parsable wait wrap": "it ends the command before a job exists",
     "job-name": "jobs are named by the run; --name sets its name",
     "signal": "slurm.signal_lead_s sets how long before the time limit the run saves",
     "time": "slurm.time (--time) and slurm.precompile_time set it",
     "exclude": "slurm.exclude (--exclude) sets it, and restarts add failed nodes to it",
     "dependency": "--dependency of `submit` and `resume` sets it for the first job",
     "kill-on-invalid-dep": "a train job ends with its precompile job",
-    **dict.fromkeys(("export", "export-file", "get-user-env"), _VARIABLES),
+    "export export-file get-user-env": "jobs need the whole environment; --set env.NAME=VALUE sets "
+    "a variable",
     "chdir": "jobs start in the run's directory",
-    **dict.fromkeys(("jobid", "overlap", "exact", "cpu-bind", "kill-on-bad-exit"), _OF_SRUN),
+    "jobid overlap exact cpu-bind kill-on-bad-exit": "slurmllm sets it for srun",
 }
 # Short and long names: sbatch(1), srun(1).
 _SHORT = dict(
@@ -50,20 +47,15 @@ _SHORT = dict(
     )
 )
 # What a recipe's file may ask for: resources, and nothing that runs a program or reads a file.
-_FROM_FILE = frozenset(
-    re.findall(
-        r"\S+",
-        """
-        account acctg-freq begin cluster-constraint comment constraint contiguous core-spec
-        cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot exclusive
-        extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
-        gres-flags hint hold licenses mail-type mem mem-bind mem-per-cpu mem-per-gpu mincpus
-        network nice nodelist overcommit oversubscribe partition power prefer priority profile
-        qos reservation segment sockets-per-node spread-job switches thread-spec threads-per-core
-        time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
-        """,
-    )
-)
+_FROM_FILE = """
+    account acctg-freq begin cluster-constraint comment constraint contiguous core-spec
+    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot exclusive
+    extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
+    gres-flags hint hold licenses mail-type mem mem-bind mem-per-cpu mem-per-gpu mincpus
+    network nice nodelist overcommit oversubscribe partition power prefer priority profile
+    qos reservation segment sockets-per-node spread-job switches thread-spec threads-per-core
+    time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
+"""
 
 
 def user_defaults() -> dict[str, str]:
@@ -74,15 +66,16 @@ def user_defaults() -> dict[str, str]:
 
 def may_be_in_file(name: str) -> bool:
     """Whether a recipe's file, which may be another user's, may set this option."""
-    return name in _FROM_FILE
+    return name in _FROM_FILE.split()
 
 
 def refuse_generated(name: str) -> None:
     """Raise ValueError if slurmllm itself sets an option; sbatch takes abbreviations too."""
-    for refused, reason in _REFUSED.items():
-        if refused.startswith(name):
-            whole = "" if name == refused else f" (short for --{refused})"
-            raise ValueError(f"--{name}{whole} is not possible: {reason}")
+    for options, reason in _REFUSED.items():
+        for refused in options.split():
+            if refused.startswith(name):
+                whole = "" if name == refused else f" (short for --{refused})"
+                raise ValueError(f"--{name}{whole} is not possible: {reason}")
 
 
 def check_options(values: Any) -> Any:

@@ -27,10 +27,10 @@ _MAX_BYTES = 12_000_000
 # Every n-th file trains the tokenizer: the vocabulary hardly differs, the time does.
 _TOKENIZER_STRIDE = 3
 # Tests, third-party packages, and what distributions remove or package separately.
-_EXCLUDED_FOLDERS = (
-    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter"),
-    *("site-packages", "dist-packages", "__pycache__", "__phello__"),
-)
+_EXCLUDED_FOLDERS = """
+test tests idlelib lib2to3 turtledemo ensurepip tkinter
+site-packages dist-packages __pycache__ __phello__
+"""
 # Written by a distribution or an administrator, not by Python.
 _EXCLUDED_FILES = ("sitecustomize.py", "usercustomize.py")
 
@@ -88,7 +88,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             # config-3.11-… holds the options that this Python was compiled with.
-            if path.name not in _EXCLUDED_FOLDERS and not path.name.startswith(("config-", ".")):
+            excluded = path.name in _EXCLUDED_FOLDERS.split()
+            if not excluded and not path.name.startswith(("config-", ".")):
                 yield from _walk(path)
         elif path.suffix == ".py" and path.name not in _EXCLUDED_FILES and path.is_file():
             yield path

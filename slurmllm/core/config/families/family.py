@@ -42,6 +42,15 @@ class ModuleMapping(NamedTuple):
     layout: Layout = "same"
 
 
+def module_table(layer: str, table: str) -> tuple[ModuleMapping, ...]:
+    """Return a mapping for each line: our module, the layout, and transformers' modules.
+
+    Those that begin with a dot are inside of `layer`.
+    """
+    rows: Any = map(str.split, table.strip().replace(" .", f" {layer}.").splitlines())
+    return tuple(ModuleMapping(ours, tuple(theirs), layout) for ours, layout, *theirs in rows)
+
+
 @dataclass(frozen=True)
 class HuggingFaceModel:
     """A family's configuration and tensors in transformers.

@@ -7,10 +7,21 @@ from slurmllm.core.config.families.family import (
     SHARED_KEYS,
     Family,
     HuggingFaceModel,
-    ModuleMapping,
+    module_table,
 )
 
-_LAYER = "transformer.h.{}."
+_MODULES = """
+    embed                     same        transformer.wte
+    positions                 same        transformer.wpe
+    layers.{}.attention_norm  same        .ln_1
+    layers.{}.attention.qkv   conv1d_qkv  .attn.c_attn
+    layers.{}.attention.out   conv1d      .attn.c_proj
+    layers.{}.mlp_norm        same        .ln_2
+    layers.{}.mlp.up          conv1d      .mlp.c_fc
+    layers.{}.mlp.down        conv1d      .mlp.c_proj
+    final_norm                same        transformer.ln_f
+    head                      same        lm_head
+"""
 
 GPT3 = Family(
     name="gpt3",
@@ -55,18 +66,7 @@ GPT3 = Family(
         },
         # The configuration class has dropouts of 0.1.
         written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        modules=(
-            ModuleMapping("embed", ("transformer.wte",)),
-            ModuleMapping("positions", ("transformer.wpe",)),
-            ModuleMapping("layers.{}.attention_norm", (f"{_LAYER}ln_1",)),
-            ModuleMapping("layers.{}.attention.qkv", (f"{_LAYER}attn.c_attn",), "conv1d_qkv"),
-            ModuleMapping("layers.{}.attention.out", (f"{_LAYER}attn.c_proj",), "conv1d"),
-            ModuleMapping("layers.{}.mlp_norm", (f"{_LAYER}ln_2",)),
-            ModuleMapping("layers.{}.mlp.up", (f"{_LAYER}mlp.c_fc",), "conv1d"),
-            ModuleMapping("layers.{}.mlp.down", (f"{_LAYER}mlp.c_proj",), "conv1d"),
-            ModuleMapping("final_norm", ("transformer.ln_f",)),
-            ModuleMapping("head", ("lm_head",)),
-        ),
+        modules=module_table("transformer.h.{}", _MODULES),
         prefix="transformer.",
         buffers=r"\.attn\.(bias|masked_bias)$",
         always_biased=("attention_bias", "mlp_bias"),

@@ -4,9 +4,19 @@
 
 from __future__ import annotations
 
-from slurmllm.core.config.families.family import LATER_KEYS, Family, HuggingFaceModel, ModuleMapping
+from slurmllm.core.config.families.family import LATER_KEYS, Family, HuggingFaceModel, module_table
 
-_LAYER = "model.layers.{}."
+_MODULES = """
+    embed                     same     model.embed_tokens
+    layers.{}.attention_norm  same     .input_layernorm
+    layers.{}.attention.qkv   qkv      .self_attn.q_proj .self_attn.k_proj .self_attn.v_proj
+    layers.{}.attention.out   same     .self_attn.o_proj
+    layers.{}.mlp_norm        same     .post_attention_layernorm
+    layers.{}.mlp.gate_up     gate_up  .mlp.gate_proj .mlp.up_proj
+    layers.{}.mlp.down        same     .mlp.down_proj
+    final_norm                same     model.norm
+    head                      same     lm_head
+"""
 
 LLAMA = Family(
     name="llama",
@@ -45,25 +55,7 @@ LLAMA = Family(
         },
         rotary_keys={"rotary_base": "rope_theta"},
         written={"attention_dropout": 0.0},
-        modules=(
-            ModuleMapping("embed", ("model.embed_tokens",)),
-            ModuleMapping("layers.{}.attention_norm", (f"{_LAYER}input_layernorm",)),
-            ModuleMapping(
-                "layers.{}.attention.qkv",
-                tuple(f"{_LAYER}self_attn.{projection}_proj" for projection in "qkv"),
-                "qkv",
-            ),
-            ModuleMapping("layers.{}.attention.out", (f"{_LAYER}self_attn.o_proj",)),
-            ModuleMapping("layers.{}.mlp_norm", (f"{_LAYER}post_attention_layernorm",)),
-            ModuleMapping(
-                "layers.{}.mlp.gate_up",
-                (f"{_LAYER}mlp.gate_proj", f"{_LAYER}mlp.up_proj"),
-                "gate_up",
-            ),
-            ModuleMapping("layers.{}.mlp.down", (f"{_LAYER}mlp.down_proj",)),
-            ModuleMapping("final_norm", ("model.norm",)),
-            ModuleMapping("head", ("lm_head",)),
-        ),
+        modules=module_table("model.layers.{}", _MODULES),
         prefix="model.",
         buffers=r"rotary_emb\.inv_freq$",
     ),

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from slurmllm.core.config.families.family import LATER_KEYS, Family, HuggingFaceModel, ModuleMapping
+from slurmllm.core.config.families.family import LATER_KEYS, Family, HuggingFaceModel, module_table
 
-_LAYER = "gpt_neox.layers.{}."
+_MODULES = """
+    embed                     same      gpt_neox.embed_in
+    layers.{}.attention_norm  same      .input_layernorm
+    layers.{}.attention.qkv   neox_qkv  .attention.query_key_value
+    layers.{}.attention.out   same      .attention.dense
+    layers.{}.mlp_norm        same      .post_attention_layernorm
+    layers.{}.mlp.up          same      .mlp.dense_h_to_4h
+    layers.{}.mlp.down        same      .mlp.dense_4h_to_h
+    final_norm                same      gpt_neox.final_layer_norm
+    head                      same      embed_out
+"""
 
 NEOX = Family(
     name="neox",
@@ -39,19 +49,7 @@ NEOX = Family(
         rotary_keys={"rotary_pct": "rotary_pct", "rotary_base": "rotary_emb_base"},
         # The configuration class has dropouts of its own.
         written={"attention_dropout": 0.0, "hidden_dropout": 0.0},
-        modules=(
-            ModuleMapping("embed", ("gpt_neox.embed_in",)),
-            ModuleMapping("layers.{}.attention_norm", (f"{_LAYER}input_layernorm",)),
-            ModuleMapping(
-                "layers.{}.attention.qkv", (f"{_LAYER}attention.query_key_value",), "neox_qkv"
-            ),
-            ModuleMapping("layers.{}.attention.out", (f"{_LAYER}attention.dense",)),
-            ModuleMapping("layers.{}.mlp_norm", (f"{_LAYER}post_attention_layernorm",)),
-            ModuleMapping("layers.{}.mlp.up", (f"{_LAYER}mlp.dense_h_to_4h",)),
-            ModuleMapping("layers.{}.mlp.down", (f"{_LAYER}mlp.dense_4h_to_h",)),
-            ModuleMapping("final_norm", ("gpt_neox.final_layer_norm",)),
-            ModuleMapping("head", ("embed_out",)),
-        ),
+        modules=module_table("gpt_neox.layers.{}", _MODULES),
         prefix="gpt_neox.",
         renamed=((r"^lm_head\.", "embed_out."),),
         buffers=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$|rotary_emb\.inv_freq$",

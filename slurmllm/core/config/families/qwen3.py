@@ -8,7 +8,6 @@ from slurmllm.core.config.families.family import Family, ModuleMapping
 from slurmllm.core.config.families.llama import LLAMA
 
 _THEIRS = LLAMA.hugging_face
-_ATTENTION = "model.layers.{}.self_attn."
 
 QWEN3 = Family(
     name="qwen3",
@@ -33,8 +32,8 @@ QWEN3 = Family(
         fixed={"use_sliding_window": False},
         modules=(
             *_THEIRS.modules,
-            ModuleMapping("layers.{}.attention.q_norm", (f"{_ATTENTION}q_norm",)),
-            ModuleMapping("layers.{}.attention.k_norm", (f"{_ATTENTION}k_norm",)),
+            ModuleMapping("layers.{}.attention.q_norm", ("model.layers.{}.self_attn.q_norm",)),
+            ModuleMapping("layers.{}.attention.k_norm", ("model.layers.{}.self_attn.k_norm",)),
         ),
     ),
 )
