@@ -80,7 +80,8 @@ def setup_logging(rank: int | None = None) -> None:
     handler = _StderrHandler()
     handler.setFormatter(_Formatter(node or socket.gethostname(), rank))
     root.addHandler(handler)
-    level, logger = os.environ.get(LEVEL) or "info", logging.getLogger("slurmllm")
+    level = os.environ.get(LEVEL) or "info"
+    logger = logging.getLogger("slurmllm")
     logger.setLevel(LEVELS.get(level.lower(), logging.INFO))
     if level.lower() not in LEVELS:
         levels = ", ".join(LEVELS)

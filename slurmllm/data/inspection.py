@@ -136,12 +136,15 @@ def inspect_corpus(
         sizes[begin:end] = [source.document_size(document) for document in documents]
         max_pieces = None if whole else _SAMPLED_PIECES
         tokens[begin:end], num_trained, num_answers = _count_tokens(source, documents, max_pieces)
-        trained, answers = trained + num_trained, answers + num_answers
+        trained += num_trained
+        answers += num_answers
         seen += int(sizes[begin:end].sum())
         on_progress(seen)
-    total, error = int(tokens.sum()), 0
+    total = int(tokens.sum())
+    error = 0
     if not whole:
-        drawn, ratio = len(sizes), tokens.sum() / max(int(sizes.sum()), 1)
+        drawn = len(sizes)
+        ratio = tokens.sum() / max(int(sizes.sum()), 1)
         residuals = tokens - ratio * sizes
         # The last factor corrects for sampling without replacement.
         variance = float((residuals**2).sum()) / (drawn - 1) / drawn * (1 - drawn / count)
@@ -221,7 +224,8 @@ def _count_tokens(
     trained = (pieces_read.marks & UNTRAINED) == 0
     begins = (pieces_read.marks & BEGINS) > 0
     answers = trained & (begins | ~np.concatenate([[False], trained[:-1]]))
-    lengths, begin = [], 0
+    lengths = []
+    begin = 0
     for read, pieces in spans:
         lengths.append(round(int(counts[begin : begin + read].sum()) * pieces / read))
         begin += read
@@ -310,10 +314,13 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
                 _read_first_documents(source)
         except SlurmllmError as error:
             raise type(error)(f"{setting}: {error}") from error
-        held_out, remedy = "", "name a longer corpus"
+        held_out = ""
+        remedy = "name a longer corpus"
         if name == HELD_OUT:
-            held_out, remedy = " on the held-out side", "raise data.validation"
-        split, needed = Split(spec.split, spec.validation), spec.seq_len + 1
+            held_out = " on the held-out side"
+            remedy = "raise data.validation"
+        split = Split(spec.split, spec.validation)
+        needed = spec.seq_len + 1
         for source in sources:
             tokens = _count_enough_tokens(source, split, needed)
             if tokens is not None and tokens < needed:
@@ -335,7 +342,8 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
 def _count_trained_documents(source: Source, training: StreamSpec) -> int:
     """Return how many of the first documents of a corpus are in the begin of the training text."""
     documents = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
-    split, trained = Split("train", training.validation), np.zeros(len(documents), dtype=bool)
+    split = Split("train", training.validation)
+    trained = np.zeros(len(documents), dtype=bool)
     for corpus in open_all(training)[0]:
         share = min(1.0, _COMPARED_SIZE / max(corpus.total_size, 1))
         hashes = corpus.document_hashes(np.arange(math.ceil(len(corpus) * share)))

@@ -55,7 +55,8 @@ class Permutation:
         return permuted.astype(np.int64)
 
     def _feistel(self, index: _Bits) -> _Bits:
-        high, low = index >> self._low_bits, index & self._low_mask
+        high = index >> self._low_bits
+        low = index & self._low_mask
         keys = iter(self._keys)
         for key in keys:
             # The halves may differ in width, so they are updated alternately, not swapped.
@@ -138,14 +139,20 @@ class Blend:
 
     def _select(self) -> int:
         # Tijdeman's formulas with both sides multiplied by (2n - 2) · total: exact in integers.
-        total, draw, parts = self._total, sum(self.counts) + 1, 2 * len(self.counts) - 2
-        chosen, chosen_slack, chosen_share = -1, 0, 1
+        total = self._total
+        draw = sum(self.counts) + 1
+        parts = 2 * len(self.counts) - 2
+        chosen = -1
+        chosen_slack = 0
+        chosen_share = 1
         for corpus, (share, count) in enumerate(zip(self._shares, self.counts, strict=True)):
             deficit = parts * (share * draw - total * count)
             if deficit < total:
                 continue  # not due
             slack = total * (parts - 1) - deficit  # slack / share ~ draws until the deadline
             if chosen < 0 or slack * chosen_share < chosen_slack * share:
-                chosen, chosen_slack, chosen_share = corpus, slack, share
+                chosen = corpus
+                chosen_slack = slack
+                chosen_share = share
         self.counts[chosen] += 1
         return chosen

@@ -79,7 +79,8 @@ class WorkerProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         assert self._process.stdin is not None
         assert isinstance(self._process.stdout, BufferedReader)
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
         self.pid = self._process.pid
         # Kills the worker when this object is deleted or the interpreter exits.
         self._finalizer = weakref.finalize(self, _end_child, self._process, os.getpid())

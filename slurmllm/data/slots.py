@@ -46,7 +46,8 @@ def document_pieces(
         number += ahead
         if split.validation:
             mask = split.document_mask(source.document_hashes(documents))
-            numbers, documents = numbers[mask], documents[mask]
+            numbers = numbers[mask]
+            documents = documents[mask]
         if not len(documents):
             searched += ahead
             # A slot may be unlucky for long. Once, after as many documents as the corpus has,
@@ -123,8 +124,10 @@ class SlotStream:
         piece = int(np.searchsorted(self._ends, end - 1, side="right"))
         begin = int(self._ends[piece - 1]) if piece else 0
         self._head = end - 1 - begin
-        self._tokens, self._marks = self._tokens[begin:], self._marks[begin:]
-        self._ends, self._buffered = self._ends[piece:] - begin, self._buffered[piece:]
+        self._tokens = self._tokens[begin:]
+        self._marks = self._marks[begin:]
+        self._ends = self._ends[piece:] - begin
+        self._buffered = self._buffered[piece:]
         self.position = (*self._buffered[0], self._head)
 
 
@@ -193,7 +196,8 @@ class SlotGroup:
 
         One request per slot and document would cost a call of the tokenizer each.
         """
-        source, read = self._sources[corpus], self._read[corpus]
+        source = self._sources[corpus]
+        read = self._read[corpus]
         while short := [stream for stream in streams if stream.missing(self._width)]:
             rate = read[1] / max(read)  # pieces per token, 1 at most
             requests = []
@@ -224,4 +228,5 @@ class SlotGroup:
                 ends = pieces.ends[first : first + len(batch)]
                 end = int(ends[-1])
                 stream.append(pieces.tokens[begin:end], pieces.marks[begin:end], ends - begin)
-                first, begin = first + len(batch), end
+                first += len(batch)
+                begin = end

@@ -173,7 +173,8 @@ class PackedStream:
         A DataError if the state is of other data, or lacks slots of this rank.
         """
         check_same_stream(self._identity, merged)
-        slots, first = self._slots, merged["first_slot"]
+        slots = self._slots
+        first = merged["first_slot"]
         held = range(first, first + len(merged["slots"]))
         if slots.start not in held or slots[-1] not in held:
             raise DataError(
@@ -205,13 +206,15 @@ class PackedStream:
         self._begin()
         batches = [reader.next_batch() for reader in self._readers]
         positions, counts, tokens, marks = zip(*batches, strict=True)
-        self._positions, self._counts = np.concatenate(positions), counts[0].tolist()
+        self._positions = np.concatenate(positions)
+        self._counts = counts[0].tolist()
         return np.concatenate(tokens), np.concatenate(marks)
 
     def _begin(self) -> None:
         if self._readers:
             return
-        positions, first = self._positions.tolist(), self._slots.start
+        positions = self._positions.tolist()
+        first = self._slots.start
         for worker in self._workers:
             rows = slice(worker.slots.start - first, worker.slots.stop - first)
             worker.begin(positions[rows], self._counts)
@@ -221,7 +224,9 @@ class PackedStream:
 
     def _start_workers(self) -> list[WorkerProcess]:
         # Consecutive slots each, whose numbers differ by one at most.
-        first, rows, workers = self._slots.start, len(self._slots), self._num_workers
+        first = self._slots.start
+        rows = len(self._slots)
+        workers = self._num_workers
         bounds = [first + rows * index // max(workers, 1) for index in range(workers + 1)]
         pairs = itertools.pairwise(bounds)
         return [WorkerProcess(self._spec, range(begin, end)) for begin, end in pairs]

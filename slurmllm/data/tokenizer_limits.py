@@ -66,7 +66,9 @@ def _expansion(step: Any) -> float:
     if not isinstance(step, dict):
         return 1.0
     # By their fields: older files do not name the kind of a step.
-    factor, content, pattern = 1.0, step.get("content"), step.get("pattern")
+    factor = 1.0
+    content = step.get("content")
+    pattern = step.get("pattern")
     if isinstance(content, str) and pattern is not None:
         fixed = pattern.get("String") if isinstance(pattern, dict) else None
         # An expression may match between all characters.

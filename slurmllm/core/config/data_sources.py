@@ -229,7 +229,8 @@ def corpus_epochs(data: DataConfig, tokens: int) -> float | None:
 
 def epochs_text(data: DataConfig, tokens: int) -> str | None:
     """Return the sentence of `corpus_epochs`."""
-    size, epochs = _published_size(data.sources), corpus_epochs(data, tokens)
+    size = _published_size(data.sources)
+    epochs = corpus_epochs(data, tokens)
     if size is None or epochs is None:
         return None
     return f"{format_count(tokens)} tokens are about {format_count(epochs)} epochs of {size[0]}"

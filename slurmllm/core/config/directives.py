@@ -105,13 +105,16 @@ def parse_options(arguments: Sequence[str]) -> Options:
     waiting = ""  # for its value
     for argument in arguments:
         if match := re.fullmatch(r"--([a-z][a-z-]+)(?:=(.*))?", argument, re.DOTALL):
-            name, value = match[1], match[2]
+            name = match[1]
+            value = match[2]
         elif match := re.fullmatch(r"-([A-Za-z])=?(.*)", argument, re.DOTALL):
             if match[1] not in _SHORT:
                 raise ValueError(f"-{match[1]}: no option of sbatch; write its long form")
-            name, value = _SHORT[match[1]], match[2] or None
+            name = _SHORT[match[1]]
+            value = match[2] or None
         elif waiting:
-            options[waiting], waiting = argument, ""
+            options[waiting] = argument
+            waiting = ""
             continue
         else:
             raise ValueError(

@@ -108,7 +108,8 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
             if fault["type"] == "missing":
                 problem = " ".join([*inner, "is missing"])
             faults.append(f"{key}: {problem}")
-    bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
+    bos = values.get("bos_token_id")
+    eos = values.get("eos_token_id")
     for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
         tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
         # type() and not isinstance(): True is an int.
@@ -122,7 +123,8 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
 
 def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:
     """Return the family that architectures and model_type agree on."""
-    model_type, architectures = values.get("model_type"), values.get("architectures") or []
+    model_type = values.get("model_type")
+    architectures = values.get("architectures") or []
     families = FAMILIES.values()
     classes = ", ".join(family.hugging_face.causal for family in families)
     if not isinstance(architectures, list) or not (architectures or model_type):
@@ -160,7 +162,8 @@ def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) 
     if activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         faults.append(f"{keys['activation'][0]}: {activation!r} is not known; known are {known}")
-    hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+    hidden = fields.get("hidden_size")
+    heads = fields.get("num_heads")
     if fields.get("ffn_hidden_size", ...) is None and isinstance(hidden, int):  # GPT-2's n_inner
         fields["ffn_hidden_size"] = 4 * hidden
     # Files of families without the key may have it too.

@@ -209,7 +209,8 @@ def read_summary(path: Path) -> ConfigSummary:
         # `origin` comes last, is the longer half of the file, and is not needed here.
         tree = parse_yaml(read_limited(path, LARGEST_YAML).partition(b"\norigin:")[0].decode())
         price = tree["cluster"].get("price")
-        name, steps = tree["name"], tree["train"]["steps"]
+        name = tree["name"]
+        steps = tree["train"]["steps"]
         usd = None if price is None else float(price["on_demand"])
         valid = type(name) is str and type(steps) is int and 0 < steps < 2**53
         if valid and (usd is None or 0 < usd < math.inf):

@@ -167,7 +167,8 @@ def _base(tree: Tree, path: Path, folder: Path, kind: str) -> Path | None:
     if "extends" not in tree:
         return None
     node = tree.pop("extends")
-    name, origin = plain(node), node.source if isinstance(node, Value) else path.name
+    name = plain(node)
+    origin = node.source if isinstance(node, Value) else path.name
     if not isinstance(name, str) or not name:
         raise ConfigError(
             f"extends ({origin}): {name!r}: must be a {kind.split()[-1]}'s name, such as "
@@ -183,13 +184,15 @@ def _base(tree: Tree, path: Path, folder: Path, kind: str) -> Path | None:
 
 def extended(base: Tree, changes: Tree) -> Tree:
     """Return a base profile with the values of one that extends it in place of its own."""
-    hardware, before = changes.get("hardware", {}), base.get("hardware")
+    hardware = changes.get("hardware", {})
+    before = base.get("hardware")
     other_nodes = any(
         key in changes and value_at(changes, key) != value_at(base, key) for key in _NODES
     )
     changed: list[str] = []
     if is_section(hardware) and is_section(before) and (plain(hardware) or other_nodes):
-        figures, hardware = as_section(before), as_section(hardware)
+        figures = as_section(before)
+        hardware = as_section(hardware)
         changed = [name for name in hardware if name in _MAKERS]
         reached = [share for name in changed for share in _REACHED.get(name, ())]
         if other_nodes:  # a node's links are those of as many devices

@@ -48,7 +48,8 @@ def read_recipe(path: Path, shipped: Path) -> Tree:
 def _read_sections(file: Path, tree: Tree) -> set[str]:
     """Replace `parallel: auto` and `model: FILE` by their sections; returns these."""
     replaced: set[str] = set()
-    parallel, model = tree.get("parallel"), tree.get("model")
+    parallel = tree.get("parallel")
+    model = tree.get("model")
     if isinstance(parallel, Value) and parallel.value == "auto":
         tree["parallel"] = make_node(AUTO, parallel.source)
         replaced.add("parallel")
@@ -72,7 +73,8 @@ def apply_layouts(tree: Tree, cluster: Tree) -> None:
     layouts = tree.get("layouts")
     if not is_section(layouts):
         return
-    name, device = str(value_at(cluster, "name")), str(value_at(cluster, "device"))
+    name = str(value_at(cluster, "name"))
+    device = str(value_at(cluster, "device"))
     if not value_at(tree, "parallel.auto"):
         for hardware in (name, device):
             for path in _SETTINGS:
@@ -86,9 +88,11 @@ def apply_layouts(tree: Tree, cluster: Tree) -> None:
 
 def _move(path: str, layout: Any, hardware: str, tree: Tree) -> None:
     section, _, name = path.rpartition(".")
-    source, target = as_section(layout), tree
+    source = as_section(layout)
+    target = tree
     if section:
-        source, target = as_section(source.get(section)), tree.setdefault(section, {})
+        source = as_section(source.get(section))
+        target = tree.setdefault(section, {})
     if name not in source or not isinstance(target, dict):
         return
     node = source.pop(name)

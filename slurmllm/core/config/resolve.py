@@ -162,7 +162,8 @@ class RunConfig:
         """
         if not self.recipe.worker.has_model:
             return []
-        auto, micro_batch = self.recipe.parallel.auto, self.recipe.train.micro_batch
+        auto = self.recipe.parallel.auto
+        micro_batch = self.recipe.train.micro_batch
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         paths: tuple[str, ...] = ()
         if auto:
@@ -284,7 +285,8 @@ def change(
         ConfigError: with all faults.
     """
     values = config.values()
-    values["env"], values["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
+    values["env"] = dict(config.recipe.env)
+    values["cluster"]["env"] = dict(config.cluster.env)
     tree = make_tree(values, config.origins)
     if cluster is not None:
         path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
@@ -313,7 +315,8 @@ def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
         section, _, name = dotted.strip().rpartition(".")
         if not equals and name and section in ("env", "cluster.env"):
             # The value is this process's own: every user could read it on the command line.
-            equals, literal = "=", os.environ.get(name, "")
+            equals = "="
+            literal = os.environ.get(name, "")
             if not literal:
                 faults.append(f"--set {item}: {name} is not set here; `export {name}=…` first")
                 continue
@@ -376,7 +379,9 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
         raise ConfigError(
             f"{option} and --set train.steps exclude each other; leave out train.steps"
         )
-    steps, recipe, optim = steps or SMOKE_STEPS, config.recipe, config.recipe.optim
+    steps = steps or SMOKE_STEPS
+    recipe = config.recipe
+    optim = config.recipe.optim
 
     def scaled(step: int, minimum: int = 1) -> int:
         return max(minimum, round(step * steps / recipe.train.steps))

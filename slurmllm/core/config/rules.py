@@ -284,7 +284,8 @@ def one_warmup(warmup: int, ratio: float | None) -> str | None:
 def warmup_before_decay_ends(
     warmup: int, ratio: float | None, decay_steps: int | None, steps: int
 ) -> str | None:
-    end, warmup = decay_steps or steps, num_warmup_steps(warmup, ratio, steps)
+    end = decay_steps or steps
+    warmup = num_warmup_steps(warmup, ratio, steps)
     if warmup < end:
         return None
     rule = f"not less than {end}, the step at which the schedule ends; choose less than"
@@ -368,7 +369,8 @@ def minutes_of(time: str) -> float:
     elif len(parts) == 3:
         hours, minutes, seconds = parts
     else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+        hours = 0
+        minutes, seconds = [*parts, 0][:2]
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 

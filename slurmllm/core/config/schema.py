@@ -179,7 +179,8 @@ def write_recipe(path: Path, base: str, *, force: bool = False) -> RunConfig:
 
 def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
     """Return the text of the file `path`, which extends the recipe of `config`."""
-    docs, values = field_docstrings(), flatten(config.values())
+    docs = field_docstrings()
+    values = flatten(config.values())
     lines = [
         f"# What is not set here is as in {extended}. `#field: value` is an example: remove its #.",
         f"# All values: slurmllm recipes {path.name} --explain",

@@ -51,7 +51,8 @@ def validate(
     Raises:
         ConfigError: with `faults` and all faults of the tree.
     """
-    faults, origins = list(faults), dict(origins)
+    faults = list(faults)
+    origins = dict(origins)
     recipe_tree = {name: value for name, value in tree.items() if name != "cluster"}
     _open_auto_settings(recipe_tree, origins)
     model = recipe_tree.get("model")

@@ -128,7 +128,8 @@ def read_yaml(
 
 def _without_text(error: yaml.YAMLError) -> str:
     """Return the problem and its place, without the text, which may be of another user's run."""
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    mark = getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return str(error)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
@@ -147,7 +148,8 @@ def parse_yaml(
         YAMLError: it is no YAML, or a few lines of it stand for too much.
         RecursionError: it is nested too deeply.
     """
-    lines, faults = {} if lines is None else lines, [] if faults is None else faults
+    lines = {} if lines is None else lines
+    faults = [] if faults is None else faults
     brackets = content.count("[") + content.count("{")
     is_deep = brackets > _MAX_BRACKETS or _DEEP.search(content)
     loader = _Loader if is_deep else _FastLoader

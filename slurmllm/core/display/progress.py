@@ -93,7 +93,9 @@ class _Lines:
     def __call__(self, title: str, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
         if title != self._title:
-            self._title, self._begun, self._first = title, now, done_bytes
+            self._title = title
+            self._begun = now
+            self._first = done_bytes
             self._shown = max(self._shown, now)
         if now - self._shown < _QUIET_S:
             return

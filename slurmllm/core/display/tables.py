@@ -88,7 +88,8 @@ def fitted(
     narrowest = [
         min(size, column.room or size) for size, column in zip(widest, columns, strict=True)
     ]
-    visible, left_out = list(range(len(columns))), list[str]()
+    visible = list(range(len(columns)))
+    left_out = list[str]()
     for index in sorted(visible, key=lambda index: -columns[index].drop):
         needed = sum(narrowest[index] + _GAP for index in visible) - _GAP
         if needed > room and columns[index].drop:

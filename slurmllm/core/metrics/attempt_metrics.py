@@ -148,7 +148,8 @@ def _row_block(rows: list[tuple[int, int, dict[str, float]]]) -> list[RowBlock]:
     if not rows:
         return []
     steps, attempts, by_row = zip(*rows, strict=True)
-    columns, absent = {}, {}
+    columns = {}
+    absent = {}
     for name in COLUMNS:
         missing = np.array([name not in values for values in by_row])
         if not missing.all():
@@ -207,7 +208,8 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     kind = np.int64 if pa.types.is_integer(column.type) else np.float64
     chunks = []
     for chunk in column.chunks:
-        begin, count = chunk.offset, len(chunk)
+        begin = chunk.offset
+        count = len(chunk)
         present, values = chunk.buffers()
         numbers = np.frombuffer(values, kind, count, begin * np.dtype(kind).itemsize)
         if chunk.null_count and kind is np.float64:

@@ -71,7 +71,8 @@ class DamageWarning(str):
 
     def __new__(cls, message: str, lines: Sequence[int] = (), column: str = "") -> DamageWarning:
         warning = super().__new__(cls, message)
-        warning.lines, warning.column = lines, column
+        warning.lines = lines
+        warning.column = column
         return warning
 
     @property

@@ -98,12 +98,12 @@ class EventReader(LogReader):
 
         super().__init__()
         self.starts: list[int] = []  # indices of the events with which a process began to write
-        self._parse, self._decode_error, self._checksum = (
-            Event.FromString,
-            DecodeError,
-            masked_crc32c,
-        )
-        self._steps, self._times = array("q"), array("d")  # [events]
+        self._parse = Event.FromString
+        self._decode_error = DecodeError
+        self._checksum = masked_crc32c
+        # [events]
+        self._steps = array("q")
+        self._times = array("d")
         self._checksums: dict[int, int] = {}  # length → its checksum: few lengths occur
         self.begin_file(path)
 
@@ -111,7 +111,9 @@ class EventReader(LogReader):
         """Read another file, whose values win over those of the files before."""
         self._path = path
         self.starts.append(len(self._steps))
-        self._rest, self._offset = b"", 0  # bytes not read yet, and where in the file they begin
+        # bytes not read yet, and where in the file they begin
+        self._rest = b""
+        self._offset = 0
         self._skip = 0  # bytes of a record that is too large for scalars
         self._malformed = 0
         self._is_damaged = False
@@ -128,7 +130,9 @@ class EventReader(LogReader):
 
     def _records(self) -> Iterator[bytes]:
         """Yield the serialized events that are complete, without those too large for scalars."""
-        content, begin, end = self._rest, 0, len(self._rest)
+        content = self._rest
+        begin = 0
+        end = len(self._rest)
         while begin + _FRAME_BYTES <= end:
             size, checksum = _HEADER.unpack_from(content, begin)
             if self._checksums.get(size) != checksum:
@@ -183,11 +187,13 @@ class EventReader(LogReader):
     def take(self) -> list[Numbers]:
         self.rows.set_column("step", self._steps)
         self.rows.set_column("time", self._times)
-        self._steps, self._times = array("q"), array("d")
+        self._steps = array("q")
+        self._times = array("d")
         return self.rows.take()
 
     def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
-        steps, times = np.array(self._steps, dtype=np.int64), np.array(self._times)
+        steps = np.array(self._steps, dtype=np.int64)
+        times = np.array(self._times)
         series = _steps_from_tag(self.rows.series(steps, times), tags.get("step"), path)
         if not series:
             raise RunError(

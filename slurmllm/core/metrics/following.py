@@ -34,7 +34,8 @@ from slurmllm.core.metrics.text_logs import TextReader
 _POLL_S = 1.0
 _PAUSE_S = 2.0  # without output, after which a row of several lines counts as complete
 # What can only be read as a whole: the time between two readings, and their share of it.
-_REREAD_S, _REREAD_SHARE = 10.0, 0.05
+_REREAD_S = 10.0
+_REREAD_SHARE = 0.05
 _SHOWN = 5  # names of files in a message
 _MAX_WAITING = 10_000  # rows before the first with a loss
 
@@ -69,7 +70,8 @@ class FollowedPath:
     """A file, or a folder of event files, which may not exist yet."""
 
     def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
-        self._path, self._tags = path, tags
+        self._path = path
+        self._tags = tags
         self._files: dict[Path, LogFile] = {}  # the newest last
         self._next = 0.0
         with suppress(OSError, RunError):
@@ -82,7 +84,8 @@ class FollowedPath:
 
     def read(self, last: bool = False) -> list[Numbers]:
         """Return the new rows; raise OSError or RunError if they cannot be read now."""
-        begin, path = time.monotonic(), newest(self._path)
+        begin = time.monotonic()
+        path = newest(self._path)
         if path is None or (begin < self._next and not last):
             return []
         rows: list[Numbers] = []
@@ -147,9 +150,13 @@ class MetricNames:
     def __init__(self, tags: Mapping[str, str], source: Path, devices: int) -> None:
         self.problem = ""
         self.format: LogFormat | None = None
-        self._tags, self._source, self._devices = tags, source, devices
+        self._tags = tags
+        self._source = source
+        self._devices = devices
         self._counts: Counter[str] = Counter()
-        self._total, self._chosen_at, self._names = 0, 0, 0
+        self._total = 0
+        self._chosen_at = 0
+        self._names = 0
         self._choice: TagChoice | None = None
         self._step = ""
         self._waiting: list[Numbers] = []  # rows from before a loss was there
@@ -166,7 +173,8 @@ class MetricNames:
         if self._choice is None:
             self._waiting = (self._waiting + rows)[-_MAX_WAITING:]
             return
-        rows, self._waiting = self._waiting + rows, []
+        rows = self._waiting + rows
+        self._waiting = []
         first = self.format.steps_from if self.format and self.format.counts == "steps" else 1
         for row in rows:
             step = row.get(self._step, -1.0)
@@ -186,7 +194,8 @@ class MetricNames:
             yield int(step) + (first == 0), metrics
 
     def _choose(self, log_format: LogFormat | None) -> None:
-        self._chosen_at, self._names = self._total, len(self._counts)
+        self._chosen_at = self._total
+        self._names = len(self._counts)
         candidates = step_keys(self._counts, self._tags)
         top = max((self._counts[key] for key in candidates), default=0)
         steps = [key for key in candidates if 2 * self._counts[key] >= top]
@@ -199,4 +208,6 @@ class MetricNames:
         except RunError as error:
             self.problem = str(error) if self._total else ""
             return
-        self._step, self.problem, self.format = steps[0], "", self._choice.format
+        self._step = steps[0]
+        self.problem = ""
+        self.format = self._choice.format

@@ -91,7 +91,8 @@ def _choose_tags(log: Log, tags: Mapping[str, str]) -> TagChoice:
 
 def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
     for metric, rivals in choice.rivals.items():
-        used, differing = log.series[choice.tags[metric]], []
+        used = log.series[choice.tags[metric]]
+        differing = []
         for tag in rivals:
             other = log.series[tag]
             _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
@@ -151,14 +152,18 @@ def _merge_tags(
     all metrics are bit-identical, and their largest relative difference.
     """
     used: dict[str, tuple[Ints, Ints, Floats]] = {}
-    rows, identical, largest = 0, True, 0.0
+    rows = 0
+    identical = True
+    largest = 0.0
     for metric, series in chosen.items():
         attempts: Ints = np.searchsorted(starts, series.order, side="right")
         latest, replaced, replacements = select_latest(series.steps, attempts)
         recomputed = attempts[replaced] < attempts[replacements]
-        replaced, replacements = replaced[recomputed], replacements[recomputed]
+        replaced = replaced[recomputed]
+        replacements = replacements[recomputed]
         same, difference = compare_overlap({metric: series.values}, replaced, replacements)
-        identical, largest = identical and same, max(largest, difference)
+        identical = identical and same
+        largest = max(largest, difference)
         rows = len(replaced) if metric == "loss" else rows
         # A later attempt may log different steps: all rows of earlier attempts in the range that it
         # covers are superseded.
@@ -212,7 +217,8 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         if resume is None:
             return log
         resumes.append(resume)
-        begin, offset = start, resume.offset
+        begin = start
+        offset = resume.offset
     if not resumes:
         return log
     orders: Ints = np.array([resume.order for resume in resumes])
@@ -223,7 +229,8 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         return replace(series, steps=series.steps + offset)
 
     log = replace(log, series={tag: moved(s) for tag, s in log.series.items()})
-    first, location = resumes[0], log.location(resumes[0].order)
+    first = resumes[0]
+    location = log.location(resumes[0].order)
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
     message = (
         f"the steps begin again at {loss.steps[starts[0]]} ({location}{more}), and "
@@ -238,7 +245,8 @@ def _find_resume(
     log: Log, metrics: Mapping[str, str], loss: TagSeries, begin: int, start: int, offset: int
 ) -> _Resume | None:
     """Return the resume before row `start` of the loss, in a part that began at row `begin`."""
-    before, after = slice(begin, start), slice(start, len(loss.steps))
+    before = slice(begin, start)
+    after = slice(start, len(loss.steps))
     _, at_a, at_b = np.intersect1d(loss.steps[before], loss.steps[after], return_indices=True)
     if bit_identical(loss.values[before][at_a], loss.values[after][at_b]).all():
         return None  # started again
@@ -253,7 +261,8 @@ def _find_resume(
             or not (counter.order < order).sum() > 1 <= (counter.order >= order).sum()
         ):
             continue
-        steps, values = counter.steps, counter.values
+        steps = counter.steps
+        values = counter.values
         row = int(np.argmax(counter.order >= order))
         first = int(np.argmax(counter.order >= loss.order[begin]))
         if values[row] > values[first] < values[row - 1] and steps[row - 1] > steps[first]:
@@ -264,7 +273,8 @@ def _find_resume(
                 return _Resume(order, offset + count, metrics[metric], True)
     for tag in find_tags(log.series, ["epoch"])[:1]:
         epochs = log.series[tag]
-        earlier, later = (epochs.values[epochs.order < order], epochs.values[epochs.order >= order])
+        earlier = epochs.values[epochs.order < order]
+        later = epochs.values[epochs.order >= order]
         if earlier.size and later.size and earlier[0] < later[0] >= earlier[-1]:
             return _Resume(order, next_step, tag, False)
     # Whether the loss is, after a resume, near its last values and not its first ones

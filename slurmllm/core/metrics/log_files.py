@@ -55,7 +55,8 @@ class LogFile:
     """A log that grows, or is written again from its beginning."""
 
     def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
-        self._path, self._tags = path, tags
+        self._path = path
+        self._tags = tags
         self.reader = make_reader(path, tags)
         self._state = (0, 0, 0)  # inode, size and time of change, as last read
         self._offset = 0
@@ -75,20 +76,25 @@ class LogFile:
         if not is_same_file or state[1] < self._offset or head != self._head:
             if is_same_file and self._head:  # Lightning's CSVLogger writes all with a new column
                 repeated = self._count
-            self.reader, self._offset, self._count = make_reader(self._path, self._tags), 0, 0
+            self.reader = make_reader(self._path, self._tags)
+            self._offset = 0
+            self._count = 0
         elif self.reader.is_document:
-            self.reader, self._offset = make_reader(self._path, self._tags), 0
+            self.reader = make_reader(self._path, self._tags)
+            self._offset = 0
         with open_log(self._path, []) as stream:
             self._offset = feed(self.reader, stream, self._offset)
         if last or self.reader.is_document or state == self._state:
             self.reader.flush(last or self.reader.is_document)  # or nothing new for a while
-        self._state, self._head = state, head
+        self._state = state
+        self._head = head
         rows = self.reader.take()
         self._count += len(rows)
         if not self.reader.is_document:
             return rows[repeated:]
         # A resume may have cut what a document held, and its files count anew.
-        before, self._rows = self._rows, rows
+        before = self._rows
+        self._rows = rows
         pairs = enumerate(zip(before, rows, strict=False))
         return rows[next((n for n, (old, new) in pairs if old != new), len(before)) :]
 
@@ -111,7 +117,8 @@ def feed(reader: LogReader, stream: BinaryIO, offset: int = 0) -> int:
 
 def read_file(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log:
     """Read a file to its end; raise RunError without rows or steps, OSError if it is unreadable."""
-    reader, warnings = make_reader(path, tags, pattern), list[str]()
+    reader = make_reader(path, tags, pattern)
+    warnings = list[str]()
     with open_log(path, warnings) as stream:
         feed(reader, stream)
     reader.flush(last=True)
@@ -120,7 +127,8 @@ def read_file(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
 
 def read_events(source: Path, tags: Mapping[str, str]) -> Log:
     """Read an event file, or the files of a training: those of a folder, or of one below it."""
-    files, warnings = training_files(source), list[str]()
+    files = training_files(source)
+    warnings = list[str]()
     reader = EventReader(files[0])
     for path in files:
         if path != files[0]:
@@ -144,7 +152,8 @@ def split_log_files(folder: Path) -> list[Path]:
 
 def read_split_log(folder: Path, tags: Mapping[str, str]) -> Log:
     """Read a folder of such files as one log."""
-    rows, warnings = RowCollector(), list[str]()
+    rows = RowCollector()
+    warnings = list[str]()
     series = {}
     for path in split_log_files(folder):
         if step := _STEP_JSON.fullmatch(path.name):

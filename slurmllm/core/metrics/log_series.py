@@ -213,14 +213,16 @@ class RowCollector:
         counts = {key: len(self._columns[key][0]) for key in candidates}
         step_key = next(key for key in candidates if 2 * counts[key] >= max(counts.values()))
         numbers, values = self._columns[step_key]
-        rows, steps = np.frombuffer(numbers, dtype=np.int64), np.frombuffer(values)
+        rows = np.frombuffer(numbers, dtype=np.int64)
+        steps = np.frombuffer(values)
         with np.errstate(invalid="ignore"):
             # Beyond 2**53 a float64 cannot represent every integer.
             valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
         fractional = np.flatnonzero(np.isfinite(steps) & (steps != np.floor(steps)))
         # A few may be damage; the whole ones among many would be another curve.
         if fractional.size > _FRACTIONAL * len(steps):
-            index, line = fractional[0], self._lines[rows[fractional[0]]]
+            index = fractional[0]
+            line = self._lines[rows[fractional[0]]]
             raise RunError(
                 f"{path}{f':{line}' if line else ''}: {step_key} is {steps[index]:g}, not a whole "
                 "number; name the column of the step with --tag step=KEY"

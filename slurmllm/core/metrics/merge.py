@@ -81,23 +81,27 @@ def merge_rows(
     all_steps = np.concatenate([block.steps for block in blocks])
     all_attempts = np.concatenate([block.attempts for block in blocks])
     used, replaced, winners = select_latest(all_steps, all_attempts)
-    steps, attempts = all_steps[used], all_attempts[used]
+    steps = all_steps[used]
+    attempts = all_attempts[used]
     if replaced.size:  # a row that is written again, with more of the step, is no overlap
         after = (replaced + 1) % len(all_steps)
         anew = all_steps[after] == all_steps[replaced]
         anew &= all_attempts[after] == all_attempts[replaced]
-        replaced, winners = replaced[~anew], winners[~anew]
+        replaced = replaced[~anew]
+        winners = winners[~anew]
     # Steps that were undone by a roll-back are computed again with other data: they must differ.
     for skip in skips if replaced.size else ():
         undone = all_steps[replaced] > (skip.roll_back_to or 0)
         undone &= all_attempts[replaced] <= skip.attempt
         undone &= all_attempts[winners] > skip.attempt
-        replaced, winners = replaced[~undone], winners[~undone]
+        replaced = replaced[~undone]
+        winners = winners[~undone]
     schedules = _new_schedules(columns.get("lr"), all_steps, all_attempts, replaced, winners)
     for schedule in schedules:
         other = all_attempts[winners] == schedule.attempts[1]
         other &= all_steps[winners] >= schedule.step
-        replaced, winners = replaced[~other], winners[~other]
+        replaced = replaced[~other]
+        winners = winners[~other]
     identical, largest = compare_overlap(columns, replaced, winners)
     # Without a copy if no row was replaced or out of order: columns of long runs are 100 MB.
     in_order = len(used) == len(all_steps) and bool(np.all(used[1:] > used[:-1]))
@@ -122,7 +126,8 @@ def merge_rows(
 
 def _join_columns(blocks: Sequence[RowBlock]) -> tuple[dict[str, Floats], dict[str, Flags]]:
     """Join the columns of all blocks; also return which rows lack a metric that others have."""
-    columns, absent = dict[str, Floats](), dict[str, Flags]()
+    columns = dict[str, Floats]()
+    absent = dict[str, Flags]()
     for key in COLUMNS:
         if not any(key in block.columns for block in blocks):
             continue
@@ -158,7 +163,8 @@ def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
         order = np.argsort(attempts, kind="stable")
     order = order[np.argsort(steps[order], kind="stable")]
     is_last = np.append(np.diff(steps[order]) != 0, True)
-    used, replaced = order[is_last], order[~is_last]
+    used = order[is_last]
+    replaced = order[~is_last]
     return used, replaced, used[np.searchsorted(steps[used], steps[replaced])]
 
 
@@ -185,10 +191,12 @@ def _new_schedules(
 
 def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:
     """Return whether rows have the bits of those that replaced them, and the largest difference."""
-    identical, largest = True, 0.0
+    identical = True
+    largest = 0.0
     for key in REPRODUCED if old.size else ():
         if key in columns:
-            before, after = columns[key][old], columns[key][new]
+            before = columns[key][old]
+            after = columns[key][new]
             identical &= bool(np.all(bit_identical(before, after)))
             difference = relative_difference(before, after)
             finite = difference[np.isfinite(difference)]
@@ -208,7 +216,8 @@ def with_evaluations(
     if add_rows and (extra := sorted(evaluations.keys() - set(curve.steps.tolist()))):
         curve = _with_rows(curve, extra)
     names = dict.fromkeys(name for event in evaluations.values() for name in event.values)
-    columns, absent = dict(curve.columns), dict(curve.absent)
+    columns = dict(curve.columns)
+    absent = dict(curve.absent)
     for name in names:
         metric = f"{VAL_LOSS}/{name}" if VAL_LOSS in columns else VAL_LOSS
         by_step = {step: e.values[name] for step, e in evaluations.items() if name in e.values}
@@ -218,7 +227,8 @@ def with_evaluations(
         matches[matches] = curve.steps[rows[matches]] == steps[matches]
         values: Floats = np.full(len(curve.steps), np.nan)
         values[rows[matches]] = [by_step[step] for step in steps[matches].tolist()]
-        columns[metric], absent[metric] = values, np.isnan(values)
+        columns[metric] = values
+        absent[metric] = np.isnan(values)
     return replace(curve, columns=columns, absent=absent, texts=tuple(names))
 
 

@@ -75,8 +75,11 @@ class TableReader(LineReader):
     def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
         super().__init__(path)
         self._tags = tags
-        self._delimiter, self._names = ",", list[str]()
-        self._short, self._wide = list[int](), list[int]()  # lines
+        self._delimiter = ","
+        self._names = list[str]()
+        # Numbers of lines
+        self._short = list[int]()
+        self._wide = list[int]()
         self._shortest: int | None = None  # last cell, characters
         self._is_damaged = False
 
@@ -144,7 +147,8 @@ def read_cells(
     names: Sequence[str], cells: Sequence[str]
 ) -> tuple[list[tuple[str, float]], list[tuple[str, str]]]:
     """Return the numbers and the texts of a table's row, by column."""
-    numbers, texts = list[tuple[str, float]](), list[tuple[str, str]]()
+    numbers = list[tuple[str, float]]()
+    texts = list[tuple[str, str]]()
     for name, cell in zip(names, cells, strict=False):
         if not cell or not name or name.endswith(_WANDB_RANGE):
             continue
@@ -311,7 +315,8 @@ def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a metric in Megatron-LM's golden values: by step, or from start_step."""
     values = series["values"]
     if not isinstance(values, dict):
-        start, interval = series.get("start_step") or 0, series.get("step_interval") or 1
+        start = series.get("start_step") or 0
+        interval = series.get("step_interval") or 1
         values = {start + interval * index: value for index, value in enumerate(values)}
     return [{"step": str(step), key: value} for step, value in values.items()]
 

@@ -126,7 +126,8 @@ def last_rows(path: Path, count: int) -> list[Row]:
     """
     rows: list[Row] = []
     with open_regular(path) as stream:
-        position, tail = (size := stream.seek(0, 2)), b""
+        position = size = stream.seek(0, 2)
+        tail = b""
         while position > 0 and len(rows) < count:
             # Grows with what is left of a long line: reading stays linear in its length.
             begin = max(0, position - max(_TAIL_BYTES, len(tail)))

@@ -93,7 +93,9 @@ def _separates(loss: TagSeries, codes: Ints, is_rank: bool) -> tuple[bool, bool]
     with every few rows, as a remaining time does.
     """
     order = np.lexsort((codes, loss.steps))
-    steps, values, codes_by_step = loss.steps[order], loss.values[order], codes[order]
+    steps = loss.steps[order]
+    values = loss.values[order]
+    codes_by_step = codes[order]
     repeated = steps[1:] == steps[:-1]
     within = repeated & (codes_by_step[1:] == codes_by_step[:-1])
     changes = 1 + np.flatnonzero(np.diff(codes))

@@ -160,9 +160,11 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
     run = RunDir(source)
     if run.metrics_files() or not source.is_dir():
         return None
-    events, is_run = event_files(source), run.config.is_file() or (source / "metrics").is_dir()
+    events = event_files(source)
+    is_run = run.config.is_file() or (source / "metrics").is_dir()
     if is_run and run.tensorboard.is_dir():
-        source, events = run.tensorboard, event_files(run.tensorboard)
+        source = run.tensorboard
+        events = event_files(run.tensorboard)
     # NeMo and Hydra write a config.yaml next to their event files too.
     if is_run and not events:
         return None
@@ -211,7 +213,8 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
         return merge_rows(blocks, name=name, path=source, kind="jsonl", warnings=warnings)
     run = RunDir(path.parent.parent if is_file else source)
     records = _read_records(run, warnings)
-    skips, settings = records["skips"], records["settings"]
+    skips = records["skips"]
+    settings = records["settings"]
     curve = merge_rows(blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips)
     # Without evaluations, a file less is opened for each attempt. A copy may have no config.yaml.
     command = "command.run" in settings
@@ -267,14 +270,16 @@ def run_name(source: Path, is_file: bool) -> str:
     path = source.absolute() if source.name not in ("", "..") else source.resolve()
     path = Path(str(path).encode(errors="replace").decode())  # only its names are used
     if is_file and is_event_file(path):
-        path, is_file = path.parent, False
+        path = path.parent
+        is_file = False
     if is_file and path.parent.name == "metrics":
         return f"{path.parent.parent.name}.{path.stem}"
     if is_file and path.stem != "metrics":
         return path.stem
     # `tb/`, `lightning_logs/version_0/`: the name is that of a folder above.
     while is_file or (_FOLDER.fullmatch(path.name) and path.parent.name):
-        path, is_file = path.parent, False
+        path = path.parent
+        is_file = False
     return path.name
 
 

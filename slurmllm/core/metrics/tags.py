@@ -212,9 +212,11 @@ def choose_tags(
                 raise RunError(f"{reason}; there are {list_tags(counts)}")
             missing.append(f"{reason}; {metric} is taken from {free[0]!r}")
     if not {"loss", "grad_norm"} & chosen.keys():  # `spikes` works with either
-        reason, tag = "none of its tags is known", "TAG"
+        reason = "none of its tags is known"
+        tag = "TAG"
         if "val_loss" in chosen:
-            reason, tag = "it has only that of a validation", chosen["val_loss"]
+            reason = "it has only that of a validation"
+            tag = chosen["val_loss"]
         if not counts:
             raise RunError(f"no loss in {source}: its lines hold steps and no values")
         raise RunError(

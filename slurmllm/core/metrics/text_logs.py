@@ -108,7 +108,9 @@ class TextReader(LogReader):
         self._waiting = [list[Numbers]() for _ in self._formats]  # rows that were not taken yet
         self._by_rank: dict[str, list[_LineReader]] = {}
         self._latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
-        self._number, self._rest, self._rank = 1, b"", ""
+        self._number = 1
+        self._rest = b""
+        self._rank = ""
         self._continued = False  # a progress bar that overwrites itself has its rank once
 
     @property
@@ -129,7 +131,9 @@ class TextReader(LogReader):
             self._number += not self._continued
 
     def _read_line(self, content: str) -> None:
-        rank, line, stamp = "", content, content
+        rank = ""
+        line = content
+        stamp = content
         if self._pattern is not None:
             # A user's expression may need the square of a line's length, or of its digits.
             line = _LONG_NUMBER.sub(r"\1", content[:_LONGEST_SEARCHED])
@@ -171,7 +175,8 @@ class TextReader(LogReader):
         for index, collector in enumerate(self._collectors):
             rows = self._waiting[index] + collector.take()
             if collector is best.rows:
-                taken, rows = rows, []
+                taken = rows
+                rows = []
             self._waiting[index] = rows[-_MAX_WAITING:]
         tags = self.format.tags.values() if self.format is not None else ()
         if not any("time" in names for names in tags):  # else Detectron2's time of a step
@@ -258,7 +263,8 @@ class _LineReader:
                 if not (pairs or unread or self._following or values.keys() - _LOCATING):
                     continue  # a line of another format, which has the values
                 self.end_row()
-                self.row, self._number = pairs | values, number
+                self.row = pairs | values
+                self._number = number
                 self._texts = [*self._rank, *unread]
                 if not self._following:
                     self.end_row()
@@ -271,7 +277,8 @@ class _LineReader:
         return False
 
     def end_row(self) -> None:
-        row, self.row = self.row, Numbers()
+        row = self.row
+        self.row = Numbers()
         if "bar" in row:
             row["step"] = self._step_of_bar(row)
         if row:
@@ -279,7 +286,9 @@ class _LineReader:
 
     def _step_of_bar(self, row: Numbers) -> float:
         """Return the step that a bar with a loss is at, which may begin anew with each epoch."""
-        count, epoch, total = row.pop("bar"), row.pop("epoch", None), row.pop("total", math.inf)
+        count = row.pop("bar")
+        epoch = row.pop("epoch", None)
+        total = row.pop("total", math.inf)
         step = row.pop("global_step", row.pop("step", None))
         if step is not None:
             # The bar prints three digits of a large number: from 100,000 its own count is exact.
@@ -322,7 +331,8 @@ class _TrainerReader(_LineReader):
             self.end_row()
             self._total = self._total or bar[2]
             if bar[2] == self._total:
-                before, self._count = self._count, float(bar[1])
+                before = self._count
+                self._count = float(bar[1])
                 self._redraws |= self._count in (0, before if self._open else 0)
                 if self._open and (self._redraws or math.isnan(before)):
                     self._pending[-1][0]["bar"] = self._count
@@ -335,7 +345,8 @@ class _TrainerReader(_LineReader):
         return matches
 
     def end_row(self) -> None:
-        row, self.row = self.row, Numbers()
+        row = self.row
+        self.row = Numbers()
         if "train_runtime" not in row and any("loss" in name for name in row):
             self._pending.append(({**row, "bar": self._count}, self._number))
             self._open = True
@@ -345,7 +356,8 @@ class _TrainerReader(_LineReader):
         count = len(self._pending)
         if not last and self._open and self._total:
             count -= 1
-        ready, self._pending = self._pending[:count], self._pending[count:]
+        ready = self._pending[:count]
+        self._pending = self._pending[count:]
         self._open = self._open and bool(self._pending)
         have_steps = any(_has_step(tuple(row)) for row, _ in ready)
         if have_steps:
@@ -411,7 +423,8 @@ def _line_formats() -> list[tuple[LogFormat | None, list[LineFormat]]]:
 
 def split_prefix(line: str) -> tuple[str, str]:
     """Return the rank or host that the prefixes of a line name, and the line without them."""
-    ranks, start = dict[str, None](), 0
+    ranks = dict[str, None]()
+    start = 0
     while match := _PREFIX.match(line, start):
         ranks |= dict.fromkeys(rank for rank in match.groups() if rank is not None)
         start = match.end()

@@ -258,7 +258,8 @@ def retry(
         arrived: The bytes that have arrived. Any progress starts the count of tries anew.
         alternative: What an error names as a way around the address.
     """
-    failures, url = 0, hide_passwords(url)
+    failures = 0
+    url = hide_passwords(url)
     while True:
         before = arrived()
         try:

@@ -318,7 +318,8 @@ def _call_error(failed: FailedCall, shards: Sequence[Shard], in_job: bool) -> Ex
 def _verify_shards(
     shards: Sequence[Shard], work: WorkFolder, on_progress: OnStage
 ) -> list[FinishedShard]:
-    finished, checked = [], 0
+    finished = []
+    checked = 0
     total = sum(shard.size_bytes for shard in shards)
     for shard in shards:
         folder = work.shard(shard.name)
@@ -383,7 +384,8 @@ def _join(
     """Write the documents of all shards; return the manifest."""
     names = [file.name for file in inputs]
     records = [shard.record for shard in shards]
-    empty, bad = sum(record.empty for record in records), sum(record.bad for record in records)
+    empty = sum(record.empty for record in records)
+    bad = sum(record.bad for record in records)
     if not any(record.documents for record in records):
         # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
         work.remove_except(())

@@ -101,9 +101,11 @@ class OpenedInput(io.RawIOBase):
         held = b""  # a carriage return, whose line feed may follow
         while data := self.read(size):
             if self.file.format in ("text", "jsonl") and (held or b"\r" in data):
-                data, held = held + data, b""
+                data = held + data
+                held = b""
                 if data.endswith(b"\r"):
-                    data, held = data[:-1], b"\r"
+                    data = data[:-1]
+                    held = b"\r"
                 data = _LONE_RETURN.sub(b"\n", data)
             if data:
                 yield data
@@ -162,7 +164,8 @@ class _Streams:
     """
 
     def __init__(self, file: _HashedFile, new_decompressor: Callable[[], Any]) -> None:
-        self._file, self._new = file, new_decompressor
+        self._file = file
+        self._new = new_decompressor
         self._decompressor = new_decompressor()
 
     def read1(self, size: int) -> bytes:

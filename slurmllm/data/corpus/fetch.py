@@ -209,7 +209,8 @@ class Fetch:
                     f" other data, or cut off; {MIRROR}"
                 )
             states.append(state._replace(size=published.size) if state.size is None else state)
-        gigabytes, total = self.source.gigabytes, sum(state.size or 0 for state in states)
+        gigabytes = self.source.gigabytes
+        total = sum(state.size or 0 for state in states)
         if published.size is not None or gigabytes is None or total <= self._budget:
             return states
         raise DataError(
@@ -245,7 +246,8 @@ class Fetch:
         if not is_present:
             present_bytes = part_file.lstat().st_size if os.path.lexists(part_file) else 0
             _require_space(self.folder, total - present_bytes)
-        begin, origins = 0, []
+        begin = 0
+        origins = []
         partial_file = None if is_present else os.fdopen(open_update(part_file), "r+b")
         with partial_file or open_regular(path) as stream:
             for address, state in zip(addresses, states, strict=True):
@@ -324,7 +326,8 @@ class Fetch:
 
     def _make_inputs(self, names: list[str]) -> None:
         """Build the corpus of texts, and a tokenizer.json of two vocabulary files, if missing."""
-        source, folder = self.source, self.folder
+        source = self.source
+        folder = self.folder
         if source.corpus and source.build and not (out := folder / source.corpus).is_file():
             files = find_inputs([str(folder / n) for n in names if not n.startswith("tokenizer")])
             build_corpus(
@@ -352,7 +355,8 @@ def _mirrored(url: str, mirrors: Mapping[str, str]) -> str:
 @contextlib.contextmanager
 def _open(address: Address, offset: int) -> Iterator[_Opened]:
     """Open an address to be read from `offset`."""
-    file_system, path = address.file_system, address.path
+    file_system = address.file_system
+    path = address.path
     if "http" not in str(file_system.protocol):
         info = file_system.info(path)
         version = version_of(info)
@@ -393,7 +397,8 @@ def _compared(
     span: tuple[int, int],
 ) -> dict[str, Any]:
     """Return the record of an address's bytes; DataError if another sum is published."""
-    (begin, end), digest = span, hashlib.sha256()
+    begin, end = span
+    digest = hashlib.sha256()
     stated = published.sha256 or state.sha256
     stream.seek(begin)
     while begin < end and (chunk := stream.read(min(_CHUNK, end - begin))):

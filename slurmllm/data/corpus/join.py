@@ -51,12 +51,14 @@ class FinishedShard:
     """A shard, and which of its documents are kept."""
 
     def __init__(self, folder: Path, record: ShardRecord) -> None:
-        self.folder, self.record = folder, record
+        self.folder = folder
+        self.record = record
         self.keep: npt.NDArray[np.bool_] | None = None  # [documents]; None: all
 
     def batches(self, *columns: str) -> Iterator[pa.RecordBatch]:
         """Yield some columns of the kept documents; a batch is valid until the next one."""
-        mapped, row = MappedBatches(self.folder / DOCUMENTS), 0
+        mapped = MappedBatches(self.folder / DOCUMENTS)
+        row = 0
         for whole in mapped:
             batch = whole.select(columns)
             end = row + batch.num_rows
@@ -105,7 +107,8 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
             file.seek(0)
             digests = np.frombuffer(file.read(), _DIGEST)
             order = np.lexsort((digests["low"], digests["high"]))  # stable: the first stays first
-            high, low = digests["high"][order], digests["low"][order]
+            high = digests["high"][order]
+            low = digests["low"][order]
             repeated = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
             keep[digests["document"][order[1:][repeated]]] = False
             duplicates += int(repeated.sum())
@@ -155,7 +158,8 @@ def write_tokens(
                 f"{_LONGEST:,} a document; cut it into several"
             )
         idx_file.write(lengths.astype("<i4"))
-    begin, item = 0, np.dtype(dtype).itemsize
+    begin = 0
+    item = np.dtype(dtype).itemsize
     for lengths in _lengths(shards, "tokens"):
         ends = begin + np.cumsum(lengths * item)
         idx_file.write((ends - lengths * item).astype("<i8"))
@@ -272,7 +276,9 @@ class _StreamedFile(io.RawIOBase):
     def __init__(
         self, file: OutputFile, skipped: int, contents: Mapping[tuple[int, int], Iterator[Any]]
     ) -> None:
-        self._file, self._skipped, self._contents = file, skipped, contents
+        self._file = file
+        self._skipped = skipped
+        self._contents = contents
         self.missing = {key for key in contents if key[1]}
 
     def writable(self) -> bool:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 Digests = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 
-DOCUMENTS, RECORD = "documents.arrow", "shard.json"
+DOCUMENTS = "documents.arrow"
+RECORD = "shard.json"
 
 # Enough shards to keep processes busy to the end and to lose little when one is killed.
 _SHARDS = 16
@@ -158,13 +159,15 @@ def write_shard(
     Without `on_progress`, the number of bytes read is written to `work.progress`. A DataError if an
     input cannot be read, or changed since the build began.
     """
-    folder, progress = work.partial(shard.name), work.progress(shard.name)
+    folder = work.partial(shard.name)
+    progress = work.progress(shard.name)
     try:
         with writing(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             reader = _ShardReader(shard, on_progress or _progress_file(progress))
-            documents, schema = folder / DOCUMENTS, reader.schema
+            documents = folder / DOCUMENTS
+            schema = reader.schema
             with documents.open("xb") as file, pa.ipc.new_stream(file, schema) as out:
                 for batch in _joined(iter(reader)):
                     out.write_batch(batch)
@@ -202,7 +205,8 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         size += batch.nbytes
         if size >= CHUNK_BYTES:
             yield from pa.Table.from_batches(held).combine_chunks().to_batches()
-            held, size = [], 0
+            held = []
+            size = 0
     if held:
         yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
@@ -226,7 +230,8 @@ class _ShardReader:
 
     def __init__(self, shard: Shard, on_progress: Callable[[int], None]) -> None:
         self.schema = shard_schema(shard.options)
-        self._shard, self._on_progress = shard, on_progress
+        self._shard = shard
+        self._on_progress = on_progress
         self._encoder = _open_encoder(shard.options.tokenize) if shard.options.tokenize else None
         self._errors = InputErrors(shard.options.read.skip_bad, len(shard.files) == 1)
         self._inputs: list[ShardInput] = []
@@ -297,7 +302,8 @@ def spans(column: pa.LargeStringArray | pa.LargeListArray) -> tuple[Integers, me
     if not len(column):
         return np.zeros(1, np.int64), memoryview(b"")
     buffers = column.buffers()
-    begin, end = column.offset, column.offset + len(column) + 1
+    begin = column.offset
+    end = column.offset + len(column) + 1
     items = memoryview(buffers[-1] or b"")
     if pa.types.is_large_list(column.type):
         items = items.cast("B").cast("H" if column.type.value_type == pa.uint16() else "i")

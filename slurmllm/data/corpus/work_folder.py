@@ -142,7 +142,9 @@ class OutputFile:
     """A file open for writing; `on_write` is called with `size_bytes` after each write."""
 
     def __init__(self, stream: BinaryIO, path: Path, hasher: ThreadPoolExecutor) -> None:
-        self._stream, self._path, self._hasher = stream, path, hasher
+        self._stream = stream
+        self._path = path
+        self._hasher = hasher
         self._digest = hashlib.sha256()
         self.size_bytes = 0
         self.on_write: Callable[[int], None] = lambda size_bytes: None

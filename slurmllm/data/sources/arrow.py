@@ -134,7 +134,8 @@ class ArrowFile:
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            index, byte = error.start, data[error.start]
+            index = error.start
+            byte = data[error.start]
             reason = f"byte {begin + index} of it is not UTF-8 (0x{byte:02x})"
             raise self.damaged(document, reason) from error
 
@@ -157,7 +158,9 @@ class ValueColumn:
     """A column of text, as UTF-8 bytes, or of lists of token ids, as arrays; by row."""
 
     def __init__(self, file: ArrowFile, name: str) -> None:
-        self._file, self._name, self._first = file, name, file.first
+        self._file = file
+        self._name = name
+        self._first = file.first
         self._view: Callable[[int], _View] = lru_cache(_OPEN_BATCHES)(self._open)
 
     def data(self, row: int) -> Any:
@@ -167,7 +170,8 @@ class ValueColumn:
         index = row - self._first[batch]
         if rows is not None and rows.slice(index, 1).null_count:
             return values[:0]
-        begin, end = offsets[index], offsets[index + 1]
+        begin = offsets[index]
+        end = offsets[index + 1]
         if not 0 <= begin <= end <= len(values):
             raise self._file.damaged(
                 row, f"column {self._name!r} has it from {begin} to {end} of {len(values)}"
@@ -188,7 +192,8 @@ class ValueColumn:
         """Open the column of a batch, not copied where it can be mapped."""
         array = self._file.batch(batch).column(self._name)
         rows = array if array.null_count else None
-        kind, count = array.type, len(array)
+        kind = array.type
+        count = len(array)
         offsets: memoryview | range
         if pa.types.is_fixed_size_list(kind):
             offsets = range(0, (count + 1) * kind.list_size, kind.list_size)
@@ -223,7 +228,8 @@ class ArrowTokenSource(TokenizedSource):
         super().__init__(encoder, vocab_size)
         self.path = file.path
         self.fingerprint = file.fingerprint()
-        self._rows, self._documents = ValueColumn(file, _TOKENS), len(file)
+        self._rows = ValueColumn(file, _TOKENS)
+        self._documents = len(file)
 
     def __len__(self) -> int:
         return self._documents
@@ -292,7 +298,8 @@ class MappedBatches:
             yield batch
             begin = self.offset_bytes
         # Arrow takes the end of a file that was cut between two batches for the end marker.
-        end, footer = self.offset_bytes, self._footer_length()
+        end = self.offset_bytes
+        footer = self._footer_length()
         if end == begin:
             raise self._error(
                 "it has no end marker: it was cut off, or its writer did not close it"
@@ -314,7 +321,8 @@ class MappedBatches:
         return batch
 
     def _error(self, reason: str) -> pa.ArrowInvalid:
-        batches, rows = len(self._rows), sum(self._rows)
+        batches = len(self._rows)
+        rows = sum(self._rows)
         return pa.ArrowInvalid(f"{reason} (readable: {batches:,} batches, {rows:,} rows)")
 
     @property

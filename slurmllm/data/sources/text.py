@@ -54,7 +54,9 @@ class _ArrowSource(Source):
     def __init__(self, file: ArrowFile, encoder: TokenEncoder, *columns: str) -> None:
         self.path = file.path
         self.fingerprint = file.fingerprint()
-        self._file, self._id, self._encoder = file, file.ids(), encoder
+        self._file = file
+        self._id = file.ids()
+        self._encoder = encoder
         self._columns = [file.strings(name) for name in columns]
 
     def __len__(self) -> int:
@@ -112,7 +114,9 @@ class TextSource(_ArrowSource):
         return max(1, -(-size // PIECE_BYTES))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        ids, ends = array("I"), []  # fromlist is four times as fast as with the type "i"
+        # fromlist is four times as fast as with the type "i"
+        ids = array("I")
+        ends = []
         for texts, lasts in self._batches(requests):
             for tokens, last in zip(self._encoder.encode_batch(texts), lasts, strict=True):
                 ids.fromlist(tokens)
@@ -144,7 +148,9 @@ class TextSource(_ArrowSource):
             total += end - begin
             if total >= _CALL_BYTES:
                 yield texts, lasts
-                texts, lasts, total = [], [], 0
+                texts = []
+                lasts = []
+                total = 0
         if texts:
             yield texts, lasts
 
@@ -155,7 +161,8 @@ def _piece_bounds(data: memoryview, piece: int) -> tuple[int, int]:
     A piece whose share has no cut is empty, so that all pieces together search each byte at most
     twice.
     """
-    begin, next_begin = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
+    begin = piece * PIECE_BYTES
+    next_begin = (piece + 1) * PIECE_BYTES
     if piece:
         cut = _CUTS.search(data, begin, next_begin + _CUT_BYTES)
         if cut is None or cut.start() >= next_begin:

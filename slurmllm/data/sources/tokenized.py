@@ -183,7 +183,8 @@ class MegatronSource(TokenizedSource):
 
     def __init__(self, path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
         super().__init__(encoder, vocab_size)
-        self.path, self._index = _with(path, ".bin"), _with(path, ".idx")
+        self.path = _with(path, ".bin")
+        self._index = _with(path, ".idx")
         for file in (self._index, self.path):
             if not file.is_file():
                 if self.path.is_file() and (refusal := foreign_format(self.path)):
@@ -217,7 +218,8 @@ class MegatronSource(TokenizedSource):
         return len(self._tokens)
 
     def document(self, document: int) -> Ids:
-        first, end = int(self._bounds[document]), int(self._bounds[document + 1])
+        first = int(self._bounds[document])
+        end = int(self._bounds[document + 1])
         if first == end:
             return self._tokens[:0]
         if 0 <= first < end <= len(self._sizes):

@@ -45,7 +45,9 @@ class DocumentReader:
         self._on_error = on_error
 
     def __iter__(self) -> Iterator[Documents]:
-        kind, options, on_error = self.file.format, self.options, self._on_error
+        kind = self.file.format
+        options = self.options
+        on_error = self._on_error
         if kind == "text" and options.prompt_key is not None:
             raise DataError(
                 f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
@@ -91,7 +93,9 @@ class DocumentStream:
         errors: InputErrors,
         on_progress: Callable[[int], None] = lambda done_bytes: None,
     ) -> None:
-        self._files, self._options, self._errors = files, options, errors
+        self._files = files
+        self._options = options
+        self._errors = errors
         self._on_progress = on_progress
         self.documents = 0
 

@@ -59,12 +59,14 @@ def line_blocks(
             index = data.find(feed)
             if index < 0:
                 continue
-            data, skipping = data[index:], False
+            data = data[index:]
+            skipping = False
         end = data.rfind(feed) + 1
         lines += data.count(feed)
         if not end and sum(map(len, held)) + len(data) > longest:
             on_error(f"{stream.file.name}:{lines + 1}: {too_large('line', longest)}")
-            held, skipping = [], True
+            held = []
+            skipping = True
             continue
         if end:
             yield b"".join([*held, memoryview(data)[:end]])
@@ -106,7 +108,8 @@ def good_rows(
     `on_row` is called with row (that of the first is `first_row`) and reason of each error, in the
     order of the rows.
     """
-    large, binary = pa.large_string(), pa.large_binary()
+    large = pa.large_string()
+    binary = pa.large_binary()
     # Reinterpreted: a cast to string would check the bytes first, and raise without the row.
     texts = [
         reinterpret(column, large) if column.type == binary else column.cast(large)

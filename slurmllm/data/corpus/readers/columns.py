@@ -40,9 +40,12 @@ class _NoColumnError(Exception):
 
 def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
     """Read the documents of a Parquet or an Arrow file."""
-    name, kind, read = stream.file.name, "Parquet", _parquet_batches
+    name = stream.file.name
+    kind = "Parquet"
+    read = _parquet_batches
     if stream.file.format == "arrow":
-        kind, read = "Arrow", _arrow_batches
+        kind = "Arrow"
+        read = _arrow_batches
         if stream.file.size_bytes == 0:
             on_error(f"{name}: an empty file, not an Arrow file", "file")
             return
@@ -182,7 +185,8 @@ def read_delimited(
 ) -> Iterator[Documents]:
     import pandas as pd
 
-    path, name = stream.file.path, stream.file.name
+    path = stream.file.path
+    name = stream.file.name
     file_name = path.stem if stream.file.compression else path.name
     row = 0
     try:

@@ -37,7 +37,8 @@ _NEXT_ELEMENT = re.compile(r"[^\s,]|\Z")
 def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    begin, line = next(stream.blocks(base.CHUNK_BYTES), b"").removeprefix(BOM), 1
+    begin = next(stream.blocks(base.CHUNK_BYTES), b"").removeprefix(BOM)
+    line = 1
     if _is_array(begin):
         try:
             yield from _read_array(stream, begin, options, on_error)
@@ -146,10 +147,13 @@ def _read_array(
     stream: OpenedInput, begin: bytes, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     """Read a file that is one JSON array, element by element."""
-    name, decode = stream.file.name, codecs.getincrementaldecoder("utf-8")().decode
+    name = stream.file.name
+    decode = codecs.getincrementaldecoder("utf-8")().decode
     blocks = map(decode, stream.blocks(base.CHUNK_BYTES))
     content = decode(begin)
-    position, number, rows = content.index("[") + 1, 1, []
+    position = content.index("[") + 1
+    number = 1
+    rows = []
     while not content.startswith(
         "]", position := next(_NEXT_ELEMENT.finditer(content, position)).start()
     ):
@@ -160,10 +164,13 @@ def _read_array(
             reason = getattr(error, "msg", str(error))
         if not reason:
             rows += _rows(record, f"{name}: element {number}", options, on_error)
-            position, number = end, number + 1
+            position = end
+            number += 1
             continue
         yield _documents(rows, options)
-        content, position, rows = content[position:], 0, []
+        content = content[position:]
+        position = 0
+        rows = []
         # Twice as much: an element that is longer than a block is decoded anew each time.
         more = "".join(itertools.islice(blocks, 1 + len(content) // base.CHUNK_BYTES))
         if not more or len(content) > base.LARGEST_DOCUMENT:

@@ -45,7 +45,8 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
     offset = 0  # in the decompressed file
     for block in blocks:
         if offset == 0 and block.startswith(BOM):
-            offset, block = len(BOM), block[len(BOM) :]
+            offset = len(BOM)
+            block = block[len(BOM) :]
         if options.text_by != "document" and block.isspace():
             spans = np.empty((0, 2), np.int64)
         elif options.text_by == "document":
@@ -75,7 +76,8 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
         if len(spans):
             # Without a copy, the block is an array of documents and the gaps between them,
             # alternating; `take` then copies the documents.
-            count, buffers = 2 * len(spans), [None, pa.py_buffer(spans.reshape(-1))]
+            count = 2 * len(spans)
+            buffers = [None, pa.py_buffer(spans.reshape(-1))]
             pieces = pa.Array.from_buffers(
                 pa.large_string(), count - 1, [*buffers, pa.py_buffer(block)], null_count=0
             )
@@ -107,7 +109,8 @@ def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
 
 def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
     held: list[bytes] = []  # the beginning of a paragraph
-    offset, skipping = 0, False
+    offset = 0
+    skipping = False
     try:
         for block in line_blocks(stream, on_error):
             offset += len(block)
@@ -130,7 +133,8 @@ def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]
             held.append(block[end:])
             if sum(map(len, held)) > base.LARGEST_DOCUMENT:
                 on_error(f"{stream.file.name}: near byte {offset:,}: {base.too_large('paragraph')}")
-                held, skipping = [], True
+                held = []
+                skipping = True
     except OSError:
         yield b"".join(held)
         raise
