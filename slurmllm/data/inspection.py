@@ -17,7 +17,7 @@ from slurmllm.core.errors import DataError, SlurmllmError
 from slurmllm.core.run.records import Record
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Source
 from slurmllm.data.spec import HELD_OUT, Split, StreamSpec, evaluation_texts
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
@@ -123,7 +123,7 @@ def inspect_corpus(
     count = len(source)
     whole = exact or count <= SAMPLED_DOCUMENTS or source.total_size <= COUNTED_SIZE
     if whole:
-        picked: Integers = np.arange(count)
+        picked = np.arange(count)
     else:
         # A fixed key: the same sample each time. Sorted, to read the file in order.
         picked = np.sort(Permutation(count, "inspect").take(np.arange(SAMPLED_DOCUMENTS)))
@@ -212,8 +212,8 @@ def _count_tokens(
 
     Tokens of a long document are extrapolated from `max_pieces` of its pieces.
     """
-    requests: list[Request] = []
-    spans: list[tuple[int, int]] = []  # pieces read, pieces of the document
+    requests = []
+    spans = []  # pieces read, pieces of the document
     for document in documents:
         pieces = source.num_pieces(document)
         read = min(pieces, max_pieces or pieces)

@@ -82,7 +82,7 @@ def check_options(values: Any) -> Any:
     """Return options as a recipe has them, without null and false; ValueError for a refused one."""
     if not isinstance(values, Mapping):
         raise ValueError("must be options without their dashes, such as {constraint: a100}")
-    options: Options = {}
+    options = {}
     for name, value in values.items():
         if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z-]+", name):
             raise ValueError(f"{name!r} is no long option without its dashes, such as constraint")

@@ -189,7 +189,7 @@ def extended(base: Tree, changes: Tree) -> Tree:
     other_nodes = any(
         key in changes and value_at(changes, key) != value_at(base, key) for key in _NODES
     )
-    changed: list[str] = []
+    changed = []
     if is_section(hardware) and is_section(before) and (plain(hardware) or other_nodes):
         figures = as_section(before)
         hardware = as_section(hardware)

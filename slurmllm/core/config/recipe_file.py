@@ -47,7 +47,7 @@ def read_recipe(path: Path, shipped: Path) -> Tree:
 
 def _read_sections(file: Path, tree: Tree) -> set[str]:
     """Replace `parallel: auto` and `model: FILE` by their sections; returns these."""
-    replaced: set[str] = set()
+    replaced = set()
     parallel = tree.get("parallel")
     model = tree.get("model")
     if isinstance(parallel, Value) and parallel.value == "auto":

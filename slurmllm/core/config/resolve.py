@@ -223,7 +223,7 @@ def resolve(
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", fix)
     profile = with_user_configuration(read_profile(cluster_path, clusters_dir()))
     apply_layouts(tree, profile)
-    faults: list[str] = []
+    faults = []
     if "cluster" in tree:
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     layouts = tree.pop("layouts", {})
@@ -309,7 +309,7 @@ def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
 
 
 def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
-    settings: list[tuple[str, Any, str]] = []
+    settings = []
     for item in overrides:
         dotted, equals, literal = item.partition("=")
         section, _, name = dotted.strip().rpartition(".")

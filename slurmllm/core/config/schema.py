@@ -67,7 +67,7 @@ def file_schema(kind: Kind) -> dict[str, Any]:
     """Return the schema of a file, of which only one that extends no other must be whole."""
     schema = recipe_schema() if kind == "recipe" else cluster_schema()
     required = schema.pop("required")
-    whole: dict[str, Any] = {"required": required, "properties": {}}
+    whole = {"required": required, "properties": {}}
     if kind == "recipe":
         with_command = [name for name in required if name not in REFUSED] + ["command"]
         whole["anyOf"] = [{"required": names} for names in (required, with_command)]

@@ -151,7 +151,7 @@ def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) ->
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
+    defaults = {}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             defaults.update(_defaults(info.annotation, f"{prefix}{name}."))
@@ -167,7 +167,7 @@ def _build(
     try:
         return model.model_validate(tree), set()
     except ValidationError as error:
-        bad: set[str] = set()
+        bad = set()
         for item in error.errors():
             # Field names only: no numbers of list elements, no `[tag]` of a union.
             names = (key for key in item["loc"] if isinstance(key, str))

@@ -35,7 +35,7 @@ _MOST_NODES = 100_000  # with every alias written out: nine levels of nine alias
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings → dotted path → leaf. An empty mapping is a leaf."""
-    flat: dict[str, Any] = {}
+    flat = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -79,7 +79,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 def write_yaml(values: dict[str, Any], *, inline: bool = False) -> str:
     """Return YAML that `read_yaml` reads back unchanged; `inline`: one line, for one key."""
     if inline:
-        document: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=True, width=1 << 30)
+        document = yaml.dump(values, Dumper=_Dumper, default_flow_style=True, width=1 << 30)
         return document.strip()[1:-1]  # without the outer braces
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
@@ -153,7 +153,7 @@ def parse_yaml(
     brackets = content.count("[") + content.count("{")
     is_deep = brackets > _MAX_BRACKETS or _DEEP.search(content)
     loader = _Loader if is_deep else _FastLoader
-    node: yaml.Node | None = yaml.compose(content, loader)
+    node = yaml.compose(content, loader)
     if node is None:
         return None
     _measure(node, {})
@@ -196,7 +196,7 @@ def _measure(node: yaml.Node, measured_nodes: dict[int, tuple[int, int]]) -> tup
 def _walk(
     node: yaml.MappingNode, prefix: str, lines: dict[str, int], faults: list[str], constructor: Any
 ) -> None:
-    seen: set[str] = set()
+    seen = set()
     for key, _ in node.value:
         if str(key.value) in seen:
             line = key.start_mark.line + 1

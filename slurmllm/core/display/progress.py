@@ -16,7 +16,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -69,7 +68,7 @@ def stage_progress() -> Iterator[OnStage]:
     if bar.disable:
         yield _Lines()
         return
-    tasks: dict[str, TaskID] = {}
+    tasks = {}
 
     def show(title: str, done_bytes: int, total_bytes: int) -> None:
         if title not in tasks:

@@ -89,7 +89,7 @@ def fitted(
         min(size, column.room or size) for size, column in zip(widest, columns, strict=True)
     ]
     visible = list(range(len(columns)))
-    left_out = list[str]()
+    left_out = []
     for index in sorted(visible, key=lambda index: -columns[index].drop):
         needed = sum(narrowest[index] + _GAP for index in visible) - _GAP
         if needed > room and columns[index].drop:

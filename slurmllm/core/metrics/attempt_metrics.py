@@ -48,8 +48,8 @@ def read_attempts(
     Returns the rows, and warnings that name file and line; fills `by_file` for a second reader.
     Raises RunError if a file cannot be read or, if not lenient, a line but the last is broken.
     """
-    rows: list[RowBlock] = []
-    warnings: list[str] = []
+    rows = []
+    warnings = []
 
     def read(path: Path, attempt: int) -> tuple[list[RowBlock], list[str]]:
         try:
@@ -73,9 +73,9 @@ def _read_file(
     path: Path, attempt: int, *, lenient: bool, fast: bool
 ) -> tuple[list[RowBlock], list[str]]:
     """Read a file in blocks, each by the fast reader or line by line."""
-    blocks: list[RowBlock] = []
-    faults: list[LineFault] = []
-    unknown_values: list[LineFault] = []  # skipped
+    blocks = []
+    faults = []
+    unknown_values = []  # skipped
     cut: LineFault | None = None  # truncated last line; an error if a non-blank line follows
     number = 0
     with open_regular(path) as stream:
@@ -85,7 +85,7 @@ def _read_file(
                 blocks.append(uniform)
                 number += len(uniform.steps)
                 continue
-            rows: list[tuple[int, int, dict[str, float]]] = []
+            rows = []
             for line in BytesIO(block):
                 number += 1
                 if not line.strip():

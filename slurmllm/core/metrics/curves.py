@@ -260,10 +260,10 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
     lowest = np.argmin(np.where(bad, np.inf, table), axis=1) + begins
     highest = np.argmax(np.where(bad, -np.inf, table), axis=1) + begins
     gaps = (np.argmax(bad, axis=1) + begins)[bad.any(axis=1)]
-    rows: Ints = np.unique(np.concatenate([begins, lowest, highest, gaps, [len(values) - 1]]))
+    rows = np.unique(np.concatenate([begins, lowest, highest, gaps, [len(values) - 1]]))
     rows = rows[rows < len(values)]
     if not keep_short_gaps:
-        all_bad: Flags = np.all(bad, axis=1)
+        all_bad = np.all(bad, axis=1)
         rows = rows[np.isfinite(values[rows]) | all_bad[rows // table.shape[1]]]
     return rows
 

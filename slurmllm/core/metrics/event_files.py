@@ -47,7 +47,7 @@ def event_files(folder: Path) -> list[Path]:
 
 def event_folders(folder: Path, limit: int = 50) -> list[Path]:
     """Return at most `limit` folders below one, a few levels deep, that hold event files."""
-    folders: set[Path] = set()
+    folders = set()
     for depth in range(1, _MAX_DEPTH + 1):
         for path in folder.glob("*/" * depth + "*tfevents*"):
             below = path.parent

@@ -88,7 +88,7 @@ class FollowedPath:
         path = newest(self._path)
         if path is None or (begin < self._next and not last):
             return []
-        rows: list[Numbers] = []
+        rows = []
         self._next = begin + _POLL_S
         for source in training_files(path):
             if source not in self._files:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slurmllm.core.format import format_plural
-from slurmllm.core.metrics.curves import Curve, DamageWarning, Flags, Floats, Ints, bit_identical
+from slurmllm.core.metrics.curves import Curve, DamageWarning, Ints, bit_identical
 from slurmllm.core.metrics.log_series import Log, TagSeries
 from slurmllm.core.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.core.metrics.row_selection import rows_with, select_rows
@@ -151,12 +151,12 @@ def _merge_tags(
     Also returns the overlap after restarts: the number of recomputed rows that have a loss, whether
     all metrics are bit-identical, and their largest relative difference.
     """
-    used: dict[str, tuple[Ints, Ints, Floats]] = {}
+    used = {}
     rows = 0
     identical = True
     largest = 0.0
     for metric, series in chosen.items():
-        attempts: Ints = np.searchsorted(starts, series.order, side="right")
+        attempts = np.searchsorted(starts, series.order, side="right")
         latest, replaced, replacements = select_latest(series.steps, attempts)
         recomputed = attempts[replaced] < attempts[replacements]
         replaced = replaced[recomputed]
@@ -167,7 +167,7 @@ def _merge_tags(
         rows = len(replaced) if metric == "loss" else rows
         # A later attempt may log different steps: all rows of earlier attempts in the range that it
         # covers are superseded.
-        superseded: Flags = np.zeros(len(series.steps), dtype=bool)
+        superseded = np.zeros(len(series.steps), dtype=bool)
         for attempt in np.unique(attempts)[1:]:
             later = series.steps[attempts == attempt]
             superseded |= (
@@ -181,8 +181,8 @@ def _merge_tags(
         used[metric] = (series.steps[latest], attempts[latest], values)
     steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))
     row_attempts = np.zeros(len(steps), dtype=np.int64)
-    columns: dict[str, Floats] = {}
-    absent: dict[str, Flags] = {}
+    columns = {}
+    absent = {}
     for metric, (metric_steps, attempts, values) in used.items():
         index = np.searchsorted(steps, metric_steps)
         columns[metric] = np.full(len(steps), np.nan)
@@ -209,7 +209,7 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
     loss = log.series.get(metrics.get("loss") or metrics["grad_norm"])
     if loss is None or len(loss.steps) < 2:
         return log
-    resumes: list[_Resume] = []
+    resumes = []
     starts = 1 + np.flatnonzero((np.diff(loss.steps) < 0) & (loss.steps[1:] <= loss.steps[0]))
     begin = offset = 0
     for start in starts.tolist() if len(starts) <= _MOST_RESUMES else ():
@@ -221,8 +221,8 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
         offset = resume.offset
     if not resumes:
         return log
-    orders: Ints = np.array([resume.order for resume in resumes])
-    offsets: Ints = np.array([0, *(resume.offset for resume in resumes)])
+    orders = np.array([resume.order for resume in resumes])
+    offsets = np.array([0, *(resume.offset for resume in resumes)])
 
     def moved(series: TagSeries) -> TagSeries:
         offset = offsets[np.searchsorted(orders, series.order, side="right")]

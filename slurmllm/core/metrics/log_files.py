@@ -141,7 +141,7 @@ def read_events(source: Path, tags: Mapping[str, str]) -> Log:
 
 def split_log_files(folder: Path) -> list[Path]:
     """Return TensorBoard's tables of a tag each, and OLMo-core's files of a step each, by step."""
-    by_step: dict[Path, int] = {}
+    by_step = {}
     for path in folder.iterdir():
         if step := _STEP_JSON.fullmatch(path.name):
             by_step[path] = int(step["step"])

@@ -126,8 +126,8 @@ def merge_rows(
 
 def _join_columns(blocks: Sequence[RowBlock]) -> tuple[dict[str, Floats], dict[str, Flags]]:
     """Join the columns of all blocks; also return which rows lack a metric that others have."""
-    columns = dict[str, Floats]()
-    absent = dict[str, Flags]()
+    columns = {}
+    absent = {}
     for key in COLUMNS:
         if not any(key in block.columns for block in blocks):
             continue
@@ -155,10 +155,10 @@ def _fallback_warning(steps: Ints, attempts: Ints) -> Iterator[str]:
 def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the rows that are used, by step; the replaced ones; and what replaced these."""
     if np.all(steps[1:] > steps[:-1]):
-        none: Ints = np.empty(0, dtype=np.int64)
+        none = np.empty(0, dtype=np.int64)
         return np.arange(len(steps)), none, none
     # Stable sorts, so that rows of one step and attempt stay in the order in which they were read.
-    order: Ints = np.arange(len(steps))
+    order = np.arange(len(steps))
     if np.any(attempts[1:] < attempts[:-1]):
         order = np.argsort(attempts, kind="stable")
     order = order[np.argsort(steps[order], kind="stable")]
@@ -225,7 +225,7 @@ def with_evaluations(
         rows = np.searchsorted(curve.steps, steps)
         matches = rows < len(curve.steps)
         matches[matches] = curve.steps[rows[matches]] == steps[matches]
-        values: Floats = np.full(len(curve.steps), np.nan)
+        values = np.full(len(curve.steps), np.nan)
         values[rows[matches]] = [by_step[step] for step in steps[matches].tolist()]
         columns[metric] = values
         absent[metric] = np.isnan(values)
@@ -234,7 +234,7 @@ def with_evaluations(
 
 def _with_rows(curve: Curve, steps: Sequence[int]) -> Curve:
     """Return a curve with rows without metrics at further steps."""
-    places: Ints = np.searchsorted(curve.steps, np.array(steps, dtype=np.int64))
+    places = np.searchsorted(curve.steps, np.array(steps, dtype=np.int64))
     present = np.zeros(len(curve.steps), dtype=bool)
     absent = {name: curve.absent.get(name, present) for name in curve.columns}
     attempts = curve.attempts[np.minimum(places, len(curve.steps) - 1)]

@@ -147,8 +147,8 @@ def read_cells(
     names: Sequence[str], cells: Sequence[str]
 ) -> tuple[list[tuple[str, float]], list[tuple[str, str]]]:
     """Return the numbers and the texts of a table's row, by column."""
-    numbers = list[tuple[str, float]]()
-    texts = list[tuple[str, str]]()
+    numbers = []
+    texts = []
     for name, cell in zip(names, cells, strict=False):
         if not cell or not name or name.endswith(_WANDB_RANGE):
             continue
@@ -181,7 +181,7 @@ def column_names(header_line: str, path: Path, tags: Mapping[str, str]) -> tuple
     one, unless the user names such a column.
     """
     delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header_line.count)
-    header: list[str] = []
+    header = []
     with suppress(csv.Error):  # a line of 128 KiB without a separator
         cells = next(csv.reader([header_line], delimiter=delimiter), [])
         header = [name.strip() for name in cells]

@@ -82,8 +82,7 @@ def _as_texts(series: TagSeries) -> TextSeries:
 def _codes_at(column: TextSeries, series: TagSeries) -> Ints:
     """Return the code of each row of a series; -1 if the row lacks the column. [rows]"""
     index = np.minimum(np.searchsorted(column.order, series.order), len(column.order) - 1)
-    codes: Ints = np.where(column.order[index] == series.order, column.codes[index], -1)
-    return codes
+    return np.where(column.order[index] == series.order, column.codes[index], -1)
 
 
 def _separates(loss: TagSeries, codes: Ints, is_rank: bool) -> tuple[bool, bool]:

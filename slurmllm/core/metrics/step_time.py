@@ -145,7 +145,7 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
         record = records.get(number)
         if record is not None and record.world_size != attempts[-1].world_size:
             continue
-        rows: list[dict[str, Any]] = []
+        rows = []
         with suppress(OSError):
             # One more than is used: the oldest may be the attempt's first step, which compiles.
             rows = last_rows(path, RECENT_STEPS + 1)[1:]

@@ -192,8 +192,8 @@ def choose_tags(
         if marked and find_tags(counts, losses):
             framework = candidate
             break
-    rivals: dict[str, tuple[str, ...]] = {}
-    missing: list[str] = []
+    rivals = {}
+    missing = []
     for metric in COLUMNS:
         if metric in chosen:
             continue

@@ -171,7 +171,7 @@ class TextReader(LogReader):
         best = self._choose_reader()
         if best is None:
             return []
-        taken = list[Numbers]()
+        taken = []
         for index, collector in enumerate(self._collectors):
             rows = self._waiting[index] + collector.take()
             if collector is best.rows:

@@ -86,7 +86,7 @@ def _http_options(protocol: str, guarded: bool = False) -> dict[str, Any]:
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
-    options: dict[str, Any] = {"timeout": timeout, "trust_env": True}
+    options = {"timeout": timeout, "trust_env": True}
     if guarded:
         options["trace_configs"] = [_redirect_guard()]
     return {"client_kwargs": options}

@@ -398,7 +398,7 @@ def _join(
         duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
     by_input = [count for shard in shards for count in shard.documents_by_input()]
     documents = sum(by_input)
-    counts: dict[str, Any] = {"documents": documents, "duplicates": duplicates}
+    counts = {"documents": documents, "duplicates": duplicates}
     counts |= _write_outputs(shards, outputs, options, names, documents, work, on_progress)
     read_inputs = [entry for record in records for entry in record.inputs]
     settings = asdict(options.read) | {"dedup": options.dedup}

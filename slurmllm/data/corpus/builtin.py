@@ -67,7 +67,7 @@ def ensure_stdlib(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[Path, Pat
 
 def _sources() -> list[InputFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    files: list[InputFile] = []
+    files = []
     total = 0
     for path in _walk(root):
         file = input_file(path, "text", name=path.relative_to(root).as_posix())

@@ -224,7 +224,7 @@ def _walk(
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
     # A file, or a dataset with its files in the dataset's own order, and the path to sort by.
-    entries: list[tuple[str, list[Path]]] = []
+    entries = []
     for root, folders, names in os.walk(folder, onerror=refuse):
         if (
             is_dataset(names)

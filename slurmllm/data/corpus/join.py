@@ -190,7 +190,7 @@ def write_arrow(
     `sizes`: column of text → bytes; `inputs`: names of files, for the column `source`. The sparse
     file in `work` takes no space.
     """
-    buffers: list[_Buffer] = []
+    buffers = []
     for column, size in sizes.items():
         buffers.append(_Buffer((documents + 1) * 8, _offsets(shards, column), size))
         buffers.append(_Buffer(size, _contents(shards, column)))

@@ -198,7 +198,7 @@ def peak_bytes() -> int:
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield batches of about CHUNK_BYTES: a batch for each of a million files is slow to read."""
-    held: list[pa.RecordBatch] = []
+    held = []
     size = 0
     for batch in batches:
         held.append(batch)
@@ -272,7 +272,7 @@ class _ShardReader:
     def _batch(self, documents: Documents, file: int) -> pa.RecordBatch:
         high, low = digest(documents)
         options = self._shard.options
-        columns: dict[str, Any] = dict(
+        columns = dict(
             zip(options.read.columns, documents, strict=True),
             digest=high,
             id=low,
@@ -342,7 +342,7 @@ def _encode(
 ) -> pa.LargeListArray:
     """Return the token ids of each document, with its end-of-document token."""
     offsets, _ = spans(column)
-    ids: list[npt.NDArray[Any]] = []
+    ids = []
     begin = 0
     while begin < len(column):
         end = int(np.searchsorted(offsets, offsets[begin] + _ENCODE_BYTES, side="right")) - 1

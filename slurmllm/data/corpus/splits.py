@@ -114,7 +114,7 @@ def missing_shards(paths: Iterable[Path | UPath]) -> list[str]:
     Shards are numbered from 0, or from 1 if the last number is there.
     """
     names = {str(path) for path in paths}
-    missing = list[str]()
+    missing = []
     matches = filter(None, map(_SHARD.fullmatch, names))
     for begin, digits, end, total in {(m[1], len(m[2]), m[3], int(m[4])) for m in matches}:
         shards = [f"{begin}{number:0{digits}}{end}" for number in range(total + 1)]

@@ -182,7 +182,7 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
     """
     with contextlib.ExitStack() as stack:
         hasher = stack.enter_context(ThreadPoolExecutor(1))
-        files: list[OutputFile] = []
+        files = []
         for path in paths:
             with writing(path):
                 work.scratch(path.name).unlink(missing_ok=True)  # of a failed build

@@ -62,7 +62,7 @@ def dataset_files(folder: Path, split: str | None = None) -> list[Path] | None:
             )
         splits = [split]
     if (folder / SPLITS).is_file() and splits:
-        files: list[Path] = []
+        files = []
         for name in splits:
             files_of = dataset_files(folder / name)
             if files_of is None:

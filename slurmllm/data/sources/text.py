@@ -134,8 +134,8 @@ class TextSource(_ArrowSource):
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
         """Yield texts of bounded length, and whether each ends its document."""
-        texts: list[str] = []
-        lasts: list[bool] = []
+        texts = []
+        lasts = []
         total = 0
         for document, piece in requests:
             data = self._columns[0].data(document)

@@ -102,7 +102,7 @@ def _parse_block(
 def _parse_lines(
     block: bytes, first_line: int, name: str, options: ReadOptions, on_error: OnError
 ) -> Documents:
-    rows: list[tuple[str, ...]] = []
+    rows = []
     lines = [] if block.isspace() else block.split(b"\n")  # there are files of line ends only
     for number, line in enumerate(lines, start=first_line):
         if not line or line.isspace():

@@ -93,7 +93,7 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
 
 
 def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
-    held: list[bytes] = []
+    held = []
     try:
         for data in stream.blocks(CHUNK_BYTES):
             held.append(data)
