@@ -21,7 +21,7 @@ import numpy.typing as npt
 from slurmllm.core.errors import DataError
 from slurmllm.core.plugins import absolute
 from slurmllm.data.order import splitmix64
-from slurmllm.data.sources.base import Source
+from slurmllm.data.sources.base import Flags, Source
 
 if TYPE_CHECKING:
     from slurmllm.core.config.recipe import Recipe
@@ -106,9 +106,9 @@ class Split:
         # As an integer, so that the bound is exact on every machine.
         self._below = np.uint64(int(Fraction(str(validation)) * 2**64))
 
-    def document_mask(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    def document_mask(self, hashes: npt.NDArray[np.uint64]) -> Flags:
         """Return which documents are on this side, by the hashes of their content."""
-        held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
+        held_out: Flags = splitmix64(hashes ^ _SALT) < self._below
         return held_out if self.name == "validation" else ~held_out
 
     def documents(self, source: Source) -> Iterator[int]:

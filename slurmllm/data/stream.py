@@ -41,7 +41,7 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import BEGINS, UNTRAINED
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Integers
 from slurmllm.data.spec import Split, State, StreamSpec, check_same_stream, identity
 
 log = logging.getLogger(__name__)
@@ -56,17 +56,17 @@ class Batch(NamedTuple):
         untrained: Whether a token is read but not trained; None if all are trained.
     """
 
-    tokens: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.bool_] | None = None
-    untrained: npt.NDArray[np.bool_] | None = None
+    tokens: Integers
+    begins: Flags | None = None
+    untrained: Flags | None = None
 
     @property
-    def inputs(self) -> npt.NDArray[np.int64]:
+    def inputs(self) -> Integers:
         """The model's inputs, int64 [rows, seq_len]."""
         # A copy: backends move contiguous memory to the device.
         return np.ascontiguousarray(self.tokens[:, :-1])
 
-    def labels(self, ignored: int) -> npt.NDArray[np.int64]:
+    def labels(self, ignored: int) -> Integers:
         """Return the model's targets, int64 [rows, seq_len]; `ignored` at untrained tokens."""
         # Always a copy: of one row, `ascontiguousarray` returns a view, and `ignored` would be
         # written into the inputs.
@@ -76,7 +76,7 @@ class Batch(NamedTuple):
         return labels
 
     @property
-    def positions(self) -> npt.NDArray[np.int64] | None:
+    def positions(self) -> Integers | None:
         """Position of each input in its document, int64 [rows, seq_len].
 
         Counted from the sequence's begin for the document that the sequence begins in.

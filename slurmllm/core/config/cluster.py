@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import date, timedelta
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, ValidationInfo, field_validator
 
 from slurmllm.core.config.data_sources import SiteData, SourceName
 from slurmllm.core.config.directives import refuse_generated
@@ -80,7 +80,7 @@ class HealthChecks(Section):
     """Maximum duration of a fsynced write to the shared file system, s; no limit by default."""
     max_clock_skew_s: PositiveFloat = 5.0
     """Maximum difference of a node's clock from the others', s."""
-    efa_interfaces: Annotated[int, Field(ge=0)] = 0
+    efa_interfaces: NonNegativeInt = 0
     """EFA interfaces of a node."""
     driver_version: str | None = None
     """Version of the devices' driver; any by default."""

@@ -11,7 +11,7 @@ import functools
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, Discriminator, Field, NonNegativeInt, Tag, ValidationError
 
 from slurmllm.core.config.operation import PositiveFloat, PositiveInt, Section
 from slurmllm.core.config.profiles import available, did_you_mean, find_yaml, shipped_dir
@@ -162,7 +162,7 @@ class DataConfig(Section):
     positions within each document."""
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Share of the documents, chosen by the hash of their content, that training never sees."""
-    num_workers: Annotated[int, Field(ge=0)] = 1
+    num_workers: NonNegativeInt = 1
     """Processes that tokenize ahead of the training, for each worker."""
 
     @property

@@ -19,7 +19,7 @@ from slurmllm.core.config.families import FAMILIES, Activation, Family
 from slurmllm.core.config.families.family import REQUIRED
 from slurmllm.core.config.recipe import ModelConfig, RopeScaling
 from slurmllm.core.config.rules import broken_rules
-from slurmllm.core.config.yaml_source import flatten
+from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
 from slurmllm.core.run.safe_files import read_limited
@@ -50,7 +50,7 @@ class SourceConfig:
     eos_token_id: int | list[int] | None  # token at its end; some models have several
 
 
-def read_model(path: Path) -> dict[str, Any]:
+def read_model(path: Path) -> Values:
     """Return the model section of a config.json, given by its path or its folder."""
     folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     if not path.exists():
@@ -150,10 +150,10 @@ def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:
     return None if faults else (by_class or by_type)[0]
 
 
-def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) -> dict[str, Any]:
+def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) -> Values:
     """Return the fields of our model section, not yet validated."""
     keys = family.hugging_face.keys
-    fields: dict[str, Any] = {"family": family.name}
+    fields: Values = {"family": family.name}
     for name, (key, default) in keys.items():
         if key in values or default is not REQUIRED:
             fields[name] = values.get(key, default)
@@ -219,7 +219,7 @@ def write_config(
 ) -> None:
     """Write a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
-    values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
+    values: Values = {"architectures": [dialect.causal], "model_type": dialect.model_type}
     resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     for name, (key, _) in dialect.keys.items():
         values[key] = resolved.get(name, getattr(model, name))

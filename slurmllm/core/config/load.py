@@ -20,9 +20,9 @@ from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.recipe import ModelConfig, Recipe
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.config.validate import is_set, validate
+from slurmllm.core.config.validate import Origins, is_set, validate
 from slurmllm.core.config.variables import MASK
-from slurmllm.core.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
+from slurmllm.core.config.yaml_source import LARGEST_YAML, Values, flatten, parse_yaml, read_yaml
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import LARGEST_RECORD, open_trusted, read_limited
@@ -88,7 +88,7 @@ def save(config: RunConfig, run: RunDir) -> None:
     write_atomic(run.config, config.to_yaml())
 
 
-def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+def _read(path: Path, trusted: bool = False) -> tuple[Values, dict[str, str]]:
     """Return the values and their origins."""
     tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
@@ -97,7 +97,7 @@ def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, 
     return tree, origins
 
 
-def _drop_removed(tree: dict[str, Any], origins: Mapping[str, str]) -> None:
+def _drop_removed(tree: Values, origins: Origins) -> None:
     """Delete removed fields that an older version recorded and on which its run does not depend."""
     for field in removed.FIELDS:
         paths = [path for path in origins if f"{path}.".startswith(f"{field}.")]

@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     WithJsonSchema,
 )
 
@@ -88,9 +89,9 @@ class GuardConfig(Section):
     """Steps that the smoothed gradient norm is the mean over."""
     window_steps: PositiveInt = 50
     """Steps within which a spike must return."""
-    skip_batches: Annotated[int, Field(ge=0)] = 0
+    skip_batches: NonNegativeInt = 0
     """Global batches before the spike's first that a roll-back skips too."""
-    max_roll_backs: Annotated[int, Field(ge=0)] = 3
+    max_roll_backs: NonNegativeInt = 3
     """Roll-backs of a run before it stops instead."""
 
 
@@ -99,9 +100,7 @@ class ProfileConfig(Section):
 
     steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
     """First and last profiled step; none if left out."""
-    ranks: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1), AsList
-    ] = (0,)
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), AsList] = (0,)
     """Workers that are profiled."""
     memory: bool = False
     """Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs."""
@@ -235,17 +234,17 @@ class SlurmConfig(Section):
     """Whether new workers start in the same job after a failure, if it has enough healthy nodes."""
     min_nodes: Annotated[int, Field(ge=1)] | None = None
     """Fewest nodes that the train job starts with, if Slurm has no more; --nodes 2-4 sets it."""
-    spare_nodes: Annotated[int, Field(ge=0)] = 0
+    spare_nodes: NonNegativeInt = 0
     """Nodes that the train job holds in addition, to replace others without leaving the allocation.
     """
     dependency: Dependency | None = None
     """What the first job of a submission waits for, as sbatch's --dependency: afterok:12."""
     directives: Directives = Directives()
-    failure_budget: Annotated[int, Field(ge=0)] = 20
+    failure_budget: NonNegativeInt = 20
     """Restarts after node failures within slurm.budget_hours before the run stops."""
-    hang_budget: Annotated[int, Field(ge=0)] = 5
+    hang_budget: NonNegativeInt = 5
     """Likewise, after hangs."""
-    storage_budget: Annotated[int, Field(ge=0)] = 3
+    storage_budget: NonNegativeInt = 3
     """Likewise, after failures of the shared file system; also the starts in a row that may fail
     because the run's directory cannot be written."""
     budget_hours: PositiveFloat = 24.0

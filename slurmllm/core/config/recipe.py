@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
+    NonNegativeInt,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -237,7 +238,7 @@ class OptimConfig(Section):
     """Learning rate after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the decay's end."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear rise from 0."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps."""
@@ -247,7 +248,7 @@ class OptimConfig(Section):
     two the decay begins and ends one step later."""
     decay: Literal["cosine", "linear", "1-sqrt", "constant"] = "cosine"
     """The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress))."""
-    decay_start: Annotated[int, Field(ge=0)] | None = None
+    decay_start: NonNegativeInt | None = None
     """Last step at lr before the decay; by default the last step of the warm-up."""
     decay_steps: PositiveInt | None = None
     """Step at which min_lr is reached, warm-up included; train.steps if left out."""

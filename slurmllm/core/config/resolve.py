@@ -43,15 +43,17 @@ from slurmllm.core.config.recipe_file import (
     read_recipe,
     untrusted_fault,
 )
-from slurmllm.core.config.validate import KEEP, OF_OUR_TRAINERS, OPEN, is_set, validate
+from slurmllm.core.config.validate import KEEP, OF_OUR_TRAINERS, OPEN, Origins, is_set, validate
 from slurmllm.core.config.variables import MASK, hide_passwords, is_secret_at, mask
-from slurmllm.core.config.yaml_source import flatten, parse_scalar, write_yaml
+from slurmllm.core.config.yaml_source import Values, flatten, parse_scalar, write_yaml
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
 
 SMOKE_STEPS = 20  # of --smoke
 TRIAL = "--data builtin"  # origin of the corpus of a first trial
 _NO_RECIPE = "`slurmllm recipes` lists the shipped ones, `init --recipe FILE` writes one"
+# Dotted path → the option's name, and its value; None if it was not given.
+Options = Mapping[str, tuple[str, Any]] | None
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 
@@ -71,7 +73,7 @@ class RunConfig:
     recipe: Recipe
     cluster: Cluster
     # Dotted path → source of the value; paths left out are defaults.
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Origins = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<RunConfig {self.recipe.name} on {self.cluster.name}>"
@@ -105,7 +107,7 @@ class RunConfig:
         values = flatten(self.values())
         return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """Return the nested values, as stored in config.yaml: secrets are masked."""
         has_model = self.recipe.worker.has_model
         unused = {"command"} if has_model else {*REFUSED, *OF_OUR_TRAINERS}
@@ -173,7 +175,7 @@ class RunConfig:
         return [path for path in paths if not self.is_set(path)]
 
     def with_settings(
-        self, section: str, origins: Mapping[str, str] | None = None, /, **values: Any
+        self, section: str, origins: Origins | None = None, /, **values: Any
     ) -> RunConfig:
         """Return a copy with other values of a section of the recipe, which are not validated.
 
@@ -201,7 +203,7 @@ def resolve(
     recipe: str,
     cluster: str | None = None,
     overrides: Iterable[str] = (),
-    options: Mapping[str, tuple[str, Any]] | None = None,
+    options: Options = None,
 ) -> RunConfig:
     """Merge recipe, cluster profile and overrides into one configuration.
 
@@ -247,9 +249,7 @@ def resolve(
     return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
 
 
-def _assign_options(
-    tree: Tree, options: Mapping[str, tuple[str, Any]] | None, faults: list[str]
-) -> None:
+def _assign_options(tree: Tree, options: Options, faults: list[str]) -> None:
     for path, (option, value) in (options or {}).items():
         if value is not None:
             _assign(tree, path, value, option, faults)
@@ -273,7 +273,7 @@ def change(
     config: RunConfig,
     cluster: str | None,
     overrides: Iterable[str],
-    options: Mapping[str, tuple[str, Any]] | None = None,
+    options: Options = None,
 ) -> RunConfig:
     """Replace the cluster profile or single values of a run's configuration.
 
@@ -387,7 +387,7 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
         return max(minimum, round(step * steps / recipe.train.steps))
 
     every = max(1, steps // 2)  # two saves at most, and as many evaluations
-    values: dict[str, Any] = {"train.steps": steps}
+    values: Values = {"train.steps": steps}
     for section in ("checkpoint", "eval"):
         interval = getattr(recipe, section).every_steps
         if interval is not None:

@@ -29,6 +29,7 @@ from slurmllm.core.run.rundir import write_bytes
 _ANNOTATIONS = ("title", "default", "description")
 
 Kind = Literal["recipe", "cluster"]
+Schema = dict[str, Any]
 
 # Section → its fields that people change.
 _FIELDS = {
@@ -63,7 +64,7 @@ def schema_line(kind: Kind) -> str:
     return f"# yaml-language-server: $schema={path.as_uri()}\n"
 
 
-def file_schema(kind: Kind) -> dict[str, Any]:
+def file_schema(kind: Kind) -> Schema:
     """Return the schema of a file, of which only one that extends no other must be whole."""
     schema = recipe_schema() if kind == "recipe" else cluster_schema()
     required = schema.pop("required")
@@ -87,7 +88,7 @@ def file_schema(kind: Kind) -> dict[str, Any]:
     return schema | {"if": {"not": {"required": ["extends"]}}, "then": whole}
 
 
-def _allow_null(schema: dict[str, Any]) -> None:
+def _allow_null(schema: Schema) -> None:
     """Allow null, which takes a value or section of the extended file out."""
     if "anyOf" in schema:
         if {"type": "null"} not in schema["anyOf"]:
@@ -99,7 +100,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
             schema["enum"].append(None)
 
 
-def recipe_schema() -> dict[str, Any]:
+def recipe_schema() -> Schema:
     schema = _schema(Recipe)
     fields = schema["properties"]
     # What `resolve` takes in place of sections and settings.
@@ -121,12 +122,12 @@ def recipe_schema() -> dict[str, Any]:
     return schema
 
 
-def cluster_schema() -> dict[str, Any]:
+def cluster_schema() -> Schema:
     """Return the schema of a whole profile's file, one that extends no other."""
     return _schema(Cluster)
 
 
-def _schema(model: type[Section]) -> dict[str, Any]:
+def _schema(model: type[Section]) -> Schema:
     schema = model.model_json_schema()
     docs = field_docstrings()
     for name, section in {**schema.get("$defs", {}), model.__name__: schema}.items():

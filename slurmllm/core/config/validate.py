@@ -14,7 +14,7 @@ from slurmllm.core.config.profiles import did_you_mean
 from slurmllm.core.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.variables import MASK, is_secret_at
-from slurmllm.core.config.yaml_source import flatten
+from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
 from slurmllm.core.plugins import is_known
@@ -27,17 +27,18 @@ OPEN = ("train.micro_batch", "train.activation_checkpointing")
 OF_OUR_TRAINERS = ("backend", "checkpoint")
 KEEP = "checkpoint.keep"
 M = TypeVar("M", bound=BaseModel)
+Origins = Mapping[str, str]  # dotted path → source of the value
 
 
-def is_set(path: str, origins: Mapping[str, str]) -> bool:
+def is_set(path: str, origins: Origins) -> bool:
     """Whether a value was set: it is neither a default nor the planner's choice."""
     source = origins.get(path, "default")
     return source != "default" and not source.startswith(PLANNER)
 
 
 def validate(
-    tree: dict[str, Any],
-    origins: Mapping[str, str],
+    tree: Values,
+    origins: Origins,
     faults: Sequence[str],
     title: str,
     *,
@@ -96,7 +97,7 @@ def validate(
     return recipe, cluster, origins
 
 
-def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
+def _take_training_out(recipe_tree: Values, origins: Origins) -> list[str]:
     names = [name for name in (*REFUSED, *OF_OUR_TRAINERS) if recipe_tree.get(name)]
     taken = flatten({name: recipe_tree.pop(name) for name in names})
     if KEEP in taken:
@@ -116,7 +117,7 @@ def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) 
     ]
 
 
-def _keep_fault(command: Any, origins: Mapping[str, str]) -> str | None:
+def _keep_fault(command: Any, origins: Origins) -> str | None:
     """Return why `checkpoint.keep` could remove what another run wrote."""
     pattern = command.get("checkpoints") if isinstance(command, Mapping) else None
     if not isinstance(pattern, str):
@@ -131,7 +132,7 @@ def _keep_fault(command: Any, origins: Mapping[str, str]) -> str | None:
     )
 
 
-def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
+def _open_auto_settings(recipe_tree: Values, origins: dict[str, str]) -> None:
     """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
     train = recipe_tree.get("train")
     if isinstance(train, Mapping):
@@ -150,7 +151,7 @@ def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) ->
     recipe_tree["parallel"] = {**fixed, "auto": True} if auto else fixed
 
 
-def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+def _defaults(model: type[BaseModel], prefix: str = "") -> Values:
     defaults = {}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -161,7 +162,7 @@ def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 def _build(
-    model: type[M], tree: Any, prefix: str, faults: list[str], origins: Mapping[str, str]
+    model: type[M], tree: Any, prefix: str, faults: list[str], origins: Origins
 ) -> tuple[M | None, set[str]]:
     """Validate one tree; appends its faults and returns the faulty paths."""
     try:
@@ -180,7 +181,7 @@ def _build(
 
 
 def _describe(
-    model: type[BaseModel], dotted: str, path: str, item: dict[str, Any], origins: Mapping[str, str]
+    model: type[BaseModel], dotted: str, path: str, item: Values, origins: Origins
 ) -> str:
     origin = f" ({origins[dotted]})" if dotted in origins else ""
     if item["type"] == "extra_forbidden":

@@ -18,6 +18,7 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
 from slurmllm.core.run.safe_files import os_error_text, read_limited
 
+Values = dict[str, Any]  # by name; those of sections are nested
 # PyYAML's implicit types that are replaced below; a timestamp stays a string.
 _TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
 _FLOAT = re.compile(
@@ -33,7 +34,7 @@ _DEEPEST = 100
 _MOST_NODES = 100_000  # with every alias written out: nine levels of nine aliases have 10^9
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
     """Return nested mappings → dotted path → leaf. An empty mapping is a leaf."""
     flat = {}
     for key, value in tree.items():
@@ -76,7 +77,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def write_yaml(values: dict[str, Any], *, inline: bool = False) -> str:
+def write_yaml(values: Values, *, inline: bool = False) -> str:
     """Return YAML that `read_yaml` reads back unchanged; `inline`: one line, for one key."""
     if inline:
         document = yaml.dump(values, Dumper=_Dumper, default_flow_style=True, width=1 << 30)
@@ -94,7 +95,7 @@ def parse_scalar(scalar: str) -> Any:
 
 def read_yaml(
     path: Path, *, trusted: bool = False, form: str = "see `slurmllm recipes tiny_neox`"
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[Values, dict[str, str]]:
     """Read a YAML mapping: its nested values, and `file:line` for each leaf's dotted path.
 
     Raises:

@@ -26,6 +26,9 @@ OnProgress = Callable[[int], None]
 # Called with the current stage, the bytes completed so far, and the total.
 OnStage = Callable[[str, int, int], None]
 
+# Called with a line of text.
+OnNote = Callable[[str], None]
+
 _QUIET_S = 60.0  # between two lines in a log
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import DamageWarning, SourceKind
 from slurmllm.core.metrics.log_series import Log, LogReader, Numbers, TagSeries
+from slurmllm.core.metrics.tags import Tags
 
 _MAX_DEPTH = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")
@@ -191,7 +192,7 @@ class EventReader(LogReader):
         self._times = array("d")
         return self.rows.take()
 
-    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
         steps = np.array(self._steps, dtype=np.int64)
         times = np.array(self._times)
         series = _steps_from_tag(self.rows.series(steps, times), tags.get("step"), path)

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from slurmllm.core.metrics.tags import (
     FILES,
     LogFormat,
     TagChoice,
+    Tags,
     choose_tags,
     find_format,
     per_device,
@@ -69,7 +70,7 @@ class FollowedOutput:
 class FollowedPath:
     """A file, or a folder of event files, which may not exist yet."""
 
-    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, tags: Tags) -> None:
         self._path = path
         self._tags = tags
         self._files: dict[Path, LogFile] = {}  # the newest last
@@ -118,7 +119,7 @@ def no_match(pattern: Path) -> str:
     return f"no such file: {pattern}; {folder} has {format_names(names, _SHOWN) or 'no files'}"
 
 
-def follow(progress: str | None, tags: Mapping[str, str]) -> FollowedOutput | FollowedPath:
+def follow(progress: str | None, tags: Tags) -> FollowedOutput | FollowedPath:
     """Return the source of `progress`: the output (by a format or pattern), or a path."""
     if progress is None or "(?P<" in progress:
         return FollowedOutput(TextReader(progress))
@@ -147,7 +148,7 @@ class MetricNames:
         format: The framework, once recognized.
     """
 
-    def __init__(self, tags: Mapping[str, str], source: Path, devices: int) -> None:
+    def __init__(self, tags: Tags, source: Path, devices: int) -> None:
         self.problem = ""
         self.format: LogFormat | None = None
         self._tags = tags

@@ -13,7 +13,7 @@ from slurmllm.core.metrics.curves import Curve, DamageWarning, Ints, bit_identic
 from slurmllm.core.metrics.log_series import Log, TagSeries
 from slurmllm.core.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.core.metrics.row_selection import rows_with, select_rows
-from slurmllm.core.metrics.tags import TagChoice, choose_tags, find_tags, per_device
+from slurmllm.core.metrics.tags import TagChoice, Tags, choose_tags, find_tags, per_device
 
 _MAX_RESTARTS = 1000
 # Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
@@ -28,7 +28,7 @@ _NEAR = 0.25
 def curve_of_log(
     log: Log,
     name: str,
-    tags: Mapping[str, str],
+    tags: Tags,
     selection: Mapping[str, str] | None = None,
 ) -> Curve:
     """Convert a log to a curve; arguments as of `source.read_curve`.
@@ -84,7 +84,7 @@ def curve_of_log(
     )
 
 
-def _choose_tags(log: Log, tags: Mapping[str, str]) -> TagChoice:
+def _choose_tags(log: Log, tags: Tags) -> TagChoice:
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
     return choose_tags(counts, tags, log.path, log.format)
 
@@ -200,7 +200,7 @@ class _Resume(NamedTuple):
     exact: bool  # whether the evidence gives the number of steps, not only that they go on
 
 
-def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
+def _continue_steps(log: Log, metrics: Tags) -> Log:
     """Count on the steps of resumes that begin again at the log's first step.
 
     Two runs in one file look alike. What else was logged tells them apart: tokens, samples or
@@ -242,7 +242,7 @@ def _continue_steps(log: Log, metrics: Mapping[str, str]) -> Log:
 
 
 def _find_resume(
-    log: Log, metrics: Mapping[str, str], loss: TagSeries, begin: int, start: int, offset: int
+    log: Log, metrics: Tags, loss: TagSeries, begin: int, start: int, offset: int
 ) -> _Resume | None:
     """Return the resume before row `start` of the loss, in a part that began at row `begin`."""
     before = slice(begin, start)

@@ -6,7 +6,6 @@ import gzip
 import re
 import tempfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -21,7 +20,7 @@ from slurmllm.core.metrics.event_files import (
 from slurmllm.core.metrics.log_series import Log, LogReader, Numbers, RowCollector, log_suffix
 from slurmllm.core.metrics.row_logs import TAG_CSV, JsonReader, TableReader, json_numbers
 from slurmllm.core.metrics.row_reader import parse_row
-from slurmllm.core.metrics.tags import FILES, TABLES, TEXTS
+from slurmllm.core.metrics.tags import FILES, TABLES, TEXTS, Tags
 from slurmllm.core.metrics.text_logs import TextReader
 from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
 from slurmllm.core.run.safe_files import (
@@ -41,7 +40,7 @@ def is_log(path: Path) -> bool:
     return is_event_file(path) or log_suffix(path) in FILES
 
 
-def make_reader(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> LogReader:
+def make_reader(path: Path, tags: Tags, pattern: str | None = None) -> LogReader:
     """Return the reader of a file, by its name."""
     suffix = log_suffix(path)
     if pattern is not None or suffix in TEXTS:
@@ -54,7 +53,7 @@ def make_reader(path: Path, tags: Mapping[str, str], pattern: str | None = None)
 class LogFile:
     """A log that grows, or is written again from its beginning."""
 
-    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, tags: Tags) -> None:
         self._path = path
         self._tags = tags
         self.reader = make_reader(path, tags)
@@ -115,7 +114,7 @@ def feed(reader: LogReader, stream: BinaryIO, offset: int = 0) -> int:
     return stream.tell()
 
 
-def read_file(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log:
+def read_file(path: Path, tags: Tags, pattern: str | None = None) -> Log:
     """Read a file to its end; raise RunError without rows or steps, OSError if it is unreadable."""
     reader = make_reader(path, tags, pattern)
     warnings = list[str]()
@@ -125,7 +124,7 @@ def read_file(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
     return reader.log(path, tags, warnings)
 
 
-def read_events(source: Path, tags: Mapping[str, str]) -> Log:
+def read_events(source: Path, tags: Tags) -> Log:
     """Read an event file, or the files of a training: those of a folder, or of one below it."""
     files = training_files(source)
     warnings = list[str]()
@@ -150,7 +149,7 @@ def split_log_files(folder: Path) -> list[Path]:
     return sorted(by_step, key=lambda path: (by_step[path], path))
 
 
-def read_split_log(folder: Path, tags: Mapping[str, str]) -> Log:
+def read_split_log(folder: Path, tags: Tags) -> Log:
     """Read a folder of such files as one log."""
     rows = RowCollector()
     warnings = list[str]()

@@ -19,6 +19,7 @@ from slurmllm.core.metrics.curves import DamageWarning, Flags, Floats, Ints, Sou
 from slurmllm.core.metrics.tags import (
     METRICS,
     LogFormat,
+    Tags,
     common_names,
     find_tags,
     list_tags,
@@ -165,7 +166,7 @@ class RowCollector:
         self,
         path: Path,
         kind: SourceKind,
-        tags: Mapping[str, str],
+        tags: Tags,
         warnings: Sequence[str] = (),
         log_format: LogFormat | None = None,
         invented_steps: str = "",
@@ -197,7 +198,7 @@ class RowCollector:
             invented_steps=invented_steps,
         )
 
-    def _select_steps(self, path: Path, tags: Mapping[str, str]) -> tuple[str, Ints, Sequence[str]]:
+    def _select_steps(self, path: Path, tags: Tags) -> tuple[str, Ints, Sequence[str]]:
         """Return the key of the step, the step of each row (-1: none), and warnings."""
         candidates = step_keys(self._columns, tags)
         if not candidates:
@@ -258,7 +259,7 @@ class RowCollector:
                     "" if key == step_key else key,
                 )
 
-    def _refuse_decimal_commas(self, path: Path, tags: Mapping[str, str]) -> None:
+    def _refuse_decimal_commas(self, path: Path, tags: Tags) -> None:
         names = (*tags.values(), *(name for metric in METRICS for name in common_names(metric)))
         for key in find_tags(self._texts, names):
             codes_of = self._texts[key][2]
@@ -293,7 +294,7 @@ class LogReader(ABC):
         """Return the rows since the last call, for one who follows the log."""
         return self.rows.take()
 
-    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
         """Return all rows; raise RunError without any."""
         return self.rows.log(path, self.kind, tags, [*warnings, *self.warnings])
 

@@ -23,7 +23,7 @@ from slurmllm.core.metrics.log_series import (
     parse_value,
 )
 from slurmllm.core.metrics.row_reader import json_number, parse_row
-from slurmllm.core.metrics.tags import step_keys
+from slurmllm.core.metrics.tags import Tags, step_keys
 from slurmllm.core.run.safe_files import LARGEST_RECORD
 
 _LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
@@ -72,7 +72,7 @@ class TableReader(LineReader):
 
     kind: SourceKind = "csv"
 
-    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, tags: Tags) -> None:
         super().__init__(path)
         self._tags = tags
         self._delimiter = ","
@@ -127,7 +127,7 @@ class TableReader(LineReader):
         numbers, texts = read_cells(self._names, cells)
         self.rows.add(numbers, self._number, texts)
 
-    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
         if not self._names:
             column_names("", path, tags)  # raises RunError
         if self._short == [self._number]:
@@ -174,7 +174,7 @@ def _new_header(cells: Sequence[str], names: Sequence[str]) -> list[str]:
     return header if is_header and not any(_parse_cell("", cell) for cell in header) else []
 
 
-def column_names(header_line: str, path: Path, tags: Mapping[str, str]) -> tuple[str, list[str]]:
+def column_names(header_line: str, path: Path, tags: Tags) -> tuple[str, list[str]]:
     """Return the delimiter of a table and the names of its columns; raise RunError without any.
 
     W&B's table of a chart has columns `<run> - <metric>`: the run's name is cut off if all are of
@@ -272,7 +272,7 @@ class JsonReader(LineReader):
         for row in _document_rows(document):
             self._add(row)
 
-    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
         if self._broken and not len(self.rows):
             raise RunError(
                 f"{path}:{self._broken[0]}: not a JSON object, and no other line is one; give JSON "

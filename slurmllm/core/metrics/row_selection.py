@@ -6,7 +6,7 @@ Rows of the validation set, of other ranks or of other data sets may have the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,14 +14,14 @@ import numpy as np
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import Ints, bit_identical
 from slurmllm.core.metrics.log_series import Log, TagSeries, TextSeries
-from slurmllm.core.metrics.tags import list_tags
+from slurmllm.core.metrics.tags import Tags, list_tags
 
 _RANK = re.compile(r"(.*[^a-z])?(rank|process|worker|host|device|gpu)(_?idx?)?", re.I)
 # Columns of whole numbers that may separate rows
 _NUMBERED = re.compile(rf"{_RANK.pattern}|.*(train|val|eval|test|split|fold|seed|trial).*", re.I)
 
 
-def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
+def select_rows(log: Log, metrics: Tags) -> Log:
     """Return the log with the rows of the lowest rank.
 
     Raises RunError if another column separates rows of the same steps. `metrics`: metric → tag.
@@ -63,7 +63,7 @@ def _counts(texts: Sequence[str], codes: Ints) -> dict[str, int]:
     return {name: number for name, number in zip(texts, numbers, strict=True) if number}
 
 
-def _columns(log: Log, metrics: Mapping[str, str]) -> Iterator[tuple[str, TextSeries]]:
+def _columns(log: Log, metrics: Tags) -> Iterator[tuple[str, TextSeries]]:
     """Yield the columns that may separate rows: of texts, or of numbers such as a rank."""
     yield from log.texts.items()
     for tag, series in log.series.items():

@@ -25,7 +25,7 @@ from slurmllm.core.metrics.log_files import (
 from slurmllm.core.metrics.log_series import Log, log_suffix
 from slurmllm.core.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
 from slurmllm.core.metrics.row_reader import parse_row, read_error, read_evaluations
-from slurmllm.core.metrics.tags import JSON_LINES, parse_tags
+from slurmllm.core.metrics.tags import JSON_LINES, Tags, parse_tags
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import JobsRecord, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, find_run, read_all
@@ -104,7 +104,7 @@ _FOLDER = re.compile(r"tb|tensorboard|((lightning|tb|tf)_)?logs?|events|runs|ver
 
 def read_curve(
     source: Path,
-    tags: Mapping[str, str] | None = None,
+    tags: Tags | None = None,
     *,
     lenient: bool = False,
     pattern: str | None = None,
@@ -138,7 +138,7 @@ def read_curve(
         ) from error
 
 
-def read_log(source: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log | None:
+def read_log(source: Path, tags: Tags, pattern: str | None = None) -> Log | None:
     """Read a log of another framework; None if it is one of ours. Raises also OSError."""
     refuse_removed_format(source)
     if not source.is_file():
@@ -155,7 +155,7 @@ def read_log(source: Path, tags: Mapping[str, str], pattern: str | None = None) 
     return read_file(source, tags)
 
 
-def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
+def _read_folder(source: Path, tags: Tags) -> Log | None:
     """Read a folder of another framework, or a run's event files; None if it has metrics files."""
     run = RunDir(source)
     if run.metrics_files() or not source.is_dir():

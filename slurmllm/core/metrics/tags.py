@@ -21,6 +21,7 @@ from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
+Tags = Mapping[str, str]  # metric → the tag, column or key that holds it
 ANY_FRAMEWORK = "any framework"  # its entry in formats.yaml
 PATTERN_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
 # Kinds of logs, by their suffixes
@@ -119,7 +120,7 @@ def _beginnings(name: str) -> set[str]:
 class TagChoice:
     """The tags (columns, keys) that hold the metrics of a log."""
 
-    tags: Mapping[str, str]  # by metric
+    tags: Tags  # by metric
     rivals: Mapping[str, tuple[str, ...]]  # metric → other tags that match
     format: LogFormat | None  # None if not recognized
     missing: tuple[str, ...]  # warnings: tags that the user named and the log lacks
@@ -171,7 +172,7 @@ def check_pattern(pattern: str, option: str = "--pattern") -> None:
 
 def choose_tags(
     counts: Mapping[str, int],
-    requested: Mapping[str, str],
+    requested: Tags,
     source: Path,
     log_format: LogFormat | None = None,
 ) -> TagChoice:
@@ -226,7 +227,7 @@ def choose_tags(
     return TagChoice(chosen, rivals, framework, tuple(missing))
 
 
-def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
+def step_keys(tags: Collection[str], requested: Tags) -> list[str]:
     """Return the keys or columns that may hold the step, the likeliest first."""
     if requested.get("step") in tags:
         return [requested["step"]]

@@ -10,7 +10,7 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache, lru_cache
@@ -37,6 +37,7 @@ from slurmllm.core.metrics.tags import (
     PATTERN_EXAMPLE,
     LineFormat,
     LogFormat,
+    Tags,
     all_formats,
     check_pattern,
     step_keys,
@@ -193,7 +194,7 @@ class TextReader(LogReader):
             self.numbered = best.invented_steps
         return best
 
-    def log(self, path: Path, tags: Mapping[str, str], warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
         best = self._choose_reader()
         if best is not None and best.rows:
             return best.rows.log(path, self.kind, tags, warnings, best.format, self.numbered)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from upath import UPath
     from yarl import URL
 
+    AnyPath = Path | UPath
+
 T = TypeVar("T")
 
 DOWNLOAD = "download it and give its local path"
@@ -166,7 +168,7 @@ def paths_of(url: str) -> list[UPath]:
     return [UPath(system.unstrip_protocol(entry), **options) for entry in entries]
 
 
-def state_of(path: Path | UPath, fresh: bool = False) -> tuple[int, str]:
+def state_of(path: AnyPath, fresh: bool = False) -> tuple[int, str]:
     """Return a file's size in bytes, and a version tag that changes with its content.
 
     Args:
@@ -233,7 +235,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
 
-def open_input(path: Path | UPath) -> io.RawIOBase:
+def open_input(path: AnyPath) -> io.RawIOBase:
     """Open a local or a remote file for reading."""
     if isinstance(path, Path):
         return path.open("rb", buffering=0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from slurmllm.core.display.progress import OnStage
+from slurmllm.core.display.progress import OnNote, OnStage
 from slurmllm.core.errors import CodeError, DataError, NodeError, SlurmError, StorageError
 from slurmllm.core.run.records import Record
 from slurmllm.data.corpus.inputs import FormatOption, InputFile
@@ -127,7 +127,7 @@ def build_corpus(
     workers: int = 1,
     slurm: SlurmOptions | None = None,
     on_progress: OnStage = lambda stage, done, total: None,
-    on_note: Callable[[str], None] = lambda note: None,
+    on_note: OnNote = lambda note: None,
 ) -> BuildResult:
     """Write a corpus, or the files of token ids (`output_paths`), and the manifest next to it.
 
@@ -191,9 +191,7 @@ def refuse_outputs(outputs: Sequence[Path], overwrite: bool) -> None:
         refuse_existing(path, overwrite or manifest_path(corpus).exists())
 
 
-def _finished_shards(
-    shards: Sequence[Shard], work: WorkFolder, on_note: Callable[[str], None]
-) -> set[str]:
+def _finished_shards(shards: Sequence[Shard], work: WorkFolder, on_note: OnNote) -> set[str]:
     """Return the shards of an earlier build; removes all else from the work folder."""
     names = work.shard_names()
     finished = {
@@ -235,7 +233,7 @@ def _write_missing_shards(
     workers: int,
     slurm: SlurmOptions | None,
     on_progress: OnStage,
-    on_note: Callable[[str], None],
+    on_note: OnNote,
 ) -> list[int]:
     """Write the unfinished shards; return the peak memory of each process that did, bytes."""
     missing = [shard for shard in shards if shard.name not in finished]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from slurmllm.core.config.data_sources import MANIFEST, DataSource, FileName, PublishedFile, inside
 from slurmllm.core.config.variables import hide_passwords
-from slurmllm.core.display.progress import OnStage
+from slurmllm.core.display.progress import OnNote, OnProgress, OnStage
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.records import Record
 from slurmllm.core.run.rundir import fsync_dir, write_atomic
@@ -93,7 +93,7 @@ class Fetch:
     parts: int | None = None  # fetch only so many files of each pattern
     group: str | None = None  # whose members are trusted
     on_progress: OnStage = lambda stage, done, total: None
-    on_note: Callable[[str], None] = lambda note: None
+    on_note: OnNote = lambda note: None
     is_earlier: bool = False
     _num_bytes: int = 0
 
@@ -283,7 +283,7 @@ class Fetch:
         state: _Opened,
         out: BinaryIO,
         begin: int,
-        on_bytes: Callable[[int], None],
+        on_bytes: OnProgress,
     ) -> int:
         """Append what is missing of an address whose bytes begin at `begin`; return where they end.
 

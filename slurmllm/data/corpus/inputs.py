@@ -6,12 +6,13 @@ import glob
 import os
 import stat
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from slurmllm.core.config.variables import hide_passwords
+from slurmllm.core.display.progress import OnNote
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
 from slurmllm.data.corpus.addresses import open_input, paths_of, state_of
@@ -28,7 +29,9 @@ from slurmllm.data.sources.dataset_folder import (
 if TYPE_CHECKING:
     from upath import UPath
 
-P = TypeVar("P", bound="Path | UPath")
+    from slurmllm.data.corpus.addresses import AnyPath
+
+P = TypeVar("P", bound="AnyPath")
 Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd", "bz2", "xz"]
@@ -49,7 +52,7 @@ _KNOWN = f"known endings are {' '.join(ENDINGS)} (also with .gz, .zst, .bz2 or .
 class InputFile:
     """One file to read."""
 
-    path: Path | UPath
+    path: AnyPath
     name: str  # in corpus and manifest: the path as the user wrote it, or the address
     format: Format
     compression: Compression | None
@@ -57,9 +60,7 @@ class InputFile:
     version: str  # modification time, or the server's tag: changes with the content
 
 
-def input_file(
-    path: Path | UPath, format: FormatOption = "auto", name: str | None = None
-) -> InputFile:
+def input_file(path: AnyPath, format: FormatOption = "auto", name: str | None = None) -> InputFile:
     """Describe one file; `name` is its name in the corpus, by default the path."""
     try:
         size_bytes, version = state_of(path)
@@ -86,7 +87,7 @@ def input_file(
     return InputFile(path, display_name, kind, compression, size_bytes, version)
 
 
-def _classify(path: Path | UPath, format: FormatOption) -> tuple[Format, Compression | None] | None:
+def _classify(path: AnyPath, format: FormatOption) -> tuple[Format, Compression | None] | None:
     compression = COMPRESSIONS.get(path.suffix.lower())
     inner = Path(path.stem) if compression else path
     if format != "auto":
@@ -95,7 +96,7 @@ def _classify(path: Path | UPath, format: FormatOption) -> tuple[Format, Compres
     return None if kind is None else (kind, compression)
 
 
-def _recognize(path: Path | UPath) -> str | None:
+def _recognize(path: AnyPath) -> str | None:
     """Return what a file with an unknown ending is, and what to do; None if that is unknown."""
     with open_input(path) as opened:
         return foreign_format(str(path), opened.read(HEAD_BYTES) or b"")
@@ -107,7 +108,7 @@ def find_inputs(
     *,
     split: str | None = None,
     exclude: Iterable[Path] = (),
-    on_note: Callable[[str], None] = lambda note: None,
+    on_note: OnNote = lambda note: None,
 ) -> list[InputFile]:
     """Expand files, folders, globs and addresses into the files to read, in a fixed order.
 
@@ -122,10 +123,10 @@ def find_inputs(
         on_note: Called with a line on what is ignored.
     """
     excluded = {path.resolve() for path in exclude}
-    unknown: list[Path | UPath] = []
-    files: dict[Path | UPath, InputFile] = {}
+    unknown: list[AnyPath] = []
+    files: dict[AnyPath, InputFile] = {}
     for argument in arguments:
-        candidates: Sequence[Path | UPath]
+        candidates: Sequence[AnyPath]
         if "://" in argument:
             candidates = _at_address(argument, format, split, unknown, on_note)
         else:
@@ -158,8 +159,8 @@ def _candidates(
     format: FormatOption,
     split: str | None,
     excluded: Container[Path],
-    unknown: list[Path | UPath],
-    on_note: Callable[[str], None],
+    unknown: list[AnyPath],
+    on_note: OnNote,
 ) -> list[Path]:
     """Return the files of an argument to read; those with unknown endings go to `unknown`."""
     folder = Path(argument)
@@ -194,8 +195,8 @@ def _at_address(
     url: str,
     format: FormatOption,
     split: str | None,
-    unknown: list[Path | UPath],
-    on_note: Callable[[str], None],
+    unknown: list[AnyPath],
+    on_note: OnNote,
 ) -> list[UPath]:
     """Return the files at an address to read; those with unknown endings go to `unknown`."""
     paths = paths_of(url)
@@ -216,9 +217,7 @@ def _with_kind(paths: Sequence[P], format: FormatOption) -> list[tuple[P, bool]]
     ]
 
 
-def _walk(
-    folder: Path, split: str | None, on_note: Callable[[str], None], saved: set[Path]
-) -> Iterator[Path]:
+def _walk(folder: Path, split: str | None, on_note: OnNote, saved: set[Path]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         # os.walk ignores folders it cannot list, and a part of the corpus would be missing.
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error

@@ -32,6 +32,7 @@ from slurmllm.data.corpus.options import TokenDtype
 from slurmllm.data.corpus.shard import DOCUMENTS, ShardRecord, spans
 from slurmllm.data.corpus.work_folder import OutputFile, WorkFolder, writing
 from slurmllm.data.sources.arrow import FILE_BEGIN, MappedBatches
+from slurmllm.data.sources.base import Flags, Integers
 from slurmllm.data.sources.tokenized import (
     MEGATRON_HEADER,
     MEGATRON_MAGIC,
@@ -53,7 +54,7 @@ class FinishedShard:
     def __init__(self, folder: Path, record: ShardRecord) -> None:
         self.folder = folder
         self.record = record
-        self.keep: npt.NDArray[np.bool_] | None = None  # [documents]; None: all
+        self.keep: Flags | None = None  # [documents]; None: all
 
     def batches(self, *columns: str) -> Iterator[pa.RecordBatch]:
         """Yield some columns of the kept documents; a batch is valid until the next one."""
@@ -126,7 +127,7 @@ def column_parts(shards: Iterable[FinishedShard], name: str) -> Iterator[pa.Arra
             yield batch.column(0)
 
 
-def _lengths(shards: Iterable[FinishedShard], column: str) -> Iterator[npt.NDArray[np.int64]]:
+def _lengths(shards: Iterable[FinishedShard], column: str) -> Iterator[Integers]:
     for column_data in column_parts(shards, column):
         yield np.diff(spans(column_data)[0])
 
@@ -213,7 +214,7 @@ def write_arrow(
     return tuple(batch.schema.names)
 
 
-def _offsets(shards: Sequence[FinishedShard], column: str) -> Iterator[npt.NDArray[np.int64]]:
+def _offsets(shards: Sequence[FinishedShard], column: str) -> Iterator[Integers]:
     end = 0
     yield np.zeros(1, np.int64)
     for lengths in _lengths(shards, column):

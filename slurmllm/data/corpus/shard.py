@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import xxhash
 
+from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError, SlurmllmError, StorageError
 from slurmllm.core.run.records import Record
 from slurmllm.core.run.safe_files import write_whole
@@ -33,13 +34,12 @@ from slurmllm.data.corpus.options import BuildOptions, InputErrors, TokenDtype, 
 from slurmllm.data.corpus.readers import DocumentReader, Documents
 from slurmllm.data.corpus.readers.base import CHUNK_BYTES, drop_blank
 from slurmllm.data.corpus.work_folder import WorkFolder, writing
-from slurmllm.data.sources.base import prompt_content
+from slurmllm.data.sources.base import Integers, prompt_content
 
 if TYPE_CHECKING:
     from slurmllm.data.tokenizer import TokenEncoder
 
 Digests = npt.NDArray[np.uint64]
-Integers = npt.NDArray[np.int64]
 
 DOCUMENTS = "documents.arrow"
 RECORD = "shard.json"
@@ -151,9 +151,7 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
-def write_shard(
-    shard: Shard, work: WorkFolder, on_progress: Callable[[int], None] | None = None
-) -> None:
+def write_shard(shard: Shard, work: WorkFolder, on_progress: OnProgress | None = None) -> None:
     """Read a shard's files and write its documents.
 
     Without `on_progress`, the number of bytes read is written to `work.progress`. A DataError if an
@@ -211,7 +209,7 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
-def _progress_file(path: Path) -> Callable[[int], None]:
+def _progress_file(path: Path) -> OnProgress:
     """Return a function that writes a number to a file, at most twice a second."""
     written_s = 0.0
 
@@ -228,7 +226,7 @@ def _progress_file(path: Path) -> Callable[[int], None]:
 class _ShardReader:
     """The documents of a shard as record batches; iterates once."""
 
-    def __init__(self, shard: Shard, on_progress: Callable[[int], None]) -> None:
+    def __init__(self, shard: Shard, on_progress: OnProgress) -> None:
         self.schema = shard_schema(shard.options)
         self._shard = shard
         self._on_progress = on_progress

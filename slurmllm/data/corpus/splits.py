@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slurmllm.core.display.progress import OnNote
 from slurmllm.core.errors import DataError
 
 if TYPE_CHECKING:
-    from upath import UPath
+    from slurmllm.data.corpus.addresses import AnyPath
 
-P = TypeVar("P", bound="Path | UPath")
+P = TypeVar("P", bound="AnyPath")
 log = logging.getLogger(__name__)
 ALL = "all"
 DEFAULT = "train"
@@ -35,7 +35,7 @@ def select_data(
     folder: str,
     files: Sequence[tuple[P, bool]],
     split: str | None,
-    on_note: Callable[[str], None],
+    on_note: OnNote,
 ) -> list[P]:
     """Return the files of a folder, or at an address, to read: of one split, no documentation.
 
@@ -85,7 +85,7 @@ def _of_split(
     data: list[P],
     splits: dict[str, set[str]],
     split: str | None,
-    on_note: Callable[[str], None],
+    on_note: OnNote,
 ) -> list[P]:
     names = ", ".join(sorted(splits))
     chosen = split or DEFAULT
@@ -108,7 +108,7 @@ def _of_split(
     return selected
 
 
-def missing_shards(paths: Iterable[Path | UPath]) -> list[str]:
+def missing_shards(paths: Iterable[AnyPath]) -> list[str]:
     """Return the missing shards that the names of others imply, as `b-1-of-3` implies `b-0-of-3`.
 
     Shards are numbered from 0, or from 1 if the last number is there.
@@ -162,12 +162,12 @@ def _configured_patterns(folder: str) -> Any:
     return None if name is None else configs[name].get("data_files")
 
 
-def list_some(paths: Sequence[Path | UPath | str], folder: str | None = None) -> str:
+def list_some(paths: Sequence[AnyPath | str], folder: str | None = None) -> str:
     first = min(map(str, paths))
     if folder is not None:
         first = first.removeprefix(f"{folder}/")
     return first if len(paths) == 1 else f"{len(paths):,} files such as {first}"
 
 
-def _is_documentation(path: Path | UPath) -> bool:
+def _is_documentation(path: AnyPath) -> bool:
     return _DOCUMENTATION.fullmatch(path.name) is not None

@@ -13,11 +13,12 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.rundir import fsync_dir
 from slurmllm.core.run.safe_files import open_lock, untrusted_error
@@ -147,7 +148,7 @@ class OutputFile:
         self._hasher = hasher
         self._digest = hashlib.sha256()
         self.size_bytes = 0
-        self.on_write: Callable[[int], None] = lambda size_bytes: None
+        self.on_write: OnProgress = lambda size_bytes: None
 
     def write(self, data: Any) -> None:
         # hashlib and write both release the GIL, so a block is hashed meanwhile.

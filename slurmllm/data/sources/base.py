@@ -23,6 +23,7 @@ from slurmllm.core.run.safe_files import os_error_text
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 # Bits of a token's mark.
 BEGINS = 1  # the first of a document

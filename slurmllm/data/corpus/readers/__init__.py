@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError
 from slurmllm.core.format import printable
 from slurmllm.data.corpus.decompress import ForeignFormatError, OpenedInput
@@ -91,7 +92,7 @@ class DocumentStream:
         files: Sequence[InputFile],
         options: ReadOptions,
         errors: InputErrors,
-        on_progress: Callable[[int], None] = lambda done_bytes: None,
+        on_progress: OnProgress = lambda done_bytes: None,
     ) -> None:
         self._files = files
         self._options = options

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
@@ -30,6 +29,7 @@ from slurmllm.data.corpus.readers.base import (
     reinterpret,
 )
 from slurmllm.data.sources.arrow import FILE_BEGIN, MappedBatches
+from slurmllm.data.sources.base import Integers
 
 _MOST_ROWS = 1 << 16
 
@@ -162,7 +162,7 @@ def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _sizes(column: pa.Array) -> npt.NDArray[np.int64]:
+def _sizes(column: pa.Array) -> Integers:
     """Return the bytes of each row, after a check of a plain string's offsets."""
     if pa.types.is_dictionary(column.type):  # of each row: many may share a long text
         sizes = pc.binary_length(column.dictionary).take(column.indices)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.json as pj
 
@@ -30,6 +29,7 @@ from slurmllm.data.corpus.readers.base import (
     line_blocks,
     valid_utf8,
 )
+from slurmllm.data.sources.base import Integers
 
 _NEXT_ELEMENT = re.compile(r"[^\s,]|\Z")
 
@@ -66,9 +66,7 @@ def _is_array(begin: bytes) -> bool:
     return False
 
 
-def _parse_block(
-    block: bytes, feeds: npt.NDArray[np.int64], keys: tuple[str, ...]
-) -> Documents | None:
+def _parse_block(block: bytes, feeds: Integers, keys: tuple[str, ...]) -> Documents | None:
     """Parse all lines of a block at once; None if they must be parsed one by one."""
     # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
     # object, and as many objects as lines mean one object a line.
