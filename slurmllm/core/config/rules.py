@@ -38,6 +38,11 @@ def _rule(*paths: str) -> Callable[[Check], Check]:
     return register
 
 
+def _require(*paths: str, holds: Callable[..., bool], fault: str) -> None:
+    """Add a rule whose fault has the values in the order of the paths."""
+    RULES.append(Rule(paths, lambda *values: None if holds(*values) else fault.format(*values)))
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, smallest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
@@ -131,14 +136,13 @@ def _with_option(name: str) -> str:
     return f"model.family {_alternatives(families)}"
 
 
-@_rule("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
-def rope_scaling_has_a_range(low: float, high: float) -> str | None:
-    if low < high:
-        return None
-    return (
-        f"model.rope_scaling.low_freq_factor: {low:g} is not less than high_freq_factor {high:g}; "
-        "choose a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)"
-    )
+_require(
+    "model.rope_scaling.low_freq_factor",
+    "model.rope_scaling.high_freq_factor",
+    holds=lambda low, high: low < high,
+    fault="model.rope_scaling.low_freq_factor: {:g} is not less than high_freq_factor {:g}; choose "
+    "a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)",
+)
 
 
 @_rule("model.family", "model.num_kv_heads", "model.num_heads")
@@ -155,14 +159,13 @@ def family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str |
     )
 
 
-@_rule("model.scaled_init", "model.output_init_std")
-def one_output_init(scaled: bool, std: float | None) -> str | None:
-    if not scaled or std is None:
-        return None
-    return (
-        f"model.output_init_std: {std:g} and model.scaled_init both set the standard deviation of "
-        "the output matrices; leave one of them out"
-    )
+_require(
+    "model.output_init_std",
+    "model.scaled_init",
+    holds=lambda std, scaled: std is None or not scaled,
+    fault="model.output_init_std: {:g} and model.scaled_init both set the standard deviation of "
+    "the output matrices; leave one of them out",
+)
 
 
 def _divides(path: str, noun: str, number: int | str | None, whole: int) -> str | None:
@@ -243,41 +246,34 @@ def virtual_stages_divide_layers(pipeline: int, virtual: int, layers: int) -> st
     )
 
 
-@_rule("parallel.sequence", "parallel.tensor", "model.seq_len")
-def sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | None:
-    if not sequence or seq_len % tensor == 0:
-        return None
-    return (
-        f"parallel.sequence: model.seq_len {seq_len} is not a multiple of parallel.tensor "
-        f"{tensor}; change one of them or set parallel.sequence=false"
-    )
-
-
-@_rule("parallel.shard_nodes", "parallel.zero")
-def shards_need_zero(shard_nodes: int | None, zero: int) -> str | None:
-    if shard_nodes is None or zero:
-        return None
-    return (
-        f"parallel.shard_nodes: {shard_nodes}, but parallel.zero 0 shards nothing; set "
-        "parallel.zero to 1, 2 or 3, or parallel.shard_nodes=null"
-    )
-
-
-@_rule("optim.min_lr", "optim.lr")
-def min_lr_below_lr(min_lr: float, lr: float) -> str | None:
-    if min_lr <= lr:
-        return None
-    return f"optim.min_lr: {min_lr:g} is above optim.lr {lr:g}; choose less"
-
-
-@_rule("optim.warmup_steps", "optim.warmup_ratio")
-def one_warmup(warmup: int, ratio: float | None) -> str | None:
-    if ratio is None or warmup == 0:
-        return None
-    return (
-        f"optim.warmup_ratio: {ratio:g}, and optim.warmup_steps is {warmup}: they exclude each "
-        "other; set optim.warmup_steps=0 or optim.warmup_ratio=null"
-    )
+_require(
+    "model.seq_len",
+    "parallel.tensor",
+    "parallel.sequence",
+    holds=lambda seq_len, tensor, sequence: not sequence or seq_len % tensor == 0,
+    fault="parallel.sequence: model.seq_len {} is not a multiple of parallel.tensor {}; change one "
+    "of them or set parallel.sequence=false",
+)
+_require(
+    "parallel.shard_nodes",
+    "parallel.zero",
+    holds=lambda shard_nodes, zero: shard_nodes is None or zero > 0,
+    fault="parallel.shard_nodes: {}, but parallel.zero 0 shards nothing; set parallel.zero to 1, 2 "
+    "or 3, or parallel.shard_nodes=null",
+)
+_require(
+    "optim.min_lr",
+    "optim.lr",
+    holds=lambda min_lr, lr: min_lr <= lr,
+    fault="optim.min_lr: {:g} is above optim.lr {:g}; choose less",
+)
+_require(
+    "optim.warmup_ratio",
+    "optim.warmup_steps",
+    holds=lambda ratio, warmup: ratio is None or warmup == 0,
+    fault="optim.warmup_ratio: {:g}, and optim.warmup_steps is {}: they exclude each other; set "
+    "optim.warmup_steps=0 or optim.warmup_ratio=null",
+)
 
 
 @_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")
@@ -418,14 +414,12 @@ def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
                 yield fault
 
 
-@_rule("eval.every_steps", "eval.corpora", "data.validation")
-def evaluations_have_text(
-    every: int | None, corpora: Mapping[str, str], validation: float
-) -> str | None:
-    # Skipped if corpora are named: a mapping has a value of its own only if it is empty.
-    if every is None or corpora or validation:
-        return None
-    return (
-        f"eval.every_steps: {every}, but no text is held out; set data.validation=0.01, or name a "
-        "corpus: eval.corpora={NAME: FILE}"
-    )
+# Skipped if corpora are named: a mapping has a value of its own only if it is empty.
+_require(
+    "eval.every_steps",
+    "eval.corpora",
+    "data.validation",
+    holds=lambda every, corpora, validation: every is None or bool(corpora or validation),
+    fault="eval.every_steps: {}, but no text is held out; set data.validation=0.01, or name a "
+    "corpus: eval.corpora={{NAME: FILE}}",
+)
