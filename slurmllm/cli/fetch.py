@@ -117,9 +117,9 @@ def fetch_sources(
             group = config.cluster.trusted_group
             fetch = Fetch(name, source, folder, mirrors, parts, group, show, note)
             files = fetch.run()
-        total = decimal(sum(file["size_bytes"] for file in files))
-        origins = [origin for file in files for origin in file["origins"]]
-        compared = sum(origin["compared"] is not None for origin in origins)
+        total = decimal(sum(file.size_bytes for file in files))
+        origins = [origin for file in files for origin in file.origins]
+        compared = sum(origin.compared is not None for origin in origins)
         if fetch.is_earlier:
             outcome = "there since the last fetch, not read again; to verify the files, remove "
             outcome += str(folder / MANIFEST)
@@ -134,7 +134,8 @@ def fetch_sources(
         for key, path in paths.items():
             if path is not None:
                 click.echo(f"{key:<10} {path}", err=err)
-        fetched.append({"name": name, "folder": str(folder), **paths, "files": files})
+        values = [file.model_dump(mode="json") for file in files]
+        fetched.append({"name": name, "folder": str(folder), **paths, "files": values})
     return fetched
 
 

@@ -39,14 +39,12 @@ UNUSED_BY_RUNS = frozenset({"cluster.price.reserved"})
 
 
 def verb_message(verb: str) -> str | None:
-    """Return the error for a removed verb, or None."""
     if verb not in VERBS:
         return None
     return f"slurmllm {verb} was removed; {VERBS[verb]}"
 
 
 def option_message(verb: str, option: str) -> str | None:
-    """Return the error for a removed option, or None."""
     if (verb, option) not in OPTIONS:
         return None
     return f"{option} of slurmllm {verb} was removed; {OPTIONS[verb, option]}"

@@ -188,7 +188,6 @@ def count_epochs(
 
 
 def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list[PackedSequence]:
-    """Return the first rows of the first step, decoded."""
     with PackedStream(spec, 0, 1) as stream:
         batch = stream.next_batch()
     untrained = np.zeros_like(batch.tokens, bool) if batch.untrained is None else batch.untrained

@@ -35,8 +35,6 @@ _U64 = np.uint64
 class Permutation:
     """A permutation of 0 … size - 1 (size ≥ 1), another for each key, such as seed and epoch."""
 
-    __slots__ = ("_high_mask", "_keys", "_low_bits", "_low_mask", "size")
-
     def __init__(self, size: int, *key: int | str) -> None:
         self.size = size
         bits = max(2, (size - 1).bit_length())

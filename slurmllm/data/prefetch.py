@@ -143,7 +143,6 @@ def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def main() -> NoReturn:
-    """Run a data worker until its parent exits."""
     for number in PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The parent blocked them while it started this process; now they are ignored.

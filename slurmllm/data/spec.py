@@ -112,7 +112,6 @@ class Split:
         return held_out if self.name == "validation" else ~held_out
 
     def documents(self, source: Source) -> Iterator[int]:
-        """Yield the documents of a corpus on this side, in the order of the file."""
         for begin in range(0, len(source), _AT_ONCE):
             documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
             if self.validation:
@@ -120,7 +119,6 @@ class Split:
             yield from documents.tolist()
 
     def require_documents(self, source: Source) -> None:
-        """Raise a DataError if a corpus has no document on this side."""
         if next(self.documents(source), None) is None:
             raise self.empty_error(source)
 

@@ -269,17 +269,16 @@ class Hardware(Section):
         return int((self.memory_gib - self.reserved_gib) * GIB)
 
 
-def in_the_future(day: str) -> bool:
-    """Whether a day (YYYY-MM-DD) has begun in no time zone yet."""
-    return day > (date.today() + timedelta(days=1)).isoformat()
-
-
-def check_day(value: str) -> str:
-    """Return a day (YYYY-MM-DD); raise ValueError for anything else."""
+def _past_day(value: str) -> str:
+    """Return a day (YYYY-MM-DD) that has begun in some time zone; raise ValueError for another."""
+    day = ""
     with suppress(ValueError):
-        if date.fromisoformat(value).isoformat() == value:
-            return value
-    raise ValueError("must be a day, such as 2023-12-12")
+        day = date.fromisoformat(value).isoformat()
+    if day != value:
+        raise ValueError("must be a day, such as 2023-12-12")
+    if day > (date.today() + timedelta(days=1)).isoformat():
+        raise ValueError(f"{day} is in the future; write when these were the prices")
+    return day
 
 
 class Price(Section):
@@ -287,14 +286,7 @@ class Price(Section):
 
     on_demand: PositiveFloat
     """Dollars for an hour of one node, on demand."""
-    date: Annotated[str, AfterValidator(check_day)]
+    date: Annotated[str, AfterValidator(_past_day)]
     """When these were the prices."""
     source: str = ""
     """Where they come from."""
-
-    @field_validator("date")
-    @classmethod
-    def _not_in_the_future(cls, day: str) -> str:
-        if in_the_future(day):
-            raise ValueError(f"{day} is in the future; write when these were the prices")
-        return day

@@ -228,7 +228,6 @@ def corpus_epochs(data: DataConfig, tokens: int) -> float | None:
 
 
 def epochs_text(data: DataConfig, tokens: int) -> str | None:
-    """Return the sentence of `corpus_epochs`."""
     size = _published_size(data.sources)
     epochs = corpus_epochs(data, tokens)
     if size is None or epochs is None:

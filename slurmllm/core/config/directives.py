@@ -127,7 +127,6 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def as_arguments(options: Options) -> list[str]:
-    """Return options as arguments of a command."""
     return [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]

@@ -117,8 +117,8 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
             faults.append(f"{key}: must be the number of a token, not {value!r}")
     if faults or model is None:
         return None, faults
-    architecture = (values.get("architectures") or [dialect.causal])[0]
-    return SourceConfig(model, architecture, bos, eos), []
+    architectures = values.get("architectures") or [dialect.causal]
+    return SourceConfig(model, architectures[0], bos, eos), []
 
 
 def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:

@@ -60,7 +60,6 @@ def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def plain(node: Node) -> Any:
-    """Return the values without their sources."""
     if isinstance(node, Value):
         return node.value
     return {key: plain(entry) for key, entry in node.items()}

@@ -65,8 +65,7 @@ def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
         if value == MASK
     ]
     if masked:
-        secrets_file = RunDir(path.parent).secrets
-        with suppress(OSError, ValueError), open_trusted(secrets_file) as stream:
+        with suppress(OSError, ValueError), open_trusted(RunDir(path.parent).secrets) as stream:
             secrets = json.loads(stream.read(LARGEST_RECORD))
             for variables, name, dotted in masked:
                 variables[name] = str(secrets.get(dotted, MASK))
@@ -89,7 +88,6 @@ def save(config: RunConfig, run: RunDir) -> None:
 
 
 def _read(path: Path, trusted: bool = False) -> tuple[Values, dict[str, str]]:
-    """Return the values and their origins."""
     tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
     origins = origins if isinstance(origins, dict) else {}
@@ -127,7 +125,6 @@ class LenientConfig:
         return recipe.model if recipe is not None and recipe.worker.has_model else None
 
     def text(self, path: str) -> str | None:
-        """Return the value at `path` if it is a string, else None."""
         value = (self.values or {}).get(path)
         return value if isinstance(value, str) else None
 

@@ -158,7 +158,6 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
 
 
 def name_of(path: Path, default: str) -> str:
-    """Return the name of a recipe or profile of this file."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or default
 
 

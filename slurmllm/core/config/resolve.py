@@ -125,8 +125,7 @@ class RunConfig:
 
     def secrets(self) -> dict[str, str]:
         """Return dotted path → value of the variables that hold secrets."""
-        sections = {"cluster": {"env": self.cluster.env}, "env": self.recipe.env}
-        variables = flatten(sections)
+        variables = flatten({"cluster": {"env": self.cluster.env}, "env": self.recipe.env})
         return {path: value for path, value in variables.items() if is_secret_at(path, value)}
 
     def worker_secrets(self) -> dict[str, str]:
@@ -164,13 +163,11 @@ class RunConfig:
         """
         if not self.recipe.worker.has_model:
             return []
-        auto = self.recipe.parallel.auto
-        micro_batch = self.recipe.train.micro_batch
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         paths: tuple[str, ...] = ()
-        if auto:
+        if self.recipe.parallel.auto:
             paths = (*degrees, *OPEN)
-        elif micro_batch == "auto":
+        elif self.recipe.train.micro_batch == "auto":
             paths = ("train.micro_batch",)
         return [path for path in paths if not self.is_set(path)]
 

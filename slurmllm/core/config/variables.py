@@ -94,7 +94,6 @@ def is_secret_at(path: str, value: object = "") -> bool:
 
 
 def is_secret_option(option: str) -> bool:
-    """Whether `--set=PATH=VALUE` sets a secret."""
     path, _, value = option.removeprefix("--set=").partition("=")
     return is_secret_at(path.strip(), value)
 

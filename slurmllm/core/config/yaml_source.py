@@ -152,8 +152,9 @@ def parse_yaml(
     lines = {} if lines is None else lines
     faults = [] if faults is None else faults
     brackets = content.count("[") + content.count("{")
-    is_deep = brackets > _MAX_BRACKETS or _DEEP.search(content)
-    loader = _Loader if is_deep else _FastLoader
+    loader = _FastLoader
+    if brackets > _MAX_BRACKETS or _DEEP.search(content):
+        loader = _Loader
     node = yaml.compose(content, loader)
     if node is None:
         return None

@@ -34,7 +34,6 @@ _QUIET_S = 60.0  # between two lines in a log
 
 @contextlib.contextmanager
 def input_progress(title: str, total_bytes: int) -> Iterator[OnProgress]:
-    """Show the progress of reading an input, on stderr."""
     with stage_progress() as show:
         yield lambda done_bytes: show(title, done_bytes, total_bytes)
 
@@ -66,7 +65,6 @@ def _bar(*columns: ProgressColumn) -> Progress:
 
 @contextlib.contextmanager
 def stage_progress() -> Iterator[OnStage]:
-    """Show the progress of consecutive stages, on stderr."""
     bar = _bar(DownloadColumn(), TransferSpeedColumn())
     if bar.disable:
         yield _Lines()

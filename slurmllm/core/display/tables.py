@@ -129,7 +129,6 @@ def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in GitHub's Markdown."""
     lines = [headings, ["---"] * len(headings), *rows]
     cells = ([printable(cell).replace("|", "\\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)

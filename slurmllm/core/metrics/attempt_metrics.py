@@ -21,7 +21,7 @@ import pyarrow.json
 
 from slurmllm.core.format import format_plural
 from slurmllm.core.metrics.curves import COLUMNS, DamageWarning
-from slurmllm.core.metrics.merge import FileRows, RowBlock
+from slurmllm.core.metrics.merge import FileContent, FileRows, RowBlock
 from slurmllm.core.metrics.row_reader import (
     CUT_LINE,
     json_number,
@@ -40,9 +40,7 @@ _SMALL_BYTES = 256 << 10
 LineFault = tuple[int, str]  # line, and what is wrong with it
 
 
-def read_attempts(
-    files: list[Path], lenient: bool, by_file: FileRows | None = None
-) -> tuple[list[RowBlock], list[str]]:
+def read_attempts(files: list[Path], lenient: bool, by_file: FileRows | None = None) -> FileContent:
     """Read metrics files, each of an attempt; rows without an attempt get their file's index.
 
     Returns the rows, and warnings that name file and line; fills `by_file` for a second reader.
@@ -51,7 +49,7 @@ def read_attempts(
     rows = []
     warnings = []
 
-    def read(path: Path, attempt: int) -> tuple[list[RowBlock], list[str]]:
+    def read(path: Path, attempt: int) -> FileContent:
         try:
             return _read_file(path, attempt, lenient=lenient, fast=fast)
         except OSError as error:
@@ -69,9 +67,7 @@ def read_attempts(
     return rows, warnings
 
 
-def _read_file(
-    path: Path, attempt: int, *, lenient: bool, fast: bool
-) -> tuple[list[RowBlock], list[str]]:
+def _read_file(path: Path, attempt: int, *, lenient: bool, fast: bool) -> FileContent:
     """Read a file in blocks, each by the fast reader or line by line."""
     blocks = []
     faults = []

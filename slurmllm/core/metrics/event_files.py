@@ -19,7 +19,7 @@ import numpy as np
 
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.curves import DamageWarning, SourceKind
-from slurmllm.core.metrics.log_series import Log, LogReader, Numbers, TagSeries
+from slurmllm.core.metrics.log_series import Log, LogReader, Rows, TagSeries
 from slurmllm.core.metrics.tags import Tags
 
 _MAX_DEPTH = 3
@@ -185,7 +185,7 @@ class EventReader(LogReader):
             message = f"{self._malformed} records are not TensorBoard events; skipped them"
             self.warnings.append(DamageWarning(f"{self._path}: {message}"))
 
-    def take(self) -> list[Numbers]:
+    def take(self) -> Rows:
         self.rows.set_column("step", self._steps)
         self.rows.set_column("time", self._times)
         self._steps = array("q")
@@ -210,10 +210,9 @@ def _tensor_scalar(value: Any) -> float | None:
     from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
     # One value may stand for a tensor of any shape: 60 bytes of a file for terabytes of memory.
-    dims = value.tensor.tensor_shape.dim
-    if value.metadata.plugin_data.plugin_name not in ("", "scalars") or any(
-        dim.size != 1 for dim in dims
-    ):
+    if any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):
+        return None
+    if value.metadata.plugin_data.plugin_name not in ("", "scalars"):
         return None
     try:
         tensor = make_ndarray(value.tensor)

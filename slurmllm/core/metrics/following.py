@@ -19,7 +19,7 @@ from slurmllm.core.errors import RunError
 from slurmllm.core.format import format_names
 from slurmllm.core.metrics.event_files import training_files
 from slurmllm.core.metrics.log_files import LogFile
-from slurmllm.core.metrics.log_series import Numbers
+from slurmllm.core.metrics.log_series import Numbers, Rows
 from slurmllm.core.metrics.tags import (
     FILES,
     LogFormat,
@@ -60,7 +60,7 @@ class FollowedOutput:
         self._fed_at = time.monotonic()
         self._text.feed(output)
 
-    def read(self, last: bool = False) -> list[Numbers]:
+    def read(self, last: bool = False) -> Rows:
         if last or time.monotonic() - self._fed_at > _PAUSE_S:
             self._text.flush(last)
             self._fed_at = math.inf
@@ -83,7 +83,7 @@ class FollowedPath:
         file = next(reversed(self._files.values()), None)
         return None if file is None else file.reader.format
 
-    def read(self, last: bool = False) -> list[Numbers]:
+    def read(self, last: bool = False) -> Rows:
         """Return the new rows; raise OSError or RunError if they cannot be read now."""
         begin = time.monotonic()
         path = newest(self._path)
@@ -97,8 +97,7 @@ class FollowedPath:
             file = self._files[source]
             rows += file.take_new(last)
             if file.reader.is_document:
-                took_s = time.monotonic() - begin
-                self._next = begin + _REREAD_S + took_s / _REREAD_SHARE
+                self._next = begin + _REREAD_S + (time.monotonic() - begin) / _REREAD_SHARE
         return rows
 
 
@@ -160,11 +159,9 @@ class MetricNames:
         self._names = 0
         self._choice: TagChoice | None = None
         self._step = ""
-        self._waiting: list[Numbers] = []  # rows from before a loss was there
+        self._waiting: Rows = []  # rows from before a loss was there
 
-    def convert(
-        self, rows: list[Numbers], log_format: LogFormat | None
-    ) -> Iterator[tuple[int, Numbers]]:
+    def convert(self, rows: Rows, log_format: LogFormat | None) -> Iterator[tuple[int, Numbers]]:
         """Yield the step of each row, from 1, and its metrics."""
         for row in rows:
             self._counts.update(row.keys())

@@ -17,7 +17,7 @@ from slurmllm.core.metrics.event_files import (
     is_event_file,
     training_files,
 )
-from slurmllm.core.metrics.log_series import Log, LogReader, Numbers, RowCollector, log_suffix
+from slurmllm.core.metrics.log_series import Log, LogReader, RowCollector, Rows, log_suffix
 from slurmllm.core.metrics.row_logs import TAG_CSV, JsonReader, TableReader, json_numbers
 from slurmllm.core.metrics.row_reader import parse_row
 from slurmllm.core.metrics.tags import FILES, TABLES, TEXTS, Tags
@@ -41,7 +41,6 @@ def is_log(path: Path) -> bool:
 
 
 def make_reader(path: Path, tags: Tags, pattern: str | None = None) -> LogReader:
-    """Return the reader of a file, by its name."""
     suffix = log_suffix(path)
     if pattern is not None or suffix in TEXTS:
         return TextReader(pattern)
@@ -61,10 +60,9 @@ class LogFile:
         self._offset = 0
         self._head = b""  # of a table
         self._count = 0  # rows that were taken
-        self._rows: list[Numbers] = []  # of a document
+        self._rows: Rows = []  # of a document
 
-    def take_new(self, last: bool = False) -> list[Numbers]:
-        """Read what is new, and return its rows."""
+    def take_new(self, last: bool = False) -> Rows:
         info = self._path.stat()
         state = (info.st_ino, info.st_size, info.st_mtime_ns)
         if state == self._state and self.reader.is_document:

@@ -27,6 +27,7 @@ from slurmllm.core.metrics.tags import (
 )
 
 Numbers = dict[str, float]
+Rows = list[Numbers]
 
 _FRACTIONAL = 0.1  # share of steps that are not whole numbers
 _MOST_TEXTS = 200  # different ones in a column that separates rows
@@ -117,10 +118,9 @@ class RowCollector:
         self._lines.append(line)
 
     def set_column(self, key: str, values: Sequence[float]) -> None:
-        """Set the value of each row."""
         self._columns[key] = array("q", range(len(values))), array("d", values)
 
-    def take(self) -> list[Numbers]:
+    def take(self) -> Rows:
         """Remove all rows, and return those of the rank that had the first one."""
         self._taken = self.sizes
         rows = [Numbers() for _ in self._lines]
@@ -223,7 +223,7 @@ class RowCollector:
         # A few may be damage; the whole ones among many would be another curve.
         if fractional.size > _FRACTIONAL * len(steps):
             index = fractional[0]
-            line = self._lines[rows[fractional[0]]]
+            line = self._lines[rows[index]]
             raise RunError(
                 f"{path}{f':{line}' if line else ''}: {step_key} is {steps[index]:g}, not a whole "
                 "number; name the column of the step with --tag step=KEY"
@@ -262,8 +262,7 @@ class RowCollector:
     def _refuse_decimal_commas(self, path: Path, tags: Tags) -> None:
         names = (*tags.values(), *(name for metric in METRICS for name in common_names(metric)))
         for key in find_tags(self._texts, names):
-            codes_of = self._texts[key][2]
-            number = next(filter(has_decimal_comma, codes_of), None)
+            number = next(filter(has_decimal_comma, self._texts[key][2]), None)
             if number is not None:
                 raise RunError(
                     f"{path}: {number!r} in column {key!r} has a decimal comma; write decimal "
@@ -290,7 +289,7 @@ class LogReader(ABC):
     def flush(self, last: bool = False) -> None:
         """Read rows that only more bytes could complete: the log pauses, or this is the `last`."""
 
-    def take(self) -> list[Numbers]:
+    def take(self) -> Rows:
         """Return the rows since the last call, for one who follows the log."""
         return self.rows.take()
 

@@ -60,7 +60,8 @@ def number_attempts(blocks: list[RowBlock]) -> list[RowBlock]:
     ]
 
 
-FileRows = dict[Path, tuple[list[RowBlock], list[str]]]  # file → its rows, and its warnings
+FileContent = tuple[list[RowBlock], list[str]]  # rows and warnings
+FileRows = dict[Path, FileContent]
 
 
 def merge_rows(

@@ -146,7 +146,6 @@ class TableReader(LineReader):
 def read_cells(
     names: Sequence[str], cells: Sequence[str]
 ) -> tuple[list[tuple[str, float]], list[tuple[str, str]]]:
-    """Return the numbers and the texts of a table's row, by column."""
     numbers = []
     texts = []
     for name, cell in zip(names, cells, strict=False):

@@ -58,7 +58,6 @@ def select_rows(log: Log, metrics: Tags) -> Log:
 
 
 def _counts(texts: Sequence[str], codes: Ints) -> dict[str, int]:
-    """Return the number of rows of each text that has any."""
     numbers = np.bincount(codes, minlength=len(texts)).tolist()
     return {name: number for name, number in zip(texts, numbers, strict=True) if number}
 

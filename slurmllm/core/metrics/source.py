@@ -288,13 +288,14 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
 
     The file is read as stored, not validated: another version may have written it.
     """
-    settings: dict[str, Setting] = {}
-    for key, value in _read_mapping(run.config, warnings).items():
-        if key == "cluster" and isinstance(value, dict):
-            value = {name: value.get(name) for name in _CLUSTER_SETTINGS}
-        elif key in ("origin", "cluster"):
-            continue
-        _flatten(str(key), value, settings)
+    from slurmllm.core.config.yaml_source import flatten  # loads yaml
+
+    settings = {**_read_mapping(run.config, warnings)}
+    settings.pop("origin", None)
+    cluster = settings.get("cluster")
+    settings["cluster"] = {}
+    if isinstance(cluster, dict):
+        settings["cluster"] = {name: cluster.get(name) for name in _CLUSTER_SETTINGS}
     versions = _read_mapping(run.graphs_manifest, warnings).get("versions")
     if versions is None:  # it has no graphs: those of a node of the last attempt
         try:
@@ -303,19 +304,14 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
             versions = _read_mapping(records[0], warnings).get("versions") if records else None
         except OSError as error:
             warnings.append(f"cannot read the attempts of {run.path}: {os_error_text(error)}")
-    _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
-    return settings
-
-
-def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
-    """Store a value under its dotted path; a list as its JSON text."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _flatten(f"{path}.{key}", inner, into)
-    elif value is None or isinstance(value, str | int | float | bool):
-        into[path] = value
-    else:
-        into[path] = json.dumps(value, default=str)
+    if isinstance(versions, dict):
+        settings["versions"] = versions
+    # A list as its JSON text.
+    return {
+        path: value if isinstance(value, Setting) else json.dumps(value, default=str)
+        for path, value in flatten(settings).items()
+        if value != {}
+    }
 
 
 def _read_mapping(path: Path, warnings: list[str]) -> Mapping[Any, Any]:

@@ -29,6 +29,7 @@ from slurmllm.core.metrics.log_series import (
     LogReader,
     Numbers,
     RowCollector,
+    Rows,
     parse_value,
 )
 from slurmllm.core.metrics.tags import (
@@ -106,7 +107,7 @@ class TextReader(LogReader):
         self._pattern = pattern
         self._formats = named or formats
         self._collectors = [RowCollector() for _ in self._formats]  # by format, of all ranks
-        self._waiting = [list[Numbers]() for _ in self._formats]  # rows that were not taken yet
+        self._waiting = [Rows() for _ in self._formats]  # rows that were not taken yet
         self._by_rank: dict[str, list[_LineReader]] = {}
         self._latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
         self._number = 1
@@ -165,7 +166,7 @@ class TextReader(LogReader):
             reader.end_row()
             reader.flush(last)
 
-    def take(self) -> list[Numbers]:
+    def take(self) -> Rows:
         """Return the new rows of the format that has most, as of a whole log."""
         for reader in self.readers:
             reader.flush()

@@ -236,7 +236,6 @@ class RemoteFile(io.RawIOBase):
 
 
 def open_input(path: AnyPath) -> io.RawIOBase:
-    """Open a local or a remote file for reading."""
     if isinstance(path, Path):
         return path.open("rb", buffering=0)
     return RemoteFile(path)

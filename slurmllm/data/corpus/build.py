@@ -183,7 +183,6 @@ def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
 
 
 def refuse_outputs(outputs: Sequence[Path], overwrite: bool) -> None:
-    """Raise a DataError if an output exists and may not be replaced."""
     corpus, *index = outputs
     refuse_existing(corpus, overwrite)
     for path in index:
@@ -264,8 +263,14 @@ def _write_missing_shards(
 
     array = None
     if slurm is not None:
-        texts = "the jobs that read the inputs", "read them on this machine without --slurm"
-        array = ArrayRequest("slurmllm-data", slurm, texts[0], texts[1], on_submit, cpus=1)
+        array = ArrayRequest(
+            "slurmllm-data",
+            slurm,
+            "the jobs that read the inputs",
+            "read them on this machine without --slurm",
+            on_submit,
+            cpus=1,
+        )
     results = map_calls(
         write_shards,
         [(group, work.path) for group in groups],

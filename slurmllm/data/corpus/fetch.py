@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +62,9 @@ class _Origin(Record):
     compared: Literal["sha256", "size"] | None = None
 
 
-class _File(Record):
+class FetchedFile(Record):
+    """A file of a data set."""
+
     name: FileName
     size_bytes: int
     origins: tuple[_Origin, ...]
@@ -74,7 +75,7 @@ class _Manifest(Record):
 
     name: str
     parts: int | None
-    files: tuple[_File, ...]
+    files: tuple[FetchedFile, ...]
 
 
 @dataclass
@@ -97,8 +98,8 @@ class Fetch:
     is_earlier: bool = False
     _num_bytes: int = 0
 
-    def run(self) -> list[dict[str, Any]]:
-        """Fetch what is missing and build the corpus; return name, size and origins of each file.
+    def run(self) -> Sequence[FetchedFile]:
+        """Fetch what is missing and build the corpus; return the files.
 
         Raises:
             DataError: nothing is at an address, it may not be read, or other data are there.
@@ -125,9 +126,9 @@ class Fetch:
                     if self.source.corpus and self.source.build and self._manifest.exists():
                         # Built from the files of an earlier fetch, with other --parts.
                         (self.folder / self.source.corpus).unlink(missing_ok=True)
-                    manifest = {"name": self.name, "parts": self.parts, "files": files}
-                    write_atomic(self._manifest, json.dumps(manifest, indent=2) + "\n")
-                self._make_inputs([file["name"] for file in files])
+                    manifest = _Manifest(name=self.name, parts=self.parts, files=tuple(files))
+                    manifest.save(self._manifest)
+                self._make_inputs([file.name for file in files])
         except OSError as error:
             raise _storage_error(self.folder, error) from error
         return files
@@ -136,7 +137,7 @@ class Fetch:
     def _manifest(self) -> Path:
         return self.folder / MANIFEST
 
-    def _fetched(self) -> list[dict[str, Any]] | None:
+    def _fetched(self) -> Sequence[FetchedFile] | None:
         """Return the files of an earlier fetch; None if it was another one or a file has gone."""
         if not os.path.lexists(self._manifest):
             return None
@@ -150,21 +151,16 @@ class Fetch:
             return None
         names = {file.name for file in manifest.files}
         sums = {origin.sha256 for file in manifest.files for origin in file.origins}
-        has_all = all(
+        has_all = len(names) >= len(self.source.files) and all(
             ("*" in file.url or (file.name or PurePosixPath(file.url).name) in names)
             and file.sha256 in (None, *sums)
             for file in self.source.files
         )
-        if (
-            has_all
-            and len(names) >= len(self.source.files)
-            and manifest.parts == self.parts
-            and sizes == [file.size_bytes for file in manifest.files]
-        ):
-            return [file.model_dump(mode="json") for file in manifest.files]
-        return None
+        is_same = manifest.parts == self.parts
+        is_same &= sizes == [file.size_bytes for file in manifest.files]
+        return manifest.files if has_all and is_same else None
 
-    def _download(self, file: PublishedFile) -> Iterator[dict[str, Any]]:
+    def _download(self, file: PublishedFile) -> Iterator[FetchedFile]:
         """Fetch a file, or all of a pattern, each under its own name or joined."""
         url = _mirrored(file.url, self.mirrors)
         address = address_of(url, anonymous=url == file.url)
@@ -227,7 +223,7 @@ class Fetch:
 
     def _write(
         self, name: str, addresses: Sequence[Address], published: PublishedFile
-    ) -> dict[str, Any]:
+    ) -> FetchedFile:
         path = self.folder / name
         make_own_folder(path.parent, self.group)
         states = self._states(addresses, published)
@@ -275,7 +271,7 @@ class Fetch:
             part_file.replace(path)
             fsync_dir(path.parent)
         self._num_bytes += begin
-        return {"name": name, "size_bytes": begin, "origins": origins}
+        return FetchedFile(name=name, size_bytes=begin, origins=tuple(origins))
 
     def _append(
         self,
@@ -354,7 +350,6 @@ def _mirrored(url: str, mirrors: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _open(address: Address, offset: int) -> Iterator[_Opened]:
-    """Open an address to be read from `offset`."""
     file_system = address.file_system
     path = address.path
     if "http" not in str(file_system.protocol):
@@ -395,7 +390,7 @@ def _compared(
     published: PublishedFile,
     stream: BinaryIO,
     span: tuple[int, int],
-) -> dict[str, Any]:
+) -> _Origin:
     """Return the record of an address's bytes; DataError if another sum is published."""
     begin, end = span
     digest = hashlib.sha256()
@@ -410,13 +405,12 @@ def _compared(
             f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged on the way,"
             " or other data"
         )
-    compared = "sha256" if stated else "size" if published.size else None
-    return {
-        "url": address.url,
-        "size_bytes": span[1] - span[0],
-        "sha256": sha256,
-        "compared": compared,
-    }
+    return _Origin(
+        url=address.url,
+        size_bytes=span[1] - span[0],
+        sha256=sha256,
+        compared="sha256" if stated else "size" if published.size else None,
+    )
 
 
 def _require_space(folder: Path, missing_bytes: int) -> None:

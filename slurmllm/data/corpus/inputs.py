@@ -202,19 +202,16 @@ def _at_address(
     paths = paths_of(url)
     if glob.has_magic(url) or [str(path) for path in paths] == [url]:
         return paths
-    candidates = [path for path in paths if path.name not in (STATE, SPLITS, INFO)]
-    unknown += [path for path in candidates if _classify(path, format) is None]
-    candidates = [path for path in candidates if _classify(path, format) is not None]
+    candidates: list[UPath] = []
+    for path in paths:
+        if path.name not in (STATE, SPLITS, INFO):
+            (candidates if _classify(path, format) else unknown).append(path)
     return select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
 
 
 def _with_kind(paths: Sequence[P], format: FormatOption) -> list[tuple[P, bool]]:
-    """Return each path, and whether it is a plain text."""
-    kinds = [_classify(path, format) for path in paths]
-    return [
-        (path, kind is not None and kind[0] == "text")
-        for path, kind in zip(paths, kinds, strict=True)
-    ]
+    kinds = ((path, _classify(path, format)) for path in paths)
+    return [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
 
 
 def _walk(folder: Path, split: str | None, on_note: OnNote, saved: set[Path]) -> Iterator[Path]:

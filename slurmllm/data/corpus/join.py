@@ -19,6 +19,7 @@ import mmap
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,13 +49,13 @@ _AT_ONCE = 1 << 20
 _LONGEST = 2**31 - 1
 
 
+@dataclass(eq=False)
 class FinishedShard:
     """A shard, and which of its documents are kept."""
 
-    def __init__(self, folder: Path, record: ShardRecord) -> None:
-        self.folder = folder
-        self.record = record
-        self.keep: Flags | None = None  # [documents]; None: all
+    folder: Path
+    record: ShardRecord
+    keep: Flags | None = None  # [documents]; None: all
 
     def batches(self, *columns: str) -> Iterator[pa.RecordBatch]:
         """Yield some columns of the kept documents; a batch is valid until the next one."""
@@ -70,7 +71,6 @@ class FinishedShard:
             mapped.release()
 
     def documents_by_input(self) -> list[int]:
-        """Return the number of kept documents of each input file."""
         counts = [file.documents for file in self.record.inputs]
         if self.keep is None:
             return counts
@@ -145,7 +145,6 @@ def write_tokens(
     documents: int,
     dtype: TokenDtype,
 ) -> None:
-    """Write the tokens of all kept documents, and the index."""
     for tokens in _contents(shards, "tokens"):
         bin_file.write(tokens)
     code = next(code for code, kind in MEGATRON_TYPES.items() if np.dtype(kind) == np.dtype(dtype))

@@ -19,6 +19,7 @@ _SKIPPING: dict[Extent, str] = {
 }
 
 
+@dataclass
 class InputErrors:
     """Raises at the first unreadable input, or with `skip_bad` counts them.
 
@@ -26,18 +27,16 @@ class InputErrors:
     advice to skip them works, or at the file's end.
     """
 
-    def __init__(self, skip_bad: bool, only: bool = False) -> None:
-        self.skip_bad = skip_bad
-        self._only = only  # and no document was good yet
-        self._first: tuple[str, Extent] | None = None  # not raised yet
-        self.count = 0  # documents and files skipped so far
-        self.examples: list[str] = []  # the first of them: file, place, reason
+    skip_bad: bool
+    only: bool = False  # and no document was good yet
+    count: int = 0  # documents and files skipped so far
+    examples: list[str] = field(default_factory=list)  # the first of them: file, place, reason
+    _first: tuple[str, Extent] | None = None  # not raised yet
 
     def add(self, error: str, extent: Extent = "document") -> None:
-        """Raise a DataError, or count the error."""
         if not self.skip_bad:
             self._first = self._first or (error, extent)
-            if not self._only or extent != "document":
+            if not self.only or extent != "document":
                 self.raise_first()
         self.count += 1
         if len(self.examples) < ERROR_EXAMPLES:
@@ -45,10 +44,10 @@ class InputErrors:
 
     def raise_first(self, documents: int = 0) -> None:
         """Raise the error that waits, now that a file is read to its end or had good documents."""
-        self._only = self._only and not documents
+        self.only = self.only and not documents
         if self._first is not None:
             error, extent = self._first
-            fix = "" if self._only else f". Fix the file, or {_SKIPPING[extent]} with --skip-bad"
+            fix = "" if self.only else f". Fix the file, or {_SKIPPING[extent]} with --skip-bad"
             raise DataError(error.rstrip(".") + fix)
 
 
@@ -92,7 +91,6 @@ class ReadOptions:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The corpus's columns of text."""
         return ("text",) if self.prompt_key is None else ("prompt", "completion")
 
 

@@ -165,8 +165,7 @@ def write_shard(shard: Shard, work: WorkFolder, on_progress: OnProgress | None =
             folder.mkdir(parents=True)
             reader = _ShardReader(shard, on_progress or _progress_file(progress))
             documents = folder / DOCUMENTS
-            schema = reader.schema
-            with documents.open("xb") as file, pa.ipc.new_stream(file, schema) as out:
+            with documents.open("xb") as file, pa.ipc.new_stream(file, reader.schema) as out:
                 for batch in _joined(iter(reader)):
                     out.write_batch(batch)
             reader.record(_file_digest(documents)).save(folder / RECORD)
@@ -257,7 +256,6 @@ class _ShardReader:
             self._inputs.append(ShardInput(documents=documents, xxh3=reader.checksum))
 
     def record(self, xxh3: str) -> ShardRecord:
-        """Return the record of the shard, once all documents are read."""
         return ShardRecord(
             documents=sum(file.documents for file in self._inputs),
             empty=self._empty,
@@ -300,12 +298,11 @@ def spans(column: pa.LargeStringArray | pa.LargeListArray) -> tuple[Integers, me
     if not len(column):
         return np.zeros(1, np.int64), memoryview(b"")
     buffers = column.buffers()
-    begin = column.offset
     end = column.offset + len(column) + 1
     items = memoryview(buffers[-1] or b"")
     if pa.types.is_large_list(column.type):
         items = items.cast("B").cast("H" if column.type.value_type == pa.uint16() else "i")
-    return np.frombuffer(buffers[1], np.int64)[begin:end], items
+    return np.frombuffer(buffers[1], np.int64)[column.offset : end], items
 
 
 def digest(documents: Documents) -> tuple[Digests, Digests]:

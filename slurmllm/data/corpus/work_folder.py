@@ -15,6 +15,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -26,6 +27,7 @@ from slurmllm.core.run.safe_files import open_lock, untrusted_error
 _LOCK = "lock"
 
 
+@dataclass(frozen=True)
 class WorkFolder:
     """Names of all files of an unfinished build.
 
@@ -33,8 +35,7 @@ class WorkFolder:
     renamed once it is complete; `<shard>.progress` counts the input bytes that it has read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     @classmethod
     def of(cls, out: Path) -> Self:
@@ -209,7 +210,6 @@ def _rename(paths: Sequence[Path], work: WorkFolder) -> None:
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raise a DataError if an output exists and may not be replaced."""
     if out.is_dir():
         raise DataError(f"--out {out} is a folder; name a file in it")
     if out.exists() and not overwrite:

@@ -73,7 +73,6 @@ def open_source(
 
 
 def open_all(spec: StreamSpec) -> tuple[list[Source], TokenEncoder | None]:
-    """Open the corpora of a stream, and their tokenizer."""
     encoder = None
     if spec.tokenizer is not None:
         from slurmllm.data.tokenizer import TokenEncoder

@@ -134,9 +134,8 @@ class ArrowFile:
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            index = error.start
             byte = data[error.start]
-            reason = f"byte {begin + index} of it is not UTF-8 (0x{byte:02x})"
+            reason = f"byte {begin + error.start} of it is not UTF-8 (0x{byte:02x})"
             raise self.damaged(document, reason) from error
 
     def damaged(self, document: int, reason: str) -> StorageError:

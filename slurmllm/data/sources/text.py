@@ -82,7 +82,6 @@ class _ArrowSource(Source):
         return np.fromiter(ids, dtype=np.uint64, count=len(documents))
 
     def _texts(self, document: int) -> list[str]:
-        """Decode and verify a document."""
         texts = [self._file.decoded(document, column.data(document)) for column in self._columns]
         self._verify(document)
         return texts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError
@@ -27,6 +28,7 @@ _READERS = {
 }
 
 
+@dataclass
 class DocumentReader:
     """The documents of one file, in chunks; iterates once.
 
@@ -38,18 +40,16 @@ class DocumentReader:
             Arrow files, of which only the needed columns are read.
     """
 
-    def __init__(self, file: InputFile, options: ReadOptions, on_error: OnError) -> None:
-        self.file = file
-        self.options = options
-        self.position_bytes = 0
-        self.checksum: str | None = None
-        self._on_error = on_error
+    file: InputFile
+    options: ReadOptions
+    on_error: OnError
+    position_bytes: int = 0
+    checksum: str | None = None
 
     def __iter__(self) -> Iterator[Documents]:
-        kind = self.file.format
         options = self.options
-        on_error = self._on_error
-        if kind == "text" and options.prompt_key is not None:
+        on_error = self.on_error
+        if self.file.format == "text" and options.prompt_key is not None:
             raise DataError(
                 f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
                 "prompts and completions as JSON lines, CSV, Parquet or Arrow"
@@ -63,7 +63,7 @@ class DocumentReader:
         documents = 0  # blank ones included
         with stream:
             try:
-                for chunk in _READERS[kind](stream, options, on_error):
+                for chunk in _READERS[self.file.format](stream, options, on_error):
                     self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
                     documents += len(chunk[0])
                     if len(chunk[0]):
@@ -84,32 +84,26 @@ class DocumentReader:
                     self.checksum = stream.checksum()
 
 
+@dataclass
 class DocumentStream:
     """The texts of several files, without blank ones; counts the `documents`; iterates once."""
 
-    def __init__(
-        self,
-        files: Sequence[InputFile],
-        options: ReadOptions,
-        errors: InputErrors,
-        on_progress: OnProgress = lambda done_bytes: None,
-    ) -> None:
-        self._files = files
-        self._options = options
-        self._errors = errors
-        self._on_progress = on_progress
-        self.documents = 0
+    files: Sequence[InputFile]
+    options: ReadOptions
+    errors: InputErrors
+    on_progress: OnProgress = lambda done_bytes: None
+    documents: int = 0
 
     def __iter__(self) -> Iterator[str]:
         done_bytes = 0
-        for file in self._files:
-            reader = DocumentReader(file, self._options, self._errors.add)
+        for file in self.files:
+            reader = DocumentReader(file, self.options, self.errors.add)
             for chunk in reader:
-                self._on_progress(done_bytes + reader.position_bytes)
+                self.on_progress(done_bytes + reader.position_bytes)
                 (texts,) = drop_blank(chunk)
                 self.documents += len(texts)
-                self._errors.raise_first(len(texts))
+                self.errors.raise_first(len(texts))
                 yield from texts.to_pylist()
-            self._errors.raise_first()
+            self.errors.raise_first()
             done_bytes += file.size_bytes
-            self._on_progress(done_bytes)
+            self.on_progress(done_bytes)

@@ -39,7 +39,6 @@ class _NoColumnError(Exception):
 
 
 def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
-    """Read the documents of a Parquet or an Arrow file."""
     name = stream.file.name
     kind = "Parquet"
     read = _parquet_batches
@@ -129,8 +128,7 @@ def _documents(
     def on_row(row: int, reason: str) -> None:
         on_error(f"{name}: row {row} {reason}")
 
-    columns = [batch.column(key) for key in options.keys]
-    return good_rows(columns, options.keys, first_row, on_row)
+    return good_rows([batch.column(key) for key in options.keys], options.keys, first_row, on_row)
 
 
 def _check_bounds(column: pa.Array) -> None:

@@ -36,23 +36,16 @@ Spans = npt.NDArray[np.int64]
 
 
 def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
-    if options.text_by == "paragraph":
-        blocks = _paragraph_blocks(stream, on_error)
-    elif options.text_by == "line":
-        blocks = line_blocks(stream, on_error)
-    else:
-        blocks = _whole_file(stream, on_error)
+    read_blocks, split = _READERS[options.text_by]
     offset = 0  # in the decompressed file
-    for block in blocks:
+    for block in read_blocks(stream, on_error):
         if offset == 0 and block.startswith(BOM):
             offset = len(BOM)
             block = block[len(BOM) :]
         if options.text_by != "document" and block.isspace():
             spans = np.empty((0, 2), np.int64)
-        elif options.text_by == "document":
-            spans = np.array([[0, len(block)]], np.int64)
         else:
-            spans = _paragraphs(block) if options.text_by == "paragraph" else _lines(block)
+            spans = split(block)
         if _NULS in block or not valid_utf8(block):
             valid = []
             for span in spans.tolist():
@@ -169,3 +162,11 @@ def _lines(block: bytes) -> Spans:
     keep = np.ones(len(spans), bool)
     keep[spaced] = [not block[begin:end].isspace() for begin, end in spans[spaced].tolist()]
     return spans[keep]
+
+
+# How to read blocks of whole documents, and how to find the documents in one.
+_READERS = {
+    "paragraph": (_paragraph_blocks, _paragraphs),
+    "line": (line_blocks, _lines),
+    "document": (_whole_file, lambda block: np.array([[0, len(block)]], np.int64)),
+}
