@@ -263,14 +263,8 @@ def _write_missing_shards(
 
     array = None
     if slurm is not None:
-        array = ArrayRequest(
-            "slurmllm-data",
-            slurm,
-            "the jobs that read the inputs",
-            "read them on this machine without --slurm",
-            on_submit,
-            cpus=1,
-        )
+        texts = "the jobs that read the inputs", "read them on this machine without --slurm"
+        array = ArrayRequest("slurmllm-data", slurm, *texts, on_submit, cpus=1)
     results = map_calls(
         write_shards,
         [(group, work.path) for group in groups],
