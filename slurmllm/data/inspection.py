@@ -127,8 +127,8 @@ def inspect_corpus(
     else:
         # A fixed key: the same sample each time. Sorted, to read the file in order.
         picked = np.sort(Permutation(count, "inspect").take(np.arange(SAMPLED_DOCUMENTS)))
-    sizes = np.empty(len(picked), dtype=np.int64)
-    tokens = np.empty(len(picked), dtype=np.int64)
+    sizes = np.empty(len(picked), np.int64)
+    tokens = np.empty(len(picked), np.int64)
     trained = answers = seen = 0
     for begin in range(0, len(picked), _AT_ONCE):
         documents = picked[begin : begin + _AT_ONCE].tolist()
@@ -342,7 +342,7 @@ def _count_trained_documents(source: Source, training: StreamSpec) -> int:
     """Return how many of the first documents of a corpus are in the begin of the training text."""
     documents = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
     split = Split("train", training.validation)
-    trained = np.zeros(len(documents), dtype=bool)
+    trained = np.zeros(len(documents), bool)
     for corpus in open_all(training)[0]:
         share = min(1.0, _COMPARED_SIZE / max(corpus.total_size, 1))
         hashes = corpus.document_hashes(np.arange(math.ceil(len(corpus) * share)))

@@ -79,9 +79,9 @@ class SlotStream:
         self.position = (number, piece, offset)
         self.resuming = piece != 0 or offset != 0
         self._head = offset
-        self._tokens: Tokens = np.empty(0, dtype=np.int32)
-        self._marks: Marks = np.empty(0, dtype=np.uint8)
-        self._ends = np.empty(0, dtype=np.int64)
+        self._tokens = np.empty(0, np.int32)
+        self._marks = np.empty(0, np.uint8)
+        self._ends = np.empty(0, np.int64)
         # (number, piece) of each buffered piece
         self._buffered: list[tuple[int, int]] = []
 
@@ -178,8 +178,8 @@ class SlotGroup:
         These are the positions after the batch, [slots, 3 * corpora]; the sequences drawn so far
         from each corpus by all slots, [corpora]; tokens and marks, both [slots, seq_len + 1].
         """
-        tokens = np.empty((len(self._slots), self._width), dtype=np.int32)
-        marks = np.empty((len(self._slots), self._width), dtype=np.uint8)
+        tokens = np.empty((len(self._slots), self._width), np.int32)
+        marks = np.empty((len(self._slots), self._width), np.uint8)
         corpora = self._blend.next_step()[self._slots.start : self._slots.stop]
         streams = [self._streams[corpus][row] for row, corpus in enumerate(corpora)]
         for corpus in range(len(self._sources)):
@@ -188,8 +188,8 @@ class SlotGroup:
             stream.take(tokens[row], marks[row])
         by_slot = zip(*self._streams, strict=True)
         positions = [[n for stream in slot for n in stream.position] for slot in by_slot]
-        counts = np.array(self._blend.counts, dtype=np.int64)
-        return np.array(positions, dtype=np.int64), counts, tokens, marks
+        counts = np.array(self._blend.counts, np.int64)
+        return np.array(positions, np.int64), counts, tokens, marks
 
     def _fill(self, corpus: int, streams: list[SlotStream]) -> None:
         """Read until each stream has a sequence: for all of them at once, and hardly more.

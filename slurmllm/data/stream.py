@@ -126,7 +126,7 @@ class PackedStream:
         self._identity = identity(spec, self._sources, tokenizer)
         self.trains_every_token = all(source.trains_every_token for source in self._sources)
         # Positions after the batches returned, not after those tokenized ahead.
-        self._positions = np.zeros((rows, POSITION * len(self._sources)), dtype=np.int64)
+        self._positions = np.zeros((rows, POSITION * len(self._sources)), np.int64)
         self._counts = [0] * len(self._sources)
         self._readers: Sequence[SlotGroup | WorkerProcess] = ()  # once a batch was drawn
 
@@ -182,7 +182,7 @@ class PackedStream:
                 f"{slots.start} to {slots[-1]}; load the merged state of all ranks"
             )
         positions = merged["slots"][slots.start - first : slots.stop - first]
-        self._positions = np.array(positions, dtype=np.int64)
+        self._positions = np.array(positions, np.int64)
         self._counts = list(merged["counts"])
         if self._readers:  # workers cannot go back: start new ones
             self.close()

@@ -117,7 +117,7 @@ class TokenEncoder:
     def encode(self, document: str) -> npt.NDArray[np.int32]:
         """Return the token ids of a document and its end-of-document token, int32."""
         (ids,) = self.encode_batch([document])
-        return np.array([*ids, self.end_of_document], dtype=np.int32)
+        return np.array([*ids, self.end_of_document], np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, without end-of-document tokens."""

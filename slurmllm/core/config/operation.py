@@ -123,30 +123,16 @@ class WatchdogConfig(Section):
     """Seconds for a save."""
 
 
-_SLURM_TIME = re.compile(r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}")
-_SLURM_WORD = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*")
+def _word(pattern: str, rule: str) -> BeforeValidator:
+    """Accept a text, or a number that is written like one, as sbatch reads it."""
 
+    def check(value: Any) -> str:
+        word = str(value) if type(value) is int else value
+        if not isinstance(word, str) or not re.fullmatch(pattern, word):
+            raise ValueError(rule)
+        return word
 
-def _slurm_time(value: Any) -> str:
-    """Return a time as sbatch reads it; a bare number counts minutes."""
-    time = str(value) if type(value) is int else value
-    if not isinstance(time, str) or not _SLURM_TIME.fullmatch(time):
-        raise ValueError(
-            "must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00 "
-            "(Slurm reads 8:00 as eight minutes)"
-        )
-    return time
-
-
-def _slurm_word(value: Any) -> str:
-    """Return a word without blanks, quotes or a leading dash, which could end the directive."""
-    word = str(value) if type(value) is int else value
-    if not isinstance(word, str) or not _SLURM_WORD.fullmatch(word):
-        raise ValueError(
-            "must not contain whitespace or quotes, or begin with -; "
-            "write it as sinfo or scontrol shows it"
-        )
-    return word
+    return BeforeValidator(check)
 
 
 # Seconds before the time limit: Slurm does not requeue a job that it timed out.
@@ -160,8 +146,19 @@ def leaving_s(signal_lead_s: float) -> float:
 
 # For the schema: what the validators take.
 _TEXT = WithJsonSchema({"type": ["string", "integer"]})
-SlurmTime = Annotated[str, BeforeValidator(_slurm_time), _TEXT]
-SlurmWord = Annotated[str, BeforeValidator(_slurm_word), _TEXT]
+_TIME = _word(
+    r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}",
+    "must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00 (Slurm reads 8:00 as "
+    "eight minutes)",
+)
+# Without blanks, quotes or a leading dash, which could end the directive
+_WORD = _word(
+    r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*",
+    "must not contain whitespace or quotes, or begin with -; write it as sinfo or scontrol shows "
+    "it",
+)
+SlurmTime = Annotated[str, _TIME, _TEXT]
+SlurmWord = Annotated[str, _WORD, _TEXT]
 
 
 NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]

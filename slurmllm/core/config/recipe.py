@@ -149,10 +149,10 @@ _CHECKPOINTING = ("none", "selective", "full")
 
 def _checkpointing(value: Any) -> Any:
     """Sort the parts and write [core] as selective, so that equal settings have equal graphs."""
-    if isinstance(value, str) and value in _CHECKPOINTING:
+    if value in _CHECKPOINTING:
         return value
     rule = "must be none, selective or full, or a list of core, mlp and norm"
-    if isinstance(value, str) and value in BLOCK_PARTS:
+    if value in BLOCK_PARTS:
         value = (value,)
     if not isinstance(value, list | tuple):
         raise ValueError(rule)
@@ -226,7 +226,7 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
-_Beta = Annotated[float, Field(ge=0, lt=1)]
+_BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -240,7 +240,7 @@ class OptimConfig(Section):
     """Learning rate at the decay's end."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear rise from 0."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    warmup_ratio: _BelowOne | None = None
     """Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps."""
     step_count: Literal["from_1", "nemo", "transformers"] = "from_1"
     """How the schedule counts: from_1, step n of the warm-up has lr · n / warmup_steps; nemo, lr ·
@@ -252,7 +252,7 @@ class OptimConfig(Section):
     """Last step at lr before the decay; by default the last step of the warm-up."""
     decay_steps: PositiveInt | None = None
     """Step at which min_lr is reached, warm-up included; train.steps if left out."""
-    betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[_BelowOne, _BelowOne], Field(strict=False)] = (0.9, 0.95)
     """Adam's averaging constants."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""

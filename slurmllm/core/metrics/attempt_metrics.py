@@ -190,7 +190,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
         if np.count_nonzero(~np.isfinite(values)) != nulls or (nulls and key in _INTEGERS):
             return None
     steps = columns["step"]
-    attempts = columns.get("attempt", np.full(len(steps), attempt, dtype=np.int64))
+    attempts = columns.get("attempt", np.full(len(steps), attempt, np.int64))
     if min(steps.min(), attempts.min()) < 0 or max(steps.max(), attempts.max()) >= 2**53:
         return None
     return RowBlock(steps, attempts, {key: columns[key] for key in COLUMNS if key in columns})

@@ -152,7 +152,7 @@ class Curve:
     def present(self, metric: str) -> Flags:
         """Return which rows have a metric. [rows]"""
         absent = self.absent.get(metric)
-        return np.ones(len(self.steps), dtype=bool) if absent is None else ~absent
+        return np.ones(len(self.steps), bool) if absent is None else ~absent
 
     @property
     def validation(self) -> dict[str, str]:

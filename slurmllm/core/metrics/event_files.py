@@ -193,7 +193,7 @@ class EventReader(LogReader):
         return self.rows.take()
 
     def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
-        steps = np.array(self._steps, dtype=np.int64)
+        steps = np.array(self._steps, np.int64)
         times = np.array(self._times)
         series = _steps_from_tag(self.rows.series(steps, times), tags.get("step"), path)
         if not series:

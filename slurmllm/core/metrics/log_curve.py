@@ -135,12 +135,12 @@ def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
     decreases = loss.order[1:][np.diff(loss.steps) < 0]
     if len(decreases) > min(_MAX_RESTARTS, len(loss.steps) / 3):
         decreases = decreases[:0]
-    positions = np.union1d(np.asarray(process_starts, dtype=np.int64), decreases)
+    positions = np.union1d(np.asarray(process_starts, np.int64), decreases)
     first_loss = np.searchsorted(loss.order, positions)
     within = (first_loss > 0) & (first_loss < len(loss.order))
     # Return the start, not the first loss after it: the process may log other tags first.
     _, index = np.unique(first_loss[within], return_index=True)
-    return np.asarray(positions[within][index], dtype=np.int64)
+    return np.asarray(positions[within][index], np.int64)
 
 
 def _merge_tags(
@@ -167,7 +167,7 @@ def _merge_tags(
         rows = len(replaced) if metric == "loss" else rows
         # A later attempt may log different steps: all rows of earlier attempts in the range that it
         # covers are superseded.
-        superseded = np.zeros(len(series.steps), dtype=bool)
+        superseded = np.zeros(len(series.steps), bool)
         for attempt in np.unique(attempts)[1:]:
             later = series.steps[attempts == attempt]
             superseded |= (
@@ -180,14 +180,14 @@ def _merge_tags(
             continue  # a count that began again with an attempt
         used[metric] = (series.steps[latest], attempts[latest], values)
     steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))
-    row_attempts = np.zeros(len(steps), dtype=np.int64)
+    row_attempts = np.zeros(len(steps), np.int64)
     columns = {}
     absent = {}
     for metric, (metric_steps, attempts, values) in used.items():
         index = np.searchsorted(steps, metric_steps)
         columns[metric] = np.full(len(steps), np.nan)
         columns[metric][index] = values
-        absent[metric] = np.ones(len(steps), dtype=bool)
+        absent[metric] = np.ones(len(steps), bool)
         absent[metric][index] = False
         row_attempts[index] = np.maximum(row_attempts[index], attempts)
     return RowBlock(steps, row_attempts, columns, absent), (rows, identical, largest)

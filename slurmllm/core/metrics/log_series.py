@@ -154,7 +154,7 @@ class RowCollector:
         """Return the columns of the rows that have a step (0 or more). [rows]"""
         series = {}
         for key, (numbers, values) in self._columns.items():
-            rows = np.frombuffer(numbers, dtype=np.int64)
+            rows = np.frombuffer(numbers, np.int64)
             rows_times = None if times is None else times[rows]
             column = TagSeries(rows, steps[rows], np.frombuffer(values), rows_times)
             has_step = column.steps >= 0
@@ -214,7 +214,7 @@ class RowCollector:
         counts = {key: len(self._columns[key][0]) for key in candidates}
         step_key = next(key for key in candidates if 2 * counts[key] >= max(counts.values()))
         numbers, values = self._columns[step_key]
-        rows = np.frombuffer(numbers, dtype=np.int64)
+        rows = np.frombuffer(numbers, np.int64)
         steps = np.frombuffer(values)
         with np.errstate(invalid="ignore"):
             # Beyond 2**53 a float64 cannot represent every integer.
@@ -237,7 +237,7 @@ class RowCollector:
             )
             for step in steps[~valid][:1].tolist()
         ]
-        row_steps = np.full(len(self), -1, dtype=np.int64)
+        row_steps = np.full(len(self), -1, np.int64)
         # Of a row with several steps the first: two columns may have the same name.
         row_steps[rows[valid][::-1]] = steps[valid][::-1].astype(np.int64)
         return step_key, row_steps, warnings

@@ -156,7 +156,7 @@ def _fallback_warning(steps: Ints, attempts: Ints) -> Iterator[str]:
 def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the rows that are used, by step; the replaced ones; and what replaced these."""
     if np.all(steps[1:] > steps[:-1]):
-        none = np.empty(0, dtype=np.int64)
+        none = np.empty(0, np.int64)
         return np.arange(len(steps)), none, none
     # Stable sorts, so that rows of one step and attempt stay in the order in which they were read.
     order = np.arange(len(steps))
@@ -222,7 +222,7 @@ def with_evaluations(
     for name in names:
         metric = f"{VAL_LOSS}/{name}" if VAL_LOSS in columns else VAL_LOSS
         by_step = {step: e.values[name] for step, e in evaluations.items() if name in e.values}
-        steps = np.array(sorted(by_step), dtype=np.int64)
+        steps = np.array(sorted(by_step), np.int64)
         rows = np.searchsorted(curve.steps, steps)
         matches = rows < len(curve.steps)
         matches[matches] = curve.steps[rows[matches]] == steps[matches]
@@ -235,8 +235,8 @@ def with_evaluations(
 
 def _with_rows(curve: Curve, steps: Sequence[int]) -> Curve:
     """Return a curve with rows without metrics at further steps."""
-    places = np.searchsorted(curve.steps, np.array(steps, dtype=np.int64))
-    present = np.zeros(len(curve.steps), dtype=bool)
+    places = np.searchsorted(curve.steps, np.array(steps, np.int64))
+    present = np.zeros(len(curve.steps), bool)
     absent = {name: curve.absent.get(name, present) for name in curve.columns}
     attempts = curve.attempts[np.minimum(places, len(curve.steps) - 1)]
     return replace(

@@ -116,7 +116,7 @@ class Source(ABC):
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """Return `content_hash` of each document, for the validation split."""
         hashes = map(self.content_hash, documents.tolist())
-        return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
+        return np.fromiter(hashes, np.uint64, count=len(documents))
 
 
 # CAUTION: these hashes are the `id` of documents and decide the validation split. The same document

@@ -79,7 +79,7 @@ class _ArrowSource(Source):
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """Return the corpus's ids if it has them, else compute them from the texts."""
         ids = map(self._id or self.content_hash, documents.tolist())
-        return np.fromiter(ids, dtype=np.uint64, count=len(documents))
+        return np.fromiter(ids, np.uint64, count=len(documents))
 
     def _texts(self, document: int) -> list[str]:
         texts = [self._file.decoded(document, column.data(document)) for column in self._columns]
@@ -122,14 +122,14 @@ class TextSource(_ArrowSource):
                 if last:
                     ids.append(self._encoder.end_of_document)
                 ends.append(len(ids))
-        marks = np.zeros(len(ids), dtype=np.uint8)
+        marks = np.zeros(len(ids), np.uint8)
         begins = [
             begin
             for begin, (_, piece) in zip([0, *ends], requests, strict=False)
             if piece == 0 and begin < len(ids)
         ]
         marks[begins] = BEGINS
-        return Pieces(np.frombuffer(ids, dtype=np.int32), marks, np.array(ends, dtype=np.int64))
+        return Pieces(np.frombuffer(ids, np.int32), marks, np.array(ends, np.int64))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
         """Yield texts of bounded length, and whether each ends its document."""
@@ -208,8 +208,8 @@ class PromptSource(_ArrowSource):
         for (_, completion), prompt_ids, ids in zip(pairs, prompts, completions, strict=True):
             if not completion.rstrip().endswith(self._end_token):
                 ids.append(self._end)
-            tokens = np.array(prompt_ids + ids, dtype=np.int32)
-            marks = np.zeros(len(tokens), dtype=np.uint8)
+            tokens = np.array(prompt_ids + ids, np.int32)
+            marks = np.zeros(len(tokens), np.uint8)
             marks[: len(prompt_ids)] = UNTRAINED
             marks[:1] |= BEGINS
             parts.append((tokens, marks))

@@ -101,7 +101,7 @@ class TokenizedSource(Source):
         is_last = begin + PIECE_TOKENS >= len(ids)
         if self.adds_end and end is not None and is_last and not (len(ids) and int(ids[-1]) == end):
             tokens = np.append(tokens, np.int32(end))
-        marks = np.zeros(len(tokens), dtype=np.uint8)
+        marks = np.zeros(len(tokens), np.uint8)
         if end is not None:
             marks[1:][tokens[:-1] == end] = BEGINS
         if len(tokens) and (begin == 0 or (end is not None and int(ids[begin - 1]) == end)):
@@ -207,7 +207,7 @@ class MegatronSource(TokenizedSource):
             )
         if not actual:
             raise DataError(f"{self.path} has no tokens; make it from files that hold text")
-        self._tokens = np.memmap(tokens, dtype=self._type, mode="r")
+        self._tokens = np.memmap(tokens, self._type, mode="r")
         self.fingerprint = fingerprint([self._index, self.path], "megatron")
 
     def __len__(self) -> int:
@@ -263,7 +263,7 @@ class MegatronSource(TokenizedSource):
             raise DataError(f"{self._index} has no documents; make it from files that hold text")
         self._type = np.dtype(MEGATRON_TYPES[code])
         # Mapped, not read: an index of a billion documents takes gigabytes.
-        data = np.memmap(index, dtype=np.uint8, mode="r")
+        data = np.memmap(index, np.uint8, mode="r")
         begin = MEGATRON_HEADER.size
         self._sizes = data[begin : begin + 4 * sequences].view("<i4")
         begin += 4 * sequences
