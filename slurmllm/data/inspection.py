@@ -354,8 +354,7 @@ def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | Non
     """Count the tokens on one side of a corpus; None if more than enough."""
     rate = _MOST_BYTES_PER_TOKEN if source.size_unit == "bytes" else 1
     # Twice: the hash holds out only about this fraction of the documents.
-    many = source.total_size * (1 - split.validation) >= 2 * enough * rate
-    if many and split.name == "train":
+    if split.name == "train" and source.total_size * (1 - split.validation) >= 2 * enough * rate:
         return None
     total = 0
     for document in split.documents(source):

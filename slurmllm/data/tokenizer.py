@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.core.errors import DataError
-from slurmllm.core.run.safe_files import read_limited
+from slurmllm.core.run.safe_files import os_error_text, read_limited
 from slurmllm.data.tokenizer_limits import require_bounded
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -183,7 +183,7 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
         data = read_limited(path, _LARGEST)
     except OSError as error:
         raise DataError(
-            f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "
+            f"cannot read tokenizer {path}: {os_error_text(error)}; name a tokenizer.json, "
             "or make one with `slurmllm tokenizer train`"
         ) from error
     with _library_errors(path, "is refused"):

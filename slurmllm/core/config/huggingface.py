@@ -22,7 +22,7 @@ from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
-from slurmllm.core.run.safe_files import read_limited
+from slurmllm.core.run.safe_files import os_error_text, read_limited
 
 CONFIG = "config.json"
 ADAPTER = (
@@ -74,7 +74,7 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
             return None, [ADAPTER]
         return None, [f"{name}: is missing; is this the folder of a Hugging Face model?"]
     except OSError as error:
-        return None, [f"{name}: cannot be read: {error.strerror or error}"]
+        return None, [f"{name}: cannot be read: {os_error_text(error)}"]
     except (ValueError, RecursionError) as error:  # untrusted: nested too deeply, not UTF-8
         return None, [f"{name}: is not JSON: {error}; fetch it again"]
     if not isinstance(values, dict):

@@ -263,8 +263,7 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
     rows = np.unique(np.concatenate([begins, lowest, highest, gaps, [len(values) - 1]]))
     rows = rows[rows < len(values)]
     if not keep_short_gaps:
-        all_bad = np.all(bad, axis=1)
-        rows = rows[np.isfinite(values[rows]) | all_bad[rows // table.shape[1]]]
+        rows = rows[np.isfinite(values[rows]) | np.all(bad, axis=1)[rows // table.shape[1]]]
     return rows
 
 

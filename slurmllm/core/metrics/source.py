@@ -80,7 +80,7 @@ def locate(source: str, root: Path) -> Path:
         return find_run(source, root).path
     except OSError as error:
         raise RunError(
-            f"cannot look up {source:.200}: {error.strerror or error}; give {_KINDS}"
+            f"cannot look up {source:.200}: {os_error_text(error)}; give {_KINDS}"
         ) from error
 
 
@@ -261,7 +261,7 @@ def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
             if isinstance(names, list) and all(isinstance(node, str) for node in names):
                 records["nodes"][attempt.number] = tuple(names)
     except OSError as error:
-        warnings.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
+        warnings.append(f"cannot read {error.filename or run.path}: {os_error_text(error)}")
     return records
 
 

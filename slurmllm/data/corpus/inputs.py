@@ -15,6 +15,7 @@ from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.display.progress import OnNote
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
+from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.data.corpus.addresses import open_input, paths_of, state_of
 from slurmllm.data.corpus.splits import DEFAULT, list_some, missing_shards, select_data
 from slurmllm.data.sources.dataset_folder import (
@@ -65,7 +66,7 @@ def input_file(path: AnyPath, format: FormatOption = "auto", name: str | None = 
     try:
         size_bytes, version = state_of(path)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {path}: {os_error_text(error)}") from error
     if isinstance(path, Path) and not path.is_file():
         raise DataError(f"{path} is not a regular file; write the text to a file first")
     classified = _classify(path, format)
@@ -260,7 +261,7 @@ def _is_data(path: Path) -> bool:
                 f"{path} is a link to {path.readlink()}, which cannot be read: {error.strerror}; "
                 "fix the link or remove it"
             ) from error
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {path}: {os_error_text(error)}") from error
     # A corpus's manifest, a dataset's state.
     if path.name.endswith((".arrow.json", ".bin.json")):
         return False
@@ -277,7 +278,7 @@ def read_list(path: str) -> list[str]:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the list {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read the list {path}: {os_error_text(error)}") from error
     names = [os.fsdecode(line.strip()) for line in data.splitlines()]
     names = [name for name in names if name and not name.startswith("#")]
     if not names:

@@ -27,7 +27,7 @@ import xxhash
 from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError, SlurmllmError, StorageError
 from slurmllm.core.run.records import Record
-from slurmllm.core.run.safe_files import write_whole
+from slurmllm.core.run.safe_files import os_error_text, write_whole
 from slurmllm.data.corpus.addresses import state_of
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import BuildOptions, InputErrors, TokenDtype, TokenizeOptions
@@ -285,7 +285,7 @@ def _check_unchanged(file: InputFile) -> None:
     try:
         size_bytes, version = state_of(file.path, fresh=True)
     except OSError as error:
-        raise DataError(f"cannot read {file.name}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {file.name}: {os_error_text(error)}") from error
     if (size_bytes, version) != (file.size_bytes, file.version):
         raise DataError(
             f"{file.name} has changed since the build began (it had {file.size_bytes:,} bytes and "

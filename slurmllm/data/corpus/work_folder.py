@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Self
 from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.rundir import fsync_dir
-from slurmllm.core.run.safe_files import open_lock, untrusted_error
+from slurmllm.core.run.safe_files import open_lock, os_error_text, untrusted_error
 
 _LOCK = "lock"
 
@@ -106,7 +106,7 @@ class WorkFolder:
             ) from error
         except OSError as error:
             raise StorageError(
-                f"cannot write {self.path}: {error.strerror or error}; free space or choose "
+                f"cannot write {self.path}: {os_error_text(error)}; free space or choose "
                 "another --out"
             ) from error
         with stream:
@@ -223,7 +223,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
+            f"cannot write {path}: {os_error_text(error)}; free space or choose another --out. "
             "The output is incomplete. Finished shards are kept; run the same command again to "
             "continue"
         ) from error

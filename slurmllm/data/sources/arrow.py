@@ -94,8 +94,7 @@ class ArrowFile:
 
     def strings(self, name: str) -> ValueColumn:
         """Return a column of text; a DataError if there is none of this name and type."""
-        kind = self._type(name)
-        if kind not in (pa.string(), pa.large_string()):
+        if self._type(name) not in (pa.string(), pa.large_string()):
             raise DataError(
                 f"{self.path} has no column {name!r} of the type string or large_string, but "
                 f"{', '.join(f'{field.name} ({field.type})' for field in self._schema)}; {FIX}, "

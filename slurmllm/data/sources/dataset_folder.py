@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.run.safe_files import os_error_text
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
@@ -100,7 +101,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {path}: {os_error_text(error)}") from error
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

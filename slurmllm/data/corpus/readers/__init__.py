@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError
 from slurmllm.core.format import printable
+from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.data.corpus.decompress import ForeignFormatError, OpenedInput
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import InputErrors, ReadOptions
@@ -57,7 +58,7 @@ class DocumentReader:
         try:
             stream = OpenedInput(self.file, options.zstd_long)
         except OSError as error:
-            on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
+            on_error(f"{self.file.name}: cannot be read: {os_error_text(error)}", "file")
             return
 
         documents = 0  # blank ones included
