@@ -398,7 +398,8 @@ def test_a_public_bucket_needs_no_package(tmp_path: Path, monkeypatch: pytest.Mo
     address = addresses.address_of("s3://neuron-s3/gpt/a.bin", anonymous=True)
     assert address.path == "https://neuron-s3.s3.amazonaws.com/gpt/a.bin"
     notes: list[str] = []
-    monkeypatch.setattr(Fetch, "_write", lambda *_: {"name": "a.bin"})
+    file = fetch.FetchedFile(name="a.bin", size_bytes=1, origins=())
+    monkeypatch.setattr(Fetch, "_write", lambda *_: file)
     Fetch("a", source("s3://neuron-s3/gpt/a.bin"), tmp_path, on_note=notes.append).run()
     assert notes == [
         f"s3://neuron-s3/gpt/a.bin is read as {address.path}, because s3fs is not installed"
