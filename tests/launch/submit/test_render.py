@@ -6,7 +6,9 @@ tests/golden/, which people read in the diff; a missing golden is a failure.
 
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,23 @@ def test_the_body_keeps_rendezvous_ports_free(stage: Stage, allowed: bool, tmp_p
     subprocess.run(["bash", "-c", script], env={"PATH": path}, check=True, capture_output=True)
     assert "ip_local_reserved_ports=41000-41001,62182" in asked.read_text()
     assert f"supervise {tmp_path}/r1 --stage {stage}" in started.read_text()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_of_slurm_ends_no_supervisor_that_starts(stage: Stage, tmp_path: Path) -> None:
+    started, python = tmp_path / "started", tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\ntouch {started}\nuntil [ -e {tmp_path}/go ]; do sleep 0.1; done\n"
+    )
+    python.chmod(0o755)
+    script = render(stage, resolve("tiny_neox"), RunDir(tmp_path / "r1"), 1, str(python))
+    shell = subprocess.Popen(["bash", "-c", script], env=os.environ | {"SLURM_JOB_ID": "7"})
+    while not started.exists():
+        time.sleep(0.1)
+    shell.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    assert shell.wait() == 0
 
 
 def test_paths_are_quoted_or_refused() -> None:
