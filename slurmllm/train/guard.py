@@ -10,7 +10,7 @@ not return within a window is a divergence, as is a value that is not finite.
    because norms rise and fall with it; a norm that is still high after the warm-up is a spike.
 4. A spike ends after several norms in a row below the limit: a single low one is noise.
 
-Every worker checks every step, and acts only when all have exchanged their findings (`job.Flags`).
+Every worker checks every step, and acts only when all have exchanged their findings, as flags.
 For a roll-back, rank 0 writes the batches to skip and the step from which on checkpoints are
 invalid into `skips.json`. All workers then fail, and the next attempt resumes from a checkpoint
 before the divergence: steps keep their numbers and use later batches. The detector's whole state is

@@ -41,18 +41,6 @@ if TYPE_CHECKING:
 PRECOMPILE_STEPS = 3
 
 
-class Flags(NamedTuple):
-    """One worker's flags after a step, or the maximum over all workers."""
-
-    stop_signal: int  # number of a signal, 0 for none
-    diverged: bool
-    writing: bool  # files of the save in progress are being written
-
-    @property
-    def signal_name(self) -> str | None:
-        return signal.Signals(self.stop_signal).name if self.stop_signal else None
-
-
 class GlobalBatch(NamedTuple):
     """One worker's share of a global batch."""
 
@@ -114,8 +102,10 @@ class Job:
     def post_flags(self) -> Pending:
         """Begin to exchange the flags of this step (collective); does not wait.
 
-        The control plane forms their maximum while the next step runs. After that step all workers
-        read it, and stop, fail or finish the save alike: a worker never acts on its own flags.
+        The flags are the number of the signal to stop, 0 for none, whether this worker found a
+        divergence, and whether it is writing files of the save in progress. The control plane forms
+        their maximum while the next step runs. After that step all workers read it, and stop, fail
+        or finish the save alike: a worker never acts on its own flags.
         """
         name = self.stop.signal_name
         number = int(signal.Signals[name]) if name else 0
@@ -123,19 +113,20 @@ class Job:
         flags = [number, int(self.guard.diverged), int(writing)]
         return self.control.reduce(flags, "max")
 
-    def read_flags(self, pending: Pending) -> Flags:
+    def read_flags(self, pending: Pending) -> str | None:
         """Read the maximum of the flags posted, the same on all workers (collective).
 
-        Raises a DivergenceError on all workers if one of them found a divergence.
+        Returns the name of the signal to stop, if any. Raises a DivergenceError on all workers if
+        one of them found a divergence.
         """
         stop_signal, diverged, writing = pending()
         self.writing = bool(writing)
         if diverged:
             self.guard.fail()
-        return Flags(stop_signal, bool(diverged), self.writing)
+        return signal.Signals(stop_signal).name if stop_signal else None
 
-    def decide(self) -> Flags:
-        """Exchange the flags and wait for all workers' (collective); raises as `read_flags`."""
+    def decide(self) -> str | None:
+        """Exchange the flags and wait for all workers' (collective), as `read_flags`."""
         return self.read_flags(self.post_flags())
 
     def next_batch(self) -> GlobalBatch:

@@ -22,7 +22,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
 
     All workers end after the same step. Raises a DivergenceError on all if the guard ends training.
     """
-    signal_name = job.decide().signal_name
+    signal_name = job.decide()
     for hook in hooks:
         hook.before_training()
     posted = job.post_flags()
@@ -33,7 +33,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         job.phases.begin("first_step" if job.step == job.first_step else "stepping", job.step)
         unread.append(run_step(job))
         with job.backend.part("waiting"):
-            signal_name = job.read_flags(posted).signal_name  # as posted after the step before
+            signal_name = job.read_flags(posted)  # as posted after the step before
         unread[-1] = unread[-1]._replace(ended=job.backend.mark())
         last = job.step == job.last_step
         leaving = last or signal_name is not None

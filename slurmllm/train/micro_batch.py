@@ -88,7 +88,7 @@ def choose_micro_batch(job: Job) -> str | None:
             f"{candidate.peak_bytes / 1e9:.2f} of {limit / 1e9:.2f} GB per worker, "
             f"first step {candidate.first_step_s:.1f} s"
         )
-        if signal_name := job.decide().signal_name:
+        if signal_name := job.decide():
             return signal_name
     chosen = choose(candidates)
     if job.worker.rank == 0:

@@ -45,7 +45,7 @@ from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.control.relay import Position, Relay
 from slurmllm.train.control.rendezvous import die_with_parent, free_port
 
-_FLAGS = [0, 0, 0]  # `slurmllm.train.job.Flags`
+_FLAGS = [0, 0, 0]  # `slurmllm.train.job.Job.post_flags`
 SECRET = b"of this benchmark"
 LIMIT_S = 600  # for one number of workers
 Row = dict[str, float]
