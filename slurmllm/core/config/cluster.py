@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from datetime import date, timedelta
 from typing import Annotated, Literal
@@ -93,18 +92,6 @@ class HealthChecks(Section):
     """Minimum bus bandwidth of that all-reduce, GB/s; not checked by default."""
 
 
-def _without_password(value: str) -> str:
-    if not _SERVER.fullmatch(value):
-        raise ValueError(
-            "must be an address such as http://mlflow.example.com:5000, without a name or a "
-            "password: --set env.MLFLOW_TRACKING_USERNAME, --set env.MLFLOW_TRACKING_PASSWORD"
-        )
-    return value
-
-
-_SERVER = re.compile(r"[a-z][a-z0-9+.-]*:[^@\s]+")
-
-
 class Trackers(Section):
     """Where the trackers of a recipe's `trackers` are."""
 
@@ -112,8 +99,9 @@ class Trackers(Section):
     """W&B's project, MLflow's experiment."""
     entity: str | None = None
     """W&B's entity: a user or a team; the key's own by default."""
-    tracking_uri: Annotated[str, AfterValidator(_without_password)] | None = None
-    """MLflow's server; $MLFLOW_TRACKING_URI by default."""
+    tracking_uri: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*:\S+$")] | None = None
+    """MLflow's server; $MLFLOW_TRACKING_URI by default. A user and password are variables,
+    `--set env.MLFLOW_TRACKING_USERNAME` and `--set env.MLFLOW_TRACKING_PASSWORD`."""
     network: bool = True
     """Whether the nodes reach them. If not, `slurmllm track sync` on the login node does."""
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, FAMILIES, gate_block
 from slurmllm.core.config.recipe import num_warmup_steps
-from slurmllm.core.config.variables import is_secret_at
+from slurmllm.core.config.variables import has_password
 
 
 @dataclass(frozen=True)
@@ -385,14 +385,10 @@ def lead_fits_time(lead_s: int, time: str | int) -> str | None:
 
 @_rule("checkpoint.replica")
 def replica_can_be_opened(location: str | None) -> str | None:
-    if location is None:
+    if location is None or has_password(location):
         return None
     from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
 
-    if is_secret_at("checkpoint.replica", location):
-        return (
-            "checkpoint.replica: an address with a password; set the variables of its file system"
-        )
     try:
         protocol, separator, _ = known_address(location).partition("://")
         get_filesystem_class(protocol if separator else "file")

@@ -13,7 +13,7 @@ from slurmllm.core.config.families import CHOSEN, find_family
 from slurmllm.core.config.profiles import did_you_mean
 from slurmllm.core.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.core.config.rules import broken_rules
-from slurmllm.core.config.variables import MASK, is_secret_at
+from slurmllm.core.config.variables import MASK, has_password, is_secret_at
 from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_plural
@@ -92,6 +92,12 @@ def validate(
         if not any(path == fault or path.startswith(f"{fault}.") for fault in bad)
     }
     faults += broken_rules(valid)
+    hidden = ("env.", "cluster.env.", "cluster.data_mirrors")  # kept apart, or not stored
+    faults += [
+        f"{path}: an address with a password; set variables for it, --set env.NAME=VALUE"
+        for path, value in flatten(tree).items()
+        if has_password(value) and not path.startswith(hidden)
+    ]
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     return recipe, cluster, origins

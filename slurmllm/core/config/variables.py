@@ -47,7 +47,8 @@ _SECRET = re.compile(
     r"|(^|_)(KEY|AUTH|PAT)(_|$)",
     re.IGNORECASE,
 )
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s?#\"']+@")
+# Not git's user of ssh, nor the container in an Azure address, abfs://CONTAINER@ACCOUNT
+_URL_WITH_PASSWORD = re.compile(r"(?<!ssh)(?<!abfs)(?<!abfss)://[^/\s?#\"']+@")
 
 
 def refuse_reserved(name: str) -> str:
@@ -74,8 +75,12 @@ def may_be_in_file(name: str, value: object) -> bool:
 
 def is_secret(name: str, value: object = "") -> bool:
     """Whether a variable holds a secret, by its name, or by a URL with a password."""
-    named = _SECRET.search(name) is not None
-    return named or value == MASK or _URL_WITH_PASSWORD.search(str(value)) is not None
+    return _SECRET.search(name) is not None or value == MASK or has_password(value)
+
+
+def has_password(value: object) -> bool:
+    """Whether a value has an address with a password."""
+    return _URL_WITH_PASSWORD.search(str(value)) is not None
 
 
 def hide_passwords(message: str) -> str:
@@ -85,12 +90,7 @@ def hide_passwords(message: str) -> str:
 
 def is_secret_at(path: str, value: object = "") -> bool:
     section, _, name = path.rpartition(".")
-    if path.startswith("slurm.notify"):  # a URL in place of a variable's name
-        return "://" in str(value)
-    # An address with a password.
-    if path.startswith(("cluster.trackers", "cluster.data_mirrors", "checkpoint.replica")):
-        return _URL_WITH_PASSWORD.search(str(value)) is not None
-    return section in ("env", "cluster.env") and is_secret(name, value)
+    return is_secret(name, value) if section in ("env", "cluster.env") else has_password(value)
 
 
 def is_secret_option(option: str) -> bool:

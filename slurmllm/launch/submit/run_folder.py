@@ -89,8 +89,6 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     Raises:
         RunError: the name is taken.
     """
-    if own := run_umask(cluster) & 0o700:
-        raise RunError(f"the umask takes your own rights away ({own:03o}); set it: `umask 022`")
     while True:
         run = new_run(root, name, recipe)
         try:
@@ -148,9 +146,12 @@ def make_folders(cluster: Cluster, *folders: Path) -> None:
 
 
 def _make_folder(cluster: Cluster, folder: Path) -> None:
+    umask = run_umask(cluster)
+    if own := umask & 0o700:
+        raise RunError(f"the umask takes your own rights away ({own:03o}); set it: `umask 022`")
     missing = [path for path in folder.parents if not path.exists()]
     for path in (*reversed(missing), folder):
-        path.mkdir(0o777 & ~run_umask(cluster), exist_ok=True)
+        path.mkdir(0o777 & ~umask, exist_ok=True)
 
 
 def require_own(run: RunDir, group: str | None) -> None:

@@ -49,9 +49,10 @@ _REPORTS = [
         r"Child process with PID \d+ terminated with code (?P<code>-?\d+)",
         # horovod/runner/gloo_run.py
         r"Process (?P<rank>\d+) exit with status code (?P<status>\d+)",
-        # Open MPI and PRRTE: help-prterun.txt; MPI_Abort
-        r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on "
-        r"signal (?P<number>\d+)",
+        # Open MPI and PRRTE: help-prterun.txt, in one line or two; MPI_Abort
+        r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on"
+        r"(?:\s*$| signal (?P<number>\d+))",
+        r"^signal (?P<number>\d+) \([A-Z][\w ]+\)\.$",
         r"Process name: \[.*[,:](?P<rank>\d+)\]",
         r"^\s*Exit code: +(?P<status>\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)",

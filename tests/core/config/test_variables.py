@@ -259,3 +259,24 @@ def test_addresses_of_replicas(location: str, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault) as caught:
         resolve("tiny_llama", "local", [f"checkpoint.replica={location}"])
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "data.corpus",
+        "train.init_from",
+        "slurm.notify.command",
+        "command.run",
+        "cluster.setup",
+        "cluster.trackers.entity",
+    ],
+)
+def test_addresses_with_a_password_are_refused(field: str) -> None:
+    value = "see https://user:secret@host/x"
+    recipe = "trainers/plain" if field.startswith("command") else "tiny_llama"
+    with pytest.raises(ConfigError, match=f"{field}.*an address with a password") as caught:
+        resolve(recipe, "local", [f"{field}={[value] if field == 'cluster.setup' else value}"])
+    assert "secret" not in str(caught.value)
+    users = "pip install git+ssh://git@github.com/x; train abfs://container@account/x"
+    assert resolve("trainers/plain", "local", [f"command.run={users}"]).recipe.command.run == users

@@ -100,8 +100,8 @@ def prepare_ours(config: RunConfig, folder: Path, **fields: str | None) -> None:
 def test_a_umask_of_the_owner_makes_no_run(tmp_path: Path, config: RunConfig, umask: int) -> None:
     os.umask(umask)
     with pytest.raises(RunError, match=f"own rights away .{umask & 0o700:03o}"):
-        prepare(RunRequest(config, 1, tmp_path, name="mine"))
-    assert not (tmp_path / "mine").exists()
+        prepare(RunRequest(config, 1, tmp_path / "runs", name="mine"))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:

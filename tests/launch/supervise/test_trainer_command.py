@@ -297,6 +297,12 @@ _DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.
         (1, ["ERROR: Rank 5 crashed with exit code -9."], "rank 5 on n1", "ended by SIGKILL"),
         (137, [_NOTICED], "rank 1 on n2", "ended by SIGKILL"),
         (
+            137,
+            _NOTICED.replace("on signal", "on\nsignal").split("\n"),
+            "rank 1 on n2",
+            "ended by SIGKILL",
+        ),
+        (
             1,
             ["  Process name: [[1,1],3]", "  Exit code:    139"],
             "rank 3 on n1",
