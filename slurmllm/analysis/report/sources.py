@@ -296,7 +296,7 @@ def _read_versions(
         return warn_on_error(partial(NodeRecord.load, path), faults), faults
 
     for attempt in reversed(attempts):
-        folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
+        folder = attempt.files(run).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
         for record, faults in read_all(read, sorted(folder.glob("*.json"))):
             warnings += faults

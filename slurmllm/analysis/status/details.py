@@ -282,7 +282,7 @@ def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]
 def _has_failed(run: RunDir, record: AttemptRecord) -> bool:
     if record.ending is not None:
         return record.ending not in ("done", "advance_signal", "cancelled", "superseded")
-    if run.attempt(record.stage, record.attempt).hang.is_file():
+    if record.files(run).hang.is_file():
         return True
     return bool(failure_records(run, record) or failed_workers(node_records(run, record)))
 
@@ -292,11 +292,11 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     nodes, failures = node_records(run, record), failure_records(run, record)
     primary = [failure for failure in failures if not is_echo(failure)]
     first = min(primary, key=lambda failure: failure.time, default=None)
-    hang_path = run.attempt(record.stage, record.attempt).hang
+    hang_path = record.files(run).hang
     if hang_path.is_file() and record.ending in (None, "hang"):
         hang = HangRecord.load(hang_path)
         if first is None or first.time >= hang.found_at:
-            locations = read_locations(run.attempt(record.stage, record.attempt))
+            locations = read_locations(record.files(run))
             rank = next(iter((*outliers(locations), *hang.behind)), None)
             hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
             if rank in locations:

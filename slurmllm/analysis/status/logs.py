@@ -305,7 +305,7 @@ def node_log_command(
     node = node_of(record, rank)
     if rank == 0 or not node or record.ended_at is not None:
         return None
-    node_record = NodeRecord.find(run.attempt(record.stage, record.attempt).node(node))
+    node_record = NodeRecord.find(record.files(run).node(node))
     if node_record is None or node_record.log_folder is None or rank in node_record.exit_codes:
         return None
     tail = ["tail", f"--lines={lines or '+1'}"]

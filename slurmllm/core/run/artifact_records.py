@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from slurmllm.core.run.records import NodeName, Record
+from slurmllm.core.run.records import Lines, NodeName, NodeNames, Record, Versions
 
 _NO_NAMES = frozenset({"", ".", ".."})
 LATEST_TIME = 253_402_214_400  # Unix time, s: the last day that Python's datetime knows
@@ -49,7 +48,7 @@ class GraphManifest(Record):
     complete: bool  # every graph is compiled, and no node is missing
     backend: str
     # Of torch, the compiler, …, and the processor that the graphs are made for.
-    versions: dict[str, str]
+    versions: Versions
     graphs: int  # number of compiled graphs
     # A bare name: the archive is in this file's folder.
     archive: Annotated[str, Field(pattern=r"^graphs[A-Za-z0-9._-]*\.tar$")] = "graphs.tar"
@@ -59,21 +58,23 @@ class GraphManifest(Record):
     compile_s: float = 0.0  # seconds of the compiler after those steps
     files: tuple[GraphFile, ...]
     states: tuple[GraphState, ...] = ()  # of every graph
-    missing_nodes: tuple[str, ...] = ()  # the precompile nodes that submitted no graphs
+    missing_nodes: Lines = ()  # the precompile nodes that submitted no graphs
     fingerprint: str = ""  # see graphs.reuse; empty: unknown
     # The run that compiled the graphs.
     reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = None
     rejected: str = ""  # why no attempt uses the graphs any longer
 
-    def unusable(self, versions: Mapping[str, str]) -> str | None:
+    def unusable(self, versions: Versions) -> str | None:
         """Return why a node of these versions must not use the graphs; None if it may."""
         if self.rejected or self.versions == versions:
             return self.rejected or None
         differences = []
         for name in sorted(self.versions.keys() | versions.keys()):
-            built, ours = self.versions.get(name, "none"), versions.get(name, "none")
+            built = self.versions.get(name, "none")
+            ours = versions.get(name, "none")
             if name == "cpu_features":  # long: only those that the other has not
-                old, new = set(built.split()), set(ours.split())
+                old = set(built.split())
+                new = set(ours.split())
                 built, ours = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
             if built != ours:
                 differences.append(f"{name} {built} in the archive, {ours} on this node")
@@ -85,8 +86,8 @@ class NewGraphs(Record):
 
     node: NodeName
     attempt: int
-    nodes: tuple[NodeName, ...]  # of the attempt
-    versions: dict[str, str]
+    nodes: NodeNames  # of the attempt
+    versions: Versions
     archive_sha256: str
     files: tuple[GraphFile, ...]
     states: tuple[GraphState, ...]
@@ -138,13 +139,14 @@ class DataRecord(Record):
     mask: str  # data.mask
     validation: float  # data.validation
 
-    def differences(self, other: DataRecord) -> tuple[str, ...]:
+    def differences(self, other: DataRecord) -> Lines:
         """Return why the two read different tokens, a phrase each."""
         differences = []
         if self._contents() != other._contents():
             differences.append(f"corpora {_phrase(self.corpora)} and {_phrase(other.corpora)}")
         for name in ("tokenizer", "seed", "seq_len", "global_batch", "mask", "validation"):
-            ours, theirs = getattr(self, name), getattr(other, name)
+            ours = getattr(self, name)
+            theirs = getattr(other, name)
             if ours != theirs:
                 differences.append(f"{name} {ours} and {theirs}")
         return tuple(differences)

@@ -68,8 +68,7 @@ class Row(NamedTuple):
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a table that is part of the package, by libyaml if it is there."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content = path.read_text(encoding="utf-8")
-    return list(yaml.load(content, Loader=loader))  # noqa: S506 - both are safe
+    return list(yaml.load(path.read_text("utf-8"), Loader=loader))  # noqa: S506 - both are safe
 
 
 @cache

@@ -22,8 +22,9 @@ def foreign_format(path: str | Path, head: bytes = b"", expected: str = "") -> s
             head = stream.read(HEAD_BYTES)
     for row in _rows():
         if re.match(row["magic"].encode(), head) and row["name"] != expected:
-            stem, folder = Path(path).with_suffix(""), Path(path).parent
-            fix = row["fix"].format(path=path, stem=stem, folder=folder)
+            fix = row["fix"].format(
+                path=path, stem=Path(path).with_suffix(""), folder=Path(path).parent
+            )
             return f"{path} is {row['name']}; {fix}"
     return None
 

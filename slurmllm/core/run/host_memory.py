@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-_OWN_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -35,9 +36,9 @@ def host_memory(sharing: int) -> Memory:
     rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     status = {row[0]: int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
     total, free = _machine()
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         ctypes.CDLL(None).malloc_trim(0)  # pages that glibc holds back would hide the next peak
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets VmHWM
     return Memory(status["VmHWM:"], min(total // sharing, status["VmRSS:"] + free // sharing))
 
@@ -49,8 +50,8 @@ def count_oom_kills() -> int:
     """
     names = {True: "memory.events", False: "memory.oom_control"}
     for path in (*(group / names[unified] for group, unified in _memory_groups()), _VMSTAT):
-        with contextlib.suppress(OSError):
-            for line in path.read_text(encoding="ascii").splitlines():
+        with suppress(OSError):
+            for line in path.read_text("ascii").splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
@@ -58,8 +59,8 @@ def count_oom_kills() -> int:
 
 def _memory_groups() -> Iterator[tuple[Path, bool]]:
     """Yield this process's control groups that limit memory, and whether they are of version 2."""
-    with contextlib.suppress(OSError):
-        for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
+    with suppress(OSError):
+        for line in _OWN_CGROUP.read_text("utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 yield _CGROUPS / path.strip("/"), True
@@ -70,7 +71,8 @@ def _memory_groups() -> Iterator[tuple[Path, bool]]:
 def _machine() -> tuple[int, int]:
     """Return total and free memory of this machine, or of this process's control group."""
     memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
+    total = memory.total
+    free = memory.available
     for innermost, unified in _memory_groups():
         root = _CGROUPS if unified else _CGROUPS / "memory"
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -79,9 +81,10 @@ def _machine() -> tuple[int, int]:
             if not group.is_relative_to(root):
                 break
             # Absent at the root, "max" without a limit; a container may see none of them.
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with suppress(OSError, ValueError, KeyError):
                 limit, used = (int((group / name).read_text("ascii")) for name in names[:2])
-                lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+                lines = (group / "memory.stat").read_text("ascii").splitlines()
                 used -= int(dict(line.split() for line in lines)[names[2]])
-                total, free = min(total, limit), min(free, max(0, limit - used))
+                total = min(total, limit)
+                free = min(free, max(0, limit - used))
     return total, free

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.core.errors import Blame, StorageError
-from slurmllm.core.run.rundir import RUN_NAME, RunDir, SweepDir, write_atomic
+from slurmllm.core.run.rundir import RUN_NAME, AttemptDir, RunDir, SweepDir, write_atomic
 from slurmllm.core.run.safe_files import os_error_text, read_limited
 
 EndingClass = Literal[
@@ -67,6 +68,11 @@ Phase = Literal[
 # be written by others. An id may be that of an array's task or of a part of a heterogeneous job.
 JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?$")]
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
+Versions = dict[str, str]  # by name of the library or driver
+ByRank = dict[int, int]
+PhaseSeconds = dict[str, float]
+Lines = tuple[str, ...]  # of text
+NodeNames = tuple[NodeName, ...]
 RunName = Annotated[str, Field(pattern=rf"^{RUN_NAME.pattern}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
 ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
@@ -108,7 +114,7 @@ class Record(BaseModel):
         return cls.load(path)
 
     @classmethod
-    def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
+    def load_known(cls, path: Path) -> tuple[Self, Lines]:
         """Read a record of a newer version, without its unknown values; returns these too."""
         try:
             return cls.load(path), ()
@@ -150,7 +156,7 @@ class Submission(Record):
     ended_at: float | None = None  # local: Unix time of the end of its process, unless killed, s
     from_scratch: bool = False  # earlier checkpoints are not used
     # Settings of the recipe that this `resume` changed: dotted path → old and new value.
-    changes: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
+    changes: dict[str, tuple[Any, Any]] = {}
     restart: Restart = "requeue"
     # chain: the jobs before train_job, oldest first, and the one that follows it.
     earlier_jobs: tuple[JobId, ...] = ()
@@ -167,8 +173,11 @@ class Submission(Record):
     @property
     def own_jobs(self) -> list[str]:
         """The present jobs that serve no other run, those that wait for others first."""
-        precompile = None if self.graphs_of is not None else self.precompile_job
-        jobs = (self.successor_job, self.train_job, precompile)
+        jobs = (
+            self.successor_job,
+            self.train_job,
+            None if self.graphs_of is not None else self.precompile_job,
+        )
         return [job for job in jobs if job is not None]
 
     @property
@@ -263,10 +272,10 @@ class LaunchFailure(Record):
     message: str  # Slurm's line that explains most; empty if it printed none
     fault: Fault
     options: tuple[str, ...] = ()  # that the message is about, such as `--mem=900G`
-    nodes: tuple[NodeName, ...] = ()  # that messages of this fault name
+    nodes: NodeNames = ()  # that messages of this fault name
 
     @property
-    def accused(self) -> tuple[str, ...]:
+    def accused(self) -> NodeNames:
         """The nodes of which the messages tell a fault: a request that names one accuses none."""
         return self.nodes if self.fault in ("node", "network") else ()
 
@@ -287,7 +296,7 @@ class AttemptRecord(Record):
     host: str | None = None  # machine of the supervisor
     pid: ProcessId | None = None  # process id of the supervisor
     process: str | None = None  # its `process_identity`
-    nodes: tuple[NodeName, ...]
+    nodes: NodeNames
     spare_nodes: int = Field(default=0, ge=0, lt=1 << 20)  # that the job holds in addition
     world_size: int
     master_addr: str
@@ -297,8 +306,8 @@ class AttemptRecord(Record):
     ended_at: float | None = None
     ending: EndingClass | None = Field(default=None, alias="class")
     action: Action | None = None
-    evidence: tuple[str, ...] = ()
-    blamed_nodes: tuple[NodeName, ...] = ()
+    evidence: Lines = ()
+    blamed_nodes: NodeNames = ()
     launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
     first_step: int | None = None  # first step that this attempt made
     last_step: int | None = None
@@ -310,8 +319,11 @@ class AttemptRecord(Record):
     backoff_s: float = 0.0  # minimum wait of the requeued job
     # Seconds of queue, preflight, cache, start_up, first_step, training, saving and stopping;
     # `workers`: from the launchers' start to their end.
-    phases_s: dict[str, float] = Field(default_factory=dict)
+    phases_s: PhaseSeconds = {}
     new_graphs: tuple[str, ...] = ()  # graphs compiled in training that the archive lacked
+
+    def files(self, run: RunDir) -> AttemptDir:
+        return run.attempt(self.stage, self.attempt)
 
 
 class UnrecordedEnding(Record):
@@ -321,8 +333,8 @@ class UnrecordedEnding(Record):
     attempt: int
     ended_at: float  # Unix time, s
     ending: EndingClass = Field(alias="class")
-    evidence: tuple[str, ...] = ()
-    blamed_nodes: tuple[NodeName, ...] = ()
+    evidence: Lines = ()
+    blamed_nodes: NodeNames = ()
 
     @classmethod
     def of_comment(cls, comment: str) -> Self | None:
@@ -366,8 +378,8 @@ class HangRecord(Record):
     waited_s: float  # since they began that phase
     limit_s: float
     behind: tuple[int, ...] = ()  # ranks; empty if all are equal
-    unresponsive_nodes: tuple[NodeName, ...] = ()  # the nodes whose launchers stopped responding
-    suspects: tuple[NodeName, ...] = ()  # nodes blamed for the hang
+    unresponsive_nodes: NodeNames = ()  # the nodes whose launchers stopped responding
+    suspects: NodeNames = ()  # nodes blamed for the hang
 
 
 class SkippedBatches(Record):
@@ -402,7 +414,7 @@ class Event(Record):
     waited_s: Seconds | None = None  # save, evaluation: of it, that training waited
     bytes: int | None = None  # save, copied: of all workers
     # What else was measured; evaluation: the loss of each text by name, nats.
-    values: dict[str, float] = Field(default_factory=dict)
+    values: dict[str, float] = {}
 
 
 WAITS = ("save", "evaluation")  # kinds of events for which training waits, `waited_s`
@@ -420,24 +432,27 @@ class NodeRecord(Record):
     cache_s: float = 0.0  # seconds to put the graphs in place
     compile_s: float = 0.0  # precompile: of the compiler, after steps
     # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
-    environment: dict[str, str] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict)  # of driver, runtime, …
+    environment: dict[str, str] = {}
+    versions: Versions = {}  # of driver, runtime, …
     graphs: tuple[str, ...] = ()  # precompile: folders in the cache
     # Names of the graphs that this node compiled in training and submitted.
     new_graphs: tuple[str, ...] = ()
-    pids: dict[int, int] = Field(default_factory=dict)  # rank → process id
+    pids: ByRank = {}  # rank → process id
     log_folder: str | None = None  # on its disk, with the logs of ranks that are not collected yet
     # Rank → exit code; negative: ended by that signal.
-    exit_codes: dict[int, int] = Field(default_factory=dict)
+    exit_codes: ByRank = {}
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
     # Of another project's trainer: rank → Unix time of the end of the first worker that exited with
     # 0, or of the first process that a command started, if others ran then. Empty or one.
-    ended_first: dict[int, float] = Field(default_factory=dict)
+    ended_first: dict[int, float] = {}
     oom_kills: int = 0  # processes that the kernel ended meanwhile for want of memory
     progress_missing: str = ""  # why no steps of another project's trainer are known
     error: str | None = None  # why the launcher itself failed
     error_code: int | None = None  # the exit code of that error's class
+
+
+NodeRecords = Mapping[str, NodeRecord]  # by name of the node
 
 
 class Finding(Record):
@@ -457,7 +472,7 @@ class NodeHealth(Record):
 
     node: NodeName
     findings: tuple[Finding, ...] = ()
-    versions: dict[str, str] = Field(default_factory=dict)  # as in NodeRecord
+    versions: Versions = {}  # as in NodeRecord
     checks_s: float | None = None  # s; None: not finished
 
     def of(self, *statuses: str) -> tuple[Finding, ...]:
@@ -517,7 +532,7 @@ class WorkerRecord(Record):
     cache_hits: int
     cache_misses: int
     resumed_from: int | None = None  # checkpoint's step
-    skipped_checkpoints: tuple[str, ...] = ()  # newer, with reasons
+    skipped_checkpoints: Lines = ()  # newer, with reasons
 
 
 class MetricsRow(Record):

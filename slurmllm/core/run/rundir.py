@@ -5,10 +5,10 @@ docs/developing/architecture.md has the layout of a run directory: each file and
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, get_args
@@ -31,8 +31,13 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def write_atomic(path: Path, content: str, mode: int = 0o644) -> None:
     """Write a file atomically: temporary name, fsync, rename, fsync of the folder."""
-    fix = "free space or fix the file system and try again"
-    write_bytes(path, content.encode(), f"cannot write {path}", fix, mode)
+    write_bytes(
+        path,
+        content.encode(),
+        f"cannot write {path}",
+        "free space or fix the file system and try again",
+        mode,
+    )
 
 
 def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str = ".png") -> Path:
@@ -44,10 +49,18 @@ def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str =
 
 def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o644) -> None:
     """Write a file as `write_atomic` does; `fault` and `fix` make the error message."""
-    try:
+    with storage_errors(fault, fix):
         write_whole(path, content, mode)
+
+
+@contextmanager
+def storage_errors(fault: str, fix: str = "") -> Iterator[None]:
+    """Raise a StorageError for what the file system refuses; `fix`: what the user can do."""
+    try:
+        yield
     except OSError as error:
-        raise StorageError(f"{fault}: {error.strerror or error}; {fix}") from error
+        message = f"{fault}: {os_error_text(error)}"
+        raise StorageError(f"{message}; {fix}" if fix else message) from error
 
 
 def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
@@ -76,21 +89,21 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+@dataclass(frozen=True)
 class FixedPath:
     """A file or folder of fixed name in the directory of a run, an attempt or a sweep."""
 
-    def __init__(self, name: str) -> None:
-        self.form = name
+    form: str
 
     def __get__(self, owner: AttemptDir | RunDir | SweepDir, kind: type) -> Path:
         return owner.path / self.form
 
 
+@dataclass(frozen=True)
 class PathOf(Generic[K]):
     """A function that returns the file of a node, a rank, a step or the like in a directory."""
 
-    def __init__(self, form: str) -> None:
-        self.form = form
+    form: str
 
     def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Callable[[K], Path]:
         return lambda key: owner.path / self.form.format(key)
@@ -209,7 +222,7 @@ class RunDir:
 
     def only_checkpoints(self) -> bool:
         """Return whether all but the checkpoints has been deleted."""
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             steps = {self.checkpoint(step) for step in self.checkpoint_steps()}
             entries = [*self.path.iterdir()]
             return entries == [self.checkpoints] and steps == {*self.checkpoints.iterdir()}
@@ -280,7 +293,7 @@ def find_run_or_sweep(name: str, root: Path) -> RunDir | SweepDir:
 
 
 def is_sweep(path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         return (path / "sweep.json").is_file()
     return False
 
@@ -300,7 +313,7 @@ def root_of(run: RunDir) -> Path:
 
 
 def _entries(folder: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return list(folder.iterdir())
     return []
 
@@ -312,7 +325,7 @@ def runs_root(option: str | Path | None = None) -> Path:
 
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run's, whose files this user may read."""
-    with contextlib.suppress(PermissionError):
+    with suppress(PermissionError):
         return (path / "config.yaml").is_file()
     return False
 
@@ -334,8 +347,8 @@ def find_run(run: str, root: Path) -> RunDir:
         except (OSError, ValueError):  # there is none
             continue
         raise RunError(f"{candidate / 'config.yaml'} is not a regular file; restore or remove it")
-    runs: dict[str, Path] = {}
-    with contextlib.suppress(OSError):
+    runs = {}
+    with suppress(OSError):
         runs = {entry.name: entry for entry in run_folders(root) if is_run(entry)}
     if run in runs:
         return RunDir(runs[run])

@@ -45,7 +45,8 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     Args:
         follow: Whether `path` itself may be a symbolic link.
     """
-    target, owners = path, list[int]()  # of the links
+    target = path
+    owners = list[int]()  # of links
     while True:
         try:
             descriptor = os.open(target, os.O_RDONLY | _SAFE)
@@ -114,8 +115,10 @@ def _require_length(length: int, longest: int) -> None:
         raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes")
 
 
-def os_error_text(error: OSError) -> str:
+def os_error_text(error: Exception) -> str:
     """Return why a file cannot be read or written, and whose it is if permission is denied."""
+    if not isinstance(error, OSError):
+        return str(error)
     reason = error.strerror or str(error)
     if error.errno != errno.EACCES or error.filename is None:
         return reason
@@ -171,7 +174,8 @@ def _other_writers(info: os.stat_result, group: str | None) -> str:
     if not info.st_mode & stat.S_IWGRP or info.st_gid == group_id(group):
         return ""
     try:
-        owner, user = grp.getgrgid(info.st_gid), pwd.getpwuid(os.geteuid())
+        owner = grp.getgrgid(info.st_gid)
+        user = pwd.getpwuid(os.geteuid())
     except KeyError:
         return f"the group {info.st_gid}"
     # This user's own group without other members, as Debian and Red Hat make it.
@@ -188,7 +192,8 @@ def open_folder(path: Path) -> int:
     Raises:
         OSError: Another user's link, or the file system refuses.
     """
-    names, num_links = [*reversed(path.absolute().parts)], 0
+    names = [*reversed(path.absolute().parts)]
+    num_links = 0
     folder = os.open("/", _FOLDER)
     try:
         while names:
@@ -265,7 +270,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
         if durable:
             os.fsync(folder)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        error.filename2 = None
         raise
     finally:
         os.close(folder)
@@ -313,8 +319,7 @@ def open_update(path: Path) -> int:
 
 def open_lock(path: Path) -> BinaryIO:
     """Open this user's own lock file, made if it is missing; never through a link."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
-    return os.fdopen(_check_own(descriptor, path), "r+b")
+    return os.fdopen(_check_own(os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600), path), "r+b")
 
 
 def _open_in_folder(path: Path, flags: int) -> int:
@@ -335,8 +340,11 @@ def _check_own(descriptor: int, path: Path) -> int:
     os.close(descriptor)
     if not info.st_nlink:
         raise FileNotFoundError(errno.ENOENT, "removed while it was opened", str(path))
-    reason = f"not a file of its own, or not yours: it belongs to {user_name(info.st_uid)}"
-    raise PermissionError(errno.EPERM, reason, str(path))
+    raise PermissionError(
+        errno.EPERM,
+        f"not a file of its own, or not yours: it belongs to {user_name(info.st_uid)}",
+        str(path),
+    )
 
 
 def make_private_folder(path: Path) -> Path:
@@ -365,8 +373,9 @@ def check_private_folder(path: Path) -> None:
     info = path.lstat()
     if info.st_uid != os.geteuid() or info.st_mode & ~0o7700 != stat.S_IFDIR:
         reason = f"not a folder for you alone: {stat.filemode(info.st_mode)}"
-        owner = user_name(info.st_uid)
-        raise PermissionError(errno.EPERM, f"{reason}, it belongs to {owner}", str(path))
+        raise PermissionError(
+            errno.EPERM, f"{reason}, it belongs to {user_name(info.st_uid)}", str(path)
+        )
 
 
 def replaceable_error(folder: Path, group: str | None = None) -> str | None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,8 +67,13 @@ class PhaseWriter:
 def read_phase(path: Path) -> WorkerPhase | None:
     """Read a worker's phase; None if it has written none yet."""
     try:
-        values = read_limited(path, 4096).decode().split()
-        return WorkerPhase.model_validate(dict(zip(WorkerPhase.model_fields, values, strict=True)))
+        return WorkerPhase.model_validate(
+            dict(
+                zip(
+                    WorkerPhase.model_fields, read_limited(path, 4096).decode().split(), strict=True
+                )
+            )
+        )
     except (OSError, ValueError):
         return None
 
@@ -86,11 +92,10 @@ def diagnostic(action: str, cleanup: Callable[[], object] = lambda: None) -> Ite
     except Exception as error:
         if action not in _failed_diagnostics:
             _failed_diagnostics.add(action)
-            cause = os_error_text(error) if isinstance(error, OSError) else repr(error)
             log.warning(
                 "%s failed: %s; its records may be incomplete, and training continues",
                 action,
-                cause,
+                os_error_text(error) if isinstance(error, OSError) else repr(error),
             )
         cleanup()
 
@@ -103,24 +108,33 @@ def wait_for_graphs() -> bool:
     path = os.environ.get(INSTALLED_FILE)
     while path is not None and not Path(path).exists():
         time.sleep(_POLL_S)
-    return path is not None and Path(path).read_text(encoding="ascii") == REUSED
+    return path is not None and Path(path).read_text("ascii") == REUSED
 
 
+@dataclass
 class EventLog:
     """Appends to `events/attempt_NNN.jsonl`; writes nothing without `path` (all ranks but 0)."""
 
-    def __init__(self, path: Path | None, attempt: int) -> None:
-        self._path, self._attempt = path, attempt
+    path: Path | None
+    attempt: int
 
     def add(self, kind: str, step: int, **fields: Any) -> None:
-        if self._path is None:
+        if self.path is None:
             return
-        event = Event.model_validate(
-            {"kind": kind, "step": step, "attempt": self._attempt, "time": time.time(), **fields}
+        line = (
+            Event.model_validate(
+                {
+                    "kind": kind,
+                    "step": step,
+                    "attempt": self.attempt,
+                    "time": time.time(),
+                    **fields,
+                }
+            ).model_dump_json(exclude_defaults=True)
+            + "\n"
         )
-        line = event.model_dump_json(exclude_defaults=True) + "\n"
         with (
             diagnostic("events"),  # the save that the event describes must not fail
-            os.fdopen(open_append(self._path), "a", encoding="utf-8") as stream,
+            os.fdopen(open_append(self.path), "a", encoding="utf-8") as stream,
         ):
             stream.write(line)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from slurmllm.core.errors import ConfigError, SlurmError, StorageError
 from slurmllm.core.run.safe_files import check_private_folder
 from slurmllm.core.slurm.container import behind_prefix
-from slurmllm.core.slurm.processes import FailedCall, map_locally
+from slurmllm.core.slurm.processes import Arguments, FailedCall, Function, Results, map_locally
 from slurmllm.core.slurm.setup import limits_script, setup_faults, setup_script, slurm_environment
 
 # Below Slurm's default MaxArraySize of 1001.
@@ -57,15 +57,15 @@ class ArrayRequest:
 
 
 def map_calls(
-    function: Callable[..., Any],
-    arguments: Sequence[tuple[Any, ...]],
+    function: Function,
+    arguments: Arguments,
     *,
     logs: Path,
     at_once: int,
     on_poll: Callable[[], None],
     names: Sequence[str] = (),
     array: ArrayRequest | None = None,
-) -> Generator[tuple[int, Any], None, None]:
+) -> Results:
     """Call a function once for each tuple of arguments; yield index and result as calls end.
 
     A call that ends without a result yields a `FailedCall`. Closing the generator ends the calls
@@ -87,8 +87,7 @@ def map_calls(
         yield from map_locally(function, arguments, names, logs, at_once, on_poll)
         return
     for begin in range(0, len(arguments), MOST_TASKS):
-        batch = arguments[begin : begin + MOST_TASKS]
-        jobs = _submit(function, batch, logs, at_once, array)
+        jobs = _submit(function, arguments[begin : begin + MOST_TASKS], logs, at_once, array)
         array_id = str(jobs[0].job_id).split("_")[0]
         array.on_submit(array_id, len(jobs))
         running = dict(enumerate(jobs, begin))
@@ -105,8 +104,8 @@ def map_calls(
 
 
 def _submit(
-    function: Callable[..., Any],
-    arguments: Sequence[tuple[Any, ...]],
+    function: Function,
+    arguments: Arguments,
     logs: Path,
     at_once: int,
     array: ArrayRequest,
@@ -196,7 +195,8 @@ def slurm_options(
         from slurmllm.core.slurm.container import container_arguments
 
         config = resolve("tiny_neox", cluster)  # of the recipe, only what is the shell's is used
-        profile, slurm = config.cluster, config.recipe.slurm
+        profile = config.cluster
+        slurm = config.recipe.slurm
         places = slurm.model_dump(include=set(USER_DEFAULTS), exclude_none=True)
         places = {"partition": profile.partition, **places}
         if faults := setup_faults(profile.setup):

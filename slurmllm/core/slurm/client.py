@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.slurm.error_texts import fault_of
@@ -63,8 +63,7 @@ class UnansweredError(SlurmError):
     """A command gave no answer in time, so what it has done is unknown."""
 
 
-@dataclass(frozen=True)
-class QueuedJob:
+class QueuedJob(NamedTuple):
     """A job in slurmctld's memory."""
 
     job_id: str
@@ -85,8 +84,7 @@ class QueuedJob:
         return self.active and self.state not in WAITING_STATES
 
 
-@dataclass(frozen=True)
-class BatchJob:
+class BatchJob(NamedTuple):
     """What slurmctld shows of the current start of a job."""
 
     state: str
@@ -95,10 +93,10 @@ class BatchJob:
     excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
     time_limit: str = ""  # `1-00:00:00`, UNLIMITED
     preempt_time: str = ""  # when Slurm began to preempt it; `None`
+    eligible_time: str = ""
 
 
-@dataclass(frozen=True)
-class AccountingRow:
+class AccountingRow(NamedTuple):
     """One incarnation of a job, or one of its steps (`job_id` holds a dot), from sacct."""
 
     job_id: str
@@ -111,8 +109,7 @@ class AccountingRow:
     eligible: str = ""
 
 
-@dataclass(frozen=True)
-class PartitionNode:
+class PartitionNode(NamedTuple):
     """A node of a partition."""
 
     partition: str
@@ -176,6 +173,16 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
             time.sleep(_RETRY_S)
 
 
+def wait_for(condition: Callable[[], object], patience_s: float, poll_s: float) -> bool:
+    """Return whether a condition becomes true within `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
 class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
@@ -215,10 +222,11 @@ class SlurmClient:
         environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
         # Not in the job's comment, which sites give a meaning of their own.
         token = f"# submission {os.urandom(8).hex()}"
-        content, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
+        content = f"{script.rstrip()}\n{token}\n"
+        command = ["sbatch", "--parsable", *options]
         try:
             output = _run(command, input=content, env=environment, umask=umask)
-            job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
+            job_id = output.strip().rpartition("\n")[2].partition(";")[0]
             if not job_id.isdigit():
                 raise UnansweredError(f"sbatch printed {output!r} instead of a job id")
         except UnansweredError as error:
@@ -235,8 +243,11 @@ class SlurmClient:
             while time.monotonic() < deadline:
                 for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
                     if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
-                        message = "%s; the queue has job %s of this submission, which is used"
-                        log.warning(message, unanswered, job_id)
+                        log.warning(
+                            "%s; the queue has job %s of this submission, which is used",
+                            unanswered,
+                            job_id,
+                        )
                         return job_id
                 time.sleep(_RETRY_S)
         except SlurmError as error:
@@ -310,13 +321,17 @@ class SlurmClient:
     def batch_job(self, job_id: str) -> BatchJob:
         """Return the current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        details = ("BatchHost", "ExcNodeList", "TimeLimit", "PreemptTime")
+        details = ("BatchHost", "ExcNodeList", "TimeLimit", "PreemptTime", "EligibleTime")
         names = "|".join(("JobState", "Restarts", *details))
-        pairs = re.findall(rf"\b({names})=(\w[^\s]*)", output)
-        fields = dict(reversed(pairs))  # the first ones: later fields hold the user's own text
-        state, count = fields.get("JobState", "UNKNOWN"), fields.get("Restarts", "")
-        restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
-        return BatchJob(state, restarts, *(fields.get(name, "") for name in details))
+        fields = dict(
+            reversed(re.findall(rf"\b({names})=(\w[^\s]*)", output))
+        )  # the first ones: later fields hold the user's own text
+        count = fields.get("Restarts", "")
+        return BatchJob(
+            fields.get("JobState", "UNKNOWN"),
+            int(count) if re.fullmatch(r"\d{1,9}", count) else 0,
+            *(fields.get(name, "") for name in details),
+        )
 
     def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
         """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""
@@ -343,17 +358,25 @@ class SlurmClient:
 
     def delay(self, job_id: str, seconds: float) -> None:
         """Delay the start of a pending job by at least `seconds`; never moves it earlier."""
-        output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        match = re.search(r"\bEligibleTime=(\S+)", output)
-        eligible = to_unix(match[1]) if match else None
+        eligible = to_unix(self.batch_job(job_id).eligible_time)
         # Slurm itself delays a requeued job until its old credentials have expired.
         if eligible is None or eligible - time.time() < seconds:
             _update(f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}")
 
     def responds(self, job_id: str, node: str) -> bool:
         """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
-        command = ["srun", f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
-        command += ["--overlap", "--mem=0", "--input=none", "--quiet", "true"]
+        command = [
+            "srun",
+            f"--jobid={job_id}",
+            f"--nodelist={node}",
+            "--nodes=1",
+            "--ntasks=1",
+            "--overlap",
+            "--mem=0",
+            "--input=none",
+            "--quiet",
+            "true",
+        ]
         try:
             _run(command, timeout_s=RESPONSE_S)
         except SlurmError:
@@ -394,10 +417,10 @@ class SlurmClient:
                 name=name,
                 state=state,
                 cpus=int(cpus),
-                gres="" if gres == "(null)" else gres,
+                gres=gres.removesuffix("(null)"),
                 reason="" if reason == "none" else reason,
                 memory_mb=int(memory),
-                features="" if features == "(null)" else features,
+                features=features.removesuffix("(null)"),
             )
             for partition, up, name, state, cpus, memory, gres, features, reason in rows
             if cpus.isdecimal() and memory.isdecimal()
@@ -411,13 +434,17 @@ class SlurmClient:
 
     def qos_flags(self) -> dict[str, str]:
         """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
-        rows = _rows([*_SACCTMGR, "qos", "format=name,flags"], 2, accounting=True)
-        return dict(rows)
+        return dict(_rows([*_SACCTMGR, "qos", "format=name,flags"], 2, accounting=True))
 
     def associations(self) -> list[Association]:
         """Return the accounts that this user may charge; empty without accounting."""
-        fields = "format=defaultaccount,account,partition,qos,defaultqos"
-        command = [*_SACCTMGR, "user", getpass.getuser(), "withassoc", fields]
+        command = [
+            *_SACCTMGR,
+            "user",
+            getpass.getuser(),
+            "withassoc",
+            "format=defaultaccount,account,partition,qos,defaultqos",
+        ]
         return [
             Association(account, account == default, partition, tuple(qos.split(",")), default_qos)
             for default, account, partition, qos, default_qos in _rows(command, 5, accounting=True)
@@ -485,7 +512,7 @@ def _run(
             f"{command[0]} gave no answer for {timeout_s:g} s; is slurmctld up? try `scontrol ping`"
         ) from error
     if done.returncode != 0:
-        output = re.sub(r"\s+", " ", (done.stderr.strip() or done.stdout.strip()))
+        output = " ".join((done.stderr.strip() or done.stdout).split())
         error_class = UnansweredError if _NO_REPLY.search(output) else SlurmError
         raise error_class(
             f"{command[0]} failed with exit code {done.returncode}: {output or 'no message'}"

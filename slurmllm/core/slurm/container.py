@@ -46,8 +46,7 @@ def behind_prefix(prefix: Sequence[str], python: str, command: Sequence[str]) ->
     """
     inside = [python if argument == sys.executable else argument for argument in command]
     if prefix and prefix[0] in _ENGINES:
-        count = str(len(prefix) - 1)
-        return ["bash", "-c", _ENGINE_RUN, "slurmllm", count, *prefix, *inside]
+        return ["bash", "-c", _ENGINE_RUN, "slurmllm", str(len(prefix) - 1), *prefix, *inside]
     return [*prefix, *inside]
 
 
@@ -61,7 +60,8 @@ def in_container(command: Sequence[str]) -> list[str]:
 
 def container_faults(cluster: Cluster, local: bool) -> list[str]:
     """Return the faults of `cluster.container` that are known on this machine."""
-    container, path = cluster.container, "cluster.container"
+    container = cluster.container
+    path = "cluster.container"
     if container is None:
         return []
     missing = [str(file) for file in paths_of(container) if not file.exists()]
@@ -76,7 +76,8 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
 
     `paths` are the image and the mounts, as far as they are paths.
     """
-    prefix, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
+    prefix = shlex.split(os.environ.get(CONTAINER, ""))
+    node = os.uname().nodename
     if missing := [str(path) for path in paths if not path.exists()]:
         raise ConfigError(
             f"cluster.container: {node} has no {', '.join(missing)}; correct image and mounts, "
@@ -149,8 +150,16 @@ def container_arguments(
         nvidia = ["--nv"] if gpu else []
         return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
     # --init: processes that lose their parent are reaped, and signals passed on.
-    command = [container.runtime, "run", "--rm", "--init", "--network=host", "--ipc=host"]
-    command += ["--pid=host", "--ulimit=memlock=-1"]
+    command = [
+        container.runtime,
+        "run",
+        "--rm",
+        "--init",
+        "--network=host",
+        "--ipc=host",
+        "--pid=host",
+        "--ulimit=memlock=-1",
+    ]
     if container.runtime == "docker":
         command += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
     else:

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -24,12 +24,12 @@ _FROM_SLURM = re.compile(
     r"(?:srun|sbcast|slurmstepd|slurmd)(?:-[\w.-]{1,255})?: |[\w.-]{1,255}: cluster\.setup: line "
     r"|slurmllm: line \d|\S{0,200}python[\d.]*: (?:No module named|can't open file) "
 )
-_ERROR = re.compile(r"[\w.-]{1,255}: (?:error|fatal): ")
 # An option, or the variable that sets it: --mem-per-cpu, SLURM_MEM_PER_CPU.
 _OPTION = re.compile(r"--([a-z][a-z-]+)|\b(?:SLURM|SRUN|SBATCH)_([A-Z_]+)")
 # srun numbers the tasks of a step, one a node, as its nodes.
 _NUMBERED = re.compile(r"task (\d{1,6}) launch failed|(?:to|on|with) node (\d{1,6})\b")
-_LINE_CHARS, _ARGUMENT_CHARS = 400, 200
+StopCheck = Callable[[], bool]  # whether to end what is under way
+Processes = Sequence[subprocess.Popen[bytes]]  # srun's, or with --local one a node
 
 
 class ErrorText(NamedTuple):
@@ -58,7 +58,7 @@ def fault_of(message: str) -> Fault:
 
 
 def launch_failure(
-    processes: Iterable[subprocess.Popen[bytes]],
+    processes: Processes,
     seconds: float,
     lines: Iterable[str],
     nodes: Sequence[str],
@@ -75,24 +75,25 @@ def launch_failure(
     numbers = {name: number for number, name in enumerate(nodes)}
     messages = []
     for order, line in enumerate(lines):
-        error_line = line.strip()[:_LINE_CHARS]
+        error_line = line.strip()[:400]
         row = row_of(error_line) if _FROM_SLURM.match(error_line) else None
         if row is not None:
             names = tuple(_nodes_in(error_line, nodes, numbers))
+            ended = row.fault == "result"
             priority = (
-                row.fault == "result",
+                ended,
                 table().index(row),
                 not names,
-                not _ERROR.match(error_line),
+                not re.match(r"[\w.-]{1,255}: (?:error|fatal): ", error_line),
+                # The first task that ended: srun ended the other tasks because of it.
+                order if ended else -order,
             )
-            # The first task that ended: srun ended the other tasks because of it.
-            rank = order if row.fault == "result" else -order
-            messages.append(((*priority, rank), error_line, row, names))
+            messages.append((priority, error_line, row, names))
     _, message, best, _ = min(messages, default=((), "", None, ()))
-    fault: Fault = "unknown" if best is None else best.fault
+    fault = "unknown" if best is None else best.fault
     named = [names for *_, row, names in messages if row.fault == fault]
     return LaunchFailure(
-        command=shlex.join(a if len(a) <= _ARGUMENT_CHARS else f"{a[:60]}…" for a in arguments),
+        command=shlex.join(a if len(a) <= 200 else f"{a[:60]}…" for a in arguments),
         exit_code=failed.returncode,
         seconds=round(seconds, 1),
         message=message,
@@ -139,5 +140,8 @@ def explain_waiting(reason: str, job_id: str, run: str, stage: str = "train") ->
     row = next(
         (r for r in waiting_reasons() if re.match(r["reason"], phrase, re.IGNORECASE)), unknown
     )
-    time = "--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME"
-    return row["meaning"], row.get("remedy", "").format(job=job_id, run=run, time=time)
+    return row["meaning"], row.get("remedy", "").format(
+        job=job_id,
+        run=run,
+        time="--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME",
+    )

@@ -20,7 +20,6 @@ from slurmllm.core.slurm.site import Partition, Site
 Options = Mapping[str, str]  # sbatch's, by long name
 EQUAL_NODES = "each step may take as long as on the slowest; --constraint or --exclude: equal ones"
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-_SAME_MEMORY = 0.95  # nodes of one kind differ in what their firmware takes
 _AMOUNTS: dict[str, Callable[[PartitionNode], int]] = {  # which an option requires of each node
     "mem": lambda node: node.memory_mb,
     **dict.fromkeys(("cpus-per-task", "mincpus"), lambda node: node.cpus),
@@ -62,9 +61,11 @@ def check_limits(options: Options, site: Site) -> LimitCheck:
 
 
 def _check(options: Options, partition: Partition, client: SlurmClient) -> LimitCheck:
-    title, state = f"partition {partition.name}", partition.fields["State"]
+    title = f"partition {partition.name}"
+    state = partition.fields["State"]
     fitting = partition.nodes
-    faults, warnings = list[str](), list[str]()
+    faults = []
+    warnings = []
     for flag, fault in _limit_faults(options, partition, title):
         # A QOS may permit it. The job's own is known only if it is requested.
         flags = {name: row.split(",") for name, row in client.qos_flags().items() if flag}
@@ -112,10 +113,9 @@ def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
         memory_mb = node.memory_mb
-        if memory_mb >= largest * _SAME_MEMORY:
+        if memory_mb >= largest * 0.95:  # firmware takes some of it
             memory_mb = largest
-        gpus = count_gpus(node.gres)
-        kind = f"{node.cpus} CPUs", f"{memory_mb / 1024:.0f} GiB", f"{gpus} GPUs"
+        kind = f"{node.cpus} CPUs", f"{memory_mb / 1024:.0f} GiB", f"{count_gpus(node.gres)} GPUs"
         kinds.setdefault(kind, []).append(node.name)
     shared = set.intersection(*map(set, kinds)) if kinds else set[str]()
     texts: list[str] = []
@@ -137,7 +137,8 @@ def _limit_faults(options: Options, partition: Partition, title: str) -> Iterato
     limits = {name: limit for name, limit in fields.items() if limit[:1].isdigit()}  # UNLIMITED
     fewest, num_nodes = _node_range(options)
     time = options.get("time-min") or options.get("time", "0")
-    memory, qos = options.get("mem", ""), options.get("qos", "")
+    memory = options.get("mem", "")
+    qos = options.get("qos", "")
     if (limit := limits.get("MaxTime")) and minutes_of(time) > minutes_of(limit):
         fault = f"--time {time}: {title} permits {limit} (MaxTime); choose --time {limit} or less"
         yield "PartitionTimeLimit", fault

@@ -6,7 +6,6 @@ after SIGINT.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import pickle
@@ -17,21 +16,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from slurmllm.core.errors import StorageError
+from slurmllm.core.run.rundir import storage_errors
 
 _POLL_S = 0.2
-_TERMINATE_S = 5.0  # between SIGTERM and SIGKILL: a call may have files to remove
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Function = Callable[..., Any]
+Call = tuple[Function, tuple[Any, ...]]
+Arguments = Sequence[tuple[Any, ...]]  # of each call
+Results = Generator[tuple[int, Any], None, None]  # index and result of each call
 
 
-@dataclass(frozen=True)
-class FailedCall:
+class FailedCall(NamedTuple):
     """A call that ended without a result."""
 
     message: str
@@ -49,7 +49,7 @@ class CallProcess:
     def __init__(self, call: Call, log: Path, device: str | None) -> None:
         self.log = log
         variables = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-        try:
+        with storage_errors(f"cannot write {log.parent}"):
             log.parent.mkdir(parents=True, exist_ok=True)
             self._result = tempfile.TemporaryFile()  # noqa: SIM115  closed by `result`
             with log.open("xb") as output, tempfile.TemporaryFile() as request:
@@ -57,9 +57,8 @@ class CallProcess:
                 request.seek(0)
                 descriptor = self._result.fileno()
                 # -P: not the modules of the working directory, which may be another user's.
-                command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(descriptor)]
                 self._process = subprocess.Popen(
-                    command,
+                    [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(descriptor)],
                     env={**os.environ, **variables},
                     stdin=request,
                     stdout=output,
@@ -68,8 +67,6 @@ class CallProcess:
                     # Ctrl-C reaches only the parent, which then terminates all of the session.
                     start_new_session=True,
                 )
-        except OSError as error:
-            raise StorageError(f"cannot write {log.parent}: {error.strerror or error}") from error
 
     def done(self) -> bool:
         return self._process.poll() is not None
@@ -90,11 +87,11 @@ class CallProcess:
     def terminate(calls: Sequence[CallProcess]) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for call in calls:  # the whole session: a call may have started processes
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.killpg(call._process.pid, number)
-            deadline = time.monotonic() + _TERMINATE_S
+            deadline = time.monotonic() + 5.0  # a call may have files to remove
             for call in calls:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with suppress(subprocess.TimeoutExpired):
                     call._process.wait(max(deadline - time.monotonic(), 0))
         for call in calls:
             call._result.close()
@@ -106,19 +103,19 @@ def cuda_devices() -> list[str]:
     if visible is not None:
         return [name for name in visible.split(",") if name]
     # Without torch, which would take seconds to import.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir())]
     return []
 
 
 def map_locally(
-    function: Callable[..., Any],
-    arguments: Sequence[tuple[Any, ...]],
+    function: Function,
+    arguments: Arguments,
     names: Sequence[str],
     logs: Path,
     at_once: int,
     on_poll: Callable[[], None],
-) -> Generator[tuple[int, Any], None, None]:
+) -> Results:
     """See `arrays.map_calls`; processes that still run are terminated when this is closed."""
     devices = cuda_devices() if at_once > 1 else []  # a single call at a time may use all devices
     pending = list(enumerate(arguments))
@@ -131,8 +128,14 @@ def map_locally(
                     continue
                 index, values = pending.pop(0)
                 device = devices[slot % len(devices)] if devices else None
-                log = logs / f"{names[index]}-{secrets.token_hex(4)}.log"
-                running[slot] = index, CallProcess((function, values), log, device)
+                running[slot] = (
+                    index,
+                    CallProcess(
+                        (function, values),
+                        logs / f"{names[index]}-{secrets.token_hex(4)}.log",
+                        device,
+                    ),
+                )
             time.sleep(_POLL_S)
             on_poll()
             for slot, (index, process) in list(running.items()):

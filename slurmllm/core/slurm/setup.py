@@ -21,6 +21,7 @@ from slurmllm.core.config.profiles import shipped_dir
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON
 
+Variables = dict[str, str]  # of an environment
 SETUP = "SLURMLLM_SETUP"  # the lines
 SETUP_ERROR = "SLURMLLM_SETUP_ERROR"  # the line that failed in the batch script, with its exit code
 VERSION = "SLURMLLM_VERSION"  # of slurmllm where the job was submitted
@@ -117,7 +118,7 @@ _OF_THE_JOB = rf"{_SITE}|SLURM_(JOB_ID|JOB_PARTITION|RESTART_COUNT|SPANK_\w+)"
 _SALLOC = rf"{_SITE}|SALLOC_({'|'.join(USER_DEFAULTS).upper()})"
 
 
-def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str, str]:
+def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> Variables:
     """Return this process's environment for a command of Slurm.
 
     `in_job`: a part of the job that this process runs in (srun, sbcast); `salloc` reads the user's
@@ -132,13 +133,14 @@ def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str
     } | python_path()
 
 
-def new_job_environment() -> dict[str, str]:
+def new_job_environment() -> Variables:
     """Return this process's environment without what its own job's script has set."""
-    variables = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
-    return variables | python_path()
+    return {
+        name: value for name, value in os.environ.items() if name not in JOB_VARIABLES
+    } | python_path()
 
 
-def python_path() -> dict[str, str]:
+def python_path() -> Variables:
     """Return PYTHONPATH, if set, with absolute folders: a job starts in its run's directory."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))} if paths else {}

@@ -64,20 +64,19 @@ class Partition:
             match = re.search(r"(?:^|,)gpu:(\d*[^:,(\d][^:,(]*)", node.gres)
             gpu_type = match[1] if match else ""
             groups.setdefault((count_gpus(node.gres), gpu_type), []).append(node)
-        kinds = [_kind(gpus, gpu_type, nodes) for (gpus, gpu_type), nodes in groups.items()]
+        kinds = []
+        for (gpus, gpu_type), nodes in groups.items():
+            features = set.intersection(*(set(node.features.split(",")) for node in nodes))
+            kind = NodeKind(
+                nodes=tuple(node.name for node in nodes),
+                cpus=min(node.cpus for node in nodes),
+                memory_mb=min(node.memory_mb for node in nodes),
+                gpus=gpus,
+                gpu_type=gpu_type,
+                features=tuple(sorted(features - {""})),
+            )
+            kinds.append(kind)
         return tuple(sorted(kinds, key=lambda kind: (-kind.num_gpus, -len(kind.nodes))))
-
-
-def _kind(gpus: int, gpu_type: str, nodes: Sequence[PartitionNode]) -> NodeKind:
-    features = set.intersection(*(set(node.features.split(",")) for node in nodes))
-    return NodeKind(
-        nodes=tuple(node.name for node in nodes),
-        cpus=min(node.cpus for node in nodes),
-        memory_mb=min(node.memory_mb for node in nodes),
-        gpus=gpus,
-        gpu_type=gpu_type,
-        features=tuple(sorted(features - {""})),
-    )
 
 
 # slurmctld that was killed right after it had started a job starts it again; the node refuses the
@@ -96,11 +95,11 @@ def explain_drain(node: PartitionNode) -> str | None:
     )
 
 
+@dataclass
 class Site:
     """A cluster; Slurm is asked at the first use of a fact, which raises a SlurmError."""
 
-    def __init__(self, client: SlurmClient) -> None:
-        self.client = client
+    client: SlurmClient
 
     @cached_property
     def settings(self) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ Only `allreduce.py`, a program of its own, imports torch. Here are the construct
 the exit code of a set of them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from slurmllm.core.errors import EXIT_OK, Blame, InfrastructureError, UserError
 from slurmllm.core.run.records import Finding
 
 Value = int | float | str
+Findings = Iterator[Finding]
 
 
 def _finding(
@@ -22,12 +23,19 @@ def _finding(
     expected: Value = "",
     message: str = "",
     *,
-    status: str,
+    status: Any,
     fix: str = "",
     blame: Blame | None = None,
 ) -> Finding:
-    fields = {"check": check, "status": status, "value": value, "expected": expected}
-    return Finding.model_validate({**fields, "message": message, "fix": fix, "blame": blame})
+    return Finding(
+        check=check,
+        status=status,
+        value=value,
+        expected=expected,
+        message=message,
+        fix=fix,
+        blame=blame,
+    )
 
 
 ok = partial(_finding, status="ok")  # meets the profile, or the profile has no requirement
@@ -35,6 +43,7 @@ warn = partial(_finding, status="warn")  # a run can start, but may fail or be s
 # No run can start. `blame` is `user` for packages, profile and options, else `infrastructure`: for
 # Slurm, a node or a file system.
 fail = partial(_finding, status="fail", blame="infrastructure")
+unfit = partial(fail, blame="user")  # of `fail`, what the user can correct
 skipped = partial(_finding, status="skipped")
 
 

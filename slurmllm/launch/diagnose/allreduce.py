@@ -23,15 +23,16 @@ from slurmllm.launch.diagnose.probe import report
 from slurmllm.train.backends.native.device import KINDS
 from slurmllm.train.backends.process_group import init_process_group
 
+Pairs = list[tuple[int, int]]  # of nodes, by index
 MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
-NUM_WARM_UP, NUM_TIMED = 2, 5
 LIMIT = timedelta(seconds=120)
 
 
 def main(device: str, floor_gb_s: float) -> None:
     """Measure; rank 0 reports the bandwidth of all nodes and that of each node's faster pair."""
     kind = KINDS[device](int(os.environ["LOCAL_RANK"]))
-    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    workers = int(os.environ["WORLD_SIZE"])
     init_process_group(kind.process_group, rank, workers, LIMIT)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = workers // per_node
@@ -51,25 +52,25 @@ def main(device: str, floor_gb_s: float) -> None:
     dist.destroy_process_group()
 
 
-def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+def pair_rounds(nodes: int) -> list[Pairs]:
     """The pairs of neighbours in a ring, in rounds in which no node has two pairs."""
-    rounds: list[list[tuple[int, int]]] = [[], [], []]
+    rounds: list[Pairs] = [[], [], []]
     for first in range(nodes):
         last = nodes % 2 == 1 and first == nodes - 1
         rounds[2 if last else first % 2].append((first, (first + 1) % nodes))
     return [pairs for pairs in rounds if pairs]
 
 
-def _measure_pairs(
-    tensor: torch.Tensor, pairs: list[tuple[int, int]], per_node: int, nodes: int
-) -> torch.Tensor:
+def _measure_pairs(tensor: torch.Tensor, pairs: Pairs, per_node: int, nodes: int) -> torch.Tensor:
     """Measure pairs at the same time; bus bandwidth by node, GB/s, the same on every worker."""
-    group, members = None, (-1, -1)
+    group = None
+    members = (-1, -1)
     for pair in pairs:
         ranks = [node * per_node + local for node in pair for local in range(per_node)]
         pair_group = dist.new_group(ranks, timeout=LIMIT)  # collective: every worker calls it
         if dist.get_rank() in ranks:
-            group, members = pair_group, pair
+            group = pair_group
+            members = pair
     measured = torch.zeros(nodes, device=tensor.device)
     if group is not None:
         measured[list(members)] = _bus_gb_s(tensor, group)
@@ -80,7 +81,7 @@ def _measure_pairs(
 def _bus_gb_s(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
     """Bus bandwidth of an all-reduce of the tensor over a group, by its slowest worker, GB/s."""
     workers = dist.get_world_size(group)
-    for count in (NUM_WARM_UP, NUM_TIMED):
+    for count in (2, 5):  # warm-up, then those that are timed
         dist.barrier(group)
         _synchronize(tensor)
         started = time.perf_counter()

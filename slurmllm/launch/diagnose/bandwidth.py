@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding, NodeHealth
+from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.diagnose import fail, ok, warn
 from slurmllm.launch.diagnose.node import FOLDERS, find
@@ -34,7 +35,7 @@ def with_bandwidth(
     config: RunConfig,
     command: Sequence[str],
     port: int,
-    stop: Callable[[], bool] = lambda: False,
+    stop: StopCheck = lambda: False,
 ) -> dict[str, NodeHealth]:
     """Measure the all-reduce and add a finding to each node; a single worker has none.
 
@@ -73,16 +74,23 @@ def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> F
 
 
 def measure_with_torch(
-    nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: Callable[[], bool]
+    nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: StopCheck
 ) -> Bandwidth:
     cluster = config.cluster
-    verb = ["allreduce", f"--nodes={len(nodes.nodes)}", f"--workers={cluster.devices_per_node}"]
-    verb += [f"--device={cluster.device}", f"--address={nodes.master_addr}", f"--port={port}"]
-    verb += [f"--floor={cluster.health.min_allreduce_gb_s or 0.0}"]
+    verb = [
+        "allreduce",
+        f"--nodes={len(nodes.nodes)}",
+        f"--workers={cluster.devices_per_node}",
+        f"--device={cluster.device}",
+        f"--address={nodes.master_addr}",
+        f"--port={port}",
+        f"--floor={cluster.health.min_allreduce_gb_s or 0.0}",
+    ]
     processes = nodes.ask([*command, *verb])
-    overall: float | None = None
-    by_node: dict[str, float] = {}
-    started, last_line = time.monotonic(), "no output"
+    overall = None
+    by_node = {}
+    started = time.monotonic()
+    last_line = "no output"
     for _, output in read_lines(processes, LIMIT_S, stop):
         line = ProbeLine.parse(output)
         if line is None or line.gb_s is None:
@@ -98,29 +106,43 @@ def measure_with_torch(
 
 
 def measure_with_nccom(
-    nodes: Nodes, per_node: int, job_id: str | None, stop: Callable[[], bool]
+    nodes: Nodes, per_node: int, job_id: str | None, stop: StopCheck
 ) -> Bandwidth:
     """Call nccom-test, which starts a Slurm step in the job for several nodes."""
-    path, count = find("nccom-test"), len(nodes.nodes)
+    path = find("nccom-test")
+    count = len(nodes.nodes)
     call = [path or f"{FOLDERS[0]}/nccom-test", "--nworkers", str(count * per_node)]
     if count > 1:
         call += ["--nnodes", str(count), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
-    call += ["--minbytes", NCCOM_SIZE, "--maxbytes", NCCOM_SIZE, "--datatype", "bf16"]
-    call += ["--non-interactive", "allr"]
+    call += [
+        "--minbytes",
+        NCCOM_SIZE,
+        "--maxbytes",
+        NCCOM_SIZE,
+        "--datatype",
+        "bf16",
+        "--non-interactive",
+        "allr",
+    ]
     if count == 1:
         processes = nodes.ask(call)
     elif path is None:
         raise NodeError(f"nccom-test is neither on $PATH nor in {FOLDERS[0]}")
     else:
-        pipe, environment = subprocess.PIPE, slurm_environment(in_job=True)  # it calls srun
-        processes = [subprocess.Popen(call, stdout=pipe, stderr=subprocess.STDOUT, env=environment)]
+        environment = slurm_environment(in_job=True)  # it calls srun
+        processes = [
+            subprocess.Popen(
+                call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+            )
+        ]
     return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))), {})
 
 
 def bus_bandwidth(output: str) -> float:
     """Return the bus bandwidth that nccom-test printed, GB of 2^30 bytes, or raise a NodeError."""
-    column, measured = 0, None
-    messages: list[str] = []
+    column = 0
+    measured = None
+    messages = []
     for line in output.splitlines():
         fields = line.split()
         if fields[:1] == ["size(B)"]:

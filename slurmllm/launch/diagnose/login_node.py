@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from slurmllm.core.config.cluster import Cluster
@@ -34,7 +34,7 @@ from slurmllm.core.slurm.limits import (
 )
 from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.core.slurm.site import Site, explain_drain
-from slurmllm.launch.diagnose import fail, judge, ok, skipped, warn
+from slurmllm.launch.diagnose import Findings, fail, judge, ok, skipped, unfit, warn
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -60,15 +60,14 @@ _NODE_CHECKS = ("nodes", "limits", "equal nodes", "CPUs", "devices")
 _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
 
 
-def installation_findings(cluster: Cluster) -> Iterator[Finding]:
+def installation_findings(cluster: Cluster) -> Findings:
     """Checks of this Python, for the backend of the profile's device."""
     neuron = cluster.device == "neuron" and cluster.container is None
     lowest, highest = NEURON_PYTHON
     fix = ""  # pip refuses to install slurmllm with a Python before 3.11
     if neuron and not lowest <= sys.version_info[:2] <= highest:
         fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
-    python = f"{platform.python_version()}, {sys.executable}"
-    yield judge("python", python, fix, fail, blame="user")
+    yield judge("python", f"{platform.python_version()}, {sys.executable}", fix, unfit)
     yield packages_finding()
     if cluster.container is not None:
         for check in ("torch", "private APIs", "C++ compiler"):
@@ -85,30 +84,34 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
 
 def profile_finding(cluster: Cluster, source: str) -> Finding:
     """Whether jobs can run with a profile; `source` is what chose it."""
-    state, faults = f"{cluster.name}, by {source}", setup_faults(cluster.setup)
+    state = f"{cluster.name}, by {source}"
+    faults = setup_faults(cluster.setup)
     if cluster.planning_only:
         faults.append(f"for planning only: {cluster.planning_only}")
     if not faults:
         return ok("profile", state)
-    fix = "correct the profile, or another --cluster"
-    return fail("profile", f"{state}: {'; '.join(faults)}", fix=fix, blame="user")
+    return unfit(
+        "profile",
+        f"{state}: {'; '.join(faults)}",
+        fix="correct the profile, or another --cluster",
+    )
 
 
-def container_findings(cluster: Cluster, client: SlurmClient) -> Iterator[Finding]:
+def container_findings(cluster: Cluster, client: SlurmClient) -> Findings:
     """What is known here of `cluster.container`: its paths and its runtime."""
     container = cluster.container
     if container is None:
         return
     state = f"{container.runtime} {container.image}"
     if faults := container_faults(cluster, local=False):
-        yield fail("container", "; ".join(faults), fix="correct the profile", blame="user")
+        yield unfit("container", "; ".join(faults), fix="correct the profile")
         return
     if container.srun_runs_it:
         try:
             client.check_srun([f"--container-image={container.image}"])
         except SlurmError as error:
             fix = "pyxis must be installed on the cluster; else another runtime"
-            yield fail("container", f"{state}: {error}", fix=fix, blame="user")
+            yield unfit("container", f"{state}: {error}", fix=fix)
             return
     elif shutil.which(container.runtime) is None:
         fix = "nothing, if the nodes have it or cluster.setup loads it; else another runtime"
@@ -144,9 +147,11 @@ def packages_finding() -> Finding:
         requirements = importlib.metadata.requires("slurmllm") or []
         version = importlib.metadata.version("slurmllm")
     except importlib.metadata.PackageNotFoundError:
-        state = "slurmllm runs from a folder and is not installed"
-        return warn("packages", state, fix="pip install .")
-    missing, count = [], 0
+        return warn(
+            "packages", "slurmllm runs from a folder and is not installed", fix="pip install ."
+        )
+    missing = []
+    count = 0
     for requirement in requirements:
         match = re.match(r"[A-Za-z0-9_.-]+", requirement)
         if "extra" in requirement or match is None or match[0] == "torch":
@@ -155,8 +160,11 @@ def packages_finding() -> Finding:
         if installed_version(match[0]) is None:
             missing.append(match[0])
     if missing:
-        fix = "pip install slurmllm again, in this environment"
-        return fail("packages", f"missing: {', '.join(missing)}", fix=fix, blame="user")
+        return unfit(
+            "packages",
+            f"missing: {', '.join(missing)}",
+            fix="pip install slurmllm again, in this environment",
+        )
     return ok("packages", f"slurmllm {version} and the {count} packages that it requires")
 
 
@@ -164,36 +172,39 @@ def torch_finding(cluster: Cluster) -> Finding:
     present = installed_version("torch")
     if present is None:
         fix = "pip install torch, in this environment"
-        return fail("torch", "not installed", fix=fix, blame="user")
+        return unfit("torch", "not installed", fix=fix)
     imported = import_torch()
     if imported is None:
-        state = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
-        return warn("torch", state, fix="move the environment to a faster file system")
+        return warn(
+            "torch",
+            f"{present}; not imported within {IMPORT_TIMEOUT_S} s",
+            fix="move the environment to a faster file system",
+        )
     status, _, versions = imported.partition(" ")
     version, _, cuda = versions.partition(" ")
-    fault = fix = ""
     if status != "imported":
-        fault, fix = f"{present} does not import: {imported}", "install it again"
-    elif cluster.device == "neuron":
+        fault = f"{present} does not import: {imported}"
+        return unfit("torch", fault, fix="install it again")
+    if cluster.device == "neuron":
         if not in_series(version, NEURON_TORCH):
-            fault, fix = f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_FIX
+            fault = f"{version}; torch-neuronx needs {NEURON_TORCH}"
+            return unfit("torch", fault, fix=_NEURON_FIX)
     elif not at_least(version, "2.9"):
-        fault, fix = f"{version}, older than 2.9", "pip install 'torch>=2.9'"
+        return unfit("torch", f"{version}, older than 2.9", fix="pip install 'torch>=2.9'")
     elif cluster.device == "cuda" and cuda == "None":
-        fault, fix = f"{version} is built without CUDA", "install a build for CUDA"
+        return unfit("torch", f"{version} is built without CUDA", fix="install a build for CUDA")
     elif not in_series(version, TESTED_TORCH):
         fix = f"pip install torch=={TESTED_TORCH}, unless you need another version"
         return warn("torch", f"{version}; the tests ran on {TESTED_TORCH}", fix=fix)
-    if fault:
-        return fail("torch", fault, fix=fix, blame="user")
     return ok("torch", version if cuda in ("None", "") else f"{version}, CUDA {cuda}")
 
 
 def _run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Import in a child process: if that crashes or hangs, it does not take this one with it."""
     # -P: not the torch.py of the working directory, which may be another user's.
-    command = [sys.executable, "-P", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+    return subprocess.run(
+        [sys.executable, "-P", *arguments], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
+    )
 
 
 def import_torch() -> str | None:
@@ -218,24 +229,23 @@ def private_names_finding() -> Finding:
     return ok("private APIs", "all that slurmllm uses of torch and lm_eval are there")
 
 
-def neuron_findings() -> Iterator[Finding]:
+def neuron_findings() -> Findings:
     """The wheels of AWS's package index, one finding each."""
     for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
         present = installed_version(distribution)
-        fix, fault = _NEURON_FIX, ""
         if present is None:
             fault = f"not installed; {pinned} is supported"
+            yield unfit(distribution, fault, fix=_NEURON_FIX)
         elif importlib.util.find_spec(module) is None:
             fault = f"{present} is the public index's placeholder: no module {module}"
-            fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
+            yield unfit(distribution, fault, fix=f"pip uninstall {distribution}; {_NEURON_FIX}")
         elif not any(in_series(present, prefix) for prefix in series):
             fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
+            yield unfit(distribution, fault, fix=_NEURON_FIX)
         elif present.partition("+")[0] != pinned:
-            yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
+            yield warn(distribution, f"{present}; pinned is {pinned}", fix=_NEURON_FIX)
         else:
             yield ok(distribution, present)
-        if fault:
-            yield fail(distribution, fault, fix=fix, blame="user")
 
 
 def compiler_finding() -> Finding:
@@ -246,9 +256,7 @@ def compiler_finding() -> Finding:
     return warn("C++ compiler", f"no {compiler!r} here", fix=f"{fix}--set train.compile=false")
 
 
-def slurm_findings(
-    client: SlurmClient, cluster: Cluster, partition: str | None = None
-) -> Iterator[Finding]:
+def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None = None) -> Findings:
     """Checks of Slurm, and of the given, the profile's or the default partition.
 
     Without Slurm there is one warning, and the others are skipped.
@@ -261,13 +269,17 @@ def slurm_findings(
             yield skipped(check, "no Slurm here")
         return
     if missing:
-        state = f"{', '.join(missing)}: not on the PATH"
-        yield fail("slurm commands", state, fix="install Slurm's client commands here")
+        yield fail(
+            "slurm commands",
+            f"{', '.join(missing)}: not on the PATH",
+            fix="install Slurm's client commands here",
+        )
     else:
         yield ok("slurm commands", ", ".join(COMMANDS))
     site = Site(client)
     try:
-        settings, _ = site.settings, site.nodes
+        settings = site.settings
+        _ = site.nodes
     except SlurmError as error:
         fix = "`scontrol ping`; --local does without Slurm"
         yield fail("slurm controller", str(error), fix=fix)
@@ -300,12 +312,15 @@ def slurm_findings(
 
 def _device_findings(
     cluster: Cluster, suited: Sequence[PartitionNode], options: Mapping[str, str]
-) -> Iterator[Finding]:
+) -> Findings:
     """The CPUs and devices of the nodes that a job may get."""
     # A job may get any node: the smallest one counts.
-    cpus, gpus = min(n.cpus for n in suited), min(count_gpus(n.gres) for n in suited)
-    devices, required = cluster.devices_per_node, cluster.cpus_per_node
-    state, fix = f"{cpus} a node", ""
+    cpus = min(n.cpus for n in suited)
+    gpus = min(count_gpus(n.gres) for n in suited)
+    devices = cluster.devices_per_node
+    required = cluster.cpus_per_node
+    state = f"{cpus} a node"
+    fix = ""
     if required not in (None, cpus):
         state += f"; profile {cluster.name} has {required}"
         fix = f"--set cluster.cpus_per_node={cpus}, or another --cluster or --partition"
@@ -322,9 +337,11 @@ def _device_findings(
         state = f"{gpus} GPU(s) a node"
         if gpus < devices:
             state += f"; profile {cluster.name} requires {devices}"
-            fix = f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
-            fix += "GPUs if slurm.conf has Gres=gpu:N"
-            yield fail("devices", state, fix=fix, blame="user")
+            fix = (
+                f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
+                "GPUs if slurm.conf has Gres=gpu:N"
+            )
+            yield unfit("devices", state, fix=fix)
         elif not options.keys() & _GPU_REQUESTS:
             fix = f"directives: [--gpus-per-node={devices}] in profile {cluster.name}"
             yield warn("devices", f"{state}; the profile requests none", fix=fix)
@@ -332,7 +349,7 @@ def _device_findings(
             yield ok("devices", state)
 
 
-def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> Iterator[Finding]:
+def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> Findings:
     """The partition that jobs are submitted to, and its nodes."""
     nodes = site.nodes
     members = [n for n in nodes if (n.partition == partition if partition else n.default)]
@@ -340,7 +357,7 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
         names = ", ".join(sorted({node.partition for node in nodes})) or "none"
         fault = f"{partition!r} is unknown, closed to you or empty" if partition else "no default"
         fix = "one of these with --partition, or as the profile's partition"
-        yield fail("partition", f"{fault}; partitions: {names}", fix=fix, blame="user")
+        yield unfit("partition", f"{fault}; partitions: {names}", fix=fix)
         for check in _NODE_CHECKS:
             yield skipped(check, "no partition")
         return
@@ -350,11 +367,13 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
     else:
         yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
     unusable = [node for node in members if not node.in_service]
-    state, fix = f"{len(members) - len(unusable)} of {len(members)} usable", ""
+    state = f"{len(members) - len(unusable)} of {len(members)} usable"
+    fix = ""
     if unusable:
         state += f"; {format_names([f'{node.name} {node.state}' for node in unusable])}"
-        drains = filter(None, map(explain_drain, unusable))
-        fix = "; ".join(["`sinfo --list-reasons`", *islice(drains, 3)])
+        fix = "; ".join(
+            ["`sinfo --list-reasons`", *islice(filter(None, map(explain_drain, unusable)), 3)]
+        )
     yield judge("nodes", state, fix, fail if len(unusable) == len(members) else warn)
     # As of a run of one node with the profile's options and the default time limit.
     options = {"partition": name, "time": SlurmConfig().time}

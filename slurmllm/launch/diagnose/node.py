@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,8 @@ import psutil
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding
-from slurmllm.launch.diagnose import fail, ok, warn
+from slurmllm.core.run.safe_files import os_error_text
+from slurmllm.launch.diagnose import Findings, fail, ok, warn
 from slurmllm.launch.diagnose.probe import report
 from slurmllm.launch.diagnose.storage import GB, node_local_findings, shared_findings
 from slurmllm.train.backends.environment import load_environment
@@ -37,7 +38,7 @@ def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
     report(node, took_s=time.monotonic() - started)
 
 
-def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding]:
+def node_findings(node: str, cluster: Cluster, marker: Path) -> Findings:
     """The findings of each check; a check that raises an error fails."""
     checks = {  # generators: none has begun yet
         "devices": device_findings(cluster),
@@ -54,29 +55,33 @@ def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding
             yield fail(check, "unusable", "", str(error).splitlines()[0])
         except OSError as error:
             path = f"{error.filename}: " if error.filename else ""
-            yield fail(check, "unusable", "", f"{path}{error.strerror or error}")
+            yield fail(check, "unusable", "", f"{path}{os_error_text(error)}")
 
 
-def memory_findings(cluster: Cluster) -> Iterator[Finding]:
+def memory_findings(cluster: Cluster) -> Findings:
     """Host memory that is free or can be freed at once (MemAvailable), GB."""
-    available = round(psutil.virtual_memory().available / GB, 1)
-    required = cluster.health.min_memory_gb
-    yield _at_least("memory", available, required, "GB available", cluster)
+    yield _at_least(
+        "memory",
+        round(psutil.virtual_memory().available / GB, 1),
+        cluster.health.min_memory_gb,
+        "GB available",
+        cluster,
+    )
 
 
-def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
+def device_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
     """Devices, driver, error counters and CPUs; /sys is read under `root`."""
     if cluster.device != "cpu":
         if cluster.device == "neuron":
-            kind, count, driver = (
-                "NeuronCores",
-                neuron_cores(),
-                _read(root / "sys/module/neuron/version"),
-            )
+            kind = "NeuronCores"
+            count = neuron_cores()
+            driver = _read(root / "sys/module/neuron/version")
             errors = neuron_errors(root)
         else:
             gpus = nvidia_gpus()
-            kind, count, driver = "GPUs", len(gpus), gpus[0][1] if gpus else ""
+            kind = "GPUs"
+            count = len(gpus)
+            driver = gpus[0][1] if gpus else ""
             errors = [f"GPU {gpu}: {number}" for gpu, _, number in gpus if number > 0]
         yield _at_least("devices", count, cluster.devices_per_node, kind, cluster)
         version = cluster.health.driver_version
@@ -91,8 +96,8 @@ def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Findin
             yield fail("device errors", len(errors), 0, message)
         else:
             yield ok("device errors", 0)
-    cpus, required = os.cpu_count() or 1, cluster.cpus_per_node or 0
-    yield _at_least("CPUs", cpus, required, "CPUs", cluster, warn)
+    cpus = os.cpu_count() or 1
+    yield _at_least("CPUs", cpus, cluster.cpus_per_node or 0, "CPUs", cluster, warn)
 
 
 def _at_least(
@@ -105,8 +110,9 @@ def _at_least(
 ) -> Finding:
     if value >= required:
         return ok(check, value, required or "")
-    message = f"{value} {unit}; profile {cluster.name} requires {required:g}"
-    return status(check, value, required, message)
+    return status(
+        check, value, required, f"{value} {unit}; profile {cluster.name} requires {required:g}"
+    )
 
 
 def neuron_cores() -> int:
@@ -133,8 +139,11 @@ def neuron_errors(root: Path) -> list[str]:
 
 def nvidia_gpus() -> list[tuple[str, str, int]]:
     """Return (index, driver, uncorrected memory errors since it was loaded) of every GPU."""
-    query = "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total"
-    output = output_of("nvidia-smi", query, "--format=csv,noheader")
+    output = output_of(
+        "nvidia-smi",
+        "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total",
+        "--format=csv,noheader",
+    )
     gpus = []
     for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -147,20 +156,32 @@ def nvidia_gpus() -> list[tuple[str, str, int]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text("utf-8").strip()
     except OSError:
         return ""
 
 
-def efa_findings(cluster: Cluster) -> Iterator[Finding]:
+def efa_findings(cluster: Cluster) -> Findings:
     """The EFA interfaces that libfabric can use; no finding if the profile requires none."""
     required = cluster.health.efa_interfaces
     if required == 0:
         return
-    output = output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM")
     # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
-    count = len(set(re.findall(r"^\s*domain: (\S+)$", output, re.MULTILINE)))
-    yield _at_least("EFA", count, required, "EFA interfaces", cluster)
+    yield _at_least(
+        "EFA",
+        len(
+            set(
+                re.findall(
+                    r"^\s*domain: (\S+)$",
+                    output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM"),
+                    re.MULTILINE,
+                )
+            )
+        ),
+        required,
+        "EFA interfaces",
+        cluster,
+    )
 
 
 def find(name: str) -> str | None:
@@ -181,10 +202,9 @@ def output_of(name: str, *arguments: str) -> str:
             text=True,
             errors="replace",
             timeout=TIMEOUT_S,
-            check=False,
         )
     except OSError as error:
-        raise NodeError(f"{path} cannot be started: {error.strerror or error}") from error
+        raise NodeError(f"{path} cannot be started: {os_error_text(error)}") from error
     except subprocess.TimeoutExpired as error:
         raise NodeError(f"{name} did not end within {TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:

@@ -6,7 +6,6 @@ limit (`collect`). Findings that follow from all nodes together are added (`comp
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import re
@@ -17,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Protocol, Self
@@ -26,32 +26,29 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from slurmllm.core.config.cluster import HealthChecks
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.errors import Blame, SlurmError, StorageError
-from slurmllm.core.run.records import Finding, LaunchFailure, NodeHealth
-from slurmllm.core.slurm.error_texts import launch_failure
+from slurmllm.core.errors import Blame, SlurmError
+from slurmllm.core.run.records import Finding, LaunchFailure, NodeHealth, NodeNames
+from slurmllm.core.run.rundir import storage_errors
+from slurmllm.core.slurm.error_texts import Processes, StopCheck, launch_failure
 from slurmllm.launch.diagnose import fail, ok, warn
 
 POLL_S = 0.1
-TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 class Nodes(Protocol):
     """The nodes of an attempt or of a check: a Slurm allocation, or this machine."""
 
-    nodes: tuple[str, ...]
+    nodes: NodeNames
 
     @property
     def master_addr(self) -> str:
         """Name or address of the first node, as all others reach it."""
 
-    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    def ask(self, command: Sequence[str]) -> Processes:
         """Start a command on every node, by one srun or (locally) a process a node.
 
         Both outputs go to the process's pipe.
         """
-
-    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
-        """Copy a file to the same path on every node; returns the reason of a failure."""
 
 
 class LaunchError(SlurmError):
@@ -86,15 +83,15 @@ class JsonLine(BaseModel):
             return None
 
 
-def _shorten(finding: Finding | None) -> Finding | None:
+def _shorten(finding: Finding) -> Finding:
     """Limit texts, so that a line stays below 1,024 bytes: srun splits longer ones."""
     limits = {"value": 100, "expected": 100, "message": 500}  # bytes; nodes send no fixes
     update = {}
     for name, limit in limits.items():
-        value = getattr(finding, name, None)
+        value = getattr(finding, name)
         if isinstance(value, str) and len(value.encode()) > limit:
             update[name] = value.encode()[: limit - 3].decode(errors="ignore") + "…"
-    return finding.model_copy(update=update) if finding is not None and update else finding
+    return finding.model_copy(update=update)
 
 
 class ProbeLine(JsonLine):
@@ -104,7 +101,7 @@ class ProbeLine(JsonLine):
 
     node: str  # the sender; empty for a measurement over all nodes
     time: float  # the sender's clock, Unix time, s
-    finding: Annotated[Finding | None, AfterValidator(_shorten)] = None
+    finding: Annotated[Finding, AfterValidator(_shorten)] | None = None
     version: tuple[str, str] | None = None  # name and version of a library on the node
     took_s: float | None = None  # duration of all checks, s; in the last line
     gb_s: float | None = None  # bus bandwidth of an all-reduce, GB/s
@@ -129,14 +126,14 @@ class NodeReport:
     def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
         self.clock_ahead_s = max(ahead, ahead if self.clock_ahead_s is None else self.clock_ahead_s)
-        health, update = self.health, dict[str, object]()
+        update = dict[str, object]()
         if line.finding is not None:
-            update["findings"] = (*health.findings, line.finding)
+            update["findings"] = (*self.health.findings, line.finding)
         if line.version is not None:
-            update["versions"] = {**health.versions, line.version[0]: line.version[1]}
+            update["versions"] = dict([*self.health.versions.items(), line.version])
         if line.took_s is not None:
             update["checks_s"] = round(line.took_s, 3)
-        self.health = health.model_copy(update=update)
+        self.health = self.health.model_copy(update=update)
 
 
 def check_nodes(
@@ -144,7 +141,7 @@ def check_nodes(
     config: RunConfig,
     folder: Path,
     command: Sequence[str],
-    stop: Callable[[], bool] = lambda: False,
+    stop: StopCheck = lambda: False,
 ) -> dict[str, NodeHealth] | None:
     """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
 
@@ -153,35 +150,36 @@ def check_nodes(
     before any node reported.
     """
     limits = config.cluster.health
-    with contextlib.ExitStack() as stack:
-        try:
+    with ExitStack() as stack:
+        with storage_errors(f"cannot write to {folder}", "check the file system"):
             folder.mkdir(parents=True, exist_ok=True)
             # A new random name: no node can have a cached lookup of it, negative or positive.
             marker = stack.enter_context(
                 tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)
             )
-        except OSError as error:
-            raise StorageError(
-                f"cannot write to {folder}: {error.strerror or error}; check the file system"
-            ) from error
         probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
-        processes = nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name])
-        reports = collect(nodes.nodes, processes, limits.timeout_s, stop)
+        reports = collect(
+            nodes.nodes,
+            nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),
+            limits.timeout_s,
+            stop,
+        )
     return None if reports is None else compare_nodes(reports, limits)
 
 
 def collect(
     names: Sequence[str],
-    processes: Sequence[subprocess.Popen[bytes]],
+    processes: Processes,
     limit_s: float,
-    stop: Callable[[], bool],
+    stop: StopCheck,
 ) -> dict[str, NodeReport] | None:
     """Collect a report for each name, also of nodes that did not respond; None if stopped.
 
     Raises a LaunchError if the processes failed before any node reported.
     """
     reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
-    started, lines = time.monotonic(), list[str]()
+    started = time.monotonic()
+    lines = []
     for arrived, output in read_lines(processes, limit_s, stop):
         line = ProbeLine.parse(output)
         if line is not None and line.node in reports:
@@ -210,26 +208,27 @@ def collect(
 
 def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
     """Return findings of checks that did not start: accused nodes fail, others get a warning."""
-    statuses = {name: fail if name in failure.accused else warn for name in names}
-    message = f"no response: {failure.text}"
-    return {
-        name: NodeHealth(node=name, findings=(status("answer", "none", "", message),))
-        for name, status in statuses.items()
-    }
+    findings = {}
+    for name in names:
+        status = fail if name in failure.accused else warn
+        findings[name] = NodeHealth(
+            node=name, findings=(status("answer", "none", "", f"no response: {failure.text}"),)
+        )
+    return findings
 
 
 def read_lines(
-    processes: Sequence[subprocess.Popen[bytes]], limit_s: float, stop: Callable[[], bool]
+    processes: Processes, limit_s: float, stop: StopCheck
 ) -> Iterator[tuple[float, str]]:
     """Yield (Unix time of arrival, line) of the processes' output; ends them at the end."""
-    lines: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
 
     def pump(process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as stream:
             for line in stream:
                 # The arrival is taken here and not by the consumer, which may be late.
-                lines.put((time.time(), line))
+                lines.put((time.time(), line.decode(errors="replace")))
 
     threads = [threading.Thread(target=pump, args=(p,), daemon=True) for p in processes]
     for thread in threads:
@@ -240,16 +239,14 @@ def read_lines(
             # Before the queue is read: a thread that has ended has put its last line.
             ended = not any(thread.is_alive() for thread in threads)
             try:
-                arrived, line = lines.get(timeout=0.0 if ended else POLL_S)
+                yield lines.get(timeout=0.0 if ended else POLL_S)
             except queue.Empty:
                 if ended:
                     break
-                continue
-            yield arrived, line.decode(errors="replace")
     finally:
         for process in processes:
             process.terminate()  # srun then ends its tasks
-        deadline = time.monotonic() + TERMINATE_S
+        deadline = time.monotonic() + 5.0  # then SIGKILL
         for process in processes:
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -262,10 +259,11 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
     """The nodes' own findings, and those that follow from all nodes: response, clock, versions."""
     clocks = [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None]
     median_ahead_s = statistics.median(clocks or [0.0])
-    versions = {}
-    for name, node in reports.items():
-        driver = next((str(f.value) for f in node.health.findings if f.check == "driver"), None)
-        versions[name] = node.health.versions | ({"driver": driver} if driver else {})
+    versions = {
+        name: node.health.versions
+        | {f.check: str(f.value) for f in node.health.findings if f.check == "driver" and f.value}
+        for name, node in reports.items()
+    }
     version_findings = dict(_version_findings(versions, limits))
     compared = {}
     for name, node in reports.items():

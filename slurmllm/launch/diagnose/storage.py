@@ -8,19 +8,18 @@ import stat
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from slurmllm.core.config.cluster import GIB, Cluster
-from slurmllm.core.errors import NodeError, SlurmllmError, StorageError
+from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.format import format_names
-from slurmllm.core.run.records import Finding
-from slurmllm.core.run.rundir import is_run, write_atomic
-from slurmllm.core.run.safe_files import replaceable_error, untrusted_error
-from slurmllm.launch.diagnose import fail, judge, ok, skipped, warn
+from slurmllm.core.run.rundir import is_run, storage_errors, write_atomic
+from slurmllm.core.run.safe_files import os_error_text, replaceable_error, untrusted_error
+from slurmllm.core.slurm.client import wait_for
+from slurmllm.launch.diagnose import Findings, fail, judge, ok, skipped, unfit, warn
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).
@@ -55,18 +54,17 @@ def write_seconds(path: Path) -> float:
     start = time.monotonic()
     write_atomic(path, record)
     seconds = time.monotonic() - start
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
+    with storage_errors(f"cannot read {path} back"):
+        content = path.read_text("utf-8")
     if content != record:
         raise NodeError(f"{path}: the content read back differs from what was written")
     return seconds
 
 
-def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
+def node_local_findings(cluster: Cluster) -> Findings:
     """Check on a node that its disk exists, is not shared, can be written, and has space."""
-    folder, required = Path(cluster.node_local), cluster.health.min_node_local_gb
+    folder = Path(cluster.node_local)
+    required = cluster.health.min_node_local_gb
     if not folder.is_dir():
         message = f"{folder} does not exist; is the disk mounted? (cluster.node_local)"
         yield fail("node-local disk", "missing", str(folder), message)
@@ -90,19 +88,17 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
         yield ok("node-local disk", free, required or "")
 
 
-def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Finding]:
+def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
     """Check on a node that the folder of the run is the shared one and fast enough.
 
     The machine that started the checks has just created `marker` in the folder.
     """
-    folder, limit = marker.parent, cluster.health.max_write_s
-    deadline = time.monotonic() + VISIBLE_S
-    while not marker.is_file():
-        if time.monotonic() > deadline:
-            message = f"{marker} is not visible: {folder} is not the shared file system here"
-            yield fail("shared file system", "another", str(folder), message)
-            return
-        time.sleep(0.1)
+    folder = marker.parent
+    limit = cluster.health.max_write_s
+    if not wait_for(marker.is_file, VISIBLE_S, 0.1):
+        message = f"{marker} is not visible: {folder} is not the shared file system here"
+        yield fail("shared file system", "another", str(folder), message)
+        return
     path = folder / f".health-{node}"
     try:
         seconds = round(statistics.median(write_seconds(path) for _ in range(NUM_WRITES)), 4)
@@ -120,7 +116,7 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
         yield ok("shared file system", seconds, limit or "")
 
 
-def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
+def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Findings:
     """Check on the login node the folder of all runs.
 
     `runs` need not exist yet; with Slurm, the nodes of the cluster must share it.
@@ -133,14 +129,14 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
             seconds = statistics.median(write_seconds(path) for _ in range(NUM_WRITES))
             ahead_s = path.stat().st_mtime - time.time()
     except (OSError, SlurmllmError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        fix = "another --runs-dir or $SLURMLLM_RUNS"
-        yield fail("runs folder", f"{runs}: {reason}", fix=fix, blame="user")
+        fault = f"{runs}: {os_error_text(error)}"
+        yield unfit("runs folder", fault, fix="another --runs-dir or $SLURMLLM_RUNS")
         for check in ("file system", "free space", "fsynced write", "clock"):
             yield skipped(check, "the runs folder cannot be written")
     else:
         writable = _writable_runs(runs, cluster.trusted_group)
-        state, fix = str(runs), ""
+        state = str(runs)
+        fix = ""
         if existing != runs:
             state += ", created by submit"
         if reason := replaceable_error(existing, cluster.trusted_group):
@@ -157,7 +153,8 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:
     """Return this user's runs whose folders others may write to."""
-    writable, paths = [], []
+    writable = []
+    paths = []
     with suppress(OSError):  # not there yet, or closed to this user: the other checks say so
         paths = sorted(runs.iterdir())
     for path in paths:
@@ -170,14 +167,16 @@ def _writable_runs(runs: Path, group: str | None) -> list[Path]:
 
 def _runs_folder_findings(
     folder: Path, write_s: float, ahead_s: float, with_slurm: bool
-) -> Iterator[Finding]:
+) -> Findings:
     kind, point = file_system(folder.resolve())
-    state, fix = f"{kind}, mounted at {point}", ""
+    state = f"{kind}, mounted at {point}"
+    fix = ""
     if kind not in SHARED_TYPES and with_slurm:
         state += ": not a type that other machines share"
         fix = "choose a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS"
     yield judge("file system", state, fix)
-    free, fix = shutil.disk_usage(folder).free, ""
+    free = shutil.disk_usage(folder).free
+    fix = ""
     if free < MIN_FREE_BYTES:
         fix = "free some; a full disk stops a run"
     elif free < WARN_FREE_BYTES:
@@ -187,7 +186,8 @@ def _runs_folder_findings(
     fix = "a faster file system; saves and records wait for it" if write_s > SLOW_WRITE_S else ""
     state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
     yield judge("fsynced write", state, fix)
-    state, fix = f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's", ""
+    state = f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's"
+    fix = ""
     if abs(ahead_s) > CLOCK_TOLERANCE_S:
         state = f"the file server's clock differs by {ahead_s:+.1f} s from this machine's"
         fix = "check the time service (chrony); records of several machines are compared by time"

@@ -20,19 +20,21 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from slurmllm.core.errors import NodeError, RunError, StorageError
 from slurmllm.core.run.artifact_records import GraphFile, GraphManifest, GraphState
-from slurmllm.core.run.rundir import RunDir, fsync_dir, write_atomic
+from slurmllm.core.run.records import Lines, Versions
+from slurmllm.core.run.rundir import RunDir, fsync_dir, storage_errors, write_atomic
 from slurmllm.core.run.safe_files import (
     check_private_folder,
     open_lock,
     open_trusted,
+    os_error_text,
     read_limited,
 )
 from slurmllm.train.backends.environment import load_environment, node_disk
@@ -55,7 +57,7 @@ def empty_cache_once(cache: Path, attempt: str) -> None:
     with node_disk(f"empty {cache}"), _locked(cache):
         if _read_marker(cache) != attempt:
             empty_cache(cache)
-            (cache / _MARKER).write_text(attempt, encoding="utf-8")
+            (cache / _MARKER).write_text(attempt, "utf-8")
 
 
 @contextmanager
@@ -73,7 +75,7 @@ def pack_archive(
     backend: str,
     cold_first_step_s: float,
     *,
-    versions: Mapping[str, str],
+    versions: Versions,
     compile_s: float = 0.0,
     fingerprint: str | None = None,
     expected: bool = True,
@@ -92,7 +94,7 @@ def pack_archive(
             log = None
             if graph.log is not None:  # the node's disk may be gone when the user reads it
                 copy = run.graph_log(graph.name)
-                write_atomic(copy, graph.log.read_text(encoding="utf-8", errors="replace"))
+                write_atomic(copy, graph.log.read_text("utf-8", "replace"))
                 log = str(copy.relative_to(run.path))
             states.append(GraphState.model_validate({**graph._asdict(), "log": log}))
         uncompiled = {graph.folder for graph in graphs if graph.state != "compiled"}
@@ -155,8 +157,11 @@ def collect_graphs(
         with archiving(run):
             with open_trusted(source, group) as stream, tarfile.open(fileobj=stream) as archive:
                 # Equal names are equal graphs: names are digests of the content.
-                new = [member for member in archive if not (cache / member.name).exists()]
-                _unpack(archive, cache, new)
+                _unpack(
+                    archive,
+                    cache,
+                    [member for member in archive if not (cache / member.name).exists()],
+                )
             source.unlink()
     return missing
 
@@ -177,8 +182,7 @@ def write_archive(
         for path in archive_files(cache, without) if only is None else only:
             # A compiler's temporary file may vanish between listing and opening.
             with suppress(FileNotFoundError), path.open("rb") as stream:
-                name = str(path.relative_to(cache))
-                info = archive.gettarinfo(fileobj=stream, arcname=name)
+                info = archive.gettarinfo(fileobj=stream, arcname=str(path.relative_to(cache)))
                 info.type, info.size = tarfile.REGTYPE, path.stat().st_size  # no hard links
                 archive.addfile(info, stream)
 
@@ -247,16 +251,10 @@ def _compile_again(run: RunDir) -> str:
     return f"`slurmllm resume {run.name} --precompile always` compiles the graphs again"
 
 
-@contextmanager
-def archiving(run: RunDir) -> Iterator[None]:
-    """Raise a StorageError for what the file system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot archive the compiled graphs into {run.graphs}: {error.strerror or error}; "
-            "free space and `slurmllm resume`"
-        ) from error
+def archiving(run: RunDir) -> AbstractContextManager[None]:
+    return storage_errors(
+        f"cannot archive the compiled graphs into {run.graphs}", "free space and `slurmllm resume`"
+    )
 
 
 def checksum(path: Path) -> str:
@@ -299,12 +297,14 @@ def install_archive(
             with suppress(OSError, ValueError):  # missing, partial or another's
                 stream = open_archive(broadcast, manifest.archive_sha256)
         if stream is None:
-            source, origin = run.graphs_archive(manifest.archive), "shared"
+            source = run.graphs_archive(manifest.archive)
+            origin = "shared"
             try:
                 stream = open_archive(source, manifest.archive_sha256, group)
             except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise NodeError(f"{source} is not used: {reason}; {_compile_again(run)}") from error
+                raise NodeError(
+                    f"{source} is not used: {os_error_text(error)}; {_compile_again(run)}"
+                ) from error
         unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
         try:
             with stream, tarfile.open(fileobj=stream) as archive:
@@ -334,14 +334,14 @@ def installing(cache: Path, node: str, attempt: int) -> Iterator[Path]:
 
 def _read_marker(cache: Path) -> str | None:
     marker = cache / _MARKER
-    return marker.read_text(encoding="utf-8") if marker.is_file() else None
+    return marker.read_text("utf-8") if marker.is_file() else None
 
 
 class IncompleteGraphsError(RunError):
     """Graphs of the run are not compiled, and the recipe does not allow training without them."""
 
 
-def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
+def faults(manifest: GraphManifest, run: RunDir) -> Lines:
     """Return why an archive is incomplete, one line each."""
     if manifest.complete:
         return ()

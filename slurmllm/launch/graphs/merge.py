@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.artifact_records import GraphManifest, GraphState, NewGraphs
+from slurmllm.core.run.records import Versions
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.graphs.archive import (
     archive_files,
@@ -39,7 +40,7 @@ def submit_new_graphs(
     nodes: Sequence[str],
     node: str,
     manifest: GraphManifest,
-    versions: Mapping[str, str],
+    versions: Versions,
 ) -> tuple[str, ...]:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
@@ -86,7 +87,7 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
     if not folder.is_dir() or folder.is_symlink() or not run.graphs_manifest.is_file():
         return ()
     manifest = GraphManifest.load(run.graphs_manifest, trusted=True, group=group)
-    submitted: list[tuple[NewGraphs, BinaryIO]] = []
+    submitted = []
     with ExitStack() as stack:
         for path in sorted(folder.glob("*.json")):
             # A damaged record or archive is ignored: its graphs can be compiled again.
@@ -105,8 +106,14 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
             if new:
                 tars = [tar for graphs, tar in submitted if graphs in usable]
                 if base.files:
-                    old = open_archive(run.graphs_archive(base.archive), base.archive_sha256, group)
-                    tars.insert(0, stack.enter_context(old))
+                    tars.insert(
+                        0,
+                        stack.enter_context(
+                            open_archive(
+                                run.graphs_archive(base.archive), base.archive_sha256, group
+                            )
+                        ),
+                    )
                 merged = _merge(run, base, tars, new)
                 merged.save(run.graphs_manifest)
                 remove_old_archives(run, merged.archive)
@@ -127,17 +134,23 @@ def _matching(
     if last and {graphs.node for graphs in last} == set(last[0].nodes):
         versions = last[0].versions
         if manifest.unusable(versions) and all(g.versions == versions for g in last):
-            empty = dict.fromkeys(("files", "states", "missing_nodes"), ())
-            unknown = {"fingerprint": "", "reused_from": None, "rejected": ""}
-            update = {**empty, **unknown, "versions": versions, "graphs": 0}
-            return last, manifest.model_copy(update=update)
+            return last, manifest.model_copy(
+                update={
+                    **dict.fromkeys(("files", "states", "missing_nodes"), ()),
+                    **dict.fromkeys(("fingerprint", "rejected"), ""),
+                    "reused_from": None,
+                    "versions": versions,
+                    "graphs": 0,
+                }
+            )
     return [graphs for graphs in submitted if not manifest.unusable(graphs.versions)], manifest
 
 
 def reject_graphs(run: RunDir, why: str) -> None:
     """Have no attempt use the run's graphs any longer; those of the next one replace them."""
-    manifest = GraphManifest.load(run.graphs_manifest)
-    manifest.model_copy(update={"rejected": why}).save(run.graphs_manifest)
+    GraphManifest.load(run.graphs_manifest).model_copy(update={"rejected": why}).save(
+        run.graphs_manifest
+    )
     shutil.rmtree(run.new_graphs, ignore_errors=True)  # of workers that used the others
 
 
@@ -149,7 +162,7 @@ def _merge(
     states = {**{state.folder: state for state in base.states}, **new}
 
     def fill(archive: tarfile.TarFile) -> None:
-        names: set[str] = set()
+        names = set()
         with ExitStack() as stack:
             for source in tars:
                 opened = stack.enter_context(tarfile.open(fileobj=source))

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,9 @@ from pathlib import Path
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmllmError, StorageError
 from slurmllm.core.run.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.core.run.records import Versions
 from slurmllm.core.run.rundir import RunDir, fsync_dir, root_of, run_folders
-from slurmllm.core.run.safe_files import open_trusted
+from slurmllm.core.run.safe_files import open_trusted, os_error_text
 from slurmllm.launch.graphs.archive import checksum, make_own_folder
 from slurmllm.plan.mesh import Mesh, make_mesh
 from slurmllm.train.backends.environment import load_environment
@@ -45,7 +46,7 @@ def graph_fingerprint(
     mesh: Mesh,
     local: bool,
     measured: int | None = None,
-    versions: Mapping[str, str] | None = None,
+    versions: Versions | None = None,
 ) -> str | None:
     """Return a digest of everything that decides a run's graphs; None if that is not measured yet.
 
@@ -76,8 +77,9 @@ def graph_fingerprint(
 
 def node_processor(config: RunConfig) -> dict[str, str]:
     """Return what graphs compiled by this machine's workers are made for; empty: any processor."""
-    variables = {**os.environ, **config.cluster.env, **config.recipe.env}
-    return load_environment(config.backend).processor(config.cluster.device, variables)
+    return load_environment(config.backend).processor(
+        config.cluster.device, {**os.environ, **config.cluster.env, **config.recipe.env}
+    )
 
 
 @functools.cache
@@ -143,7 +145,7 @@ def has_all_graphs(
 
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
     """Yield the other runs in the folder of runs that have all graphs, newest first."""
-    modified_at: dict[RunDir, float] = {}
+    modified_at = {}
     root = root_of(run)
     for entry in run_folders(root) if root.is_dir() else ():
         with suppress(OSError):  # no run, just removed, or not this user's to read
@@ -191,14 +193,15 @@ def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -
         if measured is not None:
             measured.save(run.micro_batch)
         # The manifest last: it makes the archive current. The origin is the run that compiled.
-        origin = manifest.reused_from or source.name
-        manifest.model_copy(update={"reused_from": origin}).save(run.graphs_manifest)
+        manifest.model_copy(update={"reused_from": manifest.reused_from or source.name}).save(
+            run.graphs_manifest
+        )
     except (FileNotFoundError, PermissionError):
         return "it has just replaced its archive, or was removed"
     except OSError as error:
         raise StorageError(
             f"cannot copy the graphs of {source.name} to {run.graphs}: "
-            f"{error.strerror or error}; free space, or add --precompile always"
+            f"{os_error_text(error)}; free space, or add --precompile always"
         ) from error
     return None
 

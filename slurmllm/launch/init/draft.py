@@ -28,12 +28,12 @@ from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.site import NodeKind, Partition, Site
 from slurmllm.launch.diagnose.storage import SHARED_TYPES, file_system
 
+Values = dict[str, Any]  # of a profile
+Rows = Iterator[tuple[str, str]]  # line and comment
 _DISK = "/var/tmp"  # noqa: S108 (every Linux has it on a disk; the caches there are private)
 _COLUMN = 34  # of the comments
 # GPU, as a word of GRES types and features → the shipped profile with its data sheet's figures.
 _GPUS = {"h200": "p5e", "h100": "h100_ib", "b200": "p6-b200", "a100": "a100_ib"}
-_SMALL_A100 = "p4d"  # of 40 GB
-_OTHER_GPU = "a100_ib"
 # Parts of a GPU, and boards with links and clocks of their own.
 _UNLIKE = re.compile(r"\d+g\.\d+gb|\bpcie\b|\bnvl\b|\bgh200\b|\bgb200\b")
 
@@ -46,7 +46,7 @@ class Figures:
     confidence: Literal["exact", "likely", "guess"]
     reason: str
     # What the new profile changes of it besides what Slurm says.
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: Values = field(default_factory=dict)
 
 
 def nearest_figures(kind: NodeKind) -> Figures:
@@ -65,14 +65,16 @@ def nearest_figures(kind: NodeKind) -> Figures:
         return Figures("local", "guess", reason)
     name, gpu = _by_gpu(" ".join([kind.gpu_type, *kind.features]))
     keys = (key for key in ("instance_type", "env") if shipped[name].get(key))
-    changes: dict[str, Any] = dict.fromkeys(keys)
+    changes: Values = dict.fromkeys(keys)
     if shipped[name].get("health", {}).get("efa_interfaces"):
         changes["health"] = {"efa_interfaces": 0}
     if gpu is None:
         subject = f"the GPU {kind.gpu_type}" if kind.gpu_type else "a GPU that Slurm does not name"
         reason = f"{subject} has no shipped profile, these are {name}'s"
-        source = f"a guess: those of {name}; `slurmllm calibrate` measures"
-        changes["hardware"] = {"rough": True, "source": source}
+        changes["hardware"] = {
+            "rough": True,
+            "source": f"a guess: those of {name}; `slurmllm calibrate` measures",
+        }
         return Figures(name, "guess", reason, changes)
     hardware = shipped[name]["hardware"]
     assumed = [*hardware.get("assumed", []), "network_gb_s", "network_efficiency"]
@@ -83,8 +85,8 @@ def nearest_figures(kind: NodeKind) -> Figures:
     return Figures(name, "likely", reason, changes)
 
 
-def shipped_values(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = plain(read_profile(clusters_dir() / f"{name}.yaml", clusters_dir()))
+def shipped_values(name: str) -> Values:
+    values: Values = plain(read_profile(clusters_dir() / f"{name}.yaml", clusters_dir()))
     return values
 
 
@@ -93,8 +95,8 @@ def _by_gpu(device: str) -> tuple[str, str | None]:
     device = re.sub(r"[^a-z0-9.]+", " ", device.lower())
     gpu = next((gpu for gpu in _GPUS if re.search(rf"\b{gpu}\b", device)), None)
     if gpu is None:
-        return _OTHER_GPU, None
-    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40(gb)?\b", device) else _GPUS[gpu]
+        return "a100_ib", None
+    name = "p4d" if gpu == "a100" and re.search(r"\b40(gb)?\b", device) else _GPUS[gpu]
     return name, None if _UNLIKE.search(device) else gpu
 
 
@@ -109,7 +111,8 @@ class Draft:
 
 def draft_profile(survey: Survey, partition: Partition) -> Draft:
     """Return the profile of a partition."""
-    kind, machine = partition.kinds[0], survey.machine
+    kind = partition.kinds[0]
+    machine = survey.machine
     figures = nearest_figures(kind)
     header = [
         schema_line("cluster").strip(),
@@ -120,10 +123,9 @@ def draft_profile(survey: Survey, partition: Partition) -> Draft:
     return Draft(figures, kind, "\n".join([*header, *rows]) + "\n")
 
 
-def _lines(
-    survey: Survey, partition: Partition, kind: NodeKind, figures: Figures
-) -> Iterator[tuple[str, str]]:
-    machine, base = survey.machine, shipped_values(figures.profile)
+def _lines(survey: Survey, partition: Partition, kind: NodeKind, figures: Figures) -> Rows:
+    machine = survey.machine
+    base = shipped_values(figures.profile)
     yield f"extends: {figures.profile}", f"hardware figures, {figures.confidence}: {figures.reason}"
     gpus = f"{kind.gpus} {kind.gpu_type or 'GPUs'}, " if kind.gpus else ""
     hardware = f"{gpus}{kind.cpus} CPUs, {kind.memory_mb / 1024:.0f} GiB"
@@ -145,9 +147,12 @@ def _lines(
         loaded = f"; loaded now: {' '.join(machine.loaded)}" if machine.loaded else ""
         yield "# setup:", f"lines of shell for each job; {machine.modules}{loaded}"
         yield "#   - module load cuda", ""
-    unsure = "" if machine.python_is_shared else ", which the nodes must see too"
-    comment = f"of the jobs, else that of submit; on {machine.python_file_system}{unsure}"
-    yield f"# python: {machine.python}", comment
+    shared = machine.python_file_system in SHARED_TYPES
+    unsure = "" if shared else ", which the nodes must see too"
+    yield (
+        f"# python: {machine.python}",
+        f"of the jobs, else that of submit; on {machine.python_file_system}{unsure}",
+    )
     if machine.containers:
         yield "# container:", f"on {machine.host}: {', '.join(machine.containers)}"
         yield f"#   runtime: {machine.containers[0]}", ""
@@ -157,7 +162,7 @@ def _lines(
         yield _yaml(figures.changes), ""
 
 
-def _disk_line(survey: Survey, figures: Figures, base: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _disk_line(survey: Survey, figures: Figures, base: Values) -> Rows:
     seen = f"here: {', '.join(survey.machine.disks) or 'none'}"
     configured = survey.site.settings.get("TmpFS", "")
     if figures.confidence == "exact":
@@ -170,18 +175,19 @@ def _disk_line(survey: Survey, figures: Figures, base: dict[str, Any]) -> Iterat
 
 def _directive_lines(
     survey: Survey, partition: Partition, kind: NodeKind, inherited: Iterable[str]
-) -> Iterator[tuple[str, str]]:
+) -> Rows:
     options = dict.fromkeys(inherited, "")
     if kind.gpus:
         excluded = sum(len(other.nodes) for other in partition.kinds[1:])
         count = f"{kind.gpu_type}:{kind.gpus}" if excluded and kind.gpu_type else str(kind.gpus)
-        reason = f"leaves out {format_plural(excluded, 'node')} of the partition"
-        options[f"--gpus-per-node={count}"] = reason if excluded else ""
+        options[f"--gpus-per-node={count}"] = (
+            f"leaves out {format_plural(excluded, 'node')} of the partition" if excluded else ""
+        )
     for settings in (survey.site.settings, partition.fields):
         for name in ("DefMemPerNode", "DefMemPerCPU"):
             if (default := settings.get(name, "UNLIMITED")) != "UNLIMITED":
                 options["--mem=0"] = f"all of the node's: a job without it gets {name}={default}"
-    comments = dict[str, str]()
+    comments = {}
     for option, names, default, allowed in _charges(survey, partition):
         usable = [name for name in names if allowed is None or name.lower() in allowed]
         choices = ", ".join(f"{name} (default)" if name == default else name for name in names)
@@ -210,7 +216,7 @@ def _charges(
     yield "qos", qos, chosen or next(iter(qos), ""), partition.allowed("AllowQos")
 
 
-def _yaml(values: dict[str, Any]) -> str:
+def _yaml(values: Values) -> str:
     return write_yaml(values).rstrip("\n")
 
 
@@ -234,10 +240,6 @@ class Machine:
     python: str
     python_file_system: str
     containers: tuple[str, ...]  # runtimes of `cluster.container`
-
-    @property
-    def python_is_shared(self) -> bool:
-        return self.python_file_system in SHARED_TYPES
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,8 @@ def survey(client: SlurmClient) -> Survey:
 
 
 def _this_machine(client: SlurmClient) -> Machine:
-    python, lmod = Path(sys.executable), os.environ.get("LMOD_VERSION")
+    python = Path(sys.executable)
+    lmod = os.environ.get("LMOD_VERSION")
     has_modules = bool({"MODULES_CMD", "MODULESHOME"} & os.environ.keys())
     modules = "Environment Modules" if has_modules else ""
     return Machine(

@@ -79,8 +79,11 @@ def plan_deletion(
         runs = _left_runs(path) or [target]
     else:
         cases = [target.run(case.run) for case in SweepRecord.load(target.record).cases]
-        left = [run for run in cases if run.only_checkpoints()]
-        runs = [*runs_of(target), *left, *target.graph_runs()]
+        runs = [
+            *runs_of(target),
+            *(run for run in cases if run.only_checkpoints()),
+            *target.graph_runs(),
+        ]
     jobs: dict[str, RunDir] = {}  # those that Slurm is asked about, at once
     for run in runs:
         last = JobsRecord.of(run).last
@@ -92,7 +95,8 @@ def plan_deletion(
     for job, run in jobs.items():
         if job in queue and queue[job].active:
             require_ended(run, client)
-    count, folders = 0, list[Path]()
+    count = 0
+    folders = list[Path]()
     for run in runs:
         checkpoints, outputs = _saved(run)
         count += checkpoints
@@ -107,7 +111,9 @@ def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
 
     Of a trainer of another project that is all that it has written there.
     """
-    folder, steps, paths = run.path.resolve(), run.checkpoint_steps(), list[Path]()
+    folder = run.path.resolve()
+    steps = run.checkpoint_steps()
+    paths = []
     count = sum(folder in run.checkpoint(step).resolve().parents for step in steps)
     with suppress(ConfigError):  # then it is not known whose files these are
         if (command := load(run.config).recipe.command) is None:
@@ -129,7 +135,8 @@ def _all_but(folders: Sequence[Path], path: Path) -> Iterator[Path]:
 
 def _freed_bytes(paths: Iterable[Path]) -> int:
     """Return the size of files whose last link is in `paths`; RunError if one cannot be removed."""
-    sizes, links = dict[tuple[int, int], tuple[int, int]](), Counter[tuple[int, int]]()
+    sizes = {}
+    links = Counter[tuple[int, int]]()
     for path in paths:
         is_folder = path.is_dir() and not path.is_symlink()
         for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:

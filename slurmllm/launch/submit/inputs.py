@@ -22,8 +22,8 @@ from slurmllm.core.config.resolve import TRIAL, RunConfig
 from slurmllm.core.config.variables import is_secret
 from slurmllm.core.errors import ConfigError, DataError, StorageError
 from slurmllm.core.run.records import AttemptRecord
-from slurmllm.core.run.rundir import RunDir, runs_root
-from slurmllm.core.run.safe_files import make_private_folder, os_error_text, untrusted_error
+from slurmllm.core.run.rundir import RunDir, runs_root, storage_errors
+from slurmllm.core.run.safe_files import make_private_folder, untrusted_error
 from slurmllm.launch.submit.run_folder import make_folders
 
 log = logging.getLogger(__name__)
@@ -71,26 +71,29 @@ class LocatedData(NamedTuple):
 
 def locate(config: RunConfig, root: Path) -> LocatedData:
     """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set."""
-    data, located = config.recipe.data, LocatedData({}, {}, [])
+    data = config.recipe.data
+    located = LocatedData({}, {}, [])
     for name in data.sources if data.corpus is None else ():
-        source, site = read_source(name), config.cluster.data.get(name)
+        source = read_source(name)
+        site = config.cluster.data.get(name)
         for field in ("corpus", "tokenizer"):
             if site is not None:
-                path, origin = getattr(site, field), f"cluster.data.{name}"
+                path = getattr(site, field)
+                origin = f"cluster.data.{name}"
                 origin += f" ({config.origins.get(f'{origin}.{field}', 'default')})"
             elif (path := getattr(source, field)) is not None:
                 file = source_folder(data_folder(config, root), name) / path
-                path, origin = str(file), f"fetched: {name}"
-                if not _exists(file) and name not in located.missing:
+                path = str(file)
+                origin = f"fetched: {name}"
+                # A tokenized corpus is named by the common prefix of its two files.
+                parts = [Path(f"{file}{end}") for end in (".bin", ".idx")]
+                exists = file.is_file() or all(part.is_file() for part in parts)
+                if not exists and name not in located.missing:
                     located.missing.append(name)
             if path is not None and getattr(data, field) is None:
                 located.values.setdefault(field, path)
                 located.origins.setdefault(f"data.{field}", origin)
     return located
-
-
-def _exists(path: Path) -> bool:
-    return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
 
 
 def missing_data(config: RunConfig, root: Path, located: LocatedData) -> list[str]:
@@ -129,12 +132,11 @@ def _builtin_files(config: RunConfig, root: Path) -> tuple[Path, Path]:
 
     # Another user's: what is in it need not be the standard library.
     folder = own_folder(root, ".data", config.cluster.trusted_group)
-    try:
+    with storage_errors(
+        f"cannot create the built-in data set in {folder}", "choose another --runs-dir"
+    ):
         make_folders(config.cluster, root, folder)
         return ensure_stdlib(folder, config.recipe.model.vocab_size)
-    except OSError as error:
-        fault = f"cannot create the built-in data set in {folder}: {os_error_text(error)}"
-        raise StorageError(f"{fault}; choose another --runs-dir") from error
 
 
 def _require_files(paths: Sequence[tuple[str, str]]) -> None:
@@ -160,12 +162,15 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     """
     located = locate(config, root)
     if not located.missing and "corpus" in located.values:
-        values = {"tokenizer": config.recipe.data.tokenizer, **located.values}
-        config = config.with_settings("data", located.origins, **values)
-    data, texts = config.recipe.data, config.recipe.eval.corpora
+        config = config.with_settings(
+            "data", located.origins, **{"tokenizer": config.recipe.data.tokenizer, **located.values}
+        )
+    data = config.recipe.data
+    texts = config.recipe.eval.corpora
     if data.corpus is None and build:
-        title = f"{config.recipe.name} has no training data"
-        raise ConfigError(title, missing_data(config, root, located))
+        raise ConfigError(
+            f"{config.recipe.name} has no training data", missing_data(config, root, located)
+        )
     paths = [("data.corpus", share.path) for share in data.corpora]
     paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
     has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
@@ -179,7 +184,8 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
 
-    corpus, tokenizer = Path(), Path()
+    corpus = Path()
+    tokenizer = Path()
     if has_builtin:
         corpus, tokenizer = _builtin_files(config, root)
 
@@ -228,7 +234,8 @@ def plugin_faults(config: RunConfig) -> list[str]:
     With `cluster.container` nothing is checked here; with `cluster.setup` faults are logged as
     warnings. The workers check in both cases.
     """
-    recipe, cluster = config.recipe, config.cluster
+    recipe = config.recipe
+    cluster = config.cluster
     if not recipe.plugins and not recipe.plugin_refs:
         return []
     if cluster.container is not None:
@@ -277,6 +284,10 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     for name, version in now.items():
         earlier = {node.versions[name] for node in nodes if name in node.versions}
         if earlier - {version}:
-            versions, effect = " and ".join(sorted(earlier)), "results may differ from earlier ones"
-            message = "plugin %s: %s now, %s in attempt %d; %s"
-            log.warning(message, name, version, versions, attempts[-1].number, effect)
+            log.warning(
+                "plugin %s: %s now, %s in attempt %d; results may differ from earlier ones",
+                name,
+                version,
+                " and ".join(sorted(earlier)),
+                attempts[-1].number,
+            )

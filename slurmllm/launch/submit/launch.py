@@ -7,7 +7,6 @@ the time limit; a second Ctrl-C kills it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -18,9 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from slurmllm.core.config.directives import as_arguments
@@ -79,15 +78,18 @@ class SubmittedRun:
     def run_to_end(self, quiet: bool = True) -> SubmittedRun:
         """Run the recorded stages on this machine or in an allocation; `quiet`: without output."""
         assert self.sent is not None, "recorded by `start`"
-        code = run_locally(self.prepared, quiet, allocation=self.sent.allocation)
-        return replace(self, exit_code=code)
+        return replace(
+            self, exit_code=run_locally(self.prepared, quiet, allocation=self.sent.allocation)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON, as `slurmllm submit --json` prints it."""
-        prepared, run = self.prepared, self.prepared.run
+        prepared = self.prepared
+        run = self.prepared.run
         planner = None if prepared.fit is None else prepared.fit.to_json()
         if self.sent is None:
-            config, command = prepared.config, prepared.command_line
+            config = prepared.config
+            command = prepared.command_line
             variables = worker_environment(config, run)
             backend = load_environment(config.backend)
             return {
@@ -131,19 +133,20 @@ def start_run(
     Raises:
         SlurmllmError: as `prepare` and `submit_jobs` do.
     """
-    with contextlib.ExitStack() as locks:
+    with ExitStack() as locks:
         claimed = lambda run: locks.enter_context(locked(run, "submit"))  # noqa: E731
         prepared = prepare(replace(request, claimed=claimed))
         on_prepared(prepared)
         if request.dry_run:
             return SubmittedRun(prepared)
-        at_once = request.local or allocation is not None
-        return start(prepared, at_once, allocation)
+        return start(prepared, request.local or allocation is not None, allocation)
 
 
 def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
-    submission = record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared)
-    return SubmittedRun(prepared, submission)
+    return SubmittedRun(
+        prepared,
+        record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared),
+    )
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
@@ -176,7 +179,8 @@ def check_dependency(dependency: str, client: SlurmClient) -> list[str]:
     jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", dependency))
     states = {row.job_id: row.state for row in client.accounting(*jobs)}
     states |= {job.job_id: job.state for job in client.queue(jobs).values()}
-    warnings, never = [], []
+    warnings = []
+    never = []
     for kind, ids in re.findall(r"(after[a-z]*)((?::[\d_*+]+)+)", dependency):
         for job in re.findall(r":(\d+)", ids):
             state = states.get(job)
@@ -208,10 +212,13 @@ def submit_jobs(
             directory of a new run is removed.
     """
     client = client or SlurmClient()
-    run, earlier = prepared.run, JobsRecord.of(prepared.run)
-    slurm, container = prepared.config.recipe.slurm, prepared.config.cluster.container
-    restart = choose_restart(slurm.restart, earlier.last, client)
-    submission = _submission(prepared, local=False, restart=restart, **fields)
+    run = prepared.run
+    earlier = JobsRecord.of(prepared.run)
+    slurm = prepared.config.recipe.slurm
+    container = prepared.config.cluster.container
+    submission = _submission(
+        prepared, local=False, restart=choose_restart(slurm.restart, earlier.last, client), **fields
+    )
     try:
         srun = as_arguments(slurm.directives.srun)
         if container is not None and container.srun_runs_it:
@@ -226,8 +233,9 @@ def submit_jobs(
                 log.warning("cancelling job %s of a submit that was killed", ", ".join(jobs))
                 client.cancel(jobs)
         for stage in stages or prepared.stages:
-            job = _sbatch(prepared, stage, submission, client)
-            submission = submission.model_copy(update={f"{stage}_job": job})
+            submission = submission.model_copy(
+                update={f"{stage}_job": _sbatch(prepared, stage, submission, client)}
+            )
             # Saved after each job: if this process is killed here, no job is without a record.
             JobsRecord(submissions=(*earlier.submissions, submission)).save(run.jobs)
     except SlurmError as error:
@@ -271,9 +279,12 @@ def _sbatch(
 
 def record_local(prepared: PreparedRun, **fields: object) -> Submission:
     """Record this process as the one that runs the stages: from then on the run is active."""
-    run, pid, host = prepared.run, os.getpid(), socket.gethostname()
-    identity = process_identity(pid)
-    submission = _submission(prepared, local=True, pid=pid, process=identity, host=host, **fields)
+    run = prepared.run
+    pid = os.getpid()
+    host = socket.gethostname()
+    submission = _submission(
+        prepared, local=True, pid=pid, process=process_identity(pid), host=host, **fields
+    )
     JobsRecord(submissions=(*JobsRecord.of(run).submissions, submission)).save(run.jobs)
     return submission
 
@@ -291,7 +302,8 @@ def run_locally(
         stages: By default those that the run needs.
         allocation: Slurm job that holds the nodes, instead of this machine.
     """
-    run, stages = prepared.run, stages or prepared.stages
+    run = prepared.run
+    stages = stages or prepared.stages
     # Handlers belong to the process: restored after all stages, also if one raises.
     previous = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -299,8 +311,15 @@ def run_locally(
             nodes = prepared.mesh.nodes
             if stage == "precompile":
                 nodes = precompile_nodes(prepared.config, nodes)
-            umask = run_umask(prepared.config.cluster)
-            job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation, umask)
+            job = LocalJob(
+                run,
+                stage,
+                prepared.scripts[stage],
+                nodes,
+                quiet,
+                allocation,
+                run_umask(prepared.config.cluster),
+            )
             for number in previous:
                 signal.signal(number, job.on_interrupt)
             if (code := job.run_to_end()) != EXIT_OK:
@@ -311,7 +330,7 @@ def run_locally(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        with contextlib.suppress(SlurmllmError):  # a full disk
+        with suppress(SlurmllmError):  # a full disk
             last = JobsRecord.of(run).last
             if last is not None and last.pid == os.getpid():  # not resumed elsewhere, by --force
                 JobsRecord.change_last(run, ended_at=time.time())
@@ -350,7 +369,7 @@ class LocalJob:
                     return code
             self.restarts += 1
 
-    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+    def on_interrupt(self, number: int, frame: object) -> None:
         self.interrupts += 1
         if self.process is not None and self.process.poll() is None:
             kill = self.interrupts > 1
@@ -360,10 +379,13 @@ class LocalJob:
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
         environment = new_job_environment()
-        variable = HELD_NODES if self.allocation else LOCAL_NODES
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
-            env=environment | {variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            env=environment
+            | {
+                HELD_NODES if self.allocation else LOCAL_NODES: str(self.nodes),
+                LOCAL_RESTARTS: str(self.restarts),
+            },
             cwd=self.run.path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -388,7 +410,7 @@ class LocalJob:
         # The pipe must be read even if log or terminal fail, or the run would block on it.
         with stream, log:
             for line in stream:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     log.write(line)
                     log.flush()
                 if not self.quiet:

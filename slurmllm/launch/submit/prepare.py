@@ -127,9 +127,12 @@ class PreparedRun:
         if (command := self.config.recipe.command) is None:
             return None
         attempts = self.run.attempts("train")
-        attempt = attempts[-1].number + 1 if attempts else 0
-        values = command_values(self.run, self.config, attempt, self.mesh.nodes)
-        return command_line(command, values)
+        return command_line(
+            command,
+            command_values(
+                self.run, self.config, attempts[-1].number + 1 if attempts else 0, self.mesh.nodes
+            ),
+        )
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
@@ -172,8 +175,9 @@ def prepare(request: RunRequest) -> PreparedRun:
     cluster = request.config.cluster
     if (reason := request.config.planning_only) is not None:
         fix = "choose another --cluster (`slurmllm recipes --clusters`)"
-        title = f"cluster profile {cluster.name} is for planning only"
-        raise ConfigError(title, [f"{reason}; {fix}"])
+        raise ConfigError(
+            f"cluster profile {cluster.name} is for planning only", [f"{reason}; {fix}"]
+        )
     if request.run is not None:
         require_own(request.run, cluster.trusted_group)
     layout = choose(request)
@@ -187,10 +191,10 @@ def prepare(request: RunRequest) -> PreparedRun:
     config = _with_weights(request, layout.config)
     if request.fetch is not None and (missing := locate(config, request.root).missing):
         request.fetch(config, request.root, missing)
-    config, run = _with_inputs(request, config, build=True), layout.run
+    config = _with_inputs(request, config, build=True)
+    run = layout.run
     if request.run is None:
-        folder = request.folder or request.root
-        run = claim_run(folder, request.name, config.recipe.name, cluster)
+        run = claim_run(request.folder or request.root, request.name, config.recipe.name, cluster)
         if request.claimed is not None:
             # It takes the run's lock: of two that reuse a directory only one goes on.
             request.claimed(run)
@@ -201,8 +205,14 @@ def prepare(request: RunRequest) -> PreparedRun:
         graphs_from = None
         if request.find_graphs:
             graphs_from = _find_graphs(request, layout.nodes, config, run)
-        fields = {**checks.fields, "graphs_from": graphs_from, "is_new": request.run is None}
-        prepared = render_run(config, layout.nodes, run, **fields)
+        prepared = render_run(
+            config,
+            layout.nodes,
+            run,
+            graphs_from=graphs_from,
+            is_new=request.run is None,
+            **checks.fields,
+        )
         if graphs_from is None and checks.limit_faults["precompile"]:
             raise _limit_error(layout, checks, ("precompile",))
         write_run(prepared)
@@ -215,7 +225,8 @@ def prepare(request: RunRequest) -> PreparedRun:
 
 def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> PreparedRun:
     """Return what a dry run shows, with the errors that `prepare` would raise."""
-    config, unstartable = _with_weights(request, layout.config), list[ConfigError]()
+    config = _with_weights(request, layout.config)
+    unstartable = []
     if any(checks.limit_faults.values()):
         unstartable.append(_limit_error(layout, checks, STAGES))
     if config.recipe.worker.has_model:
@@ -226,21 +237,30 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
             if "corpus" in located.values:
                 missing = []  # without a corpus among them, it would fail after the download
         if missing:
-            title = f"{config.recipe.name} has no training data"
-            unstartable.append(ConfigError(title, missing))
+            unstartable.append(ConfigError(f"{config.recipe.name} has no training data", missing))
     config = _with_inputs(request, config, build=False)
-    fields = {**checks.fields, "refused": checks.errors, "unstartable": unstartable}
-    return render_run(config, layout.nodes, layout.run, **fields)
+    return render_run(
+        config,
+        layout.nodes,
+        layout.run,
+        refused=checks.errors,
+        unstartable=unstartable,
+        **checks.fields,
+    )
 
 
 def _limit_error(layout: RunLayout, checks: Checks, stages: Sequence[Stage]) -> ConfigError:
-    faults = [fault for stage in stages for fault in checks.limit_faults[stage]]
-    return ConfigError(f"Slurm can never start {layout.config.recipe.name} like this", faults)
+    return ConfigError(
+        f"Slurm can never start {layout.config.recipe.name} like this",
+        [fault for stage in stages for fault in checks.limit_faults[stage]],
+    )
 
 
 def check(request: RunRequest, layout: RunLayout) -> Checks:
     """Check the settings of a run; its weights and data are checked later."""
-    config, fit, errors = layout.config, None, list[ConfigError]()
+    config = layout.config
+    fit = None
+    errors = []
     recipe = config.recipe
     if faults := site_faults(config, request.local):
         title = f"{recipe.name}: these settings cannot be used here"
@@ -277,8 +297,7 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
     warnings = [*(fit.warnings if fit is not None else ()), *warnings]
     if config.is_beta:
         warnings.append("TorchNeuron, by which backend native uses a Trainium, is a public beta")
-    fields = {"fit": fit, "warnings": warnings, "compiles": compiles}
-    return Checks(fields, errors, limit_faults)
+    return Checks({"fit": fit, "warnings": warnings, "compiles": compiles}, errors, limit_faults)
 
 
 def _with_weights(request: RunRequest, config: RunConfig) -> RunConfig:
@@ -318,8 +337,7 @@ def choose(request: RunRequest) -> RunLayout:
     config = request.config
     if request.precompile == "never" and config.recipe.worker.has_model:
         config = config.with_settings("train", incomplete_graphs="compile")
-    folder = request.folder or request.root
-    run = request.run or new_run(folder, request.name, config.recipe.name)
+    run = request.run or new_run(request.folder or request.root, request.name, config.recipe.name)
     unsupported = load_environment(config.backend).unsupported
     if config.recipe.parallel.auto or config.open_settings():
         config = _resolve_open(request, config, unsupported)
@@ -332,8 +350,10 @@ def choose(request: RunRequest) -> RunLayout:
             raise
         from slurmllm.plan.choose_layout import mesh_fixes
 
-        fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
-        raise ConfigError(error.title, [error.rule, *fixes]) from None
+        raise ConfigError(
+            error.title,
+            [error.rule, *mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)],
+        ) from None
     return RunLayout(config, nodes, run, mesh)
 
 
@@ -345,7 +365,8 @@ def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupport
     from slurmllm.plan.choose_layout import check_fit, choose_parallel
 
     nodes = request.nodes
-    auto, source = config.origins.get("parallel.auto", "default"), "no hardware figures"
+    auto = config.origins.get("parallel.auto", "default")
+    source = "no hardware figures"
     if config.cluster.hardware is None and not auto.startswith("--set"):
         if config.recipe.parallel.auto:
             log.warning(
@@ -355,7 +376,8 @@ def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupport
             )
         config = config.with_settings("train", dict.fromkeys(config.open_settings(), source))
         return config.with_settings("parallel", {"parallel.auto": source}, auto=False)
-    resumes, fewest = request.run is not None, config.recipe.slurm.min_nodes or nodes
+    resumes = request.run is not None
+    fewest = config.recipe.slurm.min_nodes or nodes
     choose = partial(
         choose_parallel, config, unsupported=unsupported, resumes=resumes, force=request.force
     )
@@ -370,24 +392,31 @@ def _resolve_open(request: RunRequest, config: RunConfig, unsupported: Unsupport
 
 def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
     """Return why the backend cannot train a run with these settings."""
-    config, mesh = layout.config, layout.mesh
+    config = layout.config
+    mesh = layout.mesh
     recipe = config.recipe
     faults = list(load_environment(config.backend).unsupported(config))
     weights = recipe.train.finetune
     if weights and not config.is_trial and recipe.train.init_from is None:
-        fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
-        fix += "`slurmllm checkpoint import` made"
+        fix = (
+            "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
+            "`slurmllm checkpoint import` made"
+        )
         if isinstance(weights, str):
-            fix = f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
-            fix += "--set train.init_from=weights"
+            fix = (
+                f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
+                "--set train.init_from=weights"
+            )
         reason = "not set, and this recipe starts from trained weights (train.finetune)"
         faults.append(f"train.init_from: {reason}; {fix}")
     if request.precompile == "never" and mesh.unmeasured:
         fix = "leave out --precompile never, or set a number"
         faults.append(f"train.micro_batch: auto: the precompile stage measures it; {fix}")
-    profile, workers = recipe.profile, mesh.world_size
+    profile = recipe.profile
+    workers = mesh.world_size
     if profile.steps is not None and max(profile.ranks) >= workers:
-        rank, fix = max(profile.ranks), f"choose ranks from 0 to {workers - 1}"
+        rank = max(profile.ranks)
+        fix = f"choose ranks from 0 to {workers - 1}"
         fault = f"profile.ranks: {rank}: the run has {workers} workers; {fix}"
         if request.run is None:
             faults.append(fault)
@@ -405,7 +434,8 @@ def _largest_node_count(config: RunConfig, nodes: int) -> int:
     fewest = config.recipe.slurm.min_nodes
     if fewest is None or fewest >= nodes:
         return nodes
-    title, option = "the range of nodes is not possible", f"--nodes {fewest}-{nodes}"
+    title = "the range of nodes is not possible"
+    option = f"--nodes {fewest}-{nodes}"
     if load_environment(config.backend).precompile_nodes(config, nodes) > replica_nodes(config):
         fault = f"{option}: graphs of backend {config.backend} are for one node count; give one"
         raise ConfigError(title, [fault])
@@ -421,7 +451,8 @@ def _largest_node_count(config: RunConfig, nodes: int) -> int:
 
 def site_faults(config: RunConfig, local: bool) -> list[str]:
     """Return the faults of a run's settings for this site that are known on this machine."""
-    notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
+    notify = config.recipe.slurm.notify
+    faults = setup_faults(config.cluster.setup)
     faults += container_faults(config.cluster, local)
     if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
@@ -439,8 +470,13 @@ def render_run(config: RunConfig, nodes: int, run: RunDir, **fields: Any) -> Pre
     """Compute mesh and scripts, with `parallel.auto` resolved; write nothing; raise ConfigError."""
     mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
     python = config.cluster.python or sys.executable
-    scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}
-    return PreparedRun(config, mesh, run, scripts, **fields)
+    return PreparedRun(
+        config,
+        mesh,
+        run,
+        {stage: render(stage, config, run, nodes, python) for stage in STAGES},
+        **fields,
+    )
 
 
 def write_run(prepared: PreparedRun) -> None:
@@ -457,7 +493,8 @@ def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir
 
     Another run's archive is adopted if it is complete and trusted. Raises StorageError.
     """
-    local, group = request.local, config.cluster.trusted_group
+    local = request.local
+    group = config.cluster.trusted_group
     if request.precompile != "always" and not needs_precompile(config):
         return None
     if request.precompile == "always":
@@ -481,7 +518,10 @@ def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir
             return GraphManifest.load(run.graphs_manifest).reused_from
         refused.append(f"run {source.name!r}, which has them: {reason}")
     if refused:
-        more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
-        fix = "--set cluster.trusted_group=GROUP uses those of a group's members"
-        log.warning("compiling the graphs, not using those of %s%s; %s", refused[0], more, fix)
+        log.warning(
+            "compiling the graphs, not using those of %s%s; --set cluster.trusted_group=GROUP uses "
+            "those of a group's members",
+            refused[0],
+            f" (and {len(refused) - 1} more)" if refused[1:] else "",
+        )
     return None

@@ -42,12 +42,16 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     few = load_environment(config.backend).precompile_nodes(config, nodes)
     if not config.recipe.worker.has_model:
         return few
-    parallel, train, hardware = config.recipe.parallel, config.recipe.train, config.cluster.hardware
+    parallel = config.recipe.parallel
+    train = config.recipe.train
+    hardware = config.cluster.hardware
     if few == nodes or hardware is None or hardware.rough:
         return few
     from slurmllm.plan.search import predict
 
-    per_node, tensor, pipeline = config.cluster.devices_per_node, parallel.tensor, parallel.pipeline
+    per_node = config.cluster.devices_per_node
+    tensor = parallel.tensor
+    pipeline = parallel.pipeline
     # As the stage computes: a micro batch for each pipeline stage, or two if it measures.
     micro, passes = (1, 2) if train.micro_batch == "auto" else (train.micro_batch, 1)
     for count in range(few, nodes, few):
@@ -69,14 +73,24 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     Raises:
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
-    lines = ["#!/bin/bash", *directives(stage, config, run, nodes)]
-    lines += ["", *limits_script(), "", *setup_script(config.cluster.setup, stop=False)]
-    lines += ["# What the body below reads.", *_exports(config, run, python)]
+    lines = [
+        "#!/bin/bash",
+        *directives(stage, config, run, nodes),
+        "",
+        *limits_script(),
+        "",
+        *setup_script(config.cluster.setup, stop=False),
+        "# What the body below reads.",
+        *_exports(config, run, python),
+    ]
     count = node_count(stage, config, nodes)
     if "-" in count or config.recipe.slurm.spare_nodes:
         count = "N"
-    srun = launch_line(count, stage, _srun_options(config, run))
-    lines += ["", "# The supervisor starts the workers of attempt N by:", f"# {srun}"]
+    lines += [
+        "",
+        "# The supervisor starts the workers of attempt N by:",
+        f"# {launch_line(count, stage, _srun_options(config, run))}",
+    ]
     body = (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
     return "\n".join(lines) + "\n\n" + body
 
@@ -94,7 +108,8 @@ def node_count(stage: Stage, config: RunConfig, nodes: int) -> str:
 
 def directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
     """Return the lines of a script that hold options of sbatch; ConfigError as `render`."""
-    slurm, cluster = config.recipe.slurm, config.cluster
+    slurm = config.recipe.slurm
+    cluster = config.cluster
     count = node_count(stage, config, nodes)
     options: dict[str, str | None] = {
         "job-name": f"{run.name}-{stage}",
@@ -143,7 +158,8 @@ def check_jobs(
 ) -> tuple[Sequence[str], dict[Stage, Sequence[str]]]:
     """Compare jobs with their partition; returns warnings of the train job, and the faults."""
     faults: dict[Stage, Sequence[str]] = dict.fromkeys(STAGES, ())
-    limits, site = LimitCheck(), None if client is None else Site(client)
+    limits = LimitCheck()
+    site = None if client is None else Site(client)
     for stage in STAGES:
         # A value that Slurm would misread is refused, whether there is a limit or not.
         options = directives(stage, config, run, nodes)
@@ -170,11 +186,16 @@ def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     recipe = config.recipe
     texts = [*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values()]
     files = [*(split_prefix(source)[1] for source in texts), recipe.data.tokenizer]
-    start = recipe.train.init_from if recipe.command is None else recipe.command.folder
-    folders = [*(file and str(Path(file).parent) for file in files), start]
+    folders = [
+        *(file and str(Path(file).parent) for file in files),
+        recipe.train.init_from if recipe.command is None else recipe.command.folder,
+    ]
     folders = [config.cluster.node_local, *folders, recipe.checkpoint.replica]
-    paths = [Path(folder) for folder in folders if folder is not None and folder.startswith("/")]
-    return [root_of(run), run.path, *paths]
+    return [
+        root_of(run),
+        run.path,
+        *(Path(folder) for folder in folders if folder is not None and folder.startswith("/")),
+    ]
 
 
 def _container_prefix(config: RunConfig, run: RunDir) -> list[str]:
@@ -185,14 +206,18 @@ def _container_prefix(config: RunConfig, run: RunDir) -> list[str]:
 
 
 def _srun_options(config: RunConfig, run: RunDir) -> list[str]:
-    container, options = config.cluster.container, config.recipe.slurm.directives.srun
+    container = config.cluster.container
+    options = config.recipe.slurm.directives.srun
     by_srun = container is not None and container.srun_runs_it
     return [*(_container_prefix(config, run) if by_srun else ()), *as_arguments(options)]
 
 
 def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
-    cluster, srun, variables = config.cluster, _srun_options(config, run), dict[str, str]()
-    container, port = cluster.container, cluster.master_port
+    cluster = config.cluster
+    srun = _srun_options(config, run)
+    variables = {}
+    container = cluster.container
+    port = cluster.master_port
     if container is not None:
         # An image's passwd need not know the user, whose name is in paths.
         variables = {CONTAINER_PYTHON: container.python, "LOGNAME": getpass.getuser()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.core.slurm.client import SlurmClient, wait_for
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.supervise.exclusion import to_avoid
 from slurmllm.launch.supervise.run_state import (
@@ -60,12 +59,10 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
     if active:
         records = read_records(run, read_summary(run.config))
         if records.ended or records.cancelled:
-            message = "waiting up to %.0f s for the last processes of %s to end"
-            log.warning(message, _ENDING_S, run.name)
-            deadline = time.monotonic() + _ENDING_S
-            while active and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                active = is_active(run, client)
+            log.warning(
+                "waiting up to %.0f s for the last processes of %s to end", _ENDING_S, run.name
+            )
+            active = not wait_for(lambda: not is_active(run, client), _ENDING_S, _POLL_S)
             if active:
                 fix = "type this command again when `squeue` no longer shows its jobs"
                 raise RunError(f"the last processes of {run.name} still run; {fix}")
@@ -87,9 +84,12 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
         last: The run's last submission.
     """
     assert request.run is not None
-    run, before, client = request.run, request.config, request.slurm
+    run = request.run
+    before = request.config
+    client = request.slurm
     config = changed_config(before, changes)
-    earlier, recipe = before.recipe, config.recipe
+    earlier = before.recipe
+    recipe = config.recipe
     is_done = read_records(run, summarize(before)).done
     request = replace(request, config=config)
     if not recipe.worker.has_model:
@@ -98,7 +98,8 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
                 f"--from-scratch: the checkpoints of {run.name} are its trainer's, which decides "
                 "where it continues; remove them, or start another run"
             )
-        step, steps = int((last_row(run) or {}).get("step", 0)), recipe.steps
+        step = int((last_row(run) or {}).get("step", 0))
+        steps = recipe.steps
         if steps is not None and steps != earlier.steps and steps <= step:
             raise RunError(
                 f"command.steps {steps} is not above step {step}, which {run.name} has reached; "
@@ -126,7 +127,8 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
             check_weights=recipe.train.init_from != earlier.train.init_from,
         )
     prepared = prepare(request)
-    changed, avoid = changed_settings(before, prepared.config), list[str]()
+    changed = changed_settings(before, prepared.config)
+    avoid = []
     if client is not None:
         avoid = to_avoid(client, run, prepared.scripts["train"], recipe.slurm.exclude)
     return replace(prepared, excluded=avoid, from_scratch=changes.from_scratch, changes=changed)
@@ -134,14 +136,17 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
 
 def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
     """Return a run's configuration with changes, in which settings of its last jobs are reset."""
-    recipe, resets = config.recipe, list[str]()
+    recipe = config.recipe
+    resets = []
     if not changes.from_scratch and recipe.worker.has_model:
         # The warm-up keeps its steps, if another train.steps would change them.
         names = {override.partition("=")[0].strip() for override in changes.overrides}
         sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
         if recipe.optim.warmup_ratio is not None and not sets_warmup and "train.steps" in names:
-            steps = recipe.optim.warmup(recipe.train.steps)
-            resets += ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
+            resets += [
+                "optim.warmup_ratio=null",
+                f"optim.warmup_steps={recipe.optim.warmup(recipe.train.steps)}",
+            ]
     if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
         resets.append("slurm.min_nodes=null")
     if recipe.slurm.dependency is not None:  # the job that the last submission waited for has ended
@@ -163,7 +168,8 @@ def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: boo
     check_decay_start(before, recipe, max(steps))
     if warning := moved_decay_end(before, recipe, max(steps)):
         log.warning("%s", warning)
-    earlier, later = before.eval, recipe.eval
+    earlier = before.eval
+    later = recipe.eval
     if later.every_steps and earlier.every_steps and earlier.sequences != later.sequences:
         log.warning(
             "eval.sequences: changed from %d to %d; losses of evaluations before and after are "

@@ -14,7 +14,7 @@ from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import RunError, StorageError
 from slurmllm.core.run.records import JobsRecord, SweepRecord
-from slurmllm.core.run.rundir import RUN_NAME, RunDir, SweepDir, is_run
+from slurmllm.core.run.rundir import RUN_NAME, RunDir, SweepDir, is_run, storage_errors
 from slurmllm.core.run.safe_files import group_id, untrusted_error, user_name
 from slurmllm.launch.supervise.attempts import is_running
 
@@ -91,31 +91,29 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     """
     while True:
         run = new_run(root, name, recipe)
-        try:
-            _make_folder(cluster, root)
-            if name is not None and _is_left_behind(run):
-                if SweepDir(run.path).record.exists():
+        with storage_errors(f"cannot make {run.path}", "choose another --runs-dir"):
+            try:
+                _make_folder(cluster, root)
+                if name is not None and _is_left_behind(run):
+                    if not SweepDir(run.path).record.exists():
+                        return run
                     shutil.rmtree(run.path)
-                else:
-                    return run
-            # Atomic, on NFS too: the name belongs to who created it.
-            run.path.mkdir(mode=0o777 & ~run_umask(cluster))
-            if (group := cluster.runs_group) is not None:
-                if error := group_error(group):
-                    raise PermissionError(errno.EPERM, error, str(run.path))
-                os.chown(run.path, -1, group_id(group) or 0)
-                # Afterwards: chown clears the setgid bit.
-                run.path.chmod(stat.S_IMODE(run.path.stat().st_mode) | stat.S_ISGID)
-        except FileExistsError:
-            if not root.is_dir():
-                raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None
-            continue  # another submit was faster: take the next name
-        except NotADirectoryError:
-            raise RunError(f"--runs-dir: {root} is below a file; name another one") from None
-        except OSError as refusal:
-            fault = f"cannot make {run.path}: {refusal.strerror or refusal}"
-            raise StorageError(f"{fault}; choose another --runs-dir") from refusal
-        return run
+                # Atomic, on NFS too: the name belongs to who created it.
+                run.path.mkdir(mode=0o777 & ~run_umask(cluster))
+                if (group := cluster.runs_group) is not None:
+                    if error := group_error(group):
+                        raise PermissionError(errno.EPERM, error, str(run.path))
+                    os.chown(run.path, -1, group_id(group) or 0)
+                    # Afterwards: chown clears the setgid bit.
+                    run.path.chmod(stat.S_IMODE(run.path.stat().st_mode) | stat.S_ISGID)
+                return run
+            except FileExistsError:  # another submit was faster: take the next name
+                if not root.is_dir():
+                    raise RunError(
+                        f"--runs-dir: {root} is not a folder; name another one"
+                    ) from None
+            except NotADirectoryError:
+                raise RunError(f"--runs-dir: {root} is below a file; name another one") from None
 
 
 def remove_unsubmitted(run: RunDir) -> None:
@@ -126,9 +124,11 @@ def remove_unsubmitted(run: RunDir) -> None:
 
 def run_umask(cluster: Cluster) -> int:
     """Return the umask of a run's jobs: this process's, which also keeps other users out."""
-    status = Path("/proc/self/status").read_text("utf-8")
-    current = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
-    trusted, readers = cluster.trusted_group, cluster.runs_group
+    current = re.search(
+        r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE
+    )
+    trusted = cluster.trusted_group
+    readers = cluster.runs_group
     limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
     if readers is not None:
         limit |= 0o005
@@ -138,11 +138,8 @@ def run_umask(cluster: Cluster) -> int:
 def make_folders(cluster: Cluster, *folders: Path) -> None:
     """Make folders, and those above them, that other users may not write into; StorageError."""
     for folder in folders:
-        try:
+        with storage_errors(f"cannot make {folder}", "choose another folder"):
             _make_folder(cluster, folder)
-        except OSError as error:
-            fault = f"cannot make {folder}: {error.strerror or error}"
-            raise StorageError(f"{fault}; choose another folder") from error
 
 
 def _make_folder(cluster: Cluster, folder: Path) -> None:

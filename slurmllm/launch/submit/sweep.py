@@ -40,7 +40,6 @@ from slurmllm.launch.supervise.attempts import process_identity
 from slurmllm.launch.supervise.run_lock import locked
 
 LARGEST = 10_000  # cases; Slurm's default MaxJobCount
-_SHOWN_FAULTS = 10
 # A comma between two values, not one inside brackets or quotes.
 _VALUE = re.compile(r"""(?:[^,\[\]{}"']|"[^"]*"|'[^']*'|\[[^\[\]]*\]|\{[^{}]*\})+""")
 
@@ -75,10 +74,11 @@ class PreparedSweep:
 
 def grid(options: Sequence[str]) -> list[Case]:
     """Return all combinations of `path=value,value,…`, the last path changing fastest."""
-    axes: dict[str, list[str]] = {}
+    axes = {}
     for option in options:
         path, equals, listed = option.partition("=")
-        path, values = path.strip(), [value.strip() for value in _VALUE.findall(listed)]
+        path = path.strip()
+        values = [value.strip() for value in _VALUE.findall(listed)]
         if not equals or not path or not values or not all(values):
             raise UserError(f"--sweep {option!r}: expected path=value,value, such as optim.lr=1e-4")
         if path in axes:
@@ -116,8 +116,11 @@ def read_cases(path: Path) -> list[Case]:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    document = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-    return document.removesuffix("\n...\n").strip()
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+        .removesuffix("\n...\n")
+        .strip()
+    )
 
 
 def _require_number(count: int) -> None:
@@ -133,7 +136,8 @@ def resolve_cases(
     options: Mapping[str, tuple[str, Any]],
 ) -> list[RunConfig]:
     """Return the configuration of each case; the arguments are those of `resolve`."""
-    configs, faults = [], dict[str, None]()
+    configs = []
+    faults = dict[str, None]()
     for case in cases:
         secret = [path for path, value in case.values.items() if is_secret_at(path, value)]
         faults |= dict.fromkeys(f"{path}: a sweep may not hold secrets" for path in secret)
@@ -142,7 +146,7 @@ def resolve_cases(
             configs.append(resolve(recipe, cluster, (*overrides, *values), options))
         except ConfigError as error:
             faults |= dict.fromkeys(error.faults or [error.title])
-        if len(faults) >= _SHOWN_FAULTS:
+        if len(faults) >= 10:
             break
     if faults:
         raise ConfigError("the sweep has invalid cases; nothing was submitted", list(faults))
@@ -166,7 +170,7 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
     unnamed = tuple(SweepCase(run=sweep, values=case.values) for case in cases)
     labels = SweepRecord(recipe="", created_at=0, cases=unnamed).labels
     varying = [p for p in labels if len({case.values.get(p) for case in cases}) > 1] or list(labels)
-    names: list[str] = []
+    names = []
     for case in cases:
         settings = [f"{labels[path]}{case.values[path]}" for path in varying if path in case.values]
         end = case.name or re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(settings))
@@ -192,12 +196,13 @@ def _prepare_runs(
 ) -> tuple[list[PreparedRun], list[PreparedRun]]:
     """Return the prepared runs, and those that compile the graphs of several."""
     request = replace(request, folder=sweep.path, find_graphs=False)
-    runs: list[PreparedRun] = []
+    runs = []
     graphs: dict[object, PreparedRun] = {}
     checked = None  # the limits of equal jobs are compared once: it takes commands of Slurm
     for case, config in zip(record.cases, configs, strict=True):
         job = (config.recipe.slurm, config.cluster)
-        client, checked = None if job == checked else request.slurm, job
+        client = None if job == checked else request.slurm
+        checked = job
         try:
             run = prepare(replace(request, config=config, name=case.run, slurm=client))
         except ConfigError as error:
@@ -273,7 +278,7 @@ def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:
     Raises:
         SlurmError: sbatch refused one; the others are cancelled, and the directory is removed.
     """
-    jobs: list[str] = []
+    jobs = []
     compiled: dict[str, str | None] = {graphs.run.name: None for graphs in prepared.graphs}
     try:
         for graphs in prepared.precompiles:
@@ -313,7 +318,7 @@ def run_sweep_locally(prepared: PreparedSweep, quiet: bool = False) -> dict[str,
     Returns:
         Exit code of each run that was started, by name; the first of them are of precompile.
     """
-    codes: dict[str, int] = {}
+    codes = {}
     for graphs in prepared.precompiles:
         record_local(graphs)
         codes[graphs.run.name] = run_locally(graphs, quiet, ["precompile"])

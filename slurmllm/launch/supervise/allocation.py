@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.core.config.cluster import Cluster
@@ -23,7 +23,7 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import minutes_of
 from slurmllm.core.config.variables import is_secret_option
 from slurmllm.core.errors import ConfigError, SlurmError, UserError
-from slurmllm.core.run.records import JobsRecord
+from slurmllm.core.run.records import JobsRecord, NodeNames
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.slurm.client import AccountingRow, SlurmClient, step_options
 from slurmllm.core.slurm.container import (
@@ -32,6 +32,7 @@ from slurmllm.core.slurm.container import (
     container_arguments,
     in_container,
 )
+from slurmllm.core.slurm.error_texts import Processes, StopCheck
 from slurmllm.core.slurm.setup import (
     JOB_VARIABLES,
     SETUP,
@@ -68,8 +69,8 @@ log = logging.getLogger(__name__)
 class Allocation(ABC):
     """The nodes of an attempt; the supervisor runs on the first one."""
 
-    nodes: tuple[str, ...]
-    all_nodes: tuple[str, ...] = ()  # of a job: with those that the present attempt does not use
+    nodes: NodeNames
+    all_nodes: NodeNames = ()  # of a job: with those that the present attempt does not use
     job_id: str | None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
@@ -80,12 +81,14 @@ class Allocation(ABC):
     def master_addr(self) -> str:
         """The name or address by which all nodes reach the first one."""
 
-    def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
+    def launch(self, run_path: Path, stage: Stage, attempt: int) -> Processes:
         """Start a launcher on every node; the processes end with the launchers."""
-        launcher = [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
-        return self._start(launcher, launchers=True)
+        return self._start(
+            [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)],
+            launchers=True,
+        )
 
-    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    def ask(self, command: Sequence[str]) -> Processes:
         """Start a command on every node, with its output in the processes' pipes.
 
         It shares the nodes with what else runs there; a failing node ends no other node's command.
@@ -93,15 +96,15 @@ class Allocation(ABC):
         return self._start(command, launchers=False)
 
     @abstractmethod
-    def _start(self, command: Sequence[str], *, launchers: bool) -> list[subprocess.Popen[bytes]]:
+    def _start(self, command: Sequence[str], *, launchers: bool) -> Processes:
         """Start it with the output of this process if it is `launchers`, else with pipes."""
 
-    @abstractmethod
-    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
+    def broadcast(self, source: Path, target: Path, stop: StopCheck) -> str | None:
         """Copy a file to the same path on every node; returns the reason of a failure.
 
-        `stop` is polled; True ends the copying.
+        `stop` is polled; True ends the copying. On one machine the launchers read the source.
         """
+        return None
 
     @abstractmethod
     def state(self) -> str:
@@ -139,7 +142,7 @@ class SlurmAllocation(Allocation):
                 "job with slurm.time, or lower slurm.signal_lead_s"
             )
 
-    def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
+    def choose(self, without: Collection[str], count: int) -> NodeNames:
         """Return the nodes for new workers; empty if too few remain, or not the supervisor's."""
         left = [name for name in self.all_nodes if name not in without]
         usable = len(left) >= count and left[0] == self.all_nodes[0]
@@ -156,7 +159,7 @@ class SlurmAllocation(Allocation):
             self.client.shrink(self.job_id, left)
             self.all_nodes = left
 
-    def restart(self, nodes: tuple[str, ...], patience_s: float) -> None:
+    def restart(self, nodes: NodeNames, patience_s: float) -> None:
         """End what is left of the launchers, and use other nodes from now on."""
         deadline = time.monotonic() + patience_s
         try:
@@ -167,9 +170,10 @@ class SlurmAllocation(Allocation):
                 time.sleep(0.5)
         except SlurmError as error:
             log.warning("%s", error)
-        self.nodes, self.restarted = nodes, True
+        self.nodes = nodes
+        self.restarted = True
 
-    def _start(self, command: Sequence[str], *, launchers: bool) -> list[subprocess.Popen[bytes]]:
+    def _start(self, command: Sequence[str], *, launchers: bool) -> Processes:
         srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}", *_ONE_A_NODE]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
@@ -185,7 +189,7 @@ class SlurmAllocation(Allocation):
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
-    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
+    def broadcast(self, source: Path, target: Path, stop: StopCheck) -> str | None:
         # sbcast sends through a tree; without it every node reads the shared file system once.
         # Without --force it makes the file: an existing one, or a link to another, is refused.
         deadline = time.monotonic() + BROADCAST_S
@@ -264,7 +268,7 @@ class LocalAllocation(Allocation):
     def master_addr(self) -> str:
         return "127.0.0.1"
 
-    def _start(self, command: Sequence[str], *, launchers: bool) -> list[subprocess.Popen[bytes]]:
+    def _start(self, command: Sequence[str], *, launchers: bool) -> Processes:
         environment = {**os.environ, **new_secret()}
         return [
             subprocess.Popen(
@@ -276,9 +280,6 @@ class LocalAllocation(Allocation):
             )
             for index, name in enumerate(self.nodes)
         ]
-
-    def broadcast(self, source: Path, target: Path, stop: Callable[[], bool]) -> str | None:
-        return None  # the launchers read the run directory of this machine
 
     def state(self) -> str:
         last = None if self._run is None else JobsRecord.of(self._run).last

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
 
 import psutil
 
@@ -19,6 +17,7 @@ from slurmllm.core.errors import SlurmllmError, StorageError
 from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import os_error_text
+from slurmllm.core.slurm.error_texts import Processes
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.classify import failed_workers, is_echo, reported_all
 from slurmllm.launch.supervise.watchdog import LOOK_S, Watchdog
@@ -27,22 +26,23 @@ POLL_S = 0.1
 REPEAT_SIGNAL_S = 5.0
 # From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
 # but one unresponsive one have reported, and otherwise.
-CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
-_FAILURES_LOOK_S = 0.5  # interval between looks at the shared file system
+CLEAR_GRACE_S = 3.0
+REPORTED_GRACE_S = 2.5
+LAUNCHER_GRACE_S = 20.0
 HANG_GRACE_S = 60.0  # for launchers to notice the hang and dump stacks: NFS caches directories
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class StopSignals:
     """Records the first stop signal and time.monotonic() of its arrival."""
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.at = 0.0
+    name: str | None = None
+    at: float = 0.0
 
     def install(self) -> None:
-        def on_signal(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: object) -> None:
             if self.name is None:
                 self.name, self.at = signal.Signals(number).name, time.monotonic()
 
@@ -71,7 +71,7 @@ class AttemptMonitor:
         run: RunDir,
         record: AttemptRecord,
         config: RunConfig,
-        launchers: Sequence[subprocess.Popen[bytes]],
+        launchers: Processes,
         stop: StopSignals,
     ) -> None:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
@@ -90,7 +90,8 @@ class AttemptMonitor:
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
-        self._grace_s, self._next_failures_look = LAUNCHER_GRACE_S, 0.0
+        self._grace_s = LAUNCHER_GRACE_S
+        self._next_failures_look = 0.0
         self._nodes: dict[str, NodeRecord] = {}
         self._kill_at: float | None = None
         self._refused = False  # whether the shared file system has refused a look
@@ -112,13 +113,15 @@ class AttemptMonitor:
             limited = self._stop.name is not None and self._record.job_id is not None
             overran = limited and now - self._stop.at > leaving_s(self._lead_s)
             if overran and self.observed.overran_s is None:
-                self.observed.overran_s, self._kill_at = now - self._stop.at, now
+                self.observed.overran_s = now - self._stop.at
+                self._kill_at = now
             if now >= self._next_look:
                 self._next_look = now + self._look_s
                 with self._tolerating():
                     # One call instead of a listing: attempts are numbered without gaps.
-                    following = self._run.attempt(self._record.stage, self._record.attempt + 1)
-                    if following.path.is_dir():
+                    if self._run.attempt(
+                        self._record.stage, self._record.attempt + 1
+                    ).path.is_dir():
                         self._look_for_newer(now)
                 with self._tolerating():
                     self._look(now)
@@ -148,15 +151,16 @@ class AttemptMonitor:
         """After the first failure, give the other launchers a grace period."""
         look = now >= self._next_failures_look
         if look:
-            self._next_failures_look = now + _FAILURES_LOOK_S
+            self._next_failures_look = now + 0.5
         if self._failed_at is None:
             # The folder appears with the first failure record: one look at the shared file system
             # for any number of nodes. The peers of a worker that was killed record failures too.
-            folder = self._run.attempt(self._record.stage, self._record.attempt).failure(0).parent
+            folder = self._record.files(self._run).failure(0).parent
             failed = any(launcher.poll() for launcher in self._launchers)
             if not failed and not (look and folder.is_dir()):
                 return
-            self._failed_at, look = now, True
+            self._failed_at = now
+            look = True
             self._note_symptom()
             self.observed.failed_first = self._stop.name is None
         if look:
@@ -173,7 +177,8 @@ class AttemptMonitor:
             # The record of a node whose workers have all ended changes no more.
             unreported = [n for n in self._record.nodes if not reported_all(self._nodes.get(n))]
             self._nodes |= attempts.node_records(self._run, self._record, unreported)
-            failures, nodes = attempts.failure_records(self._run, self._record), self._nodes
+            failures = attempts.failure_records(self._run, self._record)
+            nodes = self._nodes
         except SlurmllmError:
             return LAUNCHER_GRACE_S
         # A node with a failure record is alive: its launcher waits for its other workers.
@@ -215,7 +220,7 @@ class AttemptMonitor:
             return
         self._note_symptom(hang.waited_s)
         try:
-            hang.save(self._run.attempt("train", self._record.attempt).hang)
+            hang.save(self._record.files(self._run).hang)
         except StorageError as error:
             # A full disk stops heartbeats and failure records too: it is the cause, not a hang.
             self.observed.unwritable = str(error)

@@ -28,15 +28,15 @@ from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import (
     WAITS,
     AttemptRecord,
-    Event,
     FailureRecord,
     JobsRecord,
     NodeRecord,
+    NodeRecords,
     Restart,
     SkipsRecord,
     WorkerRecord,
 )
-from slurmllm.core.run.rundir import RunDir, Stage, read_all
+from slurmllm.core.run.rundir import RunDir, Stage, read_all, storage_errors
 from slurmllm.core.slurm.client import AccountingRow, to_unix
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, start_of_job
 from slurmllm.launch.supervise.classify import Ending, reported_all
@@ -55,9 +55,9 @@ _log = logging.getLogger("slurmllm.launch.supervise.supervisor")
 def process_identity(pid: int) -> str | None:
     """Boot and start time of a process, as process ids are reused; None if it does not run."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         # proc(5): the name, in parentheses, may hold anything; state and start time come after it.
-        content = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        content = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except OSError:
         return None
     state, *fields = content.rpartition(")")[2].split()
@@ -86,7 +86,7 @@ def incarnation(record: AttemptRecord, allocation: Allocation) -> AccountingRow 
 
 def ending_of_orphaned(
     record: AttemptRecord,
-    reported: Mapping[str, NodeRecord],
+    reported: NodeRecords,
     row: AccountingRow | None,
     failed: Collection[str] | None = None,
 ) -> Ending:
@@ -128,7 +128,8 @@ def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
     """Begin the next attempt and write its record; raises StorageError if that is impossible."""
-    steps, newest = list[int](), None
+    steps = []
+    newest = None
     if (command := config.recipe.command) is None:
         steps = saved_steps(run, config)
     elif newest := newest_complete(list_trainer_checkpoints(run, command)):
@@ -136,14 +137,11 @@ def open_attempt(
     while True:
         number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
         folder = run.attempt(stage, number).path
-        try:
+        # FileExistsError: another supervisor was faster.
+        with storage_errors(f"cannot make {folder}"), suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()  # atomic: two supervisors get different numbers
             break
-        except FileExistsError:
-            continue  # another supervisor was faster
-        except OSError as error:
-            raise StorageError(f"cannot make {folder}: {error.strerror or error}") from error
     first_port = config.cluster.master_port
     master_port, control_port = (first_port, first_port + 1) if first_port else free_ports(2)
     record = AttemptRecord(
@@ -165,7 +163,7 @@ def open_attempt(
         # Once, for all nodes: a shared file system may show them different ones.
         checkpoint_path=None if newest is None else str(newest.path),
     )
-    record.save(run.attempt(stage, record.attempt).record)
+    record.save(record.files(run).record)
     return record
 
 
@@ -193,11 +191,12 @@ def close_attempt(
     and `in_allocation` are as in `policy.decide`. Raises a StorageError if the run directory cannot
     be read or written.
     """
-    config, earlier = load(run.config), load_attempts(run, record.stage)
+    config = load(run.config)
+    earlier = load_attempts(run, record.stage)
     waited_s = queue_s(record, earlier, row)
     phases = {} if waited_s is None else {"queue": waited_s}
     phases |= {**record.phases_s, **(phases_s or {})}
-    if worker := WorkerRecord.find(run.attempt(record.stage, record.attempt).worker(0)):
+    if worker := WorkerRecord.find(record.files(run).worker(0)):
         phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
     closed = record.model_copy(
         update={
@@ -216,7 +215,8 @@ def close_attempt(
     graphs = tuple(sorted({name for node in nodes for name in node.new_graphs}))
     phases = {name: round(seconds, 3) for name, seconds in closed.phases_s.items()}
     fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
-    begin, skips = first_attempt(run), SkipsRecord()
+    begin = first_attempt(run)
+    skips = SkipsRecord()
     if closed.ending == "divergence":
         skips = SkipsRecord.find(run.skips) or skips
     closed = decide(
@@ -229,7 +229,7 @@ def close_attempt(
         in_allocation=in_allocation,
     )
     # Written last: until then the attempt counts as open, and the next supervisor closes it.
-    closed.save(run.attempt(record.stage, record.attempt).record)
+    closed.save(record.files(run).record)
     return closed
 
 
@@ -255,14 +255,15 @@ def timeline(
         gained = max(max(steps, default=begun) - begun, 0)
         return record.model_copy(update={"steps_gained": gained, "steps_lost": 0})
     first, second = rows[0], rows[-1]
-    logged, last_step = int(first["step"]), int(last["step"])
+    logged = int(first["step"])
+    last_step = int(last["step"])
     # Other trainers log every tenth step, say, and the first row may have no time of its steps.
     before = max(logged - max(int(second["step"]) - logged, 1), 0)
     before = begun if before < begun < logged else before
     saved = max(steps, default=before)
     first_step_s = (first.get("step_time_s") or second.get("step_time_s", 0.0)) * (logged - before)
     first_began = first["time"] - first_step_s
-    waits = list[Event]()
+    waits = []
     with suppress(RunError):
         waits = [event for event in read_events(run, record.attempt) if event.kind in WAITS]
     # Unix time of the end of each save, and the seconds for which training waited.
@@ -300,7 +301,8 @@ def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig | None) -> li
     Of a trainer whose checkpoints are not watched, all steps count as saved that come after those
     of the attempts before it.
     """
-    attempt, command = record.attempt, config.recipe.command if config else None
+    attempt = record.attempt
+    command = config.recipe.command if config else None
     if command is not None and command.checkpoints is None:
         with suppress(RunError, OSError):
             earlier = (a.last_step or 0 for a in load_attempts(run, "train") if a.attempt < attempt)
@@ -308,14 +310,13 @@ def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig | None) -> li
             step = 0 if last is None else int(last["step"])
             return [step] if step > max(earlier, default=0) else []
     if command is not None:
-        begin, end = record.started_at, record.ended_at or math.inf
+        end = record.ended_at or math.inf
         entries = list_trainer_checkpoints(run, command, closing=record)
-        return [e.step for e in entries if e.complete and begin <= e.changed_at <= end]
+        return [e.step for e in entries if e.complete and record.started_at <= e.changed_at <= end]
     steps = []
     for step in run.checkpoint_steps():
         with suppress(StorageError):
-            manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
-            if manifest.attempt == attempt:
+            if CheckpointManifest.load(run.checkpoint(step) / "manifest.json").attempt == attempt:
                 steps.append(step)
     return steps
 
@@ -333,7 +334,8 @@ def queue_s(
         return max(record.started_at - of_job[-1].ended_at, 0.0)
     if row is None:
         return None
-    start, eligible = to_unix(row.start), to_unix(row.eligible or row.submit)
+    start = to_unix(row.start)
+    eligible = to_unix(row.eligible or row.submit)
     return None if start is None or eligible is None else max(start - eligible, 0.0)
 
 
@@ -356,14 +358,14 @@ def node_records(
     run: RunDir, record: AttemptRecord, names: Iterable[str] | None = None
 ) -> dict[str, NodeRecord]:
     """Return the records of an attempt's nodes, or of those in `names`, as far as they exist."""
-    paths = run.attempt(record.stage, record.attempt)
+    paths = record.files(run)
     names = list(record.nodes if names is None else names)
     records = zip(names, read_all(NodeRecord.find, map(paths.node, names)), strict=True)
     return {name: node for name, node in records if node is not None}
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
-    folder = run.attempt(record.stage, record.attempt).failure(0).parent
+    folder = record.files(run).failure(0).parent
     return read_all(FailureRecord.load, sorted(folder.glob("rank_*.json")))
 
 

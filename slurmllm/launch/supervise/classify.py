@@ -22,6 +22,7 @@ from slurmllm.core.errors import (
 )
 from slurmllm.core.run.error_patterns import (
     ENDINGS,
+    Meaning,
     cause_line,
     matches,
     meaning_of,
@@ -32,11 +33,19 @@ from slurmllm.core.run.records import (
     FailureRecord,
     HangRecord,
     LaunchFailure,
+    Lines,
+    NodeNames,
     NodeRecord,
+    NodeRecords,
 )
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+_ENDINGS_OF_ERRORS: Mapping[str, EndingClass] = {
+    "StaleGraphsError": "stale_graphs",
+    "DivergenceError": "divergence",
+    "MemoryError": "out_of_memory",
+}
 KILLED = "killed"  # error of a process that its launcher saw end by a signal
 # Of a process whose child, such as one that reads data, was killed
 _LOST_CHILD = re.compile(
@@ -78,7 +87,7 @@ class Evidence:
     """Everything that is known of an attempt that has ended."""
 
     expected_nodes: Sequence[str]
-    nodes: Mapping[str, NodeRecord]
+    nodes: NodeRecords
     failures: Sequence[FailureRecord] = ()
     slurm_state: str = "RUNNING"  # at the end; of a local job see `LocalAllocation.state`
     step_out_of_memory: bool = False  # whether Slurm's accounting reports OUT_OF_MEMORY
@@ -115,7 +124,8 @@ class Evidence:
 
     @property
     def finished(self) -> bool:
-        codes, launchers_ok = self.exit_codes, all(n.error is None for n in self.nodes.values())
+        codes = self.exit_codes
+        launchers_ok = all(n.error is None for n in self.nodes.values())
         return bool(codes) and not any(codes) and launchers_ok and not self.unreported
 
 
@@ -127,10 +137,13 @@ class Ending:
     """
 
     ending: EndingClass
-    evidence: tuple[str, ...]
-    blamed_nodes: tuple[str, ...] = ()
+    evidence: Lines
+    blamed_nodes: NodeNames = ()
     started: bool = True
     launch: LaunchFailure | None = None  # how srun failed, if no launcher had begun
+
+
+_Rows = Iterator[Ending | None]  # None: a row that does not match
 
 
 class FailedWorker(NamedTuple):
@@ -146,7 +159,7 @@ def classify(evidence: Evidence) -> Ending:
     return next(ending for ending in _rows(evidence) if ending is not None)
 
 
-def _rows(evidence: Evidence) -> Iterator[Ending | None]:
+def _rows(evidence: Evidence) -> _Rows:
     """Yield the rows of the table, in its order; None if a row does not match."""
     yield from _reported_endings(evidence)
     yield _hang(evidence)
@@ -161,7 +174,7 @@ def _rows(evidence: Evidence) -> Iterator[Ending | None]:
     yield from _worker_endings(evidence)
 
 
-def _reported_endings(evidence: Evidence) -> Iterator[Ending | None]:
+def _reported_endings(evidence: Evidence) -> _Rows:
     """Yield the endings that supervisors, Slurm or the workers themselves report."""
     stop_signal = evidence.stop_signal
     if evidence.superseded_by is not None:
@@ -193,28 +206,32 @@ def _reported_endings(evidence: Evidence) -> Iterator[Ending | None]:
 
 def _node_lost(evidence: Evidence) -> Ending | None:
     """The end of a job that Slurm ended because a node failed, whatever signals that sent."""
-    launch, down = evidence.launch, evidence.down_nodes
+    launch = evidence.launch
+    down = evidence.down_nodes
     said = launch is not None and "node failure" in launch.message.lower()
     names = tuple(down) or (launch.accused if said and launch else ())
     if not (names or said or evidence.slurm_state == "NODE_FAIL"):
         return None
     reasons = [f"{name} ({down[name]})" if down.get(name) else name for name in names]
-    line = f"Slurm: node failure on {', '.join(reasons)}".removesuffix(" on ")
-    return Ending("node_failure", (line,), _few(names, evidence.expected_nodes))
+    return Ending(
+        "node_failure",
+        (f"Slurm: node failure on {', '.join(reasons)}".removesuffix(" on "),),
+        _few(names, evidence.expected_nodes),
+    )
 
 
-def _few(names: Sequence[str], nodes: Sequence[str]) -> tuple[str, ...]:
+def _few(names: Sequence[str], nodes: Sequence[str]) -> NodeNames:
     """Return the nodes to blame: none if most seem to have failed at once."""
     return tuple(names) if len(names) <= max(len(nodes) // 2, 1) else ()
 
 
-def _by_slurm(evidence: Evidence) -> tuple[str, ...]:
+def _by_slurm(evidence: Evidence) -> Lines:
     """Return why Slurm ends a job, before the signal that it sends."""
     ended = evidence.slurm_state in ("PREEMPTED", "TIMEOUT", "DEADLINE")
     return (f"Slurm: the job is {evidence.slurm_state}",) if ended else ()
 
 
-def _launch_endings(evidence: Evidence) -> Iterator[Ending | None]:
+def _launch_endings(evidence: Evidence) -> _Rows:
     """Yield the endings by a refused launch, and by nodes that Slurm reports down."""
     launch = evidence.launch
     if launch is not None and not evidence.begun and evidence.stop_signal is None:
@@ -229,7 +246,7 @@ def _launch_endings(evidence: Evidence) -> Iterator[Ending | None]:
         yield Ending("node_failure", lines, down, launch=refusal)
 
 
-def _worker_endings(evidence: Evidence) -> Iterator[Ending | None]:
+def _worker_endings(evidence: Evidence) -> _Rows:
     """Yield the endings by the exit codes of workers and launchers, the last one always."""
     # Workers with a failure record have been judged by it: echoes, or one was the cause.
     failed = workers_without_failure_record(evidence.nodes, evidence.failures)
@@ -262,9 +279,10 @@ def _lost_peers(evidence: Evidence) -> Ending | None:
         return None
     first = min(evidence.failures, key=lambda failure: (names_a_peer(failure), failure.time))
     if not names_a_peer(first):
-        return Ending("code_error", (f"{first.origin}: {first.error}: {first.message}",))
-    reason = f"communication: {first.origin}: {first.message}"
-    return Ending("node_failure", (*_left_early(evidence), reason))
+        return Ending("code_error", (_reason(first),))
+    return Ending(
+        "node_failure", (*_left_early(evidence), f"communication: {first.origin}: {first.message}")
+    )
 
 
 def _left_early(evidence: Evidence) -> list[str]:
@@ -306,8 +324,13 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
     )
     lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
     blamed = _few(failure.accused, nodes)
-    ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
-    return Ending(ending, lines, blamed, started, None if started else failure)
+    return Ending(
+        LAUNCH_ENDINGS.get(failure.fault, "node_failure"),
+        lines,
+        blamed,
+        started,
+        None if started else failure,
+    )
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -317,7 +340,7 @@ def reported_all(node: NodeRecord | None) -> bool:
     return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
 
 
-def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
+def failed_workers(nodes: NodeRecords) -> list[FailedWorker]:
     return [
         FailedWorker(rank, code, name)
         for name, node in nodes.items()
@@ -327,7 +350,7 @@ def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
 
 
 def workers_without_failure_record(
-    nodes: Mapping[str, NodeRecord], failures: Sequence[FailureRecord]
+    nodes: NodeRecords, failures: Sequence[FailureRecord]
 ) -> list[FailedWorker]:
     recorded = {failure.rank for failure in failures}
     return [worker for worker in failed_workers(nodes) if worker.rank not in recorded]
@@ -356,39 +379,43 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     node = evidence.nodes.get(first.node)
     if first.error == KILLED:
         return _by_signal(first.origin, first.exit_code, first.node, evidence)
-    reason: tuple[str, ...] = (f"{first.origin}: {first.error}: {first.message}",)
-    if first.blame == "user" or matches(_full_message(first), "limit"):
+    reason: Lines = (_reason(first),)
+    if first.blame == "user" or _matches(first, "limit"):
         return Ending("bad_configuration", reason)
     if evidence.no_gpu and _NO_GPU.search(first.message):
         return Ending("bad_configuration", (evidence.no_gpu, *reason))
-    if first.error == "StaleGraphsError":
-        return Ending("stale_graphs", reason)
-    if first.error == "DivergenceError":
-        return Ending("divergence", reason)
-    if (lost_child := _LOST_CHILD.search(first.message)) and node is not None:
-        counted = f"the kernel's oom_kill on {first.node}: {node.oom_kills}"
+    if first.error in _ENDINGS_OF_ERRORS:
+        return Ending(_ENDINGS_OF_ERRORS[first.error], reason)
+    oom_kills = 0
+    if _LOST_CHILD.search(first.message) and node is not None:
+        oom_kills = node.oom_kills
+        counted = f"the kernel's oom_kill on {first.node}: {oom_kills}"
         reason = (*reason, f"usual cause: too little host memory ({counted})")
-    out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
-    out_of_memory |= bool(lost_child and node is not None and node.oom_kills)
-    if out_of_memory or matches(_full_message(first), "memory"):
-        return Ending("out_of_memory", reason)
-    if first.error == "PluginError":  # its message is the plugin's, whatever it reads like
-        return Ending("code_error", reason)
-    if first.exit_code == 4:
-        return Ending("storage_failure", reason)
-    if device_fault(first):
-        return Ending("node_failure", reason, (first.node,))
-    if matches(_full_message(first), "compiler"):
-        return Ending("compile_failure", reason)
-    if first.blame == "infrastructure":
-        return Ending("node_failure", reason, (first.node,))
-    if matches(_full_message(first), "storage", "storage_lasting"):
-        return Ending("storage_failure", reason)
-    return Ending("code_error", reason)
+    rows: Sequence[tuple[EndingClass, object]] = (
+        ("out_of_memory", oom_kills or "OutOfMemory" in first.error or _matches(first, "memory")),
+        # Its message is the plugin's, whatever it reads like.
+        ("code_error", first.error == "PluginError"),
+        ("storage_failure", first.exit_code == 4),
+        ("node_failure", device_fault(first)),
+        ("compile_failure", _matches(first, "compiler")),
+        ("node_failure", first.blame == "infrastructure"),
+        ("storage_failure", _matches(first, "storage", "storage_lasting")),
+        ("code_error", True),
+    )
+    ending = next(ending for ending, is_so in rows if is_so)
+    return Ending(ending, reason, (first.node,) if ending == "node_failure" else ())
 
 
 def device_fault(failure: FailureRecord) -> bool:
-    return matches(_full_message(failure), "device")
+    return _matches(failure, "device")
+
+
+def _matches(failure: FailureRecord, *meanings: Meaning) -> bool:
+    return matches(_full_message(failure), *meanings)
+
+
+def _reason(failure: FailureRecord) -> str:
+    return f"{failure.origin}: {failure.error}: {failure.message}"
 
 
 def _full_message(failure: FailureRecord) -> str:
@@ -401,19 +428,21 @@ def is_echo(failure: FailureRecord) -> bool:
 
 
 def _launcher_error(evidence: Evidence) -> Ending | None:
-    errors = [evidence.nodes[n].error_code for n in evidence.expected_nodes if n in evidence.nodes]
+    errors = [node.error_code for node in evidence.nodes.values()]
     by_user = len(errors) == len(evidence.expected_nodes) and {*errors} == {ConfigError.exit_code}
     for name, node in evidence.nodes.items():
         if node.error is not None:
+            lines = (f"{name}: {node.error}",)
             if by_user:  # what no node accepts is no node's fault
-                return Ending("bad_configuration", (f"{name}: {node.error}",))
+                return Ending("bad_configuration", lines)
             # Not a node's own disk: that is a NodeError.
             shared = node.error_code == StorageError.exit_code
             if shared and matches(node.error, "storage", "storage_lasting"):
-                return Ending("storage_failure", (f"{name}: {node.error}",))
+                return Ending("storage_failure", lines)
             # If its port was taken, another process took it first, which may be gone next time.
-            blamed = () if meaning_of(node.error) == "port" else (name,)
-            return Ending("node_failure", (f"{name}: {node.error}",), blamed)
+            return Ending(
+                "node_failure", lines, () if meaning_of(node.error) == "port" else (name,)
+            )
     return None
 
 
@@ -432,9 +461,11 @@ def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending |
             continue
         line, meaning = cause
         ending, blamed = ENDINGS[meaning]
-        blamed_nodes = (worker.node,) if blamed else ()
-        reason = f"{origin} {how_ended(worker.code)}: {line.strip()[:400]}"
-        by_log = Ending(ending, (reason,), blamed_nodes)
+        by_log = Ending(
+            ending,
+            (f"{origin} {how_ended(worker.code)}: {line.strip()[:400]}",),
+            (worker.node,) if blamed else (),
+        )
         if meaning not in ("lost_peer", "connection"):
             return by_log
         echo = echo or by_log
@@ -452,19 +483,19 @@ def how_ended(code: int) -> str:
 
 def _by_signal(origin: str, code: int, name: str, evidence: Evidence) -> Ending | None:
     """The end of a process by a signal; None if it was none, or may be the supervisor's own."""
-    how = how_ended(code).removeprefix("ended by ")
+    how = how_ended(code)
     if code >= 0:
         return None
     if -code in CRASHES:
-        return Ending("code_error", (f"{origin} crashed with {how}",))
+        reason = how.replace("ended by", "crashed with")
+        return Ending("code_error", (f"{origin} {reason}",))
     if evidence.overran_s is not None:
         return None
     node = evidence.nodes.get(name)
     if -code == signal.SIGKILL and node is not None and node.oom_kills:
-        reason = f"{origin} was ended by SIGKILL: out of host memory"
-        counted = f"(the kernel's oom_kill there: {node.oom_kills})"
-        return Ending("out_of_memory", (f"{reason} {counted}",))
-    reason = f"{origin} was ended by {how} from outside"
+        counted = f"out of host memory (the kernel's oom_kill there: {node.oom_kills})"
+        return Ending("out_of_memory", (f"{origin} was {how}: {counted}",))
+    reason = f"{origin} was {how} from outside"
     if -code == signal.SIGBUS:
         reason = f"{origin}: SIGBUS: memory, or a file mapped into it, could not be read"
     return Ending("node_failure", (reason,), (name,))
@@ -476,16 +507,21 @@ def _unreported(evidence: Evidence) -> Ending | None:
     if not names:
         return None
     if evidence.stop_signal is not None:
-        reason = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
-        return Ending("advance_signal", (*_by_slurm(evidence), reason))
-    lines, launch = list[str](), evidence.launch
+        return Ending(
+            "advance_signal",
+            (
+                *_by_slurm(evidence),
+                f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported",
+            ),
+        )
+    lines = []
+    launch = evidence.launch
     if launch is not None:
         # The request, the program or a log cannot end a step that has begun.
         other = launch.fault in ("unknown", "result", "request", "user", "storage")
-        explained = not other and {*launch.nodes} <= {*names}
-        # A node's set-up or interpreter, while others have begun
-        explained |= bool(_SET_UP.search(launch.message)) and {*launch.nodes} <= {*names}
-        if explained or not evidence.begun:
+        # A node's set-up or interpreter may, while others have begun.
+        explains = not other or _SET_UP.search(launch.message)
+        if (explains and {*launch.nodes} <= {*names}) or not evidence.begun:
             return launch_ending(launch, evidence.expected_nodes, evidence.begun)
         lines = [launch.text] if launch.message else []
         if launch.fault == "result":  # a node on which a task ended has responded

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.log import message_of
-from slurmllm.core.metrics.row_reader import Row, last_rows
+from slurmllm.core.metrics.row_reader import last_rows
 from slurmllm.core.run.artifact_records import GraphManifest
-from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.core.run.records import AttemptRecord, HangRecord, Lines, NodeRecords
 from slurmllm.core.run.rundir import RunDir, read_all
 from slurmllm.core.run.safe_files import read_tail, write_error
 from slurmllm.core.slurm.client import to_unix
-from slurmllm.core.slurm.error_texts import launch_failure
+from slurmllm.core.slurm.error_texts import Processes, launch_failure
 from slurmllm.launch.graphs.archive import faults
 from slurmllm.launch.supervise import attempts, stacks
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
@@ -41,7 +40,7 @@ def gather_evidence(
     allocation: Allocation,
     observed: Observations,
     stop_signal: str | None,
-    launchers: Sequence[subprocess.Popen[bytes]] = (),
+    launchers: Processes = (),
     config: RunConfig | None = None,
 ) -> Evidence:
     """Collect what an ending is classified by; StorageError if a record cannot be read."""
@@ -65,10 +64,10 @@ def gather_evidence(
             down_nodes = {n: "" for n in record.nodes if n in states and has_failed(states[n])}
             for node in allocation.client.partition_nodes() if down_nodes else ():
                 down_nodes |= {node.name: node.reason} if node.name in down_nodes else {}
-    hang, lines = observed.hang, tuple[str, ...]()
+    hang, lines = observed.hang, Lines()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)
-    folder = run.attempt(record.stage, record.attempt).path
+    folder = record.files(run).path
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     command = None if config is None else config.recipe.command
@@ -108,7 +107,8 @@ def _peers(record: AttemptRecord) -> set[str]:
 
 def _no_gpu(config: RunConfig) -> str:
     """Return why a job has no GPUs: it requested none, and its profile has none."""
-    cluster, train = config.cluster, config.recipe.slurm.directives.train
+    cluster = config.cluster
+    train = config.recipe.slurm.directives.train
     if cluster.device == "cuda" or "gpu" in f"{cluster.directives} {train}":
         return ""
     return (
@@ -124,11 +124,16 @@ def _uncompiled(run: RunDir) -> Sequence[str]:
 
 
 def _trainer_exit(run: RunDir, record: AttemptRecord, command: CommandConfig) -> TrainerExit:
-    rows = list[Row]()
+    rows = []
     with suppress(OSError):
         rows = last_rows(run.metrics(record.attempt), 2)
-    closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
-    newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
+    newest = newest_complete(
+        list_trainer_checkpoints(
+            run,
+            command,
+            closing=record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"}),
+        )
+    )
     checkpoint = (
         "no complete checkpoint is known"
         if newest is None
@@ -148,10 +153,10 @@ def _trainer_exit(run: RunDir, record: AttemptRecord, command: CommandConfig) ->
 
 
 def _with_stacks(
-    run: RunDir, record: AttemptRecord, hang: HangRecord, nodes: Mapping[str, NodeRecord]
-) -> tuple[HangRecord, tuple[str, ...]]:
+    run: RunDir, record: AttemptRecord, hang: HangRecord, nodes: NodeRecords
+) -> tuple[HangRecord, Lines]:
     """Add what the stacks show: without suspects by phase, those of the outliers are suspect."""
-    locations = stacks.read_locations(run.attempt(record.stage, record.attempt))
+    locations = stacks.read_locations(record.files(run))
     # A launcher that could not even end its workers was frozen itself.
     frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
     if not hang.unresponsive_nodes and 0 < len(frozen) < len(record.nodes):

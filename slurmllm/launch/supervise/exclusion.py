@@ -36,14 +36,14 @@ from slurmllm.launch.supervise.policy import (
 )
 
 POLL_S = 2.0
-SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
 
 log = logging.getLogger(__name__)
 
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
-    now, record = time.time(), ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    now = time.time()
+    record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
     return [node for node in record.nodes if node.until > now]
 
 
@@ -55,15 +55,19 @@ def failing(
         return {}
     closed = record.model_copy(update=vars(ending))  # with its evidence and the nodes it blames
     attempts = (attempt for stage in STAGES for attempt in load_attempts(run, stage))
-    earlier = [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)]
-    return failing_nodes(closed, earlier, _proven(run, closed, allocation))
+    return failing_nodes(
+        closed,
+        [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)],
+        _proven(run, closed, allocation),
+    )
 
 
 def _proven(
     run: RunDir, closed: AttemptRecord, allocation: SlurmAllocation
 ) -> dict[str, NodeEvidence]:
     """Return the evidence against the blamed nodes of an attempt that is about the node itself."""
-    client, paths = allocation.client, run.attempt(closed.stage, closed.attempt)
+    client = allocation.client
+    paths = closed.files(run)
     broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
     reported = node_records(run, closed, closed.blamed_nodes)
     failed = failed_nodes(allocation) or ()
@@ -99,17 +103,27 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
     """Record the nodes that an attempt lost; returns them."""
     if not failing:
         return []
-    longest, now = load(run.config).recipe.slurm.exclude_hours, time.time()
+    longest = load(run.config).recipe.slurm.exclude_hours
+    now = time.time()
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
     before = {node.node: node for node in record.nodes}
     new = []
     for name, (evidence, reason) in failing.items():
         count = 1 + (before[name].exclusions if name in before else 0)
         until = now + exclusion_hours(count, longest) * HOUR_S
-        fields = {"node": name, "reason": reason, "evidence": evidence, "exclusions": count}
-        new.append(ExcludedNode.model_validate({**fields, "since": now, "until": until}))
-    other_nodes = (node for name, node in before.items() if name not in failing)
-    ExcludedNodes(nodes=(*other_nodes, *new)).save(run.excluded)
+        new.append(
+            ExcludedNode(
+                node=name,
+                reason=reason,
+                evidence=evidence,
+                exclusions=count,
+                since=now,
+                until=until,
+            )
+        )
+    ExcludedNodes(
+        nodes=(*(node for name, node in before.items() if name not in failing), *new)
+    ).save(run.excluded)
     return new
 
 
@@ -139,8 +153,9 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
         if name not in excluded_names:
             listed = ", ".join(sorted(excluded_names)) or "none"
             raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
-    other_nodes = tuple(node for node in record.nodes if node.node not in names)
-    ExcludedNodes(nodes=other_nodes).save(run.excluded)
+    ExcludedNodes(nodes=tuple(node for node in record.nodes if node.node not in names)).save(
+        run.excluded
+    )
     changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
     for job, nodes in changed.items():
         try:
@@ -163,8 +178,9 @@ def to_avoid(client: SlurmClient, run: RunDir, script: str, exclude: str | None)
 
     `exclude` is the recipe's exclusion, which Slurm applies too.
     """
-    names = [node.node for node in reversed(excluded(run))]
-    return nodes_to_avoid(client, script, (), names, exclude)
+    return nodes_to_avoid(
+        client, script, (), [node.node for node in reversed(excluded(run))], exclude
+    )
 
 
 def usable(state: str) -> bool:
@@ -213,7 +229,7 @@ def nodes_to_avoid(
         return []
     names = " ".join(lost)
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
-    deadline = time.monotonic() + SLURM_NOTICE_S
+    deadline = time.monotonic() + 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
     while time.monotonic() < deadline:
         states = retry_unreachable(client.node_states)
         if not all(usable(states.get(name, "unknown")) for name in lost):

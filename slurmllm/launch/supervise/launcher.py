@@ -21,8 +21,9 @@ from slurmllm.core.config.variables import is_secret
 from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.core.plugins import versions
 from slurmllm.core.run.artifact_records import GraphManifest
-from slurmllm.core.run.records import NodeRecord, WorkerRecord
+from slurmllm.core.run.records import NodeRecord, Versions, WorkerRecord
 from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.run.worker_files import INSTALLED_FILE, REUSED
 from slurmllm.launch.graphs import archive as graph_cache
 from slurmllm.launch.graphs import merge
@@ -57,8 +58,8 @@ class Launcher(Workers):
         self.group = self.config.cluster.trusted_group
         self.manifest: GraphManifest | None = None  # of the archive, train stage
         # Of this node: what its graphs are made for, and that with the versions of libraries.
-        self.processor: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
+        self.processor: Versions = {}
+        self.versions: Versions = {}
         self.stopped_at: float | None = None
 
     def main(self) -> int:
@@ -73,8 +74,9 @@ class Launcher(Workers):
                 failed = self._precompile()
             else:
                 # Workers import while the graphs are installed, and wait before they compile.
-                attempt = self.attempt.number
-                with graph_cache.installing(self.cache, self.node, attempt) as installed:
+                with graph_cache.installing(
+                    self.cache, self.node, self.attempt.number
+                ) as installed:
                     self.variables[INSTALLED_FILE] = str(installed)
                     failed = self.run_to_end(lambda: self._install_graphs(installed))
         except SlurmllmError as error:
@@ -108,10 +110,15 @@ class Launcher(Workers):
         """Submit what was compiled in training; after a failure too, as it is needed again."""
         if self.manifest is None or not self.node_record.pids:
             return
-        attempt, nodes = self.attempt.number, self.record.nodes
         try:
             names = merge.submit_new_graphs(
-                self.cache, self.run, attempt, nodes, self.node, self.manifest, self.versions
+                self.cache,
+                self.run,
+                self.attempt.number,
+                self.record.nodes,
+                self.node,
+                self.manifest,
+                self.versions,
             )
             if names:
                 self.save(new_graphs=names)
@@ -140,7 +147,7 @@ class Launcher(Workers):
         remove_leftovers(self.planned_cache)
 
     def _install_graphs(self, installed: Path) -> None:
-        fields: dict[str, object] = {}
+        fields = {}
         if self.run.graphs_manifest.is_file() or requires_graphs(self.config):
             fields = self._unpack_graphs()
         remove_leftovers(self.planned_cache)
@@ -151,7 +158,7 @@ class Launcher(Workers):
         content = REUSED if reused and self.processor else ""
         with node_disk(f"write {installed}"):
             partial = installed.with_name(f"{installed.name}.new")
-            partial.write_text(content, encoding="ascii")
+            partial.write_text(content, "ascii")
             partial.replace(installed)
         if fields:
             self.save(**fields)
@@ -165,23 +172,34 @@ class Launcher(Workers):
             origin = "rejected" if self.manifest.rejected else "other_versions"
         else:
             broadcast = os.environ.get(BROADCAST)
-            archive = Path(broadcast) if broadcast else None
             origin = graph_cache.install_archive(
-                self.cache, self.run, self.manifest, archive, self.group
+                self.cache,
+                self.run,
+                self.manifest,
+                Path(broadcast) if broadcast else None,
+                self.group,
             )
         seconds = time.monotonic() - started
         return {"cache": origin, "cache_reason": reason or "", "cache_s": seconds}
 
     def _fingerprint(self) -> str | None:
-        mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
-        return graph_fingerprint(self.config, mesh, self.local, measured)
+        return graph_fingerprint(
+            self.config, load_mesh(self.run.plan), self.local, measured_micro_batch(self.run)
+        )
 
     def _precompile(self) -> bool:
         """Run the workers under the backend's commands; returns whether one of them failed."""
         self._empty_cache()
         work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
-        inner = [sys.executable, "-P", "-m", "slurmllm.launch.supervise.workers"]
-        inner += [str(self.run.path), self.stage, str(self.attempt.number)]
+        inner = [
+            sys.executable,
+            "-P",
+            "-m",
+            "slurmllm.launch.supervise.workers",
+            str(self.run.path),
+            self.stage,
+            str(self.attempt.number),
+        ]
         run_workers, *compilers = self.backend.precompile_commands(self.config, inner, work)
         try:
             code = self._command(run_workers, WORKER_SIGNAL)
@@ -230,7 +248,7 @@ class Launcher(Workers):
             return run_command(list(command), stop, on_stop)
         except OSError as error:
             raise NodeError(
-                f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "
+                f"{command[0]} cannot be started on {self.node}: {os_error_text(error)}; it "
                 f"must be on $PATH there or next to {sys.executable}"
             ) from error
 
@@ -238,13 +256,19 @@ class Launcher(Workers):
         # The other nodes submit their graphs through the run directory.
         other_nodes = () if self.local else self.record.nodes[1:]
         graphs = self.backend.graphs(self.cache)
-        compiled = tuple(graph.folder for graph in graphs if graph.state == "compiled")
-        self.save(compile_s=compile_s, graphs=compiled)
+        self.save(
+            compile_s=compile_s,
+            graphs=tuple(graph.folder for graph in graphs if graph.state == "compiled"),
+        )
         if self.node_rank != 0:
             # Nodes before this one submit the graphs that both have compiled.
             before = map(self._record_of, self.record.nodes[: self.node_rank])
-            elsewhere = {folder for r in before if r is not None for folder in r.graphs}
-            graph_cache.submit_graphs(self.cache, self.run, self.node, without=elsewhere)
+            graph_cache.submit_graphs(
+                self.cache,
+                self.run,
+                self.node,
+                without={folder for r in before if r is not None for folder in r.graphs},
+            )
             return
         missing = graph_cache.collect_graphs(
             self.cache, self.run, other_nodes, self._has_failed, self.group

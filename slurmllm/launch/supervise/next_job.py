@@ -10,15 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from slurmllm.core.config.load import load
 from slurmllm.core.config.operation import SlurmConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
-from slurmllm.core.run.rundir import STAGES, RunDir, Stage
-from slurmllm.core.run.safe_files import os_error_text, read_limited, write_error
-from slurmllm.core.slurm.client import retry_unreachable
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, storage_errors
+from slurmllm.core.run.safe_files import read_limited, write_error
+from slurmllm.core.slurm.client import retry_unreachable, wait_for
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import log_attempt
@@ -28,29 +29,37 @@ from slurmllm.launch.supervise.policy import backoff_s, is_transient
 from slurmllm.launch.supervise.run_lock import locked, was_restarted
 from slurmllm.launch.supervise.successor import ensure_successor, restart_of
 
-Close = Callable[[], AttemptRecord]
 CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class NextJob:
     """How a run continues after its present job: requeued, in a successor, or in a new job."""
 
-    def __init__(
-        self, run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
-    ) -> None:
-        self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
-        self._excluded = config.recipe.slurm.exclude
+    run: RunDir
+    stage: Stage
+    config: RunConfig
+    allocation: Allocation
+
+    def __post_init__(self) -> None:
+        self._excluded = self.config.recipe.slurm.exclude
 
     def submit_ahead(self) -> None:
         """Submit the successor of this job if the site refuses requeues."""
         if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
             return
         try:
-            client, script = self.allocation.client, self._script("train")
-            exclude = self._with_recipes(to_avoid(client, self.run, script, self._excluded))
-            ensure_successor(self.run, self.allocation, script, exclude)
+            script = self._script("train")
+            ensure_successor(
+                self.run,
+                self.allocation,
+                script,
+                self._with_recipes(
+                    to_avoid(self.allocation.client, self.run, script, self._excluded)
+                ),
+            )
         except SlurmllmError as error:
             log.warning("no successor job yet, tried again at the end: %s", error)
 
@@ -69,26 +78,31 @@ class NextJob:
         Slurm drains the node and holds the job. `avoid`: nodes to exclude.
         """
         assert isinstance(self.allocation, SlurmAllocation)
-        client, this_job = self.allocation.client, self.allocation.job_id
+        client = self.allocation.client
+        this_job = self.allocation.job_id
         stages = STAGES[STAGES.index(self.stage) :]
         try:
             with locked(self.run, "supervise"):
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
-                old: dict[str, str | None] = {s: getattr(last, f"{s}_job") for s in stages}
+                old = {s: getattr(last, f"{s}_job") for s in stages}
                 if old[self.stage] != this_job:
                     return  # resumed since
                 if lost and client.batch_job(this_job).state != "PENDING":
                     return  # cancelled since, or Slurm has started it elsewhere
                 requeue = last.restart == "requeue"
-                job: str | None = None
+                job = None
                 for stage in stages:
                     replaced = old[stage]
                     if replaced is None:  # a run that only compiles graphs for a sweep
                         continue
                     exclude = ",".join(avoid) or client.batch_job(replaced).excluded
-                    name, script = last.lane if stage == "train" else None, self._script(stage)
+                    name = last.lane if stage == "train" else None
                     job = client.submit(
-                        script, after_ok=job, exclude=exclude, requeue=requeue, name=name
+                        self._script(stage),
+                        after_ok=job,
+                        exclude=exclude,
+                        requeue=requeue,
+                        name=name,
                     )
                     JobsRecord.change_last(self.run, **{f"{stage}_job": job})
                     log.warning("submitted job %s in place of job %s", job, replaced)
@@ -110,7 +124,8 @@ class NextJob:
         `lost` are the attempt's nodes that cannot be used. If that is refused, the action changes:
         from requeue to chain (slurm.restart: auto), from chain to stop.
         """
-        client, slurm = allocation.client, self.config.recipe.slurm
+        client = allocation.client
+        slurm = self.config.recipe.slurm
         try:
             # A second requeue would end the incarnation that runs now.
             if was_restarted(allocation):
@@ -119,8 +134,14 @@ class NextJob:
             before = [node.node for node in reversed(excluded(self.run))]
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             job = allocation.job_id
-            script = self._script(self.stage) if lost or before else ""
-            avoid = nodes_to_avoid(client, script, lost, before, self._excluded, job)
+            avoid = nodes_to_avoid(
+                client,
+                self._script(self.stage) if lost or before else "",
+                lost,
+                before,
+                self._excluded,
+                job,
+            )
             if closed.action == "chain":
                 return self._chain(allocation, closed, self._with_recipes(avoid))
             if self.stage == "precompile" and avoid:
@@ -170,25 +191,20 @@ class NextJob:
 
     def _changed(self, closed: AttemptRecord, **changes: object) -> AttemptRecord:
         closed = closed.model_copy(update=changes)
-        closed.save(self.run.attempt(self.stage, closed.attempt).record)
+        closed.save(closed.files(self.run).record)
         return closed
 
 
 def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
     """Return the text of a stage's batch script; StorageError if others may have written it."""
     path = run.script(stage)
-    try:
+    with storage_errors(f"cannot read {path}"):
         return read_limited(path, trusted=True, group=group).decode()
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
 
 
 def wait_writable(run: RunDir, patience_s: float) -> bool:
     """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
-    deadline = time.monotonic() + patience_s
-    while (error := write_error(run.logs)) is not None and time.monotonic() < deadline:
-        time.sleep(1.0)
-    return error is None
+    return wait_for(lambda: write_error(run.logs) is None, patience_s, 1.0)
 
 
 def close_when_writable(
@@ -207,13 +223,12 @@ def close_when_writable(
     except StorageError as error:
         log.warning("%s", error)
         # Slurm takes comments of at most 1,024 characters.
-        evidence = tuple(line[:300] for line in ending.evidence[:2])
         unrecorded = UnrecordedEnding(
             stage=record.stage,
             attempt=record.attempt,
             ended_at=time.time(),
             ending=ending.ending,
-            evidence=evidence,
+            evidence=tuple(line[:300] for line in ending.evidence[:2]),
             blamed_nodes=ending.blamed_nodes[:8],
         )
         _set_comment(allocation, unrecorded)
@@ -240,7 +255,8 @@ def unrecorded_ending(allocation: Allocation, record: AttemptRecord) -> Unrecord
 def _set_comment(allocation: Allocation, unrecorded: UnrecordedEnding | None) -> None:
     if not isinstance(allocation, SlurmAllocation):
         return
-    client, job_id = allocation.client, allocation.job_id
+    client = allocation.client
+    job_id = allocation.job_id
     try:
         job = client.queue([job_id]).get(job_id)
         client.comment(job_id, comment_with(unrecorded, "" if job is None else job.comment))
@@ -259,7 +275,8 @@ def requeue_unrecorded(
     slurm = isinstance(allocation, SlurmAllocation)
     if not is_transient([str(error)]) or (slurm and allocation.state() == "CANCELLED"):
         raise error
-    limits, recorded = SlurmConfig(), -1
+    limits = SlurmConfig()
+    recorded = -1
     with suppress(SlurmllmError):
         limits = load(run.config).recipe.slurm
         of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]

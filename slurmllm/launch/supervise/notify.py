@@ -17,20 +17,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurmllm.core.config.operation import NotifyEvent
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.run.safe_files import open_append, os_error_text
 from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.train.control.rendezvous import die_with_parent
 
 TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
-_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
 _LONGEST = 1000  # characters of the text
 NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
 _FIELDS = {
@@ -41,14 +42,14 @@ _FIELDS = {
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Notifier:
     """Sends the notifications of one run that `slurm.notify` asks for."""
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run, self._config = run, config
-        self._notify = config.recipe.slurm.notify
-        self._sending: list[threading.Thread] = []
-        self._slow = False  # whether a notification has taken too long
+    run: RunDir
+    config: RunConfig
+    _sending: list[threading.Thread] = field(default_factory=list)
+    _slow: bool = False  # whether a notification has taken too long
 
     def started(self, record: AttemptRecord) -> None:
         if record.stage == "train":
@@ -58,8 +59,11 @@ class Notifier:
         event = event_of(record)
         if event is not None:
             step = "" if record.last_step is None else f", after step {record.last_step}"
-            ending = f"{record.ending} → {record.action}{step}: {'; '.join(record.evidence)}"
-            self._send(event, record, ending)
+            self._send(
+                event,
+                record,
+                f"{record.ending} → {record.action}{step}: {'; '.join(record.evidence)}",
+            )
 
     def wait(self) -> None:
         """Wait for what is under way; not at all after a notification that took too long."""
@@ -71,28 +75,28 @@ class Notifier:
             log.warning("notification: not delivered before the end of the supervisor")
 
     def _send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
-        notify = self._notify
+        notify = self.config.recipe.slurm.notify
+        run = self.run
         if not notify.command or event not in notify.on:
             return
         job = f" of job {record.job_id}" if record.job_id else ""
-        line = f"{self._run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
+        line = f"{run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
         message = {
             "text": line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…",
             "event": event,
-            "run": self._run.name,
-            "run_dir": str(self._run.path),
-            "steps": self._config.recipe.steps,
+            "run": run.name,
+            "run_dir": str(run.path),
+            "steps": self.config.recipe.steps,
             "time": time.time(),
             **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
         }
         # A daemon: the interpreter does not wait for it at its exit.
-        thread = threading.Thread(target=self._call, args=(message,), daemon=True)
+        thread = threading.Thread(target=self._call, args=(notify.command, message), daemon=True)
         with diagnostic("notifications"):  # no more threads, for one
             thread.start()
             self._sending.append(thread)
 
-    def _call(self, message: dict[str, Any]) -> None:
-        command, fault = self._notify.command, ""
+    def _call(self, command: Sequence[str], message: dict[str, Any]) -> None:
         try:
             subprocess.run(
                 command,
@@ -105,11 +109,12 @@ class Notifier:
             )
             return
         except subprocess.TimeoutExpired:
-            self._slow, fault = True, f"has not ended after {TIMEOUT_S:g} s"
+            self._slow = True
+            fault = f"has not ended after {TIMEOUT_S:g} s"
         except subprocess.CalledProcessError as error:
             fault = f"ended with exit code {error.returncode}"
         except (OSError, ValueError) as error:
-            fault = f"cannot be started: {error.strerror if isinstance(error, OSError) else error}"
+            fault = f"cannot be started: {os_error_text(error)}"
         log.warning("notification of %s not delivered: %s %s", message["event"], command[0], fault)
 
 
@@ -124,23 +129,35 @@ def event_of(record: AttemptRecord) -> NotifyEvent | None:
     return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"
 
 
+@dataclass
 class Tracking:
     """The child process of one attempt; nothing without `trackers`, or without a network."""
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run, self._names = run, config.recipe.trackers
-        self._enabled = bool(self._names) and config.cluster.trackers.network
-        self._child: subprocess.Popen[bytes] | None = None
+    run: RunDir
+    config: RunConfig
+    _child: subprocess.Popen[bytes] | None = None
 
     def start(self, stage: Stage) -> None:
-        if not self._enabled or stage != "train":
+        network = self.config.cluster.trackers.network
+        if not self.config.recipe.trackers or not network or stage != "train":
             return
         if self._child is not None and self._child.poll() is None:
             return  # of an earlier attempt in this job; it sends those of this one too
-        command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"]
-        command += ["track", "sync", str(self._run.path), "--supervised"]
+        command = [
+            "nice",
+            "-n",
+            "19",
+            sys.executable,
+            "-P",
+            "-m",
+            "slurmllm",
+            "track",
+            "sync",
+            str(self.run.path),
+            "--supervised",
+        ]
         with diagnostic("trackers"):
-            output = open_append(self._run.track_log)
+            output = open_append(self.run.track_log)
             with os.fdopen(output, "wb", buffering=0) as stream:
                 self._child = subprocess.Popen(
                     command,
@@ -157,11 +174,11 @@ class Tracking:
         if not requeued:
             with suppress(subprocess.TimeoutExpired):
                 self._child.terminate()
-                if self._child.wait(_LAST_STEPS_S) == 0:
+                if self._child.wait(15.0) == 0:
                     return
             log.warning(
-                f"trackers: {' and '.join(self._names)} may lack the last steps; see "
-                f"{self._run.track_log}, then `slurmllm track sync {self._run.name}`"
+                f"trackers: {' and '.join(self.config.recipe.trackers)} may lack the last steps; "
+                f"see {self.run.track_log}, then `slurmllm track sync {self.run.name}`"
             )
         self._child.kill()
         self._child.wait()

@@ -5,14 +5,20 @@ Pure functions of records, so that a simulation of months runs the supervisor's 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 from slurmllm.core.config.recipe import Recipe
-from slurmllm.core.run.error_patterns import matches
-from slurmllm.core.run.records import Action, AttemptRecord, EndingClass, NodeEvidence, Restart
+from slurmllm.core.run.error_patterns import matches, names_any
+from slurmllm.core.run.records import (
+    Action,
+    AttemptRecord,
+    EndingClass,
+    Lines,
+    NodeEvidence,
+    Restart,
+)
 
 # requeue and chain exclude each other: `slurm.restart`.
 _QUEUE: tuple[Action, ...] = ("requeue", "chain")
@@ -49,7 +55,6 @@ class NodeFault(NamedTuple):
     reason: str
 
 
-MAX_BACKOFF_S = 3600.0
 HOUR_S = 3600.0
 
 
@@ -99,7 +104,8 @@ def decide(
     backoff = 0.0
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
-        budget, hours = int(getattr(limits, field)), limits.budget_hours
+        budget = int(getattr(limits, field))
+        hours = limits.budget_hours
         begin = _end(closed) - hours * HOUR_S
         within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
         used = 1 + sum(attempt.ending == closed.ending for attempt in within)
@@ -115,7 +121,7 @@ def decide(
 
 
 def _with_action(
-    closed: AttemptRecord, action: Action, evidence: tuple[str, ...] | None = None
+    closed: AttemptRecord, action: Action, evidence: Lines | None = None
 ) -> AttemptRecord:
     evidence = closed.evidence if evidence is None else evidence
     return closed.model_copy(update={"action": action, "backoff_s": 0.0, "evidence": evidence})
@@ -124,7 +130,7 @@ def _with_action(
 def backoff_s(first_s: float, failures: int) -> float:
     """Return the wait before the next start after some failures in a row, doubled with each."""
     # Not 2.0 ** failures: with a high limit of attempts a float overflows.
-    return min(first_s * 2.0 ** min(failures - 1, 20), MAX_BACKOFF_S)
+    return min(first_s * 2.0 ** min(failures - 1, 20), HOUR_S)
 
 
 def is_transient(evidence: Sequence[str]) -> bool:
@@ -147,7 +153,7 @@ def failing_nodes(
     node (`proven`); without it, a node is excluded if the last two attempts there are blamed on it
     and another node of the run was never blamed.
     """
-    failing: dict[str, NodeFault] = {}
+    failing = {}
     attempts = [a for a in (*earlier, closed) if a.ending not in ("superseded", "cancelled")]
     other_nodes = {name for a in attempts for name in a.nodes} - {
         name for a in attempts for name in a.blamed_nodes
@@ -155,8 +161,7 @@ def failing_nodes(
     for name in closed.blamed_nodes:
         last = [a for a in attempts if name in (*a.nodes, *a.blamed_nodes)][-2:]
         if name in proven:
-            naming = lines_about(closed.evidence, name)
-            reason = [*naming, *closed.evidence, str(closed.ending)][0]
+            reason = [*lines_about(closed.evidence, name), *closed.evidence, str(closed.ending)][0]
             failing[name] = NodeFault(proven[name], reason)
         elif other_nodes and len(last) == 2 and all(name in a.blamed_nodes for a in last):
             which = ", ".join(f"{a.stage} {a.attempt}" for a in last)
@@ -166,8 +171,7 @@ def failing_nodes(
 
 def lines_about(lines: Sequence[str], node: str) -> list[str]:
     """Return the lines that name a node; `n1` is not in `n10` or `n1-b`."""
-    name = re.compile(rf"(?<![\w.-]){re.escape(node)}(?![\w-])")
-    return [line for line in lines if name.search(line)]
+    return [line for line in lines if names_any(line, [node])]
 
 
 def exclusion_hours(exclusions: int, longest: float) -> float:
@@ -178,7 +182,8 @@ def exclusion_hours(exclusions: int, longest: float) -> float:
 def gained(attempt: AttemptRecord) -> bool:
     if attempt.steps_gained is not None:
         return attempt.steps_gained > 0
-    before, after = attempt.checkpoint_before, attempt.checkpoint_after
+    before = attempt.checkpoint_before
+    after = attempt.checkpoint_after
     return after is not None and (before is None or after > before)
 
 

@@ -6,14 +6,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeHealth
+from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeHealth, PhaseSeconds
 from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.slurm.error_texts import StopCheck
+from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.diagnose.bandwidth import with_bandwidth
 from slurmllm.launch.diagnose.probe import LaunchError, check_nodes
 from slurmllm.launch.graphs.archive import load_manifest, require_complete
@@ -30,28 +33,23 @@ from slurmllm.train.control.rendezvous import free_port
 
 SHARED = "shared file system"
 _OF_PEERS = {"answer", "clock", "all-reduce"}  # which one bad node, or the network, fails for all
-_WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Preparation:
     """Checks of an allocation's nodes, and what is copied to them once for all attempts there."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        stage: Stage,
-        config: RunConfig,
-        allocation: Allocation,
-        stop: Callable[[], bool],
-    ) -> None:
-        self.run, self.stage, self.config = run, stage, config
-        self.allocation, self.stop = allocation, stop
-        self.failed_nodes: set[str] = set()  # of this job
-        self._sent_graphs = ""  # checksum of the graphs' archive that all nodes have
+    run: RunDir
+    stage: Stage
+    config: RunConfig
+    allocation: Allocation
+    stop: StopCheck
+    failed_nodes: set[str] = field(default_factory=set)  # of this job
+    _sent_graphs: str = ""  # checksum of the graphs' archive that all nodes have
 
-    def prepare(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+    def prepare(self, record: AttemptRecord, phases: PhaseSeconds) -> Ending | None:
         """Check the nodes and send the graphs to them, at the same time.
 
         Returns the ending if a node fails its checks, which also ends the copying. The phase
@@ -80,7 +78,7 @@ class Preparation:
                 ended.set()
         return ending
 
-    def _check(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+    def _check(self, record: AttemptRecord, phases: PhaseSeconds) -> Ending | None:
         if not self.config.cluster.health.enabled:
             return None
         started = time.monotonic()
@@ -88,7 +86,7 @@ class Preparation:
         phases["preflight"] = time.monotonic() - started
         return ending
 
-    def _broadcast_graphs(self, stop: Callable[[], bool]) -> dict[str, str]:
+    def _broadcast_graphs(self, stop: StopCheck) -> Variables:
         """Copy the archive to every node's own disk; returns the launchers' variables."""
         # The launchers of --local share the folder, and start at once.
         make_cache_folder(self.config, self.run)
@@ -125,7 +123,7 @@ def preflight(
     record: AttemptRecord,
     config: RunConfig,
     allocation: Allocation,
-    stop: Callable[[], bool],
+    stop: StopCheck,
 ) -> Ending | None:
     """Check the nodes of an attempt and record the findings; returns the ending if one fails.
 
@@ -141,8 +139,8 @@ def preflight(
         )
     if nodes is None or stop():  # interrupted checks are incomplete: ignore them
         return None
-    paths = run.attempt(record.stage, record.attempt)
-    with ThreadPoolExecutor(_WRITERS) as pool:
+    paths = record.files(run)
+    with ThreadPoolExecutor(16) as pool:  # a write waits for the file system's fsync
         list(pool.map(lambda health: health.save(paths.health(health.node)), nodes.values()))
     for name, health in nodes.items():
         for finding in health.of("warn"):
@@ -165,26 +163,24 @@ def preflight_ending(
         return None
     common = set.intersection(*({f.check for f in health.of("fail")} for health in nodes.values()))
     of_first = next(iter(failed.values()))
+    names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
     if SHARED in common:
         message = next(f.message for f in of_first if f.check == SHARED)
-        names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
         return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
-    evidence = []
+    if len(nodes) == 1:
+        common &= {f.check for f in of_first if "neither on $PATH" in f.message}
     ending: EndingClass = "node_failure"
-    absent = {f.check for f in of_first if "neither on $PATH" in f.message}
-    if common := common if len(nodes) > 1 else common & absent:
-        names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
-        evidence += [f"preflight: {names}: {f.message}" for f in of_first if f.check in common]
-        remaining = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
-        failed = {name: tuple(findings) for name, findings in remaining.items() if findings}
+    evidence = [f"preflight: {names}: {f.message}" for f in of_first if f.check in common]
+    others = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
+    blamed = tuple(name for name, findings in others.items() if findings)
     if common - _OF_PEERS:
         ending = "bad_configuration"
         evidence.append(
             f"no node of the job, in partition {partition}, has what profile {profile} requires: "
             "`slurmllm resume` with another --partition or --cluster, or correct the profile"
         )
-    evidence += [f"preflight: {name}: {f.message}" for name, fs in failed.items() for f in fs]
-    findings = (finding for health in nodes.values() for finding in health.of("fail"))
-    if any(finding.blame == "user" and finding.check == "answer" for finding in findings):
-        return Ending("bad_configuration", tuple(evidence), started=False)
-    return Ending(ending, tuple(evidence), tuple(failed), started=False)
+    evidence += [f"preflight: {name}: {f.message}" for name, fs in others.items() for f in fs]
+    if any(f.blame == "user" and f.check == "answer" for fs in failed.values() for f in fs):
+        ending = "bad_configuration"
+        blamed = ()
+    return Ending(ending, tuple(evidence), blamed, started=False)

@@ -36,10 +36,6 @@ from slurmllm.core.run.worker_files import EventLog
 
 log = logging.getLogger(__name__)
 
-_TAIL = 200  # bytes of the output in a message
-_EARLIER_ROWS = 10_000  # of the attempt before, in which a step is looked for
-_AHEAD_S = 60.0  # that another node's clock may be ahead
-
 
 def check_progress(setting: str) -> None:
     """Raise a ValueError if `progress` of a recipe is no format, pattern or path."""
@@ -79,11 +75,14 @@ class TrainerProgress:
         """
         self.step: int | None = None
         self.rows = 0
-        self._progress, self._attempt = progress, attempt
+        self._progress = progress
+        self._attempt = attempt
         self._source = follow(progress, tags or {})
         self._names = MetricNames(tags or {}, Path(progress or "the output"), devices)
         self._fault = ""  # of reading the file
-        self._bytes, self._tail, self._rank = 0, b"", rank
+        self._bytes = 0
+        self._tail = b""
+        self._rank = rank
         self._began = time.time()
         self._last: tuple[int, Numbers] | None = None  # step and values of the last row
         self._evaluation: tuple[int, float] | None = None
@@ -94,7 +93,7 @@ class TrainerProgress:
 
     def feed(self, output: bytes) -> None:
         self._bytes += len(output)
-        self._tail = output.rstrip()[-_TAIL:] or self._tail
+        self._tail = output.rstrip()[-200:] or self._tail
         if isinstance(self._source, FollowedOutput):
             self._source.feed(output)
 
@@ -128,12 +127,12 @@ class TrainerProgress:
 
     def update(self, last: bool = False) -> None:
         """Append the new rows to the metrics; the `last` time take what is incomplete too."""
-        rows: list[Numbers] = []
+        rows = []
         try:
             rows = self._source.read(last)
             self._fault = ""
         except (OSError, RunError) as error:  # being written, perhaps
-            self._fault = os_error_text(error) if isinstance(error, OSError) else str(error)
+            self._fault = os_error_text(error)
         if rows:
             first = self._names.format is None
             self._add(list(self._names.convert(rows, self._source.format)))
@@ -200,13 +199,14 @@ class TrainerProgress:
             if name in ("tokens", "samples") and value % 1 == 0:
                 row[name] = int(value)
         self._unwritten += json.dumps(row, separators=(",", ":")).encode() + b"\n"
-        self._last, self.step = (step, values), step
+        self._last = (step, values)
+        self.step = step
         self.rows += 1
 
     def _count_before(self, name: str, step: int, value: float) -> float:
         """Return what a count that began again has left out; NaN if that is unknown."""
         paths = [path for path in self._run.metrics_files() if path != self._path]
-        rows = last_rows(paths[-1], _EARLIER_ROWS) if paths else []
+        rows = last_rows(paths[-1], 10_000) if paths else []
         counts = {row["step"]: row[name] for row in rows if row.get(name) and row["step"] <= step}
         if not value < max(counts.values(), default=0):
             return 0.0
@@ -214,4 +214,5 @@ class TrainerProgress:
 
     def _is_of_run(self, values: Numbers) -> bool:
         """Return whether the logged time is Unix time, by this attempt's."""
-        return self._began <= values.get("time", 0.0) <= time.time() + _AHEAD_S
+        # Another node's clock may be ahead.
+        return self._began <= values.get("time", 0.0) <= time.time() + 60.0

@@ -14,13 +14,14 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, StorageError
 from slurmllm.core.run.records import AttemptRecord
-from slurmllm.core.run.rundir import STAGES, RunDir, Stage
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import (
     check_private_folder,
     open_append,
@@ -36,18 +37,20 @@ BEGIN_BYTES = 1 << 20
 # <stage>_<attempt>-<start of the attempt, Unix time in ms>-<node>: if a run is removed, another one
 # may have its name and its attempt's number.
 _FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
-_LOG = re.compile(r"^rank_\d{5,}\.log$")
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class RankLogs:
     """The logs of the workers that this launcher starts."""
 
-    def __init__(self, config: RunConfig, run: RunDir, record: AttemptRecord, node: str) -> None:
-        self._config, self._run, self._record, self._node = config, run, record, node
-        self._files: _LocalFiles | None = None
-        self._refused = False
+    config: RunConfig
+    run: RunDir
+    record: AttemptRecord
+    node: str
+    _files: _LocalFiles | None = None
+    _refused: bool = False
 
     @property
     def folder(self) -> Path | None:
@@ -56,29 +59,27 @@ class RankLogs:
 
     def open(self, rank: int) -> int:
         """Return a descriptor of a worker's new log; StorageError if no folder takes it."""
-        stage, number = self._record.stage, self._record.attempt
+        stage = self.record.stage
+        number = self.record.attempt
         if not self._refused:
             try:
                 if self._files is None:
-                    base = _logs_folder(self._config, self._run)
-                    start = f"{round(self._record.started_at * 1000)}-{self._node}"
+                    base = _logs_folder(self.config, self.run)
+                    start = f"{round(self.record.started_at * 1000)}-{self.node}"
                     folder = base / f"{stage}_{number:03d}-{start}"
                     with node_disk(f"make a folder in {base}"):
                         base.mkdir(mode=0o700, exist_ok=True)
                         check_private_folder(base)
                         folder.mkdir(mode=0o700, exist_ok=True)
-                        self._files = _LocalFiles(folder, self._run, stage, number)
+                        self._files = _LocalFiles(folder, self.run, stage, number)
                 return open_append(self._files.folder / f"rank_{rank:05d}.log")
             except (NodeError, OSError) as error:
                 self._refused = True
-                cause = os_error_text(error) if isinstance(error, OSError) else str(error)
-                target = "are written to the run directory, not to its own disk"
-                log.warning("the logs of %s %s: %s", self._node, target, cause)
-        path = self._run.worker_log(stage, number, rank)
-        try:
+                message = "the logs of %s are written to the run directory, not to its own disk: %s"
+                log.warning(message, self.node, os_error_text(error))
+        path = self.run.worker_log(stage, number, rank)
+        with storage_errors(f"cannot write {path}"):
             return open_append(path)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {os_error_text(error)}") from error
 
     def collect(self) -> None:
         """After the workers have ended: copy all logs, then remove them unless a copy failed."""
@@ -87,13 +88,18 @@ class RankLogs:
             self._files = None
 
 
+@dataclass
 class _LocalFiles:
     """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
 
-    def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
-        self.folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
+    folder: Path
+    run: RunDir
+    stage: Stage
+    attempt: int
+
+    def __post_init__(self) -> None:
         # Held as long as this process lives and by no other: workers do not inherit it.
-        self.lock = open_lock(folder / "lock")
+        self.lock = open_lock(self.folder / "lock")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -106,19 +112,25 @@ class _LocalFiles:
         with self.lock:
             for path in self.paths():
                 rank = int(path.stem.removeprefix("rank_"))
-                target = self._run.worker_log(self._stage, self._attempt, rank)
+                target = self.run.worker_log(self.stage, self.attempt, rank)
                 try:
                     _copy(path, target)
                 except OSError as error:
                     complete = False
-                    fate = f"{os_error_text(error)}; it stays there until the next attempt"
-                    log.warning("cannot copy %s to %s: %s", path, target.parent, fate)
+                    log.warning(
+                        "cannot copy %s to %s: %s; it stays there until the next attempt",
+                        path,
+                        target.parent,
+                        os_error_text(error),
+                    )
             if complete:
                 shutil.rmtree(self.folder, ignore_errors=True)
         return complete
 
     def paths(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if _LOG.match(path.name))
+        return sorted(
+            path for path in self.folder.iterdir() if re.match(r"^rank_\d{5,}\.log$", path.name)
+        )
 
 
 def _copy(path: Path, target: Path) -> None:
@@ -149,7 +161,8 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
         # An attempt of this number or a later one may have just begun.
         if match is None or (match[1] == stage and int(match[2]) >= attempt):
             continue
-        log_stage, number = cast("Stage", match[1]), int(match[2])
+        log_stage = cast("Stage", match[1])
+        number = int(match[2])
         try:
             record = AttemptRecord.find(run.attempt(log_stage, number).record)
         except StorageError as error:  # it is not known whose logs they are
@@ -163,8 +176,10 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
                 continue
             paths = files.paths()
             if files.collect() and paths:
-                workers = f"{len(paths)} workers of {log_stage} attempt {number}"
-                log.info("collected the logs of %s, whose launcher was killed", workers)
+                log.info(
+                    "collected the logs of %s, whose launcher was killed",
+                    f"{len(paths)} workers of {log_stage} attempt {number}",
+                )
 
 
 def _logs_folder(config: RunConfig, run: RunDir) -> Path:

@@ -8,7 +8,6 @@ ended, of another one if it has not been renewed for two minutes.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -16,15 +15,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.errors import RunError, SlurmError, StorageError
 from slurmllm.core.run.records import AttemptRecord, Heartbeat, JobsRecord, LockRecord
-from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.rundir import RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import open_regular, user_name
-from slurmllm.core.slurm.client import ADOPTION_S, COMMAND_TIMEOUT_S, retry_unreachable
+from slurmllm.core.slurm.client import (
+    ADOPTION_S,
+    COMMAND_TIMEOUT_S,
+    retry_unreachable,
+    wait_for,
+)
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import is_running, load_attempts, process_identity
 from slurmllm.launch.supervise.watchdog import HEARTBEAT_S
@@ -36,7 +40,7 @@ _POLL_S = 0.1
 _MAX_BYTES = 4096
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None]:
     """Hold the lock of a run; SIGTERM and SIGHUP without a handler then act as Ctrl-C does.
 
@@ -48,7 +52,7 @@ def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None
 
     def renew() -> None:
         while not released.wait(RENEW_S):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.utime(descriptor)
 
     thread = threading.Thread(target=renew, daemon=True)
@@ -65,7 +69,7 @@ def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None
             signal.signal(number, handler)
         released.set()
         thread.join()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             # Not the lock of another command that has found this one expired.
             unchanged = os.path.samestat(os.fstat(descriptor), run.lock.lstat())
             os.close(descriptor)
@@ -84,13 +88,16 @@ class _Holder(NamedTuple):
 
 def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
     now = time.time()
-    pid, host = os.getpid(), socket.gethostname()
-    record = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)
+    pid = os.getpid()
+    record = LockRecord(
+        verb=verb, host=socket.gethostname(), pid=pid, process=process_identity(pid), since=now
+    )
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     began = seen_at = time.monotonic()
-    seen: _Holder | None = None
+    seen = None
     while True:
-        try:
+        fix = f"`slurmllm {verb}` must be able to write to the run's directory"
+        with storage_errors(f"cannot write {run.lock}", fix), suppress(FileExistsError):
             descriptor = os.open(run.lock, flags, 0o644)
             try:
                 os.write(descriptor, record.model_dump_json().encode())
@@ -100,18 +107,13 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
                 run.lock.unlink()
                 raise
             return descriptor
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {run.lock}: {error.strerror or error}; `slurmllm {verb}` must be "
-                "able to write to the run's directory"
-            ) from error
-        holder, now = _read(run.lock), time.monotonic()
+        holder = _read(run.lock)
+        now = time.monotonic()
         if holder is None:
             continue  # released meanwhile
         if seen is None or holder.identity != seen.identity:
-            seen, seen_at = holder, now
+            seen = holder
+            seen_at = now
         if _is_left_behind(holder, unchanged_s=now - seen_at):
             _remove(run.lock, holder)
         elif now - began > wait_s:
@@ -126,15 +128,16 @@ def _read(path: Path) -> _Holder | None:
         # Opened, because NFS asks the server for the times of a file only then.
         with open_regular(path, follow=False) as stream:
             info = os.fstat(stream.fileno())
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 record = LockRecord.model_validate_json(stream.read(_MAX_BYTES))
     except OSError:
         try:
             info = path.lstat()
         except FileNotFoundError:
             return None
-    identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
-    return _Holder(identity, info.st_mtime, user_name(info.st_uid), record)
+    return _Holder(
+        (info.st_dev, info.st_ino, info.st_mtime_ns), info.st_mtime, user_name(info.st_uid), record
+    )
 
 
 def _is_left_behind(holder: _Holder, unchanged_s: float) -> bool:
@@ -142,8 +145,8 @@ def _is_left_behind(holder: _Holder, unchanged_s: float) -> bool:
     if record is not None and record.host == socket.gethostname():
         if process_identity(record.pid) == record.process:
             return False
-        with contextlib.suppress(PermissionError):  # a process that /proc hides from other users
-            with contextlib.suppress(ProcessLookupError):
+        with suppress(PermissionError):  # a process that /proc hides from other users
+            with suppress(ProcessLookupError):
                 os.kill(record.pid, 0)
             return True
     # The clocks of two machines differ: it must also stay unchanged while this process looks.
@@ -154,11 +157,14 @@ def _is_left_behind(holder: _Holder, unchanged_s: float) -> bool:
 def _remove(path: Path, holder: _Holder) -> None:
     """Remove a lock that was left behind, unless another command has done so and made its own."""
     guard = path.with_name(f"{path.name}.removing")
-    try:
+    with storage_errors(
+        f"cannot remove {path}, a lock of {holder.user} that was left behind",
+        f"ask {holder.user} to remove it",
+    ):
         try:
-            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
+            guard.touch(exist_ok=False)
         except FileExistsError:  # of a command that removes it now, or was killed meanwhile
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 if abs(time.time() - guard.lstat().st_mtime) > EXPIRES_S:
                     guard.unlink()
             return
@@ -168,15 +174,11 @@ def _remove(path: Path, holder: _Holder) -> None:
                 path.unlink()
         finally:
             guard.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"cannot remove {path}, a lock of {holder.user} that was left behind: "
-            f"{error.strerror or error}; ask {holder.user} to remove it"
-        ) from error
 
 
 def _refusal(run: RunDir, verb: str, holder: _Holder) -> str:
-    record, fix = holder.record, f"repeat `slurmllm {verb} {run.name}` when that has ended"
+    record = holder.record
+    fix = f"repeat `slurmllm {verb} {run.name}` when that has ended"
     if record is None:
         return (
             f"{run.name} is locked: {run.lock} of {holder.user} holds no record of a command; it "
@@ -194,7 +196,6 @@ def _refusal(run: RunDir, verb: str, holder: _Holder) -> str:
 
 # For sbatch to return, or its job to be looked for, and the job to be recorded.
 RECORDED_S = COMMAND_TIMEOUT_S + ADOPTION_S + 10.0
-_LAG_S = 2.0  # until a shared file system shows what another node has written
 
 log = logging.getLogger(__name__)
 
@@ -247,13 +248,14 @@ def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str |
 
 def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
     """Return whether the supervisor's node writes heartbeats; wait for the next if it is due."""
-    path = run.attempt(record.stage, record.attempt).heartbeat(record.nodes[0])
+    path = record.files(run).heartbeat(record.nodes[0])
     with suppress(StorageError):
         first = latest = Heartbeat.find(path)
         if first is None:
             return False
         age_s = max(time.time() - first.written_at, 0.0)
-        deadline = time.monotonic() + HEARTBEAT_S + _LAG_S - age_s
+        # 2 s: until a shared file system shows what another node has written.
+        deadline = time.monotonic() + HEARTBEAT_S + 2.0 - age_s
         while latest == first and time.monotonic() < deadline:
             time.sleep(0.5)
             with suppress(StorageError):  # being written
@@ -299,16 +301,15 @@ def not_recorded(run: RunDir, allocation: Allocation) -> str | None:
     `submit` or `resume` was killed after sbatch and before it recorded the job. No command knows
     such a job: it could not be cancelled, and would supersede the job of a later `resume`.
     """
-    deadline = time.monotonic() + RECORDED_S
-    while allocation.job_id is not None:
+
+    def is_recorded() -> bool:
         last = JobsRecord.of(run).last
-        if last is None or allocation.job_id in (*last.own_jobs, last.allocation):
-            break
-        if time.monotonic() > deadline:
-            return (
-                f"job {allocation.job_id} is not of the last submission in {run.jobs}: a later "
-                "command submitted another, or its own was killed before it recorded it; "
-                f"`slurmllm resume {run.name}` submits one"
-            )
-        time.sleep(0.5)
-    return None
+        return last is None or allocation.job_id in (*last.own_jobs, last.allocation)
+
+    if allocation.job_id is None or wait_for(is_recorded, RECORDED_S, 0.5):
+        return None
+    return (
+        f"job {allocation.job_id} is not of the last submission in {run.jobs}: a later command "
+        "submitted another, or its own was killed before it recorded it; "
+        f"`slurmllm resume {run.name}` submits one"
+    )

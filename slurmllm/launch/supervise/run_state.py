@@ -47,7 +47,7 @@ _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED", "RECO
 _OF_SCRIPT = re.compile(
     r"\S{1,255}: cluster\.setup: line |error: \S{1,255} (?:has no interpreter|limits)"
 )
-_TAIL_BYTES, _LAST_LINES = 4096, 4
+_TAIL_BYTES = 4096
 SILENT_S = 300.0  # from the last written file on, a run of another machine may be dead
 
 
@@ -70,7 +70,8 @@ class RunRecords:
     @property
     def precompiled(self) -> AttemptRecord | None:
         """The last precompile attempt of the last submission, if it has ended."""
-        last, submission = next(reversed(self.precompiles), None), self.submission
+        last = next(reversed(self.precompiles), None)
+        submission = self.submission
         if last is None or submission is None or last.ending is None:
             return None
         # A local attempt has no job id: its time decides.
@@ -100,9 +101,12 @@ class RunRecords:
 
 def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
     """Read the records of a run; raises StorageError if one is damaged."""
-    submission = JobsRecord.of(run).last
     return RunRecords(
-        run, config, submission, load_attempts(run, "train"), load_attempts(run, "precompile")
+        run,
+        config,
+        JobsRecord.of(run).last,
+        load_attempts(run, "train"),
+        load_attempts(run, "precompile"),
     )
 
 
@@ -159,7 +163,9 @@ def derive_state(records: RunRecords, jobs: _Jobs) -> State:
 
 
 def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
-    run, submission, last = records.run, records.submission, records.last
+    run = records.run
+    submission = records.submission
+    last = records.last
     if records.done:
         return "done", ""
     if submission is None and (process := sweep_process(run)):
@@ -182,15 +188,18 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
             return "unknown", f"{activity}; if it is gone, `slurmllm resume {run.name} --force`"
         if not records.cancelled and (stopped := _by_script(records)):
             return stopped
-        state = "cancelled" if records.cancelled else "interrupted"
-        return state, f"`slurmllm resume {run.name}` continues"
+        return (
+            "cancelled" if records.cancelled else "interrupted",
+            f"`slurmllm resume {run.name}` continues",
+        )
     if records.ended:
         return _stopped(run, last) if last is not None else _not_precompiled(records, "UNKNOWN")
     return None
 
 
 def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
-    train, precompile = _train_job(jobs), jobs.get("precompile")
+    train = _train_job(jobs)
+    precompile = jobs.get("precompile")
     # The precompile job of a sweep continues for the other runs.
     shared = records.submission is not None and records.submission.graphs_of is not None
     first = jobs.get("train")  # whatever its successor does
@@ -209,8 +218,10 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
 
 
 def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
-    run, last = records.run, records.last
-    train, precompile = _train_job(jobs), jobs.get("precompile")
+    run = records.run
+    last = records.last
+    train = _train_job(jobs)
+    precompile = jobs.get("precompile")
     state, reason = ("", "") if train is None else (train.state, train.reason)
     # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
     forgotten = state == "UNKNOWN" and not reason
@@ -234,7 +245,8 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
 
 def _train_job(jobs: _Jobs) -> JobState | None:
     """Return the train job; once it has ended, its successor if that is active."""
-    train, successor = jobs.get("train"), jobs.get("successor")
+    train = jobs.get("train")
+    successor = jobs.get("successor")
     if train is None or successor is None or train.waits or train.has_nodes:
         return train
     return successor if successor.waits or successor.has_nodes else train
@@ -242,10 +254,10 @@ def _train_job(jobs: _Jobs) -> JobState | None:
 
 def _by_script(records: RunRecords) -> State | None:
     """Return the state of a run whose batch script ended before its supervisor began."""
-    run, submission = records.run, records.submission
-    for path in map(run.stage_log, STAGES if submission and records.last is None else ()):
+    submission = records.submission
+    for path in map(records.run.stage_log, STAGES if submission and records.last is None else ()):
         with suppress(OSError):
-            lines = read_tail(path, _TAIL_BYTES)[-_LAST_LINES:]
+            lines = read_tail(path, _TAIL_BYTES)[-4:]
             if not lines and submission and not submission.local:
                 return "interrupted", (
                     "its job failed before the script printed a line, as where the time limit is "
@@ -277,7 +289,8 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
         return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
     if not cancelled and (stopped := _by_script(records)):
         return stopped
-    run, name = records.run, records.submission.graphs_of if records.submission else None
+    run = records.run
+    name = records.submission.graphs_of if records.submission else None
     compiling = run if name is None else SweepDir(run.path.parent).graph_run(name)
     return state, f"precompile job {job_state}; see {compiling.stage_log('precompile')}"
 
@@ -374,7 +387,8 @@ def read_job_states(
     `brief`: one active job is enough, as sacct is called once for every job that has left the
     queue, which takes long for a list of runs.
     """
-    jobs, ids = {}, job_ids(submission)
+    jobs = {}
+    ids = job_ids(submission)
     enough = brief and any(job in queue.jobs and queue.jobs[job].active for job in ids.values())
     for stage, job in ids.items():
         if queue.error:
@@ -387,8 +401,10 @@ def read_job_states(
                 texts = explain_waiting(reason, job, run.name, stage)
                 if "TimeLimit=MINUTES" in texts[1] and stage != "precompile":
                     lead_s = load(run.config).recipe.slurm.signal_lead_s
-                    bound = f" (above {lead_s / 60:g}: slurm.signal_lead_s {lead_s})"
-                    texts = texts[0], texts[1] + bound
+                    texts = (
+                        texts[0],
+                        texts[1] + f" (above {lead_s / 60:g}: slurm.signal_lead_s {lead_s})",
+                    )
             jobs[stage] = JobState(job, queued.state, reason, *texts, ending)
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]
@@ -414,6 +430,7 @@ def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
     submission = JobsRecord.of(run).last
     if submission is None or not submission.local or is_process_alive(submission):
         return None
-    queue = query_queue([submission], client)
-    host = host_elsewhere(submission, read_job_states(run, submission, queue, client))
+    host = host_elsewhere(
+        submission, read_job_states(run, submission, query_queue([submission], client), client)
+    )
     return None if host is None else f"process {submission.pid} on {host}"

@@ -20,7 +20,6 @@ from typing import NamedTuple
 from slurmllm.core.run.rundir import AttemptDir, read_all
 from slurmllm.core.run.safe_files import read_limited
 
-_MOST_PROCESSES = 16  # of a worker
 # Frames as faulthandler and py-spy print them.
 _FAULTHANDLER = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(r"^\s+(?P<name>\S+) \((?P<path>[^:)]+):(?P<line>\d+)\)$", re.M)
@@ -39,7 +38,8 @@ _STATE = re.compile(
 )
 # Channels of the kernel in which a process usually waits for its peers
 _FOR_PEERS = re.compile(r"futex|poll|ep_|do_epoll|sk_wait|wait_woken|unix_stream|inet_|tcp_")
-_COMPUTING, _IN_PYTHON = "computing", "Python"
+_COMPUTING = "computing"
+_IN_PYTHON = "Python"
 
 
 class StackLocation(NamedTuple):
@@ -131,7 +131,8 @@ def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
 
 def inspect_process(pid: int, by_spy: bool = True) -> str:
     """Return what /proc and py-spy show of a process: its state, where it waits, its stack."""
-    state, channel = "?", "nothing"
+    state = "?"
+    channel = "nothing"
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         state = status.partition("State:")[2].partition("\n")[0].strip() or state
@@ -142,7 +143,7 @@ def inspect_process(pid: int, by_spy: bool = True) -> str:
         return head
     command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, timeout=10.0, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=10.0)
         return head + (done.stdout or done.stderr).decode(errors="replace")
     return head
 
@@ -158,7 +159,7 @@ def stacks_of(pid: int, until: float) -> str:
     seen: dict[int, tuple[list[str | None], str]] = {}  # process → its variables and section
     with suppress(psutil.Error):
         worker = psutil.Process(pid)
-        for process in [worker, *worker.children(recursive=True)][:_MOST_PROCESSES]:
+        for process in [worker, *worker.children(recursive=True)][:16]:
             with suppress(psutil.Error):
                 variables = process.environ()
                 values = [variables.get(name) for name in _RANKS]

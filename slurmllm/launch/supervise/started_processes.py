@@ -67,7 +67,6 @@ _REPORTS = [
         rf"line \d+: +\d+ (?P<signal>{_TEXTS})\b",
     )
 ]
-_ROOT_CAUSE = "Root Cause (first observed failure)"
 
 
 class ProcessEnd(NamedTuple):
@@ -91,10 +90,11 @@ def first_end(lines: Iterable[str]) -> ProcessEnd | None:
 
     It ends the other processes by SIGTERM: one that ended so counts only if there is no other.
     """
-    ends = list[tuple[bool, bool, ProcessEnd]]()
-    before_cause, fields = True, dict[str, str | None]()
+    ends = []
+    before_cause = True
+    fields = dict[str, str | None]()
     for index, line in enumerate(lines):
-        before_cause &= _ROOT_CAUSE not in line
+        before_cause &= "Root Cause (first observed failure)" not in line
         match = next(filter(None, (pattern.search(line) for pattern in _REPORTS)), None)
         if match is None:
             continue
@@ -103,8 +103,13 @@ def first_end(lines: Iterable[str]) -> ProcessEnd | None:
         codes = [read(value) for name, read in _CODES.items() if (value := fields.pop(name, None))]
         for code in filter(None, codes):
             if code < 0 or rank is not None:
-                end = ProcessEnd(index, code, rank, fields.get("node"))
-                ends.append((code == -signal.SIGTERM, before_cause, end))
+                ends.append(
+                    (
+                        code == -signal.SIGTERM,
+                        before_cause,
+                        ProcessEnd(index, code, rank, fields.get("node")),
+                    )
+                )
             fields = {}
     return min(ends)[-1] if ends else None
 
@@ -133,8 +138,7 @@ class StartedProcesses:
             self._running = {}
             with suppress(psutil.Error):
                 for process in chain(*(started_by(psutil.Process(pid)) for pid in pids)):
-                    variables = process.environ()
-                    number = next(filter(None, map(variables.get, _NUMBERS)), "")
+                    number = next(filter(None, map(process.environ().get, _NUMBERS)), "")
                     if number.isdigit():
                         self._running[int(number)] = process
 

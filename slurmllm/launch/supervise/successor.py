@@ -62,7 +62,8 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
     predecessor = os.environ.get(PREDECESSOR)
     if not isinstance(allocation, SlurmAllocation) or predecessor is None:
         return None
-    client, this_job = allocation.client, allocation.job_id
+    client = allocation.client
+    this_job = allocation.job_id
     with locked(run, "supervise", LOCK_S):
         last = JobsRecord.load(run.jobs).submissions[-1]
         if last.train_job != predecessor:
@@ -72,8 +73,7 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
         if reason := _ended(run, last, client):
             return reason
         earlier = (*last.earlier_jobs, predecessor)
-        changes = {"train_job": this_job, "successor_job": None, "earlier_jobs": earlier}
-        JobsRecord.change_last(run, **changes)
+        JobsRecord.change_last(run, train_job=this_job, successor_job=None, earlier_jobs=earlier)
     log.info("job %s continues the run after job %s", this_job, predecessor)
     return None
 
@@ -96,8 +96,9 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str | None:
         return None
     reason = f"Slurm: job {job_id} CANCELLED"
     if record is not None:
-        ending = Ending("cancelled", (reason, *record.evidence))
-        attempts.close_attempt(run, record, ending, ended_at=record.ended_at)
+        attempts.close_attempt(
+            run, record, Ending("cancelled", (reason, *record.evidence)), ended_at=record.ended_at
+        )
     JobsRecord.change_last(run, cancelled_at=time.time())
     return reason
 
@@ -110,7 +111,8 @@ def ensure_successor(
     Returns None if the job is not its run's train job, or was cancelled. Raises a SlurmError if
     sbatch refuses it, or slurmctld is unreachable.
     """
-    client, this_job = allocation.client, allocation.job_id
+    client = allocation.client
+    this_job = allocation.job_id
     with locked(run, "supervise", LOCK_S):
         last = JobsRecord.load(run.jobs).submissions[-1]
         if last.train_job != this_job or last.cancelled_at is not None:
@@ -121,8 +123,9 @@ def ensure_successor(
         job = last.successor_job if last.successor_job in jobs else next(iter(jobs), None)
         client.cancel([other for other in jobs if other != job])
         if job is None:
-            excluded = ",".join(exclude)
-            job = client.submit(script, exclude=excluded, requeue=False, after=this_job, name=name)
+            job = client.submit(
+                script, exclude=",".join(exclude), requeue=False, after=this_job, name=name
+            )
             log.info("job %s continues the run when this job ends (its successor)", job)
         JobsRecord.change_last(run, restart="chain", successor_job=job)
     return job
@@ -131,15 +134,17 @@ def ensure_successor(
 def cancel_successor(run: RunDir, allocation: Allocation) -> None:
     """Cancel the successor of this train job; an error is only logged: it would exit by itself."""
     assert isinstance(allocation, SlurmAllocation)
-    client, this_job = allocation.client, allocation.job_id
+    client = allocation.client
+    this_job = allocation.job_id
     try:
         with locked(run, "supervise", LOCK_S):
             last = JobsRecord.load(run.jobs).submissions[-1]
             if last.train_job != this_job:
                 return
             recorded = [] if last.successor_job is None else [last.successor_job]
-            jobs = client.successors(this_job, _name(run, last))
-            client.cancel(list(dict.fromkeys([*recorded, *jobs])))
+            client.cancel(
+                list(dict.fromkeys([*recorded, *client.successors(this_job, _name(run, last))]))
+            )
             JobsRecord.change_last(run, successor_job=None)
     except SlurmllmError as error:
         log.warning("cannot cancel the successor job, which exits when it starts: %s", error)

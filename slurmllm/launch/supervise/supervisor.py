@@ -11,7 +11,6 @@ by Slurm's accounting.
 from __future__ import annotations
 
 import logging
-import time
 
 from slurmllm import __version__
 from slurmllm.core.config.load import load
@@ -25,10 +24,10 @@ from slurmllm.core.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.core.run.records import AttemptRecord, JobsRecord
+from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeNames, PhaseSeconds
 from slurmllm.core.run.rundir import RunDir, Stage, SweepDir
 from slurmllm.core.run.safe_files import os_error_text
-from slurmllm.core.slurm.client import to_unix
+from slurmllm.core.slurm.client import to_unix, wait_for
 from slurmllm.core.slurm.container import check_container, paths_of
 from slurmllm.core.slurm.error_texts import fault_of
 from slurmllm.core.slurm.setup import check_setup_ran
@@ -63,7 +62,8 @@ from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 # For what is left of an attempt's processes to end before a restart in the allocation; a step that
 # holds a lost node does not end before Slurm notices the loss.
-STEPS_END_S, LOST_STEPS_END_S = 15.0, 2.0
+STEPS_END_S = 15.0
+LOST_STEPS_END_S = 2.0
 EXIT_FAILED = {  # by class of ending; 70 for the others
     **{"bad_configuration": 2, "storage_failure": 4, "divergence": 71, "stale_graphs": 71},
     **{"out_of_memory": EXIT_OUT_OF_MEMORY, "cancelled": EXIT_NEGATIVE},
@@ -77,20 +77,23 @@ class Supervisor:
     """The attempts of one stage in one job."""
 
     def __init__(self, run: RunDir, stage: Stage, allocation: Allocation) -> None:
-        self.run, self.stage, self.allocation = run, stage, allocation
+        self.run = run
+        self.stage = stage
+        self.allocation = allocation
         self.config: RunConfig = load(run.config, trusted=True)
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
         self.tracking = Tracking(run, self.config)
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
-            slurm, used = self.config.recipe.slurm, len(allocation.nodes)
+            slurm = self.config.recipe.slurm
+            used = len(allocation.nodes)
             used -= slurm.spare_nodes
             if slurm.min_nodes is not None and slurm.min_nodes < used:
                 used = possible_nodes(self.config, slurm.min_nodes, used)[-1]
             allocation.nodes = allocation.nodes[:used]
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
-        self._next_nodes: tuple[str, ...] = ()
+        self._next_nodes: NodeNames = ()
         self._preparation = Preparation(
             run, stage, self.config, allocation, lambda: self.stop.name is not None
         )
@@ -137,7 +140,7 @@ class Supervisor:
         log_attempt(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         self.notifier.started(record)
         self.next_job.submit_ahead()
-        phases: dict[str, float] = {}
+        phases: PhaseSeconds = {}
         observed = Observations()
         try:
             check_setup_ran(__version__)
@@ -152,21 +155,26 @@ class Supervisor:
             ending = self._preparation.prepare(record, phases)
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})
-                record.save(self.run.attempt(self.stage, record.attempt).record)
+                record.save(record.files(self.run).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
                 self.tracking.start(self.stage)
         except SlurmllmError as error:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
         if ending is None:
-            monitor = AttemptMonitor(self.run, record, self.config, launchers, self.stop)
-            observed = monitor.wait()
+            observed = AttemptMonitor(self.run, record, self.config, launchers, self.stop).wait()
             phases["workers"] = observed.launchers_s
-            stop_signal = None if observed.failed_first else self.stop.name
-            evidence = gather_evidence(
-                self.run, record, self.allocation, observed, stop_signal, launchers, self.config
+            ending = classify(
+                gather_evidence(
+                    self.run,
+                    record,
+                    self.allocation,
+                    observed,
+                    None if observed.failed_first else self.stop.name,
+                    launchers,
+                    self.config,
+                )
             )
-            ending = classify(evidence)
         return self._close(record, ending, phases, observed), None
 
     def _restart(self, closed: AttemptRecord) -> None:
@@ -177,7 +185,7 @@ class Supervisor:
             spares = [name for name in self._next_nodes if name not in closed.nodes]
             log_attempt(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
 
-    def _nodes_for_restart(self, record: AttemptRecord) -> tuple[str, ...]:
+    def _nodes_for_restart(self, record: AttemptRecord) -> NodeNames:
         """Return the nodes for new workers in this job; empty if too few, or time is over."""
         if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
             return ()
@@ -198,7 +206,7 @@ class Supervisor:
         self,
         record: AttemptRecord,
         ending: Ending,
-        phases: dict[str, float],
+        phases: PhaseSeconds,
         observed: Observations,
     ) -> AttemptRecord:
         """Record the ending and the action, unless another supervisor has done so."""
@@ -206,7 +214,7 @@ class Supervisor:
             ending = Ending("superseded", (reason,))  # srun was refused: no node has failed
             self.next_job.replace()
         # Read again: after a network partition another supervisor may have closed it.
-        on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
+        on_disk = AttemptRecord.load(record.files(self.run).record)
         if on_disk.ended_at is not None:
             log_attempt(on_disk, "another supervisor has closed this attempt and continues the run")
             return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
@@ -257,15 +265,17 @@ class Supervisor:
                 f"cannot use the graphs of {source.path}: {reason}; `slurmllm resume "
                 f"{self.run.name}` compiles them"
             )
-        measured = reuse.measured_micro_batch(self.run)
-        save_mesh(make_mesh(self.config, last.nodes, measured), self.run.plan)
+        save_mesh(
+            make_mesh(self.config, last.nodes, reuse.measured_micro_batch(self.run)), self.run.plan
+        )
 
     def _fit_mesh(self, nodes: int) -> None:
         """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
         flexible = self.config.recipe.slurm.min_nodes is not None
         if flexible and load_mesh(self.run.plan).nodes != nodes:
-            measured = reuse.measured_micro_batch(self.run)
-            save_mesh(make_mesh(self.config, nodes, measured), self.run.plan)
+            save_mesh(
+                make_mesh(self.config, nodes, reuse.measured_micro_batch(self.run)), self.run.plan
+            )
             log.info("%d nodes: mesh and accumulation follow, the global batch stays", nodes)
 
     def _merge_new_graphs(self) -> None:
@@ -289,15 +299,16 @@ class Supervisor:
             log_attempt(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
-            lost = [name for name, fault in self._failing.items() if fault.evidence != "repeated"]
-            closed = self.next_job.return_to_queue(self.allocation, closed, lost)
+            closed = self.next_job.return_to_queue(
+                self.allocation,
+                closed,
+                [name for name, fault in self._failing.items() if fault.evidence != "repeated"],
+            )
             return EXIT_REQUEUE if closed.action in RETURNS else exit_code_of(closed)
         # A requeued job waits in Slurm's queue, a local run here.
         if closed.backoff_s:
             log.info("waiting %.0f s before the next attempt", closed.backoff_s)
-        deadline = time.monotonic() + closed.backoff_s
-        while self.stop.name is None and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_for(lambda: self.stop.name, closed.backoff_s, 0.2)
         return EXIT_REQUEUE
 
     def _exclude_failed(self) -> None:
@@ -312,7 +323,7 @@ class Supervisor:
 
     def _close_orphaned(self) -> AttemptRecord | None:
         """Close earlier attempts whose supervisors died; returns the last if it ended the run."""
-        closed: AttemptRecord | None = None
+        closed = None
         for record in attempts.load_attempts(self.run, self.stage):
             if record.ended_at is not None:
                 continue
@@ -320,19 +331,26 @@ class Supervisor:
                 log_attempt(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
             row = incarnation(record, self.allocation)
-            reported = attempts.node_records(self.run, record)
-            ending = ending_of_orphaned(record, reported, row, failed_nodes(self.allocation))
+            ending = ending_of_orphaned(
+                record, attempts.node_records(self.run, record), row, failed_nodes(self.allocation)
+            )
             this_job = record.job_id is not None and record.job_id == self.allocation.job_id
             if this_job and record.restart_count == self.allocation.restart_count:
                 reason = f"slurmctld lost this start of job {record.job_id}, and started it again"
-                ending, row = Ending("node_failure", (reason,)), None  # and no node is to blame
+                ending = Ending("node_failure", (reason,))  # and no node is to blame
+                row = None
             ended_at = None if row is None else to_unix(row.end)
             if unrecorded := unrecorded_ending(self.allocation, record):
-                evidence, ended_at = unrecorded.evidence, unrecorded.ended_at
+                evidence = unrecorded.evidence
+                ended_at = unrecorded.ended_at
                 ending = Ending(unrecorded.ending, evidence, unrecorded.blamed_nodes)
-            restart_mode = restart_of(self.run, self.allocation)
             closed = attempts.close_attempt(
-                self.run, record, ending, ended_at=ended_at, row=row, restart_mode=restart_mode
+                self.run,
+                record,
+                ending,
+                ended_at=ended_at,
+                row=row,
+                restart_mode=restart_of(self.run, self.allocation),
             )
             log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
@@ -376,5 +394,9 @@ def supervise(run: RunDir, stage: Stage) -> int:
         return requeue_unrecorded(run, stage, allocation, error)
     except OSError as error:  # most likely of a look at the run directory
         log.warning("the supervisor ends because of an unexpected error", exc_info=True)
-        reason = f"{error.filename or run.path} cannot be used: {os_error_text(error)}"
-        return requeue_unrecorded(run, stage, allocation, StorageError(reason))
+        return requeue_unrecorded(
+            run,
+            stage,
+            allocation,
+            StorageError(f"{error.filename or run.path} cannot be used: {os_error_text(error)}"),
+        )

@@ -23,9 +23,11 @@ from slurmllm.core.config.command import fill
 from slurmllm.core.config.operation import leaving_s
 from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
 from slurmllm.core.metrics.following import is_path, printing_rank
+from slurmllm.core.run.records import ByRank
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import os_error_text, write_whole
 from slurmllm.core.run.worker_files import PHASE_FILE, EventLog, PhaseWriter, diagnostic
+from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.launcher import Launcher
 from slurmllm.launch.supervise.progress import TrainerProgress
 from slurmllm.launch.supervise.stacks import catches, stacks_of
@@ -50,7 +52,6 @@ from slurmllm.train.checkpoint.foreign import (
 )
 from slurmllm.train.control.rendezvous import SECRET, die_with_parent
 
-_CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
 _OUTPUT_S = 5.0  # interval at which output counts as a sign of life before the first step
 
@@ -64,15 +65,15 @@ class TrainerLauncher(Launcher):
         super().__init__(run, stage, attempt)
         assert self.config.recipe.command is not None
         self.command = self.config.recipe.command
-        nodes = len(self.record.nodes)
-        self.values = command_values(run, self.config, attempt, nodes, self.record)
+        self.values = command_values(run, self.config, attempt, len(self.record.nodes), self.record)
         self.text = command_line(self.command, self.values)
         self.printing = printing_rank(self.command.progress, self.record.world_size)
         self.output = WorkerOutput(self.printing)
-        self._codes: dict[int, int] = {}  # rank → exit code
+        self._codes: ByRank = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
         self._started = StartedProcesses()
-        self._asked, self._asked_at = False, 0.0  # whether the workers were asked to stop
+        self._asked = False  # whether the workers were asked to stop
+        self._asked_at = 0.0
         self.observer: TrainerObserver | None = None
         # Processes that outlive their worker become children of this one, which ends them.
         ctypes.CDLL(None).prctl(36, 1)  # linux/prctl.h: PR_SET_CHILD_SUBREAPER
@@ -84,7 +85,7 @@ class TrainerLauncher(Launcher):
             phases = heartbeats.environment(self.printing).get(PHASE_FILE)
             self.observer = TrainerObserver(self, Path(phases) if phases else None)
 
-    def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
+    def environment(self, mesh: Mesh, rank: int, local_rank: int) -> Variables:
         variables = super().environment(mesh, rank, local_rank)
         variables = {n: v for n, v in variables.items() if not n.startswith("SLURMLLM_")}
         variables |= peer_variables(self.config, self.record, self.node_rank)
@@ -94,7 +95,7 @@ class TrainerLauncher(Launcher):
             del variables["OMP_NUM_THREADS"]  # of all CPUs: what it starts shares them
         return variables
 
-    def start_worker(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def start_worker(self, rank: int, environment: Variables) -> subprocess.Popen[bytes]:
         output = self.output.open(rank, os.dup(1) if rank == 0 else self.logs.open(rank))
         try:
             return subprocess.Popen(
@@ -130,7 +131,8 @@ class TrainerLauncher(Launcher):
                 self.kill([*self.pids()])
             return
         self.exit_codes()  # those that ended before
-        self._asked, self._asked_at = True, now
+        self._asked = True
+        self._asked_at = now
         number = self.command.stop_signal
         if number is None:
             self.kill([*self.pids()])
@@ -147,7 +149,7 @@ class TrainerLauncher(Launcher):
         if self.observer is not None:
             self.observer.observe()
 
-    def exit_codes(self) -> dict[int, int]:
+    def exit_codes(self) -> ByRank:
         """Rank → exit code; who ends after being asked to has left, whatever its own code."""
         for rank, worker in self.processes.items():
             code = worker.poll()
@@ -170,13 +172,12 @@ class TrainerLauncher(Launcher):
             self._recorded.add(rank)
             time.sleep(0.1)  # for its last lines
             self.observe()
-            step = None if self.observer is None else self.observer.progress.step
             failure = failure_of(
                 rank,
                 self.node,
                 code,
                 self.output.lines(rank),
-                step,
+                None if self.observer is None else self.observer.progress.step,
                 now,
                 self.record.nodes,
                 self.command.one_per_node,
@@ -211,15 +212,20 @@ class TrainerObserver:
     """Watches a running trainer: its progress and checkpoints become metrics and events."""
 
     def __init__(self, launcher: TrainerLauncher, phases: Path | None) -> None:
-        self._launcher, self._command = launcher, launcher.command
-        run, number = launcher.run, launcher.attempt.number
+        self._launcher = launcher
+        self._command = launcher.command
+        run = launcher.run
+        number = launcher.attempt.number
         self._run = run
         progress = self._command.progress and fill(self._command.progress, launcher.values)
         if progress and "(?P<" not in progress and is_path(progress):
             progress = str(Path(self._command.folder or ".", progress))
-        devices = len(launcher.record.nodes) * launcher.config.cluster.devices_per_node
         self.progress = TrainerProgress(
-            run, number, progress, devices=devices, rank=launcher.printing
+            run,
+            number,
+            progress,
+            devices=len(launcher.record.nodes) * launcher.config.cluster.devices_per_node,
+            rank=launcher.printing,
         )
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
@@ -227,7 +233,9 @@ class TrainerObserver:
         self._had_steps = any(path != run.metrics(number) for path in run.metrics_files())
         self._expects_steps = self._command.progress is not None or self._had_steps
         self._fault = ""  # of reading progress
-        self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
+        self._printed = 0
+        self._next_output = 0.0
+        self._next_look = 0.0
         self._newest = self._newest_checkpoint()
         self._missing, self._judged_at = "", time.monotonic() + _MISSING_S
         self._keep = (
@@ -237,14 +245,16 @@ class TrainerObserver:
         )
 
     def observe(self) -> None:
-        now, output = time.monotonic(), self._launcher.output
+        now = time.monotonic()
+        output = self._launcher.output
         self._follow(last=False)
         step = self.progress.step
         # Until there are steps, any output is a sign of life; where none need ever come, no
         # silence is a hang.
         sign = output.printed != self._printed or not self._expects_steps
         if step is None and sign and now >= self._next_output:
-            self._printed, self._next_output = output.printed, now + _OUTPUT_S
+            self._printed = output.printed
+            self._next_output = now + _OUTPUT_S
             self._phases.begin("first_step", 0)
         if step is not None and step != self._step:
             self._step = step
@@ -257,7 +267,7 @@ class TrainerObserver:
             with diagnostic("a look at the checkpoints"):
                 self._look_at_checkpoints()
             # Of many files on a slow file system rarely: looks take a twentieth of the time.
-            self._next_look = now + max(_CHECKPOINTS_S, 20 * (time.monotonic() - now))
+            self._next_look = now + max(5.0, 20 * (time.monotonic() - now))
 
     def _save_missing(self) -> None:
         """Record for `status` why no steps are known."""

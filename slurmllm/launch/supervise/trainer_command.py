@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from slurmllm.core.config.command import CommandConfig, fill
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.errors import EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, Blame
+from slurmllm.core.errors import EXIT_OUT_OF_MEMORY, EXIT_REQUEUE
 from slurmllm.core.run.error_patterns import Meaning, cause_line, meaning_of
 from slurmllm.core.run.records import AttemptRecord, FailureRecord
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.classify import CRASHES, KILLED, how_ended
 from slurmllm.launch.supervise.started_processes import ProcessEnd, first_end, signal_code
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
@@ -20,7 +21,6 @@ from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_c
 _UNUSABLE = {127: "command not found", 126: "not executable"}  # exit codes of bash
 _OF_OUR_WORKERS = {4, 71, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE}  # errors.py
 _FOREIGN = 256
-_RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
 # Of Python and bash, and of argparse, without a traceback
 _REFUSED = re.compile(r"\S{0,200}python[\d.]*: (?:No module named |can't open file )|bash: ")
 _REFUSAL = re.compile(r"\bNo module named\b|: can't open file |^\S{1,80}: error: ")
@@ -33,7 +33,6 @@ _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above", "The above exception was the")
 _MORE = re.compile(r"\s+\S|nccl\w+: |Last error:|NET/")  # of an exception's message
-_MESSAGE_CHARS = 600
 # Exceptions of programs that start workers: they tell of a worker's end, not why.
 _WRAPPERS = (
     *("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"),
@@ -61,7 +60,8 @@ def command_values(
     assert command is not None
     step, path = (record.checkpoint_before, record.checkpoint_path) if record else (None, None)
     if record is None and (newest := newest_complete(list_trainer_checkpoints(run, command))):
-        step, path = newest.step, str(newest.path)
+        step = newest.step
+        path = str(newest.path)
     return {
         "run": run.path,
         "attempt": attempt,
@@ -77,23 +77,28 @@ def command_line(command: CommandConfig, values: dict[str, object]) -> str:
 
     These need a complete checkpoint if they name it.
     """
-    shell_line, resume = command.run, command.resume
+    shell_line = command.run
+    resume = command.resume
     named = resume is not None and ("{checkpoint}" in resume or "{step}" in resume)
     if resume is not None and values["attempt"] and (values["checkpoint"] or not named):
         shell_line = f"{shell_line} {resume}"
     return fill(shell_line, values, quote=True)
 
 
-def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> dict[str, str]:
+def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> Variables:
     """Return variables that tell a trainer about its peers, besides those of `control.rendezvous`.
 
     torchrun reads PET_*; the other names are those that scripts for `accelerate launch` and mpirun
     use. https://github.com/pytorch/pytorch torch/distributed/argparse_util.py, `env`.
     """
-    nodes, devices = len(record.nodes), config.cluster.devices_per_node
+    nodes = len(record.nodes)
     # torchrun's sign, by which Lightning prefers $RANK to Slurm's variables.
     elastic = {"TORCHELASTIC_RUN_ID": f"{record.master_addr}:{record.master_port}"}
-    sizes = {"NNODES": str(nodes), "NODE_RANK": str(node_rank), "NPROC_PER_NODE": str(devices)}
+    sizes = {
+        "NNODES": str(nodes),
+        "NODE_RANK": str(node_rank),
+        "NPROC_PER_NODE": str(config.cluster.devices_per_node),
+    }
     return {
         **({} if config.recipe.worker.one_per_node else elastic),
         **sizes,
@@ -103,14 +108,15 @@ def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> 
     }
 
 
-def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[str, str]:
+def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> Variables:
     """Return Slurm's variables as if srun had started each worker; empty without a job.
 
     Lightning's SLURMEnvironment and `submitit.JobEnvironment` read them.
     """
     if record.job_id is None:
         return {}
-    nodes, size = len(record.nodes), record.world_size
+    nodes = len(record.nodes)
+    size = record.world_size
     per_node = str(size // nodes)
     return {
         "SLURM_PROCID": str(rank),
@@ -170,7 +176,8 @@ def failure_of(
         nodes: Of the run: the one that a launcher names is the failure's, in place of `node`.
         one_per_node: Whether the worker starts the others of its node.
     """
-    recent = [line for line in lines if line.time >= ended_at - _RECENT_S]
+    # An exception that was logged earlier did not end the trainer.
+    recent = [line for line in lines if line.time >= ended_at - 120.0]
     last = next((line for line in reversed(lines) if re.search(r"\w", line.text)), None)
     last = last or OutputLine(ended_at, "it printed nothing")
     end = first_end(line.text for line in recent)
@@ -183,7 +190,7 @@ def failure_of(
         short = end.node.partition(".")[0]
         node = next((name for name in nodes if name.partition(".")[0] == short), node)
     by_shell = code in _UNUSABLE or cause.message.startswith("bash: ")
-    blame: Blame = "user" if by_shell else "code"
+    blame = "user" if by_shell else "code"
     from_outside = cause.error == KILLED and -(cause.code or 0) not in CRASHES
     if cause.meaning == "node" or from_outside:
         blame = "infrastructure"
@@ -192,7 +199,7 @@ def failure_of(
         rank=rank,
         node=node,
         error=cause.error.rpartition(".")[2],
-        message=cause.message[:_MESSAGE_CHARS],
+        message=cause.message[:600],
         blame=blame,
         exit_code=code if cause.code is None else cause.code,
         step=step,
@@ -207,8 +214,11 @@ def _cause(
     """Return the cause of a worker's end, `end` being that of the first process; None: a signal."""
     status = f"exit code {code % _FOREIGN}"
     if code in _UNUSABLE:
-        error = _UNUSABLE[code] if _UNFOUND.search(last.text) else status
-        return _Cause(last, error, re.sub(r"^bash: line \d+: ", "", last.text.strip()))
+        return _Cause(
+            last,
+            _UNUSABLE[code] if _UNFOUND.search(last.text) else status,
+            re.sub(r"^bash: line \d+: ", "", last.text.strip()),
+        )
     raised = _first_raised(_exceptions(recent), end)
     named = None
     if (cause := cause_line(line.text for line in recent)) is not None:
@@ -269,7 +279,7 @@ def _exceptions(lines: Sequence[OutputLine]) -> list[_Cause]:
 def _raised(rank: int | None, lines: Iterable[tuple[OutputLine, str]]) -> Iterator[_Cause]:
     """Yield the exceptions of one process, with all lines of their messages."""
     inside = following = False
-    pending: _Cause | None = None
+    pending = None
     handled = ""
     for line, content in lines:
         if content.startswith(_TRACEBACK):
@@ -286,7 +296,8 @@ def _raised(rank: int | None, lines: Iterable[tuple[OutputLine, str]]) -> Iterat
             if pending is not None:
                 yield pending
             pending = _Cause(line, match["name"], (match["message"] or "") + handled, rank)
-            following, handled = True, ""
+            following = True
+            handled = ""
         elif pending is not None and content.strip():
             following &= rank is not None or _MORE.match(content) is not None
             if following and not inside:

@@ -29,6 +29,7 @@ from slurmllm.core.run.records import (
     AttemptRecord,
     HangRecord,
     Heartbeat,
+    NodeNames,
     NodeRecord,
     Phase,
     WorkerPhase,
@@ -50,6 +51,8 @@ from slurmllm.core.run.worker_files import (
     STACKS_SIGNAL,
     read_phase,
 )
+from slurmllm.core.slurm.client import wait_for
+from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.classify import reported_all
 from slurmllm.launch.supervise.stacks import inspect_process
 
@@ -57,10 +60,8 @@ LOOK_S = 5.0  # interval between the supervisor's looks
 HEARTBEAT_S = 15.0  # a launcher writes at least as often, whether or not anything changed
 UNRESPONSIVE_S = 4 * HEARTBEAT_S  # without a heartbeat
 STEPS_LEARNED = 200
-_READ_S = 1.0  # interval between reads of the workers' files
-_WRITE_S = 5.0  # minimum interval between writes to the shared file system
-_DUMP_S = 3.0  # for workers to dump their stacks
-_FOLDER, _LOCK = "slurmllm-phases-", "lock"
+_FOLDER = "slurmllm-phases-"
+_LOCK = "lock"
 _TAIL_BYTES = 128 * 1024
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def find_hang(
     phases: Mapping[int, WorkerPhase],
     nodes: Mapping[int, str],
     unchanged_s: float,
-    unresponsive: tuple[str, ...],
+    unresponsive: NodeNames,
     config: WatchdogConfig,
     slow_step_s: float | None,
 ) -> HangRecord | None:
@@ -129,7 +130,7 @@ def slow_step_s(step_times: Sequence[float]) -> float | None:
 
 def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
     """Return the heartbeats of an attempt's nodes that are written and not damaged."""
-    attempt = run.attempt(record.stage, record.attempt)
+    attempt = record.files(run)
 
     def read(name: str) -> Heartbeat | None:
         with suppress(StorageError):
@@ -143,7 +144,7 @@ def recent_step_times(run: RunDir) -> list[float]:
     """Return the last intervals between rows, s, oldest first: our trainer has a row per step."""
     durations: list[float] = []
     for path in reversed(run.metrics_files()):
-        rows: list[tuple[int, float]] = []
+        rows = []
         with suppress(OSError), open_regular(path) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
             for line in stream.read().splitlines():
@@ -177,7 +178,9 @@ class Watchdog:
         config: WatchdogConfig,
         reporting: Iterable[int] | None = None,
     ) -> None:
-        self.run, self.record, self.config = run, record, config
+        self.run = run
+        self.record = record
+        self.config = config
         self._heartbeats: dict[str, Heartbeat] = {}
         # Node → time after which it wrote its last heartbeat: that of the reading before.
         self._alive_at: dict[str, float] = {}
@@ -186,8 +189,9 @@ class Watchdog:
         self._nodes = {rank: record.nodes[rank // per_node] for rank in range(record.world_size)}
         self._all_report = reporting is None
         self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
-        ranks = self._nodes if reporting is None else reporting
-        self._phases = dict.fromkeys(ranks, self._starting)
+        self._phases = dict.fromkeys(
+            self._nodes if reporting is None else reporting, self._starting
+        )
         self._changed = self._looked = self._read_at = time.monotonic()
         # While rank 0 writes metrics, all workers advance: heartbeats then only show which nodes
         # respond. They are read at every look when nothing has changed for some time.
@@ -229,29 +233,34 @@ class Watchdog:
 
     def _has_reported(self, name: str) -> bool:
         with suppress(StorageError):
-            path = self.run.attempt(self.record.stage, self.record.attempt).node(name)
-            return reported_all(NodeRecord.find(path))
+            return reported_all(NodeRecord.find(self.record.files(self.run).node(name)))
         return False
 
     def _read(self, now: float) -> None:
         with suppress(OSError):  # rank 0 appends a row per step
             size = self.run.metrics(self.record.attempt).stat().st_size
             if size != self._metrics_bytes:
-                self._metrics_bytes, self._changed = size, now
+                self._metrics_bytes = size
+                self._changed = now
         if now - self._changed < self._quiet_s and now < self._next_read:
             return
-        read_at, self._read_at, self._next_read = self._read_at, now, now + HEARTBEAT_S
+        read_at = self._read_at
+        self._read_at = now
+        self._next_read = now + HEARTBEAT_S
         names = set(self.record.nodes)
         for heartbeat in read_heartbeats(self.run, self.record):
             name = heartbeat.node
             before = self._heartbeats.get(name)
             # Clocks of nodes may differ: a heartbeat is new if it differs from the last one.
             if name in names and heartbeat != before:
-                self._heartbeats[name], self._alive_at[name] = heartbeat, read_at
+                self._heartbeats[name] = heartbeat
+                self._alive_at[name] = read_at
                 # A worker that has ended is in its node's heartbeat no more: the others have the
                 # time of a start, as another project's trainer may have much to do at its end.
-                start = dict.fromkeys(before.ranks if before else (), self._starting)
-                ranks = {**start, **heartbeat.ranks}
+                ranks = {
+                    **dict.fromkeys(before.ranks if before else (), self._starting),
+                    **heartbeat.ranks,
+                }
                 self._phases |= {r: phase for r, phase in ranks.items() if r in self._phases}
                 if before is None or before.ranks != heartbeat.ranks:
                     self._changed = now
@@ -261,10 +270,12 @@ class Heartbeats:
     """The phase files of one node's workers, and the node's heartbeat, for its launcher."""
 
     def __init__(self, attempt: AttemptDir, node: str, config: WatchdogConfig) -> None:
-        self._attempt, self._node = attempt, node
+        self._attempt = attempt
+        self._node = node
         # A heartbeat must be younger than a fraction of the limits, however short these are.
-        self._write_s = min(_WRITE_S, max(config.min_step_s / 8, 0.25))
-        self._read_s = min(_READ_S, self._write_s)
+        # The least between two writes to the shared file system.
+        self._write_s = min(5.0, max(config.min_step_s / 8, 0.25))
+        self._read_s = min(1.0, self._write_s)
         self._written_at = self._read_at = -HEARTBEAT_S
         self._written: dict[int, WorkerPhase] = {}
         self.phases: dict[int, WorkerPhase] = {}  # rank → phase, as last read
@@ -281,8 +292,11 @@ class Heartbeats:
         self._run_copy: RunDir | None = None
         self.folder: Path | None = None  # None if the node has no room for it
         with suppress(OSError):
-            parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
+            self.folder = Path(
+                tempfile.mkdtemp(
+                    prefix=_FOLDER, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+                )
+            )
             # Held as long as this process lives and by no other: workers do not inherit it.
             # Renamed once it is held: other launchers remove folders whose lock file is free.
             unlocked = self.folder / f"{_LOCK}.new"
@@ -290,7 +304,7 @@ class Heartbeats:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unlocked.rename(self.folder / _LOCK)
 
-    def environment(self, rank: int) -> dict[str, str]:
+    def environment(self, rank: int) -> Variables:
         if self.folder is None:
             return {}
         paths = {PHASE_FILE: self._file(rank), STACKS_FILE: self._file(f"{rank}.stacks")}
@@ -305,8 +319,12 @@ class Heartbeats:
         copy = RunDir(self._file("run"))
         try:
             # Without the secrets, which workers have in their environment.
-            content = read_limited(run.config, LARGEST_YAML, trusted=True)
-            write_whole(copy.config, content, 0o600, durable=False)
+            write_whole(
+                copy.config,
+                read_limited(run.config, LARGEST_YAML, trusted=True),
+                0o600,
+                durable=False,
+            )
             with suppress(FileNotFoundError):  # not every run measures its micro batch
                 write_whole(copy.micro_batch, read_limited(run.micro_batch), 0o600, durable=False)
         except OSError as error:
@@ -327,9 +345,13 @@ class Heartbeats:
         changed = self.phases != self._written and waited_s >= self._write_s
         if not changed and waited_s < HEARTBEAT_S:
             return
-        self._written, self._written_at = self.phases, now
-        heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=self.phases)
-        self._write(heartbeat.model_dump_json().encode())
+        self._written = self.phases
+        self._written_at = now
+        self._write(
+            Heartbeat(node=self._node, written_at=time.time(), ranks=self.phases)
+            .model_dump_json()
+            .encode()
+        )
 
     def _write(self, content: bytes) -> None:
         """Overwrite the heartbeat in place: two calls, where a new file with a rename is ten.
@@ -357,12 +379,7 @@ class Heartbeats:
         for pid in running.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
-        deadline = time.monotonic() + _DUMP_S
-        waiting = dict(running)
-        while waiting and time.monotonic() < deadline:
-            time.sleep(0.05)
-            waiting = {rank: pid for rank, pid in waiting.items() if not self._read_dump(rank)}
-        if not waiting:
+        if wait_for(lambda: all(map(self._read_dump, running)), 3.0, 0.05):
             time.sleep(0.2)  # for a dump that has begun to end
         for rank, pid in running.items():
             dump = self._read_dump(rank) or f"no answer; {inspect_process(pid)}"

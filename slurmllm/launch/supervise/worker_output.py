@@ -22,7 +22,6 @@ from slurmllm.launch.supervise.trainer_command import OutputLine
 _READ_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
 _MOST_PENDING = 16 << 20  # of the rank that shows progress, until the launcher looks at it
-_BAR_S = 5.0  # between two texts of a progress bar in the log
 _POLL_S = 0.2
 _OVERWRITTEN = re.compile(rb"(?:[^\r\n]*\r(?!\n))+")
 
@@ -31,11 +30,13 @@ class _Stream:
     """The output of one worker."""
 
     def __init__(self, log: int, pipe: int) -> None:
-        self.log, self.pipe = log, pipe
+        self.log = log
+        self.pipe = pipe
         self.written = self.left_out = 0
         self.tail: deque[tuple[float, bytes]] = deque()  # with the Unix time of its arrival
         self.tail_bytes = 0
-        self._next_bar, self._bar = 0.0, b""
+        self._next_bar = 0.0
+        self._bar = b""
         self._last = b"\n"  # byte of the log
 
     def add(self, data: bytes) -> None:
@@ -44,9 +45,10 @@ class _Stream:
         self.tail_bytes += len(self.tail[-1][1])
         while self.tail_bytes - len(self.tail[0][1]) >= _TAIL_BYTES:
             self.tail_bytes -= len(self.tail.popleft()[1])
-        data, self._bar = self._bar + data, b""
+        data = self._bar + data
+        self._bar = b""
         if b"\r" in data and now >= self._next_bar:
-            self._next_bar = now + _BAR_S
+            self._next_bar = now + 5.0  # to the next text of a progress bar in the log
         elif b"\r" in data:
             data = _OVERWRITTEN.sub(b"\r", data)
             begin = data.rfind(b"\r")
@@ -55,7 +57,8 @@ class _Stream:
         self._write(data, max(MAX_LOG_BYTES - self.written, 0))
 
     def _write(self, data: bytes, room: int) -> None:
-        begin, end = 0, min(room, len(data))
+        begin = 0
+        end = min(room, len(data))
         with suppress(OSError):
             while begin < end:
                 begin += os.write(self.log, data[begin:end])
@@ -64,7 +67,8 @@ class _Stream:
         self._last = data[begin - 1 : begin] or self._last
 
     def lines(self) -> list[OutputLine]:
-        lines, tail = list[OutputLine](), ""
+        lines = []
+        tail = ""
         for arrived_at, data in list(self.tail):
             *whole, tail = re.split(r"[\r\n]+", tail + data.decode(errors="replace"))
             lines += [OutputLine(arrived_at, line) for line in whole]

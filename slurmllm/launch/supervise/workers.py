@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import cast
 
 from slurmllm.core.config.load import load
@@ -29,10 +28,13 @@ from slurmllm.core.errors import EXIT_REQUEUE, NodeError, SlurmllmError, Storage
 from slurmllm.core.format import format_duration
 from slurmllm.core.log import setup_logging
 from slurmllm.core.run.host_memory import count_oom_kills
-from slurmllm.core.run.records import AttemptRecord, FailureRecord, NodeRecord
+from slurmllm.core.run.records import AttemptRecord, ByRank, FailureRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.run.worker_files import STACKS_SIGNAL
+from slurmllm.core.slurm.client import wait_for
+from slurmllm.core.slurm.error_texts import StopCheck
+from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.graphs.reuse import sharing, threads_of
 from slurmllm.launch.supervise.classify import is_echo
 from slurmllm.launch.supervise.rank_logs import RankLogs
@@ -61,19 +63,18 @@ POLL_S = 0.05
 REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: repeat it
 # For the peers of a failed worker to record what they saw: longer if that worker itself only lost a
 # peer, for then one of the others may hold the cause.
-CLEAR_GRACE_S, PEER_GRACE_S = 1.0, 5.0
+CLEAR_GRACE_S = 1.0
+PEER_GRACE_S = 5.0
 LOOK_S = 5.0  # interval between looks at the shared file system for the supervisor's files
 STACKS_S = 15.0  # for all nodes to notice a hang and to dump stacks
-STACKS_LOOK_S = 0.5
-COMPILE_LOG_S = 30.0  # interval between log lines while the first step compiles
-SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
 
 
 class Workers:
     """The workers of this node; `node_record` is the node's record as last written."""
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
-        self.run, self.stage = run, stage
+        self.run = run
+        self.stage = stage
         self.attempt = run.attempt(stage, attempt)
         self.record = AttemptRecord.load(self.attempt.record)
         self.config: RunConfig = load(run.config, trusted=True)
@@ -82,9 +83,10 @@ class Workers:
         self.node_rank = own_node_rank()
         self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
         self.compiles = False  # whether the first step of the train stage compiles graphs
-        self._compiles_since, self._next_compile_log = 0.0, 0.0
+        self._compiles_since = 0.0
+        self._next_compile_log = 0.0
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.variables: dict[str, str] = {}  # of the workers, besides this process's
+        self.variables: Variables = {}  # of the workers, besides this process's
         self.stop_requested = False
         self.node_record = NodeRecord(node=self.node)
         self.heartbeats: Heartbeats | None = None  # from `start` on
@@ -98,7 +100,7 @@ class Workers:
     def watch_signals(self) -> None:
         """Record stop signals instead of dying of them."""
 
-        def on_stop(number: int, frame: FrameType | None) -> None:
+        def on_stop(number: int, frame: object) -> None:
             self.stop_requested = True
 
         for number in STOP_SIGNALS:
@@ -122,7 +124,7 @@ class Workers:
         """
         self.logs.collect()
         update["oom_kills"] = count_oom_kills() - self._oom_kills
-        deadline = time.monotonic() + SAVE_RETRY_S
+        deadline = time.monotonic() + 15.0
         while True:
             try:
                 self.save(**update)
@@ -150,8 +152,9 @@ class Workers:
             try:
                 self.processes[rank] = self.start_worker(rank, environment)
             except OSError as error:
-                message = f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
-                raise NodeError(message) from error
+                raise NodeError(
+                    f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
+                ) from error
         variables = {**os.environ, **interface_variables(self.record.master_addr)}
         variables = mask({**variables, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
@@ -161,12 +164,21 @@ class Workers:
             log_folder=None if self.logs.folder is None else str(self.logs.folder),
         )
 
-    def start_worker(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path)]
-        command += ["--stage", self.stage, "--attempt", str(self.attempt.number)]
+    def start_worker(self, rank: int, environment: Variables) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "slurmllm",
+            "worker",
+            str(self.run.path),
+            "--stage",
+            self.stage,
+            "--attempt",
+            str(self.attempt.number),
+        ]
         # Rank 0 inherits the stage's log; the others have a file each.
-        output = os.dup(1) if rank == 0 else self.logs.open(rank)
-        with os.fdopen(output, "wb") as stream:
+        with os.fdopen(os.dup(1) if rank == 0 else self.logs.open(rank), "wb") as stream:
             return subprocess.Popen(
                 command,
                 env=environment,
@@ -196,9 +208,8 @@ class Workers:
         )
         self.relay.start()
 
-    def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
+    def environment(self, mesh: Mesh, rank: int, local_rank: int) -> Variables:
         """Return the variables of a worker, beyond this process's."""
-        per_node = self.config.workers_per_node
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
         on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
         cpus = self.config.cluster.cpus_per_node or int(on_node)
@@ -206,7 +217,7 @@ class Workers:
             self.record.master_addr,
             self.record.master_port,
             nodes=len(self.record.nodes),
-            workers_per_node=per_node,
+            workers_per_node=self.config.workers_per_node,
             node_rank=self.node_rank,
             local_rank=local_rank,
             threads=threads_of(cpus, mesh, self.local),
@@ -257,9 +268,12 @@ class Workers:
         now = time.monotonic()
         if now >= self._next_compile_log:
             self._compiles_since = self._compiles_since or now
-            self._next_compile_log, seconds = now + COMPILE_LOG_S, now - self._compiles_since
-            so_far = f", {format_duration(seconds)} so far" if seconds else ""
-            log.info("compiling the first step …%s", so_far)
+            self._next_compile_log = now + 30.0
+            seconds = now - self._compiles_since
+            log.info(
+                "compiling the first step …%s",
+                f", {format_duration(seconds)} so far" if seconds else "",
+            )
 
     def _end_peers(self, failed: Sequence[int]) -> None:
         """End the peers of failed workers; before that they get some time to record why."""
@@ -268,9 +282,7 @@ class Workers:
         for rank in failed:
             with suppress(StorageError):  # it left no failure record
                 cause_known |= not is_echo(FailureRecord.load(self.attempt.failure(rank)))
-        deadline = time.monotonic() + (CLEAR_GRACE_S if cause_known else PEER_GRACE_S)
-        while self.pids() and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        wait_for(lambda: not self.pids(), CLEAR_GRACE_S if cause_known else PEER_GRACE_S, POLL_S)
         self.record_failures()
         self.end()
 
@@ -292,23 +304,24 @@ class Workers:
         if hang_found:
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
-            folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
+            folder = self.attempt.stacks(0).parent
+            deadline = time.monotonic() + STACKS_S
             while time.monotonic() < deadline:
                 with suppress(OSError):
                     if sum(1 for _ in folder.iterdir()) >= self.record.world_size:
                         break
-                time.sleep(STACKS_LOOK_S)
+                time.sleep(0.5)
             return True
         return superseded
 
     def dump_stacks(self, heartbeats: Heartbeats) -> None:
         heartbeats.dump_stacks(self.pids())
 
-    def exit_codes(self) -> dict[int, int]:
+    def exit_codes(self) -> ByRank:
         """Rank → exit code of the workers that have ended; negative: by that signal."""
         return {r: w.returncode for r, w in self.processes.items() if w.poll() is not None}
 
-    def pids(self) -> dict[int, int]:
+    def pids(self) -> ByRank:
         """Rank → process id of the running workers."""
         return {r: worker.pid for r, worker in self.processes.items() if worker.poll() is None}
 
@@ -356,7 +369,8 @@ class Workers:
 
 def search_path() -> str:
     """Return $PATH with this interpreter's folder: jobs activate no environment."""
-    folder, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    folder = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", os.defpath)
     return path if folder in path.split(os.pathsep) else f"{path}{os.pathsep}{folder}"
 
 
@@ -371,7 +385,7 @@ def prepare_child() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def run_command(command: list[str], stop: Callable[[], bool], on_stop: signal.Signals) -> int:
+def run_command(command: list[str], stop: StopCheck, on_stop: signal.Signals) -> int:
     """Run a command in its own process group; returns its exit code, negative for a signal.
 
     When `stop` returns True, sends the group `on_stop`, and again every few seconds. Raises an
