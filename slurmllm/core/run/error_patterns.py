@@ -73,7 +73,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def table() -> tuple[Row, ...]:
-    """Return the rows of error_patterns.yaml."""
     rows = read_rows(Path(__file__).with_suffix(".yaml"))
     return tuple(
         Row(row.get("pattern") or _STATUS % row["status"], *(row[name] for name in Row._fields[1:]))

@@ -208,6 +208,10 @@ class JobsRecord(Record):
         return min((submission.submitted_at for submission in self.submissions), default=0.0)
 
     @classmethod
+    def last_of(cls, run: RunDir) -> Submission:
+        return cls.load(run.jobs).submissions[-1]
+
+    @classmethod
     def change_last(cls, run: RunDir, **changes: object) -> Submission:
         """Change and return the last submission of a run; the caller holds the run's lock."""
         *before, last = cls.load(run.jobs).submissions

@@ -110,7 +110,6 @@ class Draft:
 
 
 def draft_profile(survey: Survey, partition: Partition) -> Draft:
-    """Return the profile of a partition."""
     kind = partition.kinds[0]
     machine = survey.machine
     figures = nearest_figures(kind)

@@ -44,7 +44,8 @@ class StopSignals:
     def install(self) -> None:
         def on_signal(number: int, frame: object) -> None:
             if self.name is None:
-                self.name, self.at = signal.Signals(number).name, time.monotonic()
+                self.at = time.monotonic()
+                self.name = signal.Signals(number).name
 
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, on_signal)

@@ -83,7 +83,7 @@ class NextJob:
         stages = STAGES[STAGES.index(self.stage) :]
         try:
             with locked(self.run, "supervise"):
-                last = JobsRecord.load(self.run.jobs).submissions[-1]
+                last = JobsRecord.last_of(self.run)
                 old = {s: getattr(last, f"{s}_job") for s in stages}
                 if old[self.stage] != this_job:
                     return  # resumed since
@@ -146,7 +146,7 @@ class NextJob:
                 return self._chain(allocation, closed, self._with_recipes(avoid))
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
-                last = JobsRecord.load(self.run.jobs).submissions[-1]
+                last = JobsRecord.last_of(self.run)
                 train_avoid = to_avoid(client, self.run, self._script("train"), self._excluded)
                 if last.train_job is not None and train_avoid:
                     client.exclude(last.train_job, self._with_recipes(train_avoid))

@@ -86,7 +86,8 @@ class TrainerProgress:
         self._began = time.time()
         self._last: tuple[int, Numbers] | None = None  # step and values of the last row
         self._evaluation: tuple[int, float] | None = None
-        self._run, self._path = run, run.metrics(attempt)
+        self._run = run
+        self._path = run.metrics(attempt)
         self._offsets = Numbers()  # of counters that begin again with each attempt
         self._events = EventLog(run.events(attempt), attempt)
         self._unwritten = b""

@@ -65,7 +65,7 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
     client = allocation.client
     this_job = allocation.job_id
     with locked(run, "supervise", LOCK_S):
-        last = JobsRecord.load(run.jobs).submissions[-1]
+        last = JobsRecord.last_of(run)
         if last.train_job != predecessor:
             return None  # it is recorded already, or of an earlier submission
         successors = client.successors(predecessor, _name(run, last))
@@ -114,7 +114,7 @@ def ensure_successor(
     client = allocation.client
     this_job = allocation.job_id
     with locked(run, "supervise", LOCK_S):
-        last = JobsRecord.load(run.jobs).submissions[-1]
+        last = JobsRecord.last_of(run)
         if last.train_job != this_job or last.cancelled_at is not None:
             return None
         name = _name(run, last)
@@ -138,7 +138,7 @@ def cancel_successor(run: RunDir, allocation: Allocation) -> None:
     this_job = allocation.job_id
     try:
         with locked(run, "supervise", LOCK_S):
-            last = JobsRecord.load(run.jobs).submissions[-1]
+            last = JobsRecord.last_of(run)
             if last.train_job != this_job:
                 return
             recorded = [] if last.successor_job is None else [last.successor_job]

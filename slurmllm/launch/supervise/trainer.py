@@ -237,7 +237,8 @@ class TrainerObserver:
         self._next_output = 0.0
         self._next_look = 0.0
         self._newest = self._newest_checkpoint()
-        self._missing, self._judged_at = "", time.monotonic() + _MISSING_S
+        self._missing = ""
+        self._judged_at = time.monotonic() + _MISSING_S
         self._keep = (
             launcher.config.recipe.checkpoint.keep
             if launcher.config.is_set("checkpoint.keep")
