@@ -44,7 +44,6 @@ CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 _ENDINGS_OF_ERRORS: Mapping[str, EndingClass] = {
     "StaleGraphsError": "stale_graphs",
     "DivergenceError": "divergence",
-    "MemoryError": "out_of_memory",
 }
 KILLED = "killed"  # error of a process that its launcher saw end by a signal
 # Of a process whose child, such as one that reads data, was killed
@@ -391,8 +390,9 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         oom_kills = node.oom_kills
         counted = f"the kernel's oom_kill on {first.node}: {oom_kills}"
         reason = (*reason, f"usual cause: too little host memory ({counted})")
+    exhausted = oom_kills or first.error == "MemoryError" or "OutOfMemory" in first.error
     rows: Sequence[tuple[EndingClass, object]] = (
-        ("out_of_memory", oom_kills or "OutOfMemory" in first.error or _matches(first, "memory")),
+        ("out_of_memory", exhausted or _matches(first, "memory")),
         # Its message is the plugin's, whatever it reads like.
         ("code_error", first.error == "PluginError"),
         ("storage_failure", first.exit_code == 4),
