@@ -56,21 +56,8 @@ def validate(
     origins = dict(origins)
     recipe_tree = {name: value for name, value in tree.items() if name != "cluster"}
     _open_auto_settings(recipe_tree, origins)
-    model = recipe_tree.get("model")
-    if isinstance(model, Mapping):
-        family: Any = model.get("family")
-        modules: Any = recipe_tree.get("plugins") if trusted else None
-        modules = [modules] if isinstance(modules, str) else modules
-        named = isinstance(modules, list | tuple) and all(isinstance(name, str) for name in modules)
-        try:
-            if isinstance(family, str):
-                find_family(family, modules if named else ())
-        except ConfigError as error:
-            # The validation of the field itself reports a package's.
-            faults += [] if is_known("models", family) else [str(error)]
-        recipe_tree["model"] = with_family(model)
-        added = recipe_tree["model"].keys() - model.keys()
-        origins |= {f"model.{name}": f"family {model['family']}" for name in added}
+    if isinstance(recipe_tree.get("model"), Mapping):
+        faults += _add_family(recipe_tree, origins, trusted)
     if recipe_tree.get("command") is not None:
         faults += _take_training_out(recipe_tree, origins)
     recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
@@ -101,6 +88,27 @@ def validate(
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     return recipe, cluster, origins
+
+
+def _add_family(recipe_tree: Values, origins: dict[str, str], trusted: bool) -> list[str]:
+    """Add what the model's family sets; return the fault of a family that is not there."""
+    model: Any = recipe_tree["model"]
+    family = model.get("family")
+    faults = []
+    modules: Any = recipe_tree.get("plugins") if trusted else None
+    modules = [modules] if isinstance(modules, str) else modules
+    named = isinstance(modules, list | tuple) and all(isinstance(name, str) for name in modules)
+    try:
+        if isinstance(family, str):
+            find_family(family, modules if named else ())
+    except ConfigError as error:
+        # The validation of the field itself reports a package's.
+        if not is_known("models", family):
+            faults = [str(error)]
+    recipe_tree["model"] = with_family(model)
+    added = recipe_tree["model"].keys() - model.keys()
+    origins.update({f"model.{name}": f"family {family}" for name in added})
+    return faults
 
 
 def _take_training_out(recipe_tree: Values, origins: Origins) -> list[str]:
