@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
+from typing import Any
 
+Texts = tuple[str, ...]
+Json = dict[str, Any]  # an object of JSON
+Values = Mapping[str, Any]  # by name
 ABSENT = "-"
 # What a terminal executes or hides: CSI, OSC, DCS, SOS, PM and APC sequences (ECMA-48; with their
 # text), other escapes and control characters, marks that reorder or hide text (UAX #9), and lone

@@ -15,10 +15,12 @@ from slurmllm.core.metrics.curves import (
     Flags,
     Floats,
     Ints,
-    Range,
+    Ranges,
     SourceKind,
+    argmax,
     bit_identical,
     describe_ranges,
+    median,
 )
 
 Method = Literal["exact", "interpolated"]
@@ -54,6 +56,11 @@ class Points:
         return len(self.steps)
 
     @property
+    def units(self) -> Floats:
+        """`unit` of each point. [points]"""
+        return np.broadcast_to(self.unit, self.a.shape)
+
+    @property
     def same(self) -> Flags:
         """Whether both values have the same bits. [points]"""
         return bit_identical(self.a, self.b)
@@ -61,7 +68,7 @@ class Points:
     def as_printed(self, a: Curve, b: Curve) -> Points:
         """Replace values of B by those of A if the printed digits do not tell them apart."""
         unit = np.maximum(_printed_unit(self.a, a.kind), _printed_unit(self.b, b.kind))
-        same = np.isfinite(unit) & (np.abs(self.a - self.b) <= 0.5000001 * unit)
+        same = np.isfinite(unit) & (abs(self.a - self.b) <= 0.5000001 * unit)
         by_kind = {"text", "tensorboard"} & {a.kind, b.kind}
         if not by_kind and not same[:_SAME_AT_FIRST].all():
             return self  # what looks like few digits may be chance
@@ -156,9 +163,9 @@ def _scatter(a: Curve, b: Curve) -> float:
         return 0.0
     deviations = values[1:-1] - (values[2:] + values[:-2]) / 2
     turns = np.mean(np.sign(deviations[1:]) != np.sign(deviations[:-1]))
-    size = float(np.median(np.abs(deviations)))
+    size = median(abs(deviations))
     digit = np.min(np.diff(np.unique(values)), initial=np.inf)  # rounding scatters too
-    level = float(np.median(np.abs(values)))
+    level = median(abs(values))
     return size if turns > 0.4 and size > max(2 * digit, 1e-6 * level) else 0.0
 
 
@@ -172,9 +179,9 @@ def _coincide(
         first = max(steps_a[0], steps_b[0] + by)
         _, at_a, at_b = np.intersect1d(steps_a, steps_b + by, True, True)[:3]
         keep = steps_a[at_a] < first + _MAX_ROWS
-        difference = np.abs(values_a[at_a[keep]] - values_b[at_b[keep]])
+        difference = abs(values_a[at_a[keep]] - values_b[at_b[keep]])
         difference = difference[np.isfinite(difference)]
-        return float(np.median(difference)) if len(difference) >= _MIN_POINTS else np.inf
+        return median(difference) if len(difference) >= _MIN_POINTS else np.inf
 
     near = distance("loss", shift)
     if far_from is None or not near < _CLOSE * scatter:
@@ -194,13 +201,13 @@ def _same_values(a: Curve, b: Curve, shift: int) -> bool:
     (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
     _, at_a, at_b = np.intersect1d(steps_a, steps_b + shift, True, True)[:3]
     digits = _digits(losses_a[at_a], losses_b[at_b], a.kind, b.kind)
-    return bool(np.median(np.abs(losses_a[at_a] - losses_b[at_b]) <= digits) == 1.0)
+    return median(abs(losses_a[at_a] - losses_b[at_b]) <= digits) == 1.0
 
 
 def _digits(a: Floats, b: Floats, kind_a: SourceKind, kind_b: SourceKind) -> Floats:
     """Return what the logs' last digits leave open of each pair of values; 0 if not finite."""
     digits = np.maximum(_printed_unit(a, kind_a), _printed_unit(b, kind_b))
-    digits = np.maximum(digits, 1e-7 * np.abs(a))
+    digits = np.maximum(digits, 1e-7 * abs(a))
     return np.where(np.isfinite(digits), digits, 0.0)
 
 
@@ -221,7 +228,7 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
             count = min(len(steps_a) - row_a, len(steps_b) - row_b)
             apart = steps_a[row_a : row_a + count] != steps_b[row_b : row_b + count]
             if apart.any():
-                row = int(np.argmax(apart))
+                row = argmax(apart)
                 return int(steps_a[row_a + row]), int(steps_b[row_b + row])
     return None
 
@@ -236,7 +243,7 @@ def _same_rows(
         count = min(len(a) - row_a, len(b) - row_b)
         values, compared = a[row_a : row_a + count], b[row_b : row_b + count]
         digits = _digits(values, compared, kind_a, kind_b)
-        same = np.isfinite(values) & (np.abs(values - compared) <= digits)
+        same = np.isfinite(values) & (abs(values - compared) <= digits)
         if same.all() and len(np.unique(values)) >= _MIN_POINTS:
             return row_a, row_b
     return None
@@ -253,14 +260,14 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     begins = np.append(np.searchsorted(fine_steps, steps[:1] - ratio, side="right"), ends[:-1])
     logged = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
     # The first mean may lack steps before the finer log begins, unless the training began there.
-    first = int(np.argmax(logged))
+    first = argmax(logged)
     logged[first] &= bool(ends[first] - begins[first] == ratio or fine_steps[0] <= 1)
     if np.count_nonzero(logged) < 2:
         return None
     ends, begins, values = ends[logged], begins[logged], values[logged]
     total = np.append(0.0, np.cumsum(losses))  # NaN from the first NaN on: compared as not finite
     mean = (total[ends] - total[begins]) / (ends - begins)
-    apart = np.abs(np.stack((mean, losses[ends - 1])) - values)
+    apart = abs(np.stack((mean, losses[ends - 1])) - values)
     apart = apart[:, np.isfinite(apart).all(axis=0)]
     if not apart.size:
         return None
@@ -341,7 +348,7 @@ class Alignment:
             self.steps = steps[0][np.minimum(reached, len(steps[0]) - 1)]
 
     @property
-    def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    def only(self) -> tuple[Ranges, Ranges]:
         of_a, of_b = (
             ranges(np.delete(steps, used), steps)
             for steps, used in zip(self._steps, self._used, strict=True)
@@ -403,33 +410,38 @@ def _printed_unit(values: Floats, kind: SourceKind) -> Floats:
     It prints as many decimals or as many significant digits of all: whichever of both is coarser.
     """
     if kind == "tensorboard":
-        return np.spacing(np.abs(values).astype(np.float32)).astype(np.float64)
-    printed = _decimals(values)
+        return np.spacing(abs(values).astype(np.float32)).astype(np.float64)
+    printed = decimals(values)
     digits = max((len(number.digits) for number in printed), default=0)
     # Values that are constant, or few, may end in zeros that are printed.
     if (kind != "text" and not (digits in _PRINTED_DIGITS and len(printed) > 3)) or not printed:
         return np.zeros(len(values))
     last = min(int(number.exponent) for number in printed)
-    magnitude = np.floor(np.log10(np.abs(values)))
+    magnitude = np.floor(np.log10(abs(values)))
     unit: Floats = np.maximum(10.0**last, 10.0 ** (magnitude + 1 - digits))
     return unit
 
 
-def _decimals(values: Floats) -> list[DecimalTuple]:
+def decimals(values: Floats) -> list[DecimalTuple]:
     """Return the shortest decimals of some values, each once, without zeros."""
     finite = values[np.isfinite(values) & (values != 0)]
     sample = np.unique(finite[:: len(finite) // _DIGITS_SAMPLE + 1]).tolist()
     return [Decimal(repr(value)).normalize().as_tuple() for value in sample]
 
 
+def num_digits(values: Floats) -> int:
+    """Return the most significant digits that values need."""
+    return max((len(number.digits) for number in decimals(values)), default=0)
+
+
 def printed_digits(curve: Curve, values: Floats) -> int:
     """Return how many significant digits a log prints of values of a column."""
     if curve.kind == "tensorboard" or (curve.kind == "run" and "command.run" not in curve.settings):
         return ALL_DIGITS
-    return max((len(number.digits) for number in _decimals(values)), default=0)
+    return num_digits(values)
 
 
-def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
+def ranges(picked: Ints, among: Ints) -> Ranges:
     """Return steps as ranges; steps are neighbours if no step of `among` is between them."""
     if not picked.size:
         return ()

@@ -30,7 +30,7 @@ from slurmllm.analysis.compare.divergence import (
 from slurmllm.analysis.compare.recorded import SettingDifference
 from slurmllm.analysis.compare.result import Band, BandOfMetric, Basis, Tolerances
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.metrics.curves import Axis, Curve, Floats, Ints
+from slurmllm.core.metrics.curves import Axis, Curve, Floats, Ints, argmax, median
 
 CHANCE = 0.01  # probability that another seed leaves the band, over both metrics
 # For t: few seeds show little of the shape of the noise.
@@ -59,7 +59,7 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     count, points = seeds.shape
     mean = seeds.mean(axis=0)
     deviations = seeds - mean
-    floor = float(np.abs(mean).max()) * 1e-12 or 1e-300
+    floor = float(abs(mean).max()) * 1e-12 or 1e-300
     scale = np.maximum(_point_to_point(deviations), floor)
     scale *= _excursions(deviations / scale)
     further = np.sqrt(1 + 1 / count)
@@ -74,14 +74,14 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     limits = {width: _limit(units if width == 1 else calm, width, chance) for width in widths}
     excess, worst, first, end = 0.0, 1, None, points + 1
     for width, limit in limits.items():
-        reach = np.abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
+        reach = abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
         if reach.max() > excess:
             excess, worst = float(reach.max()), width
         if reach.max() > 1:
-            begin = int(np.argmax(reach > 1)) * width
+            begin = argmax(reach > 1) * width
             if begin + width < end:
                 first, end = begin, begin + width
-    size = float(np.abs(mean).mean()) or 1.0
+    size = float(abs(mean).mean()) or 1.0
     spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
     power = float(limits[widths[-1]] * further * scale.mean()) / size
     record = BandOfMetric(
@@ -110,7 +110,7 @@ def _point_to_point(deviations: Floats) -> Floats:
     total = np.concatenate(([0.0], np.cumsum(squares)))
     begin = np.clip(np.arange(points) - width // 2, 0, points - 1 - width)
     local: Floats = np.sqrt(np.maximum(total[begin + width] - total[begin], 0.0) / width)
-    return np.maximum(local, 1e-3 * float(np.median(local)))
+    return np.maximum(local, 1e-3 * median(local))
 
 
 def _excursions(units: Floats) -> Floats:
@@ -126,7 +126,7 @@ def _excursions(units: Floats) -> Floats:
     begins = np.arange(0, points - width + 1, width)
     counts = np.diff(np.append(begins, points))
     level = np.sqrt(np.add.reduceat((units**2).mean(axis=0), begins) / counts)
-    level /= max(float(np.median(level)), 1e-300)
+    level /= max(median(level), 1e-300)
     wider = np.where(level > _EXCURSION, level, 1.0)
     near = np.maximum(wider, np.maximum(np.append(wider[1:], 1), np.append(1, wider[:-1])))
     return np.repeat(near, counts)
@@ -150,7 +150,7 @@ def _limit(units: Floats, width: int, chance: float) -> float:
     degrees = max(1.0, (seeds - 1) * _independent(means))
     t = t_quantile(chance / blocks, degrees) * float(np.sqrt(variance))
     # Heavy tails go beyond what t allows. Each seed against the others, as the further one is:
-    far = np.abs(means) * np.sqrt(seeds / (seeds - 1))
+    far = abs(means) * np.sqrt(seeds / (seeds - 1))
     if width == 1:
         rows = far[: 1 if seeds == 2 else seeds]  # two seeds are as far off from each other
         top = largest(rows.ravel(), 512)
@@ -172,9 +172,9 @@ def _independent(means: Floats) -> float:
     # Up to where the correlation is lost in its own noise: its first value that is not above 0
     # (Geyer, Practical Markov chain Monte Carlo, Statistical Science 7, 1992).
     size = 1 << (2 * blocks - 1).bit_length()
-    power = (np.abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
+    power = (abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
     products = np.fft.irfft(power, size)[:blocks]
-    end = int(np.argmax(products <= 0)) or blocks
+    end = argmax(products <= 0) or blocks
     correlation = products[1:end] / products[0]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
     pairs = 1 - np.arange(1, end) / blocks
     return float(blocks / (1 + 2 * (correlation**2 / pairs).sum()))
@@ -327,9 +327,9 @@ def precision_limits(
     weight = a.positive_setting("model.init_std") or _WEIGHT
     distance = np.nancumsum(np.maximum(rates, 0.0) * np.diff(steps, prepend=0))
     walk = np.sqrt(spacing * weight * np.interp(gradient_steps, steps, distance))
-    moves = np.abs(gradients / np.interp(gradient_steps, *a.series("loss"))) * walk
+    moves = abs(gradients / np.interp(gradient_steps, *a.series("loss"))) * walk
     # Medians: the estimate is linear, and does not hold in a spike of the gradient norm.
-    weights, losses = (float(np.median(x[np.isfinite(x)])) for x in (walk, moves))
+    weights, losses = (median(x[np.isfinite(x)]) for x in (walk, moves))
     limits = {}
     for name, (points, r) in metrics.items():
         bias, maximum, over_scatter, share = _FACTORS[name]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from slurmllm.analysis.compare.alignment import Points
+from slurmllm.analysis.compare.alignment import Alignment, Points, counted_apart
 from slurmllm.analysis.compare.columns import (
     EARLY_POINTS,
     ROUNDED,
@@ -19,7 +19,13 @@ from slurmllm.analysis.compare.columns import (
     describe_steps,
 )
 from slurmllm.analysis.compare.recorded import SettingDifference
-from slurmllm.analysis.compare.result import Cause, Confidence, Kind
+from slurmllm.analysis.compare.result import (
+    BasisKind,
+    Cause,
+    Confidence,
+    Kind,
+    Metrics,
+)
 from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import Curve, Floats
 
@@ -29,49 +35,71 @@ _ORDER = ("data", "model", "batches", "seed", "precision", "lr", "optimizer", "m
 
 
 def explain(
-    a: Curve,
-    b: Curve,
+    alignment: Alignment,
     points: Mapping[str, Points],
     differences: Mapping[str, Floats],
     settings: Sequence[SettingDifference],
-    onset: int | None,
-    *,
-    exact: bool = True,
-    shared: bool = True,
-    letter: str = "B",
+    results: Metrics,
+    basis: BasisKind,
 ) -> tuple[Cause, ...]:
     """Rank the causes of a difference, the likeliest first.
 
     Args:
-        points: Their columns at the compared points.
+        points: Columns at the compared points.
         differences: Signed relative differences of these; NaN if a value is not finite.
         settings: Recorded settings that differ.
-        onset: Step at which the curves begin to diverge; None if they are equivalent.
-        exact: The points are steps that both logged; else only recorded settings are used.
-        shared: The curves would be the same without a cause; False for other seeds, which differ.
-        letter: Name of B in texts.
+        basis: By which the verdict was measured.
     """
-    observation = Observation(points, differences, onset)
+    a, b = alignment.curves
+    if alignment.axis == "step" and (same_point := counted_apart(a, b)) is not None:
+        evidence = clue_table()["counted_apart"].text.format(
+            letter=alignment.letter, step_a=same_point[0], step_b=same_point[1]
+        )
+        step = int(alignment.steps[0])
+        return (Cause(kind="logging", confidence="certain", step=step, evidence=evidence),)
+    departing = [metric for metric in results.values() if metric.departs]
+    onsets = [metric.onset_step for metric in departing if metric.onset_step is not None]
+    # Scatter came before the departure: its causes are not those of the scatter.
+    after_scatter = bool(departing) and all(metric.scattered for metric in departing)
+    # The band allows for another precision, so that anything else is the cause.
+    decisive = [setting for setting in settings if setting.kind != basis]
+    if all(setting.weak for setting in decisive):
+        decisive = list(settings)
+    observation = Observation(points, differences, min(onsets, default=None))
+    return _rank(alignment, observation, decisive, basis != "seeds" and not after_scatter)
+
+
+def _rank(
+    alignment: Alignment,
+    observation: Observation,
+    settings: Sequence[SettingDifference],
+    shared: bool,
+) -> tuple[Cause, ...]:
+    """Rank the causes; `shared`: the curves would be the same without one, unlike other seeds."""
+    (a, b), letter, onset = alignment.curves, alignment.letter, observation.onset
     first = _not_finite(observation, letter)
     within = bool(first) and onset == first[0].step  # what differed before is no cause of it
     starts = [start for start in (onset, observation.first) if start is not None]
-    step = min(starts, default=int(points["loss"].steps[0]))
+    step = min(starts, default=int(observation.points["loss"].steps[0]))
     if onset is not None and (within or not shared):
         step = onset
     clues: list[str] = []
-    if exact and shared:
-        first += _of_columns(observation, onset, step, ((letter, b), ("A", a)))
+    # At interpolated points only recorded settings are used.
+    if alignment.method == "exact" and shared:
+        first += _of_columns(observation, step, ((letter, b), ("A", a)))
         if any(c.kind in ("transient", "logging") and c.confidence != "possible" for c in first):
             return tuple(first)
         clues = observation.clues()
-    of_settings = _of_settings(
-        select_settings(settings, step, onset, observation, a, b), observation, clues
-    )
+    selected = _select_settings(settings, step, observation, a, b)
+    of_settings = [*_of_settings(selected, observation, clues)]
     recorded = [cause for cause in of_settings if cause.confidence != "possible"]
     resumes = [cause for cause in first if cause.kind == "resume"]
     first = _without_kinds_of(first, resumes)
     seen = _of_clues(clues, observation, b, letter)
-    recorded, seen = (_with_unexplained(causes, observation, letter) for causes in (recorded, seen))
+    for causes in (recorded, seen):
+        if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
+            evidence = f"{causes[0].evidence}; {remainder}"
+            causes[0] = causes[0].model_copy(update={"evidence": evidence})
     if any(cause.confidence == "certain" for cause in recorded):
         return (*first, *recorded, *resumes)
     of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
@@ -82,7 +110,9 @@ def explain(
     if onset is None or _has_likely(resumes):
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
     seen = _without_kinds_of([*seen, *of_settings], recorded)
-    unknown = _unknown(observation, step)
+    position = observation.moment if step == observation.first else f"at step {step}"
+    evidence = f"the settings and values recorded do not decide what differs {position}"
+    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=evidence)
     if undecided and not recorded and not first and not resumes:
         return (unknown, *seen)
     return (*first, *recorded, *resumes, *seen, unknown)
@@ -97,31 +127,14 @@ def _without_kinds_of(causes: Sequence[Cause], recorded: Sequence[Cause]) -> lis
     return [cause for cause in causes if cause.kind not in kinds]
 
 
-def _with_unexplained(causes: list[Cause], observation: Observation, letter: str) -> list[Cause]:
-    """Return the causes; a first one that is the seed says what it leaves unexplained."""
-    remainder = observation.unexplained(letter)
-    if not (remainder and causes and causes[0].kind == "seed"):
-        return causes
-    first = causes[0].model_copy(update={"evidence": f"{causes[0].evidence}; {remainder}"})
-    return [first, *causes[1:]]
-
-
-def _unknown(observation: Observation, step: int) -> Cause:
-    position = observation.moment if step == observation.first else f"at step {step}"
-    evidence = f"the settings and values recorded do not decide what differs {position}"
-    return Cause(kind="unknown", confidence="possible", step=step, evidence=evidence)
-
-
 def _of_columns(
-    observation: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
+    observation: Observation, step: int, curves: Sequence[tuple[str, Curve]]
 ) -> list[Cause]:
     """Return what columns and attempts show by themselves."""
-    if (clipping := observation.clipped()) is not None:
-        (side, limit), step = clipping, observation.first or step
-        letter, other = ("A", curves[0][0]) if side == 0 else (curves[0][0], "A")
-        evidence = clue_table()["clipped"].text.format(letter=letter, other=other, limit=limit)
-        return [Cause(kind="logging", confidence="certain", step=step, evidence=evidence)]
-    transient, causes = observation.transient(), _resume(observation, onset, curves)
+    if (clipped := observation.clipped(curves[0][0])) is not None:
+        step = observation.first or step
+        return [Cause(kind="logging", confidence="certain", step=step, evidence=clipped)]
+    transient, causes = observation.transient(), _resume(observation, curves)
     if transient is not None and transient.confidence != "possible":
         return [transient]
     if (name := observation.identity()) is not None:
@@ -160,12 +173,10 @@ def _before_not_finite(observation: Observation, step: int) -> Cause:
     return Cause(kind=kind, confidence="possible", step=step, evidence=evidence)
 
 
-def _resume(
-    observation: Observation, onset: int | None, curves: Sequence[tuple[str, Curve]]
-) -> list[Cause]:
+def _resume(observation: Observation, curves: Sequence[tuple[str, Curve]]) -> list[Cause]:
     """Return the resume at which the curves begin to differ, and what it did not restore."""
     steps = observation.points["loss"].steps
-    starts = [(observation.first, 0), (onset, SLACK_POINTS)]
+    starts = [(observation.first, 0), (observation.onset, SLACK_POINTS)]
     for letter, curve in curves:
         restarts = curve.restarts.tolist()
         # The rows before and after a restart are the same: it is no cause.
@@ -187,10 +198,9 @@ def _resume(
     return []
 
 
-def select_settings(
+def _select_settings(
     settings: Sequence[SettingDifference],
     step: int,
-    onset: int | None,
     observation: Observation,
     a: Curve,
     b: Curve,
@@ -205,9 +215,9 @@ def select_settings(
     row = int(np.searchsorted(steps, step))
     noisy = observation.jumped or row == 0
     limit = max(step, int(steps[min(row + noisy * SLACK_POINTS, len(steps) - 1)]))
-    if onset is not None and observation.below(TINY, slice(EARLY_POINTS)):
+    if observation.onset is not None and observation.below(TINY, slice(EARLY_POINTS)):
         # What made them diverge may have begun after the first difference.
-        limit = max(limit, onset)
+        limit = max(limit, observation.onset)
     restarts = np.concatenate((a.restarts, b.restarts))
     restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
     all_along = row < SLACK_POINTS or observation.jumped or restarted
@@ -225,10 +235,9 @@ def select_settings(
 
 def _of_settings(
     settings: Sequence[SettingDifference], observation: Observation, clues: Sequence[str]
-) -> list[Cause]:
-    """Return the settings as causes; those that may not explain the curves are `possible`."""
-    causes = []
-    first = 0 if observation.first is None else observation.first
+) -> Iterator[Cause]:
+    """Yield the settings as causes; those that may not explain the curves are `possible`."""
+    first = observation.first or 0
     # An update cannot change the loss of its own step.
     forward = "together" in clues and not observation.jumped
     strong = [setting for setting in settings if not setting.weak]
@@ -243,10 +252,7 @@ def _of_settings(
             )
         alone = len(strong) == 1 and not (setting.weak or setting.shifted)
         confidence = ("certain" if alone else "likely") if explains else "possible"
-        causes.append(
-            Cause(kind=setting.kind, confidence=confidence, step=step, evidence=setting.text)
-        )
-    return causes
+        yield Cause(kind=setting.kind, confidence=confidence, step=step, evidence=setting.text)
 
 
 def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: str) -> list[Cause]:

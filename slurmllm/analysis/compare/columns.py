@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from slurmllm.analysis.compare.alignment import Points, ranges
+from slurmllm.analysis.compare.alignment import Points, num_digits, ranges
 from slurmllm.analysis.compare.divergence import largest_rise
 from slurmllm.analysis.compare.result import Cause, Confidence, Kind
-from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges
+from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges, median
 from slurmllm.core.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
@@ -47,7 +47,6 @@ _LEVEL = 0.03  # relative difference of the later losses of two seeds, at most
 _RATIO = 0.2  # logarithm of a factor between losses that no seed makes at the first point
 _JUMP_POINTS = 16  # in which the columns follow the one that jumps first
 SLACK_POINTS = 3  # by which an onset that emerges from noise may be wrong
-_FORWARD_CLUES = ("together", "together_or_update")
 
 
 class Clue(Record):
@@ -68,14 +67,17 @@ class Observation:
     """What two curves show of the cause of their difference.
 
     Attributes:
+        onset: Step at which the curves begin to diverge; None if they are equivalent.
         starts: Step at which each of the columns begins to differ; those that do not are left out.
         first: The first of these; None if no column differs.
+        rows: Index of it in each column; their number of points if no column differs.
         before: The point before it; None if it is the first point.
     """
 
     def __init__(
         self, points: Mapping[str, Points], differences: Mapping[str, Floats], onset: int | None
     ) -> None:
+        self.onset = onset
         self.points = {name: points[name] for name in _TRAINED if name in points}
         self.lr = points.get("lr")
         self.r = {name: differences[name] for name in self.points}
@@ -85,16 +87,20 @@ class Observation:
             for name, r in self.r.items()
             if np.any(r != 0)
         }
-        self.jumped = self._find_jump(onset)
+        self.jumped = self._find_jump()
         self.first = min(self.starts.values(), default=None)
-        steps = points["loss"].steps
-        row = len(steps) if self.first is None else int(np.searchsorted(steps, self.first))
-        self.before = int(steps[row - 1]) if row else None
+        self.rows = {
+            name: len(p) if self.first is None else int(np.searchsorted(p.steps, self.first))
+            for name, p in self.points.items()
+        }
+        row = self.rows["loss"]
+        self.before = int(points["loss"].steps[row - 1]) if row else None
         since = 0 if self.before is None else self.before
         self.gap = 1 if self.first is None else max(1, self.first - since)
 
-    def _find_jump(self, onset: int | None) -> bool:
+    def _find_jump(self) -> bool:
         """Replace the starts if differences as small as noise jump up, up to the onset."""
+        onset = self.onset
         if onset is None or not self.starts:
             return False
         rises = {}
@@ -113,15 +119,14 @@ class Observation:
 
     def values(self, name: str) -> tuple[Floats, Floats]:
         """Return both curves' values of a column from the first difference on. [points] each"""
-        points = self.points[name]
-        begin = 0 if self.first is None else int(np.searchsorted(points.steps, self.first))
+        points, begin = self.points[name], self.rows[name]
         return points.a[begin:], points.b[begin:]
 
     def after(self, name: str) -> Floats:
         """Return the finite differences of a column from the first difference on. [points]"""
-        if name not in self.r or self.first is None:
+        if name not in self.r:
             return np.empty(0)
-        r = self.r[name][np.searchsorted(self.points[name].steps, self.first) :]
+        r = self.r[name][self.rows[name] :]
         return r[np.isfinite(r)]
 
     @property
@@ -139,36 +144,36 @@ class Observation:
             ("only_norm", "grad_norm", "loss"),
         ):
             same = self.after(other)
-            differ = np.max(np.abs(self.after(name)), initial=0.0) > _LAST_DIGITS
+            differ = np.max(abs(self.after(name)), initial=0.0) > _LAST_DIGITS
             if not (self.finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
                 continue
             # A constant column, or one of few digits, may be the same of another training: losses
             # of other gradients may part slowly, gradients of other losses show in their first
             # digits.
             values = self.values(other)[0][:_CORRELATED]
-            shortest = (np.format_float_scientific(abs(value), trim="-") for value in values)
-            digits = max(len(figure.partition("e")[0].replace(".", "")) for figure in shortest)
-            far = name == "loss" and np.median(np.abs(self.after(name))) > _FAR * 10.0**-digits
+            digits = num_digits(values)
+            far = name == "loss" and median(abs(self.after(name))) > _FAR * 10.0**-digits
             varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
             if varied and not np.any(same) and not self.factor("grad_norm"):
                 return clue
         return None
 
-    def clipped(self) -> tuple[int, float] | None:
-        """Return whose gradient norm (0: A's, 1: B's) is logged after clipping, and its limit.
+    def clipped(self, letter: str) -> str | None:
+        """Return that the gradient norm of A, or of B (`letter`), is logged after clipping.
 
-        It is never above the limit, and the same as the other wherever that is below.
+        It is never above a limit, and the same as the other wherever that is below.
         """
         norm = self.points.get("grad_norm")
         if norm is None or "loss" in self.starts or not self.finite:
             return None
-        for side, (values, other) in enumerate(((norm.a, norm.b), (norm.b, norm.a))):
-            limit = float(np.max(values))
-            above = other > limit * (1 + _CLIPPED)
-            expected = np.where(above, limit, other)
-            same = np.abs(values - expected) <= np.maximum(norm.unit, _CLIPPED * expected)
+        sides = ("A", norm.a), (letter, norm.b)
+        for (side, values), (other, whole) in (sides, sides[::-1]):
+            limit = np.max(values)
+            above = whole > limit * (1 + _CLIPPED)
+            expected = np.where(above, limit, whole)
+            same = abs(values - expected) <= np.maximum(norm.unit, _CLIPPED * expected)
             if same.all() and np.count_nonzero(above) >= _MIN_CLIPPED:
-                return side, limit
+                return clue_table()["clipped"].text.format(letter=side, other=other, limit=limit)
         return None
 
     def factor(self, name: str) -> bool:
@@ -201,9 +206,9 @@ class Observation:
             off, clear = {}, False
             for name, limit in largest.items():
                 if name in self.r:
-                    points, size = self.points[name], np.abs(self.r[name])
+                    points, size = self.points[name], abs(self.r[name])
                     off[name] = points.steps[~(size <= limit) & ~points.same]
-                    of_digits = np.abs(points.b - points.a) < _UNITS * points.unit
+                    of_digits = abs(points.b - points.a) < _UNITS * points.unit
                     clear |= bool(np.any(~(size <= _UNITS * limit) & ~of_digits))
             steps = np.unique(np.concatenate(list(off.values())))
             varied = len(np.unique(loss.a[loss.steps > steps[-1]])) if len(steps) else 0
@@ -232,25 +237,25 @@ class Observation:
     def _calm_again(self, first: int, last: int) -> bool:
         """Return whether the columns differ after some steps by no more than before these."""
         for name, r in self.r.items():
-            size, steps = np.abs(r), self.points[name].steps
+            size, steps = abs(r), self.points[name].steps
             before, after = size[steps < first], size[steps > last]
-            usual = float(np.median(before)) if len(before) else 0.0
-            if len(after) and not np.median(after) <= SLACK_POINTS * usual:
+            usual = median(before) if len(before) else 0.0
+            if len(after) and not median(after) <= SLACK_POINTS * usual:
                 return False
         return True
 
     @property
     def sudden(self) -> bool:
         """Whether the loss jumps further than any number format rounds, and not by growth."""
-        size = np.abs(self.after("loss"))
+        size = abs(self.after("loss"))
         before = np.maximum.accumulate(np.append(0.0, size[:-1]))[: len(size)]
         return bool(np.any((size > ROUNDED["loss"]) & (size > _JUMP * before)))
 
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
         """Return whether loss and gradient norm differ by no more, in the median of some points."""
-        sizes = {name: np.abs(self.after(name)[which]) for name in limits}
+        sizes = {name: abs(self.after(name)[which]) for name in limits}
         return all(
-            np.median(size) <= limits[name] for name, size in sizes.items() if len(size)
+            median(size) <= limits[name] for name, size in sizes.items() if len(size)
         ) and bool(len(sizes["loss"]))
 
     def clues(self) -> list[str]:
@@ -258,6 +263,7 @@ class Observation:
             return []
         loss, norm, weights = (self.starts.get(name, 2**62) for name in _TRAINED)
         clues = []
+        without_lr = ["update_without_lr"] if self.lr is None else []
         if self.factor("loss"):
             clues.append("loss_factor")
         elif self.factor("grad_norm") and not np.any(self.after("loss")):
@@ -265,29 +271,28 @@ class Observation:
         if self.gap > 1:
             clues.append("undated")
         elif weights < min(loss, norm):
-            clues += ["update_first"] + (["update_without_lr"] if self.lr is None else [])
+            clues += ["update_first", *without_lr]
             r = self.after("param_norm")
-            if len(r) > 2 and np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
+            if len(r) > 2 and median(abs(np.diff(r))) > median(abs(r)) / 10:
                 clues.append("weights_scatter")
-        elif norm < loss and np.any(np.abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
+        elif norm < loss and np.any(abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
             clues.append(self._clue_of_gradients())
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
-            decided = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
+            decided = np.any(abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
             decided &= "param_norm" in self.r
             if self._first_update():
-                clues += ["first_update"] + (["update_without_lr"] if self.lr is None else [])
-                return clues
+                return [*clues, "first_update", *without_lr]
             clues.append("together" if decided else "together_or_update")
         if len(self.points) == 1:
             clues.append("loss_only")
         early, late = slice(EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
-        sizes = {name: np.abs(self.after(name)) for name in TINY}
+        sizes = {name: abs(self.after(name)) for name in TINY}
         tiny = self.finite and len(sizes["loss"]) >= _MIN_POINTS
         tiny &= all(np.all(size <= _TINY_AT_MOST[name]) for name, size in sizes.items())
         if tiny and self.below(TINY, early) and self.below(TINY, late):
             return [*clues, "tiny"]
-        if {"undated", *_FORWARD_CLUES} & set(clues):
+        if {"undated", "together", "together_or_update"} & set(clues):
             clues += self._clues_of_size(early)
         return clues
 
@@ -297,8 +302,8 @@ class Observation:
         if self.before is None or self.before > 1 or self.before != steps[0] or self.gap > 1:
             return False
         for name, limit in SMALL.items():
-            size = np.abs(self.after(name)[:_JUMP_POINTS])
-            if len(size) < _MIN_POINTS or size[0] > min(limit, _AT_ONCE * float(np.median(size))):
+            size = abs(self.after(name)[:_JUMP_POINTS])
+            if len(size) < _MIN_POINTS or size[0] > min(limit, _AT_ONCE * median(size)):
                 return False
             points = self.points[name]
             if np.max(points.unit) > _LAST_DIGITS * abs(points.a[0]):
@@ -309,10 +314,9 @@ class Observation:
     def emerged(self) -> bool:
         """Whether the first difference is near the last digit, so that it may have begun before."""
         for name, start in self.starts.items():
-            points = self.points[name]
-            row = int(np.searchsorted(points.steps, start))
+            points, row = self.points[name], self.rows[name]
             a, b = points.a[row], points.b[row]
-            unit = max(np.broadcast_to(points.unit, points.a.shape)[row], _LAST_DIGITS * abs(a))
+            unit = max(points.units[row], _LAST_DIGITS * abs(a))
             if start == self.first and abs(b - a) > _UNITS * unit:
                 return False
         return True
@@ -323,12 +327,12 @@ class Observation:
         The weights are the same at the first step, or if the loss, as it is logged, would show
         those that make such a difference. A fault of gradients differs in full at once.
         """
-        size = np.abs(self.after("grad_norm")[:_JUMP_POINTS])
-        at_once = size[0] > _AT_ONCE * np.median(size)
+        size = abs(self.after("grad_norm")[:_JUMP_POINTS])
+        at_once = size[0] > _AT_ONCE * median(size)
         loss, first = self.points["loss"], self.first or 0
-        row = int(np.searchsorted(loss.steps, first))
-        value, unit = float(loss.a[row]), float(np.broadcast_to(loss.unit, loss.a.shape)[row])
-        digits = max(unit / abs(value) if value else 0.0, _LAST_DIGITS)
+        row = self.rows["loss"]
+        value = float(abs(loss.a[row]))
+        digits = max(float(loss.units[row]) / value if value else 0.0, _LAST_DIGITS)
         visible = (_SHOWN if at_once else _SHOWN_GROWING) * digits
         if first <= 1 or size[0] > min(visible, _OTHER_NORM):
             return "gradient_first"
@@ -341,7 +345,7 @@ class Observation:
         Its first step is of the weights, the batch and the random numbers that it restored; the
         optimizer's state first shows in the step after it.
         """
-        size = np.abs(self.after("loss")[:_JUMP_POINTS])
+        size = abs(self.after("loss")[:_JUMP_POINTS])
         if self.starts.get("loss") != self.first and self.gap == 1 and not points:
             clue = self._clue_of_gradients()
             return clue if clue == "gradient_first" else "resume"
@@ -351,7 +355,7 @@ class Observation:
             return "lost_optimizer"
         if self.correlation < _NOTHING_IN_COMMON:
             return "lost_place"
-        at_once = size[0] > _AT_ONCE * np.median(size)
+        at_once = size[0] > _AT_ONCE * median(size)
         return "lost_random" if at_once and np.max(size) < ROUNDED["loss"] else "lost_weights"
 
     def ratio(self, at_first: bool) -> float:
@@ -359,7 +363,7 @@ class Observation:
         a, b = self.values("loss")
         ratios = (b / a)[: 1 if at_first else None]
         ratios = ratios[np.isfinite(ratios)]
-        return float(np.median(ratios)) if len(ratios) else 1.0
+        return median(ratios) if len(ratios) else 1.0
 
     def unexplained(self, letter: str) -> str:
         """Return what another seed does not explain: losses at another level in the last half."""
@@ -367,10 +371,10 @@ class Observation:
         late = r[len(r) // 2 :]
         if len(late) < _MIN_POINTS:
             return ""
-        level = float(np.median(late))
-        if abs(level) < max(_LEVEL, 2 * float(np.median(np.abs(late - level)))):
+        level = median(late)
+        if abs(level) < max(_LEVEL, 2 * median(abs(late - level))):
             return ""
-        a, b = (float(np.median(values[len(values) // 2 :])) for values in self.values("loss"))
+        a, b = (median(values[len(values) // 2 :]) for values in self.values("loss"))
         return f"the loss of {letter} stays at {b / a:.3g} times that of A, which no seed explains"
 
     def _ratio_clue(self) -> str | None:
@@ -379,12 +383,12 @@ class Observation:
         if self.before is not None or not np.all((a > 0) & (b > 0)):
             return None
         logs = np.log(b / a)
-        level = float(np.median(logs))
-        interval = int(np.median(np.diff(self.points["loss"].steps))) if len(logs) > 1 else 1
+        level = median(logs)
+        interval = int(median(np.diff(self.points["loss"].steps))) if len(logs) > 1 else 1
         # Of a log that begins later, the weights are not those of the start.
         if abs(logs[0]) < _RATIO or self.first is None or self.first > interval:
             return None
-        steady = np.median(np.abs(logs - level)) < abs(level) / 4 > abs(logs[0] - level)
+        steady = median(abs(logs - level)) < abs(level) / 4 > abs(logs[0] - level)
         if len(logs) >= _MIN_POINTS and steady:
             return "loss_ratio"
         return "first_ratio" if self.first <= 1 else None
@@ -399,16 +403,16 @@ class Observation:
                 limit = max(limit, _UPDATE * float(self.lr.a[0]))
             if self.gap == 1 and abs(weights[0]) > limit:
                 return ["other_weights"]
-            if self.gap > 1 and abs(weights[0]) > 0.9 * np.max(np.abs(weights)):
+            if self.gap > 1 and abs(weights[0]) > 0.9 * np.max(abs(weights)):
                 return ["weights_offset"]
         if self.correlation is not None and self.correlation < _NOTHING_IN_COMMON:
             unknown_weights = self.gap > 1 or not len(weights)
             start = self.before is None and unknown_weights
             return ["other_batches"] + (["other_batches_from_start"] if start else [])
         if len(norm) >= _MIN_POINTS <= len(self.after("loss")):
-            level, scatter = float(np.median(norm)), np.median(np.abs(np.diff(norm)))
+            level, scatter = median(norm), median(abs(np.diff(norm)))
             steady = abs(level) > max(3 * scatter, _OTHER_NORM) and abs(norm[0]) > abs(level) / 2
-            if steady and abs(level) > 3 * np.median(np.abs(self.after("loss"))):
+            if steady and abs(level) > 3 * median(abs(self.after("loss"))):
                 return ["norm_ratio"]
         signs = self.after("loss")[: 2 * EARLY_POINTS] > 0
         if self.below(SMALL, early) and 1 < signs.sum() < len(signs) - 1:

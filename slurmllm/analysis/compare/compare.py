@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from slurmllm.analysis.compare.alignment import (
     Alignment,
     Points,
     StepMatch,
-    counted_apart,
     match_steps,
     no_common_step,
     printed_digits,
@@ -29,7 +28,7 @@ from slurmllm.analysis.compare.bands import (
     precision_limits,
 )
 from slurmllm.analysis.compare.causes import explain
-from slurmllm.analysis.compare.columns import EARLY_POINTS, SMALL, clue_table
+from slurmllm.analysis.compare.columns import EARLY_POINTS, SMALL
 from slurmllm.analysis.compare.divergence import (
     IDENTICAL,
     DivergenceResult,
@@ -42,17 +41,21 @@ from slurmllm.analysis.compare.result import (
     Cause,
     Comparison,
     MetricComparison,
+    Metrics,
     Statistics,
     Tolerances,
     statistics,
 )
 from slurmllm.core.errors import RunError
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.metrics.curves import (
     Axis,
     Curve,
     Flags,
     Floats,
     Ints,
+    argmax,
+    median,
     signed_difference,
 )
 from slurmllm.core.metrics.tags import list_tags
@@ -118,7 +121,7 @@ def compare(
         raise RunError(no_common_step(a, b, from_step, to_step))
     metrics = _common_metrics(alignment)
     points = {name: metric.points for name, metric in metrics.items()}
-    warnings = sentences.warnings_of(alignment, points, tolerances.exact)
+    warnings = [*sentences.warnings_of(alignment, points, tolerances.exact)]
     settings = [s for s in find_differences(a, b, alignment) if s.kind not in ignored]
     if seeds and not tolerances.exact:  # they allow for another seed
         measure = result.Basis(kind="seeds")
@@ -154,15 +157,6 @@ class _Rules:
     settings: Sequence[SettingDifference]
     limits: Mapping[str, PrecisionLimits]  # of the metrics that decide the verdict
     band: result.Band | None  # of the seeds
-
-    @property
-    def decisive_settings(self) -> tuple[str, ...]:
-        """The settings that differ and change a training, but for what the basis allows for."""
-        return tuple(
-            setting.text
-            for setting in self.settings
-            if not (setting.weak or setting.shifted) and setting.kind != self.basis.kind
-        )
 
 
 def _basis(
@@ -206,9 +200,9 @@ def _conclude(
     """Compare the metrics; return verdict and causes. `warnings` are those of the steps before."""
     a, b = alignment.curves
     exact, band = rules.tolerances.exact, rules.band
-    same = {name: metrics[name].points.same for name in rules.limits}
-    changes = [_first_step(metrics[name].points.steps, ~bits) for name, bits in same.items()]
-    changed = min((step for step in changes if step is not None), default=math.inf)
+    points = [metrics[name].points for name in rules.limits]
+    changes = np.concatenate([p.steps[~p.same][:1] for p in points])
+    changed = min(changes.tolist(), default=math.inf)
     described = {
         name: statistics(metric.points, metric.signed, name not in RATES)
         for name, metric in metrics.items()
@@ -222,14 +216,19 @@ def _conclude(
     verdict = _verdict(results, changed == math.inf and not alignment.one_sided & set(METRICS))
     if verdict == "match" and band is not None:
         verdict = "equivalent"
+    match = verdict != "differ"
     causes: tuple[Cause, ...] = ()
-    if verdict == "differ" or (verdict == "equivalent" and band is None):
-        causes = _causes(alignment, metrics, results, rules.settings, rules.basis)
-    commands = sentences.command_differences(a, b, alignment.letter)
-    contrary = () if verdict == "differ" else rules.decisive_settings
+    if not match or (verdict == "equivalent" and band is None):
+        printed = {name: metric.printed for name, metric in metrics.items()}
+        visible = {name: metric.visible for name, metric in metrics.items()}
+        causes = explain(alignment, printed, visible, rules.settings, results, rules.basis.kind)
+    commands = sentences.command_differences(a, b)
+    contrary = tuple(
+        setting.text
+        for setting in (rules.settings if match else ())
+        if not (setting.weak or setting.shifted) and setting.kind != rules.basis.kind
+    )
     warnings = commands + warnings + [f"the curves match although {text}" for text in contrary]
-    settings = (*commands, *(setting.text for setting in rules.settings))
-    record = _record(matches, alignment, rules, verdict, causes, results)
     steps = metrics["loss"].points.steps
     identical = steps[steps < changed].tolist()
     reason = sentences.reason(
@@ -237,17 +236,27 @@ def _conclude(
         results,
         rules.basis,
         band,
-        causes if verdict == "differ" else (),
+        () if match else causes,
         alignment.letter,
         steps,
         min(metrics[name].digits(alignment) for name in rules.limits),
     )
     return Comparison.model_validate(
-        record
+        result.compared_steps(matches, alignment)
         | {
+            "verdict": verdict,
+            "match": match,
+            "power": {name: metric.power for name, metric in results.items()},
+            "causes": causes,
+            "diagnosis": None if match else result.Diagnosis.of(causes[0]),
+            "data": _compare_data(a, b, alignment.letter),
+            "tolerance": rules.tolerances,
+            "basis": rules.basis,
+            "metrics": results,
+            "band": band,
             "bit_identical_to_step": identical[-1] if identical else None,
             "reason": sentences.invented_steps(alignment.curves, alignment.letter) + reason,
-            "settings": settings,
+            "settings": (*commands, *(setting.text for setting in rules.settings)),
             "contrary_settings": contrary,
             "advice": _advice(alignment, metrics, rules, causes, results),
             "statistics": described,
@@ -261,8 +270,8 @@ def _advice(
     metrics: Mapping[str, _Metric],
     rules: _Rules,
     causes: Sequence[Cause],
-    results: Mapping[str, MetricComparison],
-) -> tuple[str, ...]:
+    results: Metrics,
+) -> Texts:
     """Return options that judge a difference of seeds, or one as small as bf16's roundings.
 
     Not of curves that were bit-identical at first: they have no such noise.
@@ -282,64 +291,22 @@ def _advice(
         if name not in metrics or not len(a.series("lr")[0]):
             return ()
         metric = metrics[name]
-        begin = int(np.argmax(~metric.points.same))
-        size = np.abs(metric.signed[begin:][:EARLY_POINTS])
-        if not np.median(size) <= SMALL[name]:
+        begin = argmax(~metric.points.same)
+        size = abs(metric.signed[begin:][:EARLY_POINTS])
+        if not median(size) <= SMALL[name]:
             return ()
         if begin >= IDENTICAL and metric.digits(alignment) >= ALL_DIGITS:
             return ()
     return (f"--precision {','.join(names)}",)
 
 
-def _verdict(results: Mapping[str, MetricComparison], identical: bool) -> result.Verdict:
+def _verdict(results: Metrics, identical: bool) -> result.Verdict:
     if any(metric.departs for metric in results.values()):
         return "differ"
     if identical:
         return "identical"
     scattered = any(metric.scattered for metric in results.values())
     return "equivalent" if scattered else "match"
-
-
-def _record(
-    matches: tuple[StepMatch, StepMatch],
-    alignment: Alignment,
-    rules: _Rules,
-    verdict: result.Verdict,
-    causes: tuple[Cause, ...],
-    results: Mapping[str, MetricComparison],
-) -> dict[str, Any]:
-    """Return fields of the comparison: what was compared, and the verdict with its causes."""
-    a, b = alignment.curves
-    match = verdict != "differ"
-    diagnosis = None
-    if not match:
-        diagnosis = result.Diagnosis(
-            kind=causes[0].kind, step=causes[0].step, text=causes[0].evidence
-        )
-    only_in_a, only_in_b = alignment.only
-    return {
-        "verdict": verdict,
-        "match": match,
-        "power": {name: metric.power for name, metric in results.items()},
-        "causes": causes,
-        "diagnosis": diagnosis,
-        "data": _compare_data(a, b, alignment.letter),
-        "tolerance": rules.tolerances,
-        "basis": rules.basis,
-        "a": _side(matches[0]),
-        "b": _side(matches[1]),
-        "steps_compared": len(alignment.steps),
-        "first_step": int(alignment.steps[0]),
-        "last_step": int(alignment.steps[-1]),
-        "only_in_a": only_in_a,
-        "only_in_b": only_in_b,
-        "alignment": result.AlignmentRecord(
-            axis=alignment.axis, method=alignment.method, points=len(alignment.steps)
-        ),
-        "metrics": results,
-        "band": rules.band,
-        "overlaps": {"a": _overlap(a), "b": _overlap(b)},
-    }
 
 
 def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
@@ -359,41 +326,6 @@ def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
             f"{a.name} and {b.name} have a loss at different steps only; log it at the same steps"
         )
     return metrics
-
-
-def _causes(
-    alignment: Alignment,
-    metrics: Mapping[str, _Metric],
-    results: Mapping[str, MetricComparison],
-    settings: Sequence[SettingDifference],
-    basis: result.Basis,
-) -> tuple[Cause, ...]:
-    a, b = alignment.curves
-    if alignment.axis == "step" and (same_point := counted_apart(a, b)) is not None:
-        evidence = clue_table()["counted_apart"].text.format(
-            letter=alignment.letter, step_a=same_point[0], step_b=same_point[1]
-        )
-        step = int(alignment.steps[0])
-        return (Cause(kind="logging", confidence="certain", step=step, evidence=evidence),)
-    departing = [metric for metric in results.values() if metric.departs]
-    onsets = [metric.onset_step for metric in departing if metric.onset_step is not None]
-    # Scatter came before the departure: its causes are not those of the scatter.
-    after_scatter = bool(departing) and all(metric.scattered for metric in departing)
-    # The band allows for another precision, so that anything else is the cause.
-    decisive = [setting for setting in settings if setting.kind != basis.kind]
-    if all(setting.weak for setting in decisive):
-        decisive = list(settings)
-    return explain(
-        a,
-        b,
-        {name: metric.printed for name, metric in metrics.items()},
-        {name: metric.visible for name, metric in metrics.items()},
-        decisive,
-        min(onsets, default=None),
-        exact=alignment.method == "exact",
-        shared=basis.kind != "seeds" and not after_scatter,
-        letter=alignment.letter,
-    )
 
 
 def _compare_data(a: Curve, b: Curve, letter: str) -> result.DataComparison | None:
@@ -434,7 +366,7 @@ def _departure_rule(
     return detected.rule, onset
 
 
-def _lasting_fields(detected: DivergenceResult, steps: Ints) -> dict[str, Any]:
+def _lasting_fields(detected: DivergenceResult, steps: Ints) -> Json:
     lasting = detected.lasting
     if lasting is None:
         return {}
@@ -464,9 +396,9 @@ def _compare_metric(
         detected, correlation = _detect(metric, r, limits, alignment.method, changed)
     bad_a, bad_b = ~np.isfinite(metric.points.a), ~np.isfinite(metric.points.b)
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
-    beyond = ~finite | (~points.same if exact else np.abs(r) > limits.bias)
+    beyond = ~finite | (~points.same if exact else abs(r) > limits.bias)
     departure = _first_step(steps, beyond)
-    size = float(np.abs(r[np.argmax(beyond)]))
+    size = float(abs(r[np.argmax(beyond)]))
     rule, onset = _departure_rule(steps, detected, finite, departure, exact, band)
     at_onset = math.nan if onset is None else float(abs(r[np.searchsorted(steps, onset)]))
     power = max(detected.power, 0.0 if rule else abs(detected.mean))  # that mean was not found
@@ -529,7 +461,7 @@ def _detect(
     if detected.onset is None:
         return detected, correlation
     begin = detected.onset + skipped
-    onset = begin + int(np.argmax(metric.visible[finite][begin:] != 0))
+    onset = begin + argmax(metric.visible[finite][begin:] != 0)
     lasting = detected.lasting
     if lasting is not None:
         last = lasting.last + skipped
@@ -539,25 +471,3 @@ def _detect(
 
 def _first_step(steps: Ints, flags: Flags) -> int | None:
     return int(steps[np.argmax(flags)]) if flags.any() else None
-
-
-def _side(match: StepMatch) -> result.Side:
-    curve = match.read
-    return result.Side(
-        name=curve.name,
-        path=str(curve.path),
-        steps=len(curve.steps),
-        first_step=int(curve.steps[0]),
-        last_step=int(curve.steps[-1]),
-        attempts=len(np.unique(curve.attempts)),
-        restarts=tuple(curve.restarts.tolist()),
-        missing=curve.gaps,
-        shift=match.shift,
-        shift_reason=match.reason if match.shift else "",
-        averaged=match.averaged,
-    )
-
-
-def _overlap(curve: Curve) -> result.Overlap:
-    identical, largest = curve.overlap_identical, curve.overlap_max_rel_diff
-    return result.Overlap(rows=curve.overlap_rows, identical=identical, max_rel_diff=largest)

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from slurmllm.core.metrics.curves import Flags, Floats, Ints
+from slurmllm.core.metrics.curves import Flags, Floats, Ints, argmax, median
 
 Rule = Literal["pointwise", "lasting", "noise", "outlier"]
 
@@ -95,11 +95,11 @@ def detect_divergence(
         power += error_of_mean(r)
     noise = None if spread is None else spread.median
     result = DivergenceResult(noise=noise, mean=float(r.mean()), power=power)
-    if not (np.abs(r) > tolerance).any():
+    if not (abs(r) > tolerance).any():
         return result
     scattered = False
     if spread is None or is_short:
-        hits = [*_single_points(r, np.abs(r) > tolerance + 3 * rough, "pointwise")]
+        hits = [*_single_points(r, abs(r) > tolerance + 3 * rough, "pointwise")]
     elif after_identical:
         hits = [*_after_identical(r, tolerance, identical)]
     else:
@@ -118,13 +118,13 @@ def detect_divergence(
 
 def _slow(r: Floats, tolerance: float, rough: float, shared: float) -> tuple[list[_Hit], bool]:
     """Return the hit of slow differences, or that they are scatter, if they are large."""
-    usual = TO_SIGMA * float(np.median(np.abs(r)))
+    usual = TO_SIGMA * median(abs(r))
     if not usual > _NOISY_EVERYWHERE * tolerance + rough:
         return [], False
     if shared < SHARED:
         return [], True
     # They are no noise of curves whose other noise is the same.
-    early = np.median(np.abs(r[: max(3, len(r) // 8)]))
+    early = np.median(abs(r[: max(3, len(r) // 8)]))
     rule: Rule = "lasting" if early < _GROWN * usual else "noise"
     return [_Hit(rule, 0, len(r), len(r) - 1)], False
 
@@ -146,7 +146,7 @@ def _describe(
     last = max((hit.last for hit in hits if hit.last is not None), default=-1)
     lasting = None
     if last >= onset:
-        lasting = Stretch(onset, last, float(np.median(np.abs(r[onset : last + 1]))))
+        lasting = Stretch(onset, last, median(abs(r[onset : last + 1])))
     return replace(
         result,
         rule=rule,
@@ -170,12 +170,13 @@ def _lasting(r: Floats, tolerance: float, spread: Scatter) -> Iterator[_Hit]:
     hits = []
     for width, (begins, middles) in windows.items():
         # Of white noise, and what windows differ by: slow noise does not show from point to point.
-        white = spread.sigma_at(begins + width // 2) * np.sqrt(np.pi / 2 / width)
-        slow = TO_SIGMA * np.median(np.abs(middles - np.median(middles)))
-        beyond = np.abs(middles) > tolerance + quantile * np.maximum(2 * white, slow)
+        sigma = spread.sigma[spread.block(begins + width // 2)]
+        white = sigma * np.sqrt(np.pi / 2 / width)
+        slow = TO_SIGMA * np.median(abs(middles - np.median(middles)))
+        beyond = abs(middles) > tolerance + quantile * np.maximum(2 * white, slow)
         if beyond.any():
-            hit = int(np.argmax(beyond))
-            after = np.abs(middles[hit:]) <= tolerance / 2
+            hit = argmax(beyond)
+            after = abs(middles[hit:]) <= tolerance / 2
             ends = begins[hit:][after] if after.any() else np.array([len(r)])
             first, end = int(begins[hit]), int(begins[hit] + width)
             hits.append(_Hit("lasting", first, end, max(end, int(ends[0])) - 1))
@@ -215,9 +216,9 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
 def _after_identical(r: Floats, tolerance: float, identical: int) -> Iterator[_Hit]:
     """Yield what follows a bit-identical beginning, if it reaches the tolerance in mean."""
     width = max(1, min(WINDOWS[0], len(r) - identical))
-    means = np.convolve(np.abs(r), np.full(width, 1 / width), "valid")
+    means = np.convolve(abs(r), np.full(width, 1 / width), "valid")
     if (means > tolerance).any():
-        hit = int(np.argmax(means > tolerance))
+        hit = argmax(means > tolerance)
         last = _end_of_run(means > tolerance / 2, hit) + width - 1
         yield _Hit("lasting", max(identical, hit), hit + width, last - 1)
 
@@ -229,13 +230,13 @@ def _end_of_run(flags: Flags, begin: int) -> int:
 
 def _outliers(r: Floats, limit: float, spread: Scatter) -> Iterator[_Hit]:
     """Yield the first point that is too far off to belong to the noise."""
-    beyond = np.abs(r) > limit
+    beyond = abs(r) > limit
     if len(r) < _FEW:
-        far = np.abs(r) > _OUTLIER_OF_FEW * spread.median
+        far = abs(r) > _OUTLIER_OF_FEW * spread.median
         yield from _single_points(r, beyond & far, "pointwise")
     elif beyond.any():
         blocks = spread.block(np.arange(len(r)))
-        off = np.abs(r - spread.medians(r)[blocks])
+        off = abs(r - spread.medians(r)[blocks])
         # Slow noise scatters less from point to point than over a block.
         sigma = np.maximum(spread.sigma, TO_SIGMA * spread.medians(off))[blocks]
         far = off > np.maximum(_OUTLIER * sigma, tail_limit(off, FALSE_ALARMS))
@@ -244,7 +245,7 @@ def _outliers(r: Floats, limit: float, spread: Scatter) -> Iterator[_Hit]:
 
 def _single_points(r: Floats, far: Flags, rule: Rule) -> Iterator[_Hit]:
     if far.any():
-        first = int(np.argmax(far))
+        first = argmax(far)
         # Of few points the first three in a row are a lasting departure.
         three = np.flatnonzero(far[:-2] & far[1:-1] & far[2:]) if rule == "pointwise" else far[:0]
         last = _end_of_run(far, int(three[0])) - 1 if len(three) else None
@@ -263,7 +264,7 @@ def _noisy(r: Floats, spread: Scatter, tolerance: float) -> Iterator[_Hit]:
     if spread.median > _NOISY_EVERYWHERE * tolerance:
         noisy |= sigma > tolerance
     if noisy.any():
-        first = int(np.argmax(noisy))
+        first = argmax(noisy)
         end = _end_of_run(noisy, first)
         last = len(r) if end == len(sigma) else end * size
         yield _Hit("noise", first * size, min((first + 1) * size, len(r)), last - 1)
@@ -280,9 +281,6 @@ class Scatter:
     size: int  # points of a block; the last one has up to twice as many
     sigma: Floats  # standard deviation [blocks]
 
-    def sigma_at(self, places: Ints) -> Floats:
-        return self.sigma[self.block(places)]
-
     def block(self, places: Ints) -> Ints:
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
@@ -293,15 +291,15 @@ class Scatter:
 
     @property
     def median(self) -> float:
-        return float(np.median(self.sigma))
+        return median(self.sigma)
 
 
 def scatter(r: Floats) -> Scatter:
     """Measure the scatter of 3 values or more, in blocks of 64, or of a quarter of few. [points]"""
     size = min(_BLOCK, max(3, len(r) // 4))
     edge = (max(1, len(r) // size) - 1) * size
-    whole = np.median(np.abs(np.diff(r[:edge].reshape(-1, size), axis=1)), axis=1)
-    last = np.median(np.abs(np.diff(r[edge:])))
+    whole = np.median(abs(np.diff(r[:edge].reshape(-1, size), axis=1)), axis=1)
+    last = np.median(abs(np.diff(r[edge:])))
     return Scatter(size, np.append(whole, last) * (TO_SIGMA / np.sqrt(2)))
 
 
@@ -313,7 +311,7 @@ def roughness(*curves: Floats) -> float:
     """
     variance = 0.0
     for values in curves:
-        size = float(np.median(np.abs(values)))
+        size = median(abs(values))
         if len(values) >= 5 and size > 0:
             # At most 1: the values of such a curve have nothing to do with each other.
             variance += min(_third(values) / size, 1.0) ** 2
@@ -331,7 +329,7 @@ def shared_noise(a: Floats, b: Floats, r: Floats) -> float | None:
 
 
 def _third(values: Floats) -> float:
-    return float(TO_SIGMA * np.median(np.abs(np.diff(values, 3))) / np.sqrt(20))
+    return float(TO_SIGMA * np.median(abs(np.diff(values, 3))) / np.sqrt(20))
 
 
 _HEAVIEST = 3  # no noise has a heavier tail than Student's t with so many degrees of freedom
@@ -412,14 +410,14 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
     """
     if end == begin + 1:
         # A single point, unless those after it are off as well, by more than all before it
-        highest = float(np.max(np.abs(r[:begin]), initial=_FLOOR))
-        following = np.abs(r[end : end + 3])
-        if not (len(following) and np.median(following) > 5 * highest):
+        highest = float(np.max(abs(r[:begin]), initial=_FLOOR))
+        following = abs(r[end : end + 3])
+        if not (len(following) and median(following) > 5 * highest):
             return begin
     if (jump := largest_rise(r, end)) is not None:
         return jump
-    size = np.log(np.maximum(np.abs(r[:end]), _FLOOR))
-    first = int(np.argmax(np.abs(r) > _FLOOR))
+    size = np.log(np.maximum(abs(r[:end]), _FLOOR))
+    first = argmax(abs(r) > _FLOOR)
     if 0 < first <= begin and begin - first <= _FIRST_POINTS:
         return first
     if begin == 0:
@@ -428,7 +426,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
     total = np.cumsum(size)[:-1]
     rise = np.maximum((size.sum() - total) / (end - count) - total / count, 0.0)
     between = count * (end - count) / end * rise**2
-    onset = int(np.argmax(between))
+    onset = argmax(between)
     return onset + 1 if rise[onset] > np.log(2) else begin
 
 
@@ -439,13 +437,13 @@ def largest_rise(r: Floats, end: int) -> int | None:
     """
     if end <= _FIRST_POINTS:
         return None
-    size = np.abs(r[: end + 3])
+    size = abs(r[: end + 3])
     before = np.maximum.accumulate(size)[_FIRST_POINTS - 1 : end - 1]
     ahead = np.concatenate((size, np.repeat(size[-1:], 3)))
     # The second smallest of four: one of them may pass through zero.
     four = np.lib.stride_tricks.sliding_window_view(ahead, 4)[_FIRST_POINTS:end]
     rise = np.minimum(np.sort(four, axis=1)[:, 1], four[:, 0]) / np.maximum(before, _FLOOR)
-    index = int(np.argmax(rise))
+    index = argmax(rise)
     return _FIRST_POINTS + index if rise[index] >= _LARGE_RISE else None
 
 

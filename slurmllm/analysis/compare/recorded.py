@@ -12,14 +12,17 @@ import yaml
 
 from slurmllm.analysis.compare.alignment import Alignment, Points
 from slurmllm.analysis.compare.result import Kind
+from slurmllm.core.format import Texts
 from slurmllm.core.metrics.curves import (
     LR_TOLERANCE,
     Curve,
     Flags,
     Floats,
     Ints,
+    argmax,
     bit_identical,
     describe_ranges,
+    median,
     relative_difference,
 )
 from slurmllm.core.run.records import Record
@@ -38,7 +41,7 @@ class SettingGroup(Record):
     """Settings that can be a cause of one kind; see settings.yaml."""
 
     text: str
-    settings: tuple[str, ...]
+    settings: Texts
 
 
 @cache
@@ -151,7 +154,7 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
             different &= np.append(different[1:], False)
     if not different.any():
         return None
-    i = int(np.argmax(different))
+    i = argmax(different)
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     sentence = f"learning rates differ from step {step} ({values})"
     shifted = exact and _is_shifted(lr, tolerance)
@@ -166,14 +169,13 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
 
 def _is_shifted(lr: Points, tolerance: float) -> bool:
     """Return whether the rates are the same one step earlier or later: it may be the logging."""
-    unit = np.broadcast_to(lr.unit, lr.a.shape)
     if len(lr) <= _CORNER_POINTS + 1 or np.any(np.diff(lr.steps) != 1):
         return False
-    allowed = np.maximum(tolerance * np.abs(lr.a), 0.5000001 * unit)
+    allowed = np.maximum(tolerance * abs(lr.a), 0.5000001 * lr.units)
     # Rates that print alike without the shift, too, show none.
-    moving = np.abs(lr.a - lr.b) > 2 * allowed
+    moving = abs(lr.a - lr.b) > 2 * allowed
     for a, b in ((slice(-1), slice(1, None)), (slice(1, None), slice(-1))):
-        same = np.abs(lr.a[a] - lr.b[b]) <= np.maximum(allowed[a], 0.5000001 * unit[b])
+        same = abs(lr.a[a] - lr.b[b]) <= np.maximum(allowed[a], 0.5000001 * lr.units[b])
         if same.all() and np.count_nonzero(moving[a]) > _CORNER_POINTS:
             return True
     return False
@@ -187,7 +189,7 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifferen
         different = _other_increments(tokens)
         if not different.any():
             return None
-        i = int(np.argmax(different))
+        i = argmax(different)
         step, sides = int(tokens.steps[i]), [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
     # On other axes tokens so far differ anyway; their number per step must not.
     of_a, of_b = (_median_tokens(*side) for side in sides)
@@ -209,9 +211,8 @@ def _other_increments(tokens: Points) -> Flags:
     """
     if len(tokens) < 2:
         return ~tokens.same
-    unit = np.broadcast_to(tokens.unit, tokens.a.shape)
     grown = [np.diff(values) for values in (tokens.a, tokens.b)]
-    different = np.abs(grown[0] - grown[1]) > 2 * unit[1:]
+    different = abs(grown[0] - grown[1]) > 2 * tokens.units[1:]
     different &= (grown[0] > 0) & (grown[1] > 0)
     return np.append(different[0] & ~tokens.same[0], different)
 
@@ -222,7 +223,7 @@ def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
     steps, tokens = steps[finite], tokens[finite]
     if len(steps) < 2:
         return float(tokens[0]) if len(steps) else None
-    return float(np.median(np.diff(tokens) / np.diff(steps)))
+    return median(np.diff(tokens) / np.diff(steps))
 
 
 def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDifference]:

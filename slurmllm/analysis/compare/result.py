@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 from scipy.ndimage import uniform_filter1d
 
-from slurmllm.analysis.compare.alignment import Points
+from slurmllm.analysis.compare.alignment import Alignment, Points, StepMatch
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.metrics.curves import Axis, Curve, DamageWarning, Floats, Ints, Range
+from slurmllm.core.format import Json, Texts
+from slurmllm.core.metrics.curves import (
+    Axis,
+    Curve,
+    DamageWarning,
+    Floats,
+    Ints,
+    Ranges,
+    argmax,
+)
 from slurmllm.core.run.records import Record
 
 if TYPE_CHECKING:
@@ -75,7 +84,7 @@ class Side(Record):
     last_step: int
     attempts: int  # attempts that these rows come from
     restarts: tuple[int, ...]  # steps at which another attempt takes over
-    missing: tuple[Range, ...]  # ranges of steps without a row, between the first and the last step
+    missing: Ranges  # ranges of steps without a row, between the first and the last step
     shift: int = 0  # added to its steps
     shift_reason: str = ""  # why
     averaged: int | None = None  # steps over which its loss was averaged, as in the other log
@@ -141,11 +150,14 @@ class MetricComparison(Differences, Departure):
     scatter: Scattering
 
 
+Metrics = Mapping[str, MetricComparison]
+
+
 class DataComparison(Record):
     """Whether both runs read the same tokens in the same rows of the same steps."""
 
     same: bool
-    differences: tuple[str, ...]  # A's and B's, a phrase each
+    differences: Texts  # A's and B's, a phrase each
 
 
 class AlignmentRecord(Record):
@@ -164,6 +176,10 @@ class Diagnosis(Record):
     step: int  # first step with it
     text: str
 
+    @classmethod
+    def of(cls, cause: Cause) -> Diagnosis:
+        return cls(kind=cause.kind, step=cause.step, text=cause.evidence)
+
 
 class BandOfMetric(Record):
     """A metric of B against the spread of the seeds."""
@@ -179,7 +195,7 @@ class BandOfMetric(Record):
 class Band(Record):
     """The tolerance that several seeds of A give."""
 
-    seeds: tuple[str, ...]  # names of the runs, A first
+    seeds: Texts  # names of the runs, A first
     chance: float  # probability that another such seed is reported as different, at most
     metrics: dict[str, BandOfMetric]
 
@@ -218,8 +234,8 @@ class ComparedSteps(Record):
     steps_compared: int
     first_step: int
     last_step: int
-    only_in_a: tuple[Range, ...]  # ranges of steps, both ends included
-    only_in_b: tuple[Range, ...]
+    only_in_a: Ranges  # ranges of steps, both ends included
+    only_in_b: Ranges
     alignment: AlignmentRecord
     overlaps: dict[Literal["a", "b"], Overlap]
 
@@ -234,10 +250,10 @@ class Conclusion(Record):
     reason: str
     causes: tuple[Cause, ...]  # of the difference or the scatter, the likeliest first
     diagnosis: Diagnosis | None  # the first cause if the runs differ
-    settings: tuple[str, ...]  # recorded settings that differ
-    contrary_settings: tuple[str, ...]  # of these, those that change a training: the curves match
-    advice: tuple[str, ...]  # further options that judge the difference by its own noise
-    warnings: tuple[str, ...]
+    settings: Texts  # recorded settings that differ
+    contrary_settings: Texts  # of these, those that change a training: the curves match
+    advice: Texts  # further options that judge the difference by its own noise
+    warnings: Texts
 
 
 class Comparison(Conclusion, ComparedSteps):
@@ -255,17 +271,56 @@ class Comparison(Conclusion, ComparedSteps):
     def __repr__(self) -> str:
         return f"<Comparison: {self.verdict}, {self.reason}>"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return it for JSON; a number that is not finite is None."""
         # Not pydantic's JSON, which refuses names that are no UTF-8
-        content = json.dumps(self.model_dump())
-        document: dict[str, Any] = json.loads(content, parse_constant=lambda _: None)
+        document: Json = to_jsonable_python(self.model_dump(), inf_nan_mode="null")
         return document
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row for each metric that decides the verdict."""
         rows = [{"metric": name, **values} for name, values in self.to_dict()["metrics"].items()]
         return data_frame(rows).set_index("metric")
+
+
+def compared_steps(matches: Sequence[StepMatch], alignment: Alignment) -> Json:
+    """Return the fields of `ComparedSteps`."""
+    sides = [
+        Side(
+            name=match.read.name,
+            path=str(match.read.path),
+            steps=len(match.read.steps),
+            first_step=int(match.read.steps[0]),
+            last_step=int(match.read.steps[-1]),
+            attempts=len(np.unique(match.read.attempts)),
+            restarts=tuple(match.read.restarts.tolist()),
+            missing=match.read.gaps,
+            shift=match.shift,
+            shift_reason=match.reason if match.shift else "",
+            averaged=match.averaged,
+        )
+        for match in matches
+    ]
+    overlaps = [
+        Overlap(
+            rows=curve.overlap_rows,
+            identical=curve.overlap_identical,
+            max_rel_diff=curve.overlap_max_rel_diff,
+        )
+        for curve in alignment.curves
+    ]
+    steps = alignment.steps
+    return {
+        **dict(zip(("a", "b"), sides, strict=True)),
+        "steps_compared": len(steps),
+        "first_step": int(steps[0]),
+        "last_step": int(steps[-1]),
+        **dict(zip(("only_in_a", "only_in_b"), alignment.only, strict=True)),
+        "alignment": AlignmentRecord(
+            axis=alignment.axis, method=alignment.method, points=len(steps)
+        ),
+        "overlaps": dict(zip(("a", "b"), overlaps, strict=True)),
+    }
 
 
 def curve_letter(position: int) -> str:
@@ -307,11 +362,11 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     """
     finite = np.isfinite(signed)
     used = slice(None) if finite.all() else finite
-    a, b, size = points.a[used], points.b[used], np.abs(signed[used])
+    a, b, size = points.a[used], points.b[used], abs(signed[used])
     if not len(size):
         none = dict.fromkeys(Statistics.model_fields)
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
-    worst = int(np.argmax(size))
+    worst = argmax(size)
     median, p99 = np.percentile(size, [50, 99])
     nonzero = a != 0
     ratio = float(np.median(b[nonzero] / a[nonzero])) if nonzero.any() else None
@@ -319,7 +374,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     if shape:
         width = max(1, round(len(a) * _SMOOTHING))
         # Large values must not overflow in a running sum or a product.
-        scale = float(max(np.abs(a).max(), np.abs(b).max())) or 1.0
+        scale = float(max(abs(a).max(), abs(b).max())) or 1.0
         if scale > 1e100:
             a, b = a / scale, b / scale
         smooth_a, smooth_b = running_mean(a, width), running_mean(b, width)
@@ -371,6 +426,6 @@ def _window(steps: Ints, r: Floats) -> Window:
         first_step=int(steps[0]),
         last_step=int(steps[-1]),
         points=len(steps),
-        mean_rel_diff=float(np.abs(r).mean()) if len(r) else None,
+        mean_rel_diff=float(abs(r).mean()) if len(r) else None,
         mean_signed_rel_diff=float(r.mean()) if len(r) else None,
     )

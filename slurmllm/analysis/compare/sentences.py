@@ -16,6 +16,7 @@ from slurmllm.analysis.compare.result import (
     Basis,
     Cause,
     MetricComparison,
+    Metrics,
     Verdict,
     format_figure,
 )
@@ -32,7 +33,7 @@ def invented_steps(curves: Sequence[Curve], letter: str) -> str:
 
 def reason(
     verdict: Verdict,
-    metrics: Mapping[str, MetricComparison],
+    metrics: Metrics,
     basis: Basis,
     band: Band | None,
     causes: Sequence[Cause],
@@ -141,9 +142,7 @@ def _describe_divergence(
     return f"{sentence}, and {not_finite}" if sides else sentence
 
 
-def _describe_beginning(
-    metrics: Mapping[str, MetricComparison], steps: Ints, equal: str
-) -> list[str]:
+def _describe_beginning(metrics: Metrics, steps: Ints, equal: str) -> list[str]:
     """Describe up to which step the curves are the same, if they are not all along."""
 
     def earliest(field: str) -> float:
@@ -161,26 +160,26 @@ def _describe_beginning(
     return [f"the first difference is at step {first:.0f}"]
 
 
-def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool) -> list[str]:
+def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool) -> Iterator[str]:
     a, b = alignment.curves
     letters = ("A", alignment.letter)
-    warnings = []
     for label, curve, only in zip(letters, (a, b), alignment.only, strict=True):
         who = f"{label} ({curve.name})"
-        warnings += [f"{who}: {warning}" for warning in curve.warnings]
+        for warning in curve.warnings:
+            yield f"{who}: {warning}"
         if exact and curve.kind in ("tensorboard", "text"):
             source = "TensorBoard, which stores float32 (6e-8 relative)"
             if curve.kind == "text":
                 source = "text, whose numbers are rounded"
-            warnings.append(
+            yield (
                 f"{who} is read from {source}: --exact compares no more digits; for all of them "
                 "give a run with its metrics/attempt_NNN.jsonl"
             )
         if curve.gaps:
-            warnings.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
+            yield f"{who} lacks steps {describe_ranges(curve.gaps)}"
         for new in curve.schedules:
             changed = describe_schedule_change(curve, *new.attempts)
-            warnings.append(
+            yield (
                 f"{who}: steps from {new.step} were computed again with another learning rate "
                 f"({new.values[0]:.6g} → {new.values[1]:.6g}); the schedule was changed "
                 + (changed or f"at the resume of attempt {new.attempts[1]} or before")
@@ -190,23 +189,22 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
         if curve.overlap_identical is False:
             extent = curve.overlap_max_rel_diff
             by = f" by up to {format_figure(extent)} relative" if extent else ""
-            warnings.append(
+            yield (
                 f"{who}: {curve.overlap_rows} rows recomputed after a restart differ{by} from the "
                 "first ones; its resume was not bit-exact"
             )
         if only:
-            warnings.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
-    warnings += _axis_warnings(alignment)
+            yield f"only {who} has steps {describe_ranges(only)}; they are not compared"
+    yield from _axis_warnings(alignment)
     losses = [curve.columns.get("loss", curve.steps) for curve in (a, b)]
     same_file = a.path.absolute() == b.path.absolute()
     if same_file and np.array_equal(losses[0], losses[1], equal_nan=True):
-        warnings.append(f"A and {alignment.letter} are the same: {a.path}")
+        yield f"A and {alignment.letter} are the same: {a.path}"
     num_steps = len(alignment.steps)
     for name in ("loss", "grad_norm"):
         lacking = num_steps - (len(points[name]) if name in points else 0)
         if lacking:
-            warnings.append(f"{name} is missing at {lacking} of {num_steps} common steps")
-    return warnings
+            yield f"{name} is missing at {lacking} of {num_steps} common steps"
 
 
 def _axis_warnings(alignment: Alignment) -> Iterator[str]:
@@ -231,7 +229,7 @@ def _axis_warnings(alignment: Alignment) -> Iterator[str]:
         )
 
 
-def command_differences(a: Curve, b: Curve, letter: str) -> list[str]:
+def command_differences(a: Curve, b: Curve) -> list[str]:
     """Return in which arguments the commands of two other projects' trainers differ."""
     lines = [str(curve.settings.get("command.run") or "").split() for curve in (a, b)]
     if not all(lines) or lines[0] == lines[1]:
@@ -239,17 +237,7 @@ def command_differences(a: Curve, b: Curve, letter: str) -> list[str]:
     parts = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
     texts = []
     for how, i, end, j, other in parts:
-        of_a, of_b = lines[0][i:end], lines[1][j:other]
-        if how != "equal" and (of_a or of_b)[0].startswith("-") and not (of_a and of_b):
-            texts.append(f"only {'A' if of_a else letter} has {' '.join(of_a or of_b)}")
-        elif how != "equal":
-            begin = _option_before(lines[0], i)
-            option = lines[0][begin:i]
-            texts.append(f"{' '.join(option + of_a)} and {' '.join(option + of_b)}")
+        if how != "equal":  # with the word before, which may be an option
+            of_a, of_b = lines[0][max(i - 1, 0) : end], lines[1][max(j - 1, 0) : other]
+            texts.append(f"{' '.join(of_a)} and {' '.join(of_b)}")
     return [f"the commands differ: {'; '.join(texts)}"]
-
-
-def _option_before(words: Sequence[str], position: int) -> int:
-    """Return the index of the option whose value is at a position, else of the word before."""
-    options = [i for i in range(max(position - 3, 0), position) if words[i].startswith("-")]
-    return max(options, default=max(position - 1, 0))

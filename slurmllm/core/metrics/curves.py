@@ -26,6 +26,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Range = tuple[int, int]  # first and last step, both included
+Ranges = tuple[Range, ...]
 Axis = Literal["step", "tokens", "samples"]
 SourceKind = Literal["run", "tensorboard", "jsonl", "csv", "text"]
 StepUnit = Literal["steps", "micro-iterations", "samples"]
@@ -121,7 +122,7 @@ class Curve:
     overlap_identical: bool | None = None
     # Largest difference between them; None without overlap.
     overlap_max_rel_diff: float | None = None
-    gaps: tuple[Range, ...] = ()  # steps that are missing between the first and the last
+    gaps: Ranges = ()  # steps that are missing between the first and the last
     warnings: tuple[str, ...] = ()
     kind: SourceKind = "run"
     data: DataRecord | None = None  # the data that the run read; None if not recorded
@@ -219,6 +220,15 @@ class Curve:
         return data_frame(columns).set_index("step")
 
 
+def median(values: npt.NDArray[Any] | Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def argmax(values: npt.NDArray[Any]) -> int:
+    """Return the index of the largest value, of flags that of the first set one."""
+    return int(np.argmax(values))
+
+
 def signed_difference(a: Floats, b: Floats) -> Floats:
     """Return (b - a) / max(|a|, |b|), from -2 to 2; 0 if both are 0, NaN if one is not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -239,7 +249,7 @@ def bit_identical(a: Floats, b: Floats) -> Flags:
     return same
 
 
-def describe_ranges(ranges: tuple[Range, ...], limit: int = 3) -> str:
+def describe_ranges(ranges: Ranges, limit: int = 3) -> str:
     """Format ranges of steps: "12, 40–43, 50–60 and 7 more ranges"."""
     spans = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:limit]]
     more = len(ranges) - limit

@@ -78,7 +78,7 @@ def merge_rows(
     Rows that a roll-back (`skips`) undid are no overlap, nor those with another schedule. Warnings
     about the rows are added.
     """
-    columns, absent = _join_columns(blocks)
+    columns, absent = join_columns(blocks)
     all_steps = np.concatenate([block.steps for block in blocks])
     all_attempts = np.concatenate([block.attempts for block in blocks])
     used, replaced, winners = select_latest(all_steps, all_attempts)
@@ -125,7 +125,7 @@ def merge_rows(
     )
 
 
-def _join_columns(blocks: Sequence[RowBlock]) -> tuple[dict[str, Floats], dict[str, Flags]]:
+def join_columns(blocks: Sequence[RowBlock]) -> tuple[dict[str, Floats], dict[str, Flags]]:
     """Join the columns of all blocks; also return which rows lack a metric that others have."""
     columns = {}
     absent = {}

@@ -183,6 +183,17 @@ def wait_for(condition: Callable[[], object], patience_s: float, poll_s: float) 
     return True
 
 
+def step_beside(job_id: str, nodes: Sequence[str]) -> list[str]:
+    """Return srun of one task on each of some nodes of a job, beside what runs there.
+
+    The step shares CPUs (--overlap) and memory (--mem=0) of the job's other steps.
+    """
+    place = [f"--jobid={job_id}", f"--nodelist={','.join(nodes)}"]
+    count = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+    shared = ["--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
+    return ["srun", *place, *count, *shared]
+
+
 class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
@@ -365,20 +376,8 @@ class SlurmClient:
 
     def responds(self, job_id: str, node: str) -> bool:
         """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
-        command = [
-            "srun",
-            f"--jobid={job_id}",
-            f"--nodelist={node}",
-            "--nodes=1",
-            "--ntasks=1",
-            "--overlap",
-            "--mem=0",
-            "--input=none",
-            "--quiet",
-            "true",
-        ]
         try:
-            _run(command, timeout_s=RESPONSE_S)
+            _run([*step_beside(job_id, [node]), "true"], timeout_s=RESPONSE_S)
         except SlurmError:
             return False
         return True

@@ -179,6 +179,11 @@ class CheckpointEntry:
     replica_url: str | None = None  # location of the copy, if the entry is a replica
 
     @property
+    def step(self) -> int:
+        """By the folder's name: a damaged checkpoint may have no readable manifest."""
+        return int(self.directory.name.rpartition("_")[2])
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.bytes for file in self.manifest.files) if self.manifest else 0
 
