@@ -8,13 +8,14 @@ without one the peak is the fastest that was seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slurmllm.analysis.calibrate.node import Kind, Sample, Task, step_config
 from slurmllm.core.config.cluster import GIB, Hardware
 from slurmllm.core.errors import NodeError
+from slurmllm.core.format import Json, Texts, Values
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.step import step_time
 
@@ -27,7 +28,7 @@ class FittedHardware:
     """Fitted hardware figures."""
 
     hardware: Hardware
-    notes: tuple[str, ...]  # one line for each figure that was not measured, with its replacement
+    notes: Texts  # one line for each figure that was not measured, with its replacement
 
 
 def hardware_of(
@@ -45,7 +46,7 @@ def hardware_of(
     notes: list[str] = []
     # What is not measured stays as it was: the overlap of data-parallel communication, for one.
     unfitted = {"source", "rough", "assumed"}
-    values: dict[str, Any] = profile.model_dump(exclude=unfitted) if profile else {}
+    values: Json = profile.model_dump(exclude=unfitted) if profile else {}
     values |= _memory(samples, profile)
     values |= _matrices(samples, task.precision, profile, values["memory_gb_s"])
     # FLOP/s, of the profile's TFLOP/s.
@@ -62,7 +63,7 @@ def hardware_of(
     if _select(samples, "gpu_step", minimum=0):
         gpu_steps = _select(samples, "gpu_step", minimum=2)
         values["memory_efficiency"] = fit_steps(gpu_steps, task, values)
-    rounded: dict[str, Any] = {
+    rounded: Json = {
         name: float(f"{value:.{_DIGITS}g}") if isinstance(value, int | float) else value
         for name, value in values.items()
     }
@@ -178,7 +179,7 @@ def _memory(measured: Sequence[Sample], profile: Hardware | None) -> dict[str, f
     }
 
 
-def fit_steps(steps: Sequence[Sample], task: Task, values: Mapping[str, Any]) -> float:
+def fit_steps(steps: Sequence[Sample], task: Task, values: Values) -> float:
     """Return the `memory_efficiency` with which the planner gives back the time of a layer.
 
     Args:
@@ -246,7 +247,7 @@ def _links(
     memory_gb_s: float,
     notes: list[str],
 ) -> dict[str, float]:
-    figures: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
+    figures = {}  # where → GB/s, microseconds of a hop
     alone = []
     # Over the network each worker of a node has a ring of its own; the link carries all at once.
     for span, rings in (("node", 1), ("network", task.workers)):
@@ -261,24 +262,19 @@ def _links(
         ("node", "node_link", "a node has one worker"),
         ("network", "network", "there was one node"),
     ):
+        fields = [f"{name}_{figure}" for figure in ("gb_s", "efficiency", "latency_us")]
         if span in figures:
             gb_s, hop_us = figures[span]
-            peak = _peak(profile, f"{name}_gb_s", gb_s)
-            efficiency = gb_s / peak
+            peak = _peak(profile, fields[0], gb_s)
+            link_figures = [peak, gb_s / peak, hop_us]
         elif profile is not None:
             whose = "the profile's guess" if profile.rough else "the profile's own"
             notes.append(f"{name}_…: {whose}, for {lacking}")
-            peak = getattr(profile, f"{name}_gb_s")
-            efficiency = getattr(profile, f"{name}_efficiency")
-            hop_us = getattr(profile, f"{name}_latency_us")
+            link_figures = [getattr(profile, field) for field in fields]
         else:
-            other = next(iter(figures.values()), (memory_gb_s, 0.0))
-            (peak, hop_us), efficiency = other, 1.0
+            peak, hop_us = next(iter(figures.values()), (memory_gb_s, 0.0))
+            link_figures = [peak, 1.0, hop_us]
             stead = "the other link's" if figures else "memory_gb_s"
             notes.append(f"{name}_…: {stead}, for {lacking}")
-        values |= {
-            f"{name}_gb_s": peak,
-            f"{name}_efficiency": efficiency,
-            f"{name}_latency_us": hop_us,
-        }
+        values |= dict(zip(fields, link_figures, strict=True))
     return values

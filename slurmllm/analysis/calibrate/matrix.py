@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmllm.analysis.calibrate.fits import matrix_figures, product_flops
 from slurmllm.analysis.calibrate.node import PRODUCT_SIZES, Sample, product_grid
@@ -12,6 +11,7 @@ from slurmllm.analysis.calibrate.run import run_task, task_of
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.display.pictures import PICTURE_STYLE, Axes, Figure, NullLocator, rc_context
+from slurmllm.core.format import Json, Values
 from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.plan.parameters import Product
 from slurmllm.plan.plot import COLORS, MARKERS
@@ -28,7 +28,7 @@ def is_device_here(config: RunConfig, root: Path = Path("/")) -> bool:
     return device == "cpu" or (device == "cuda" and any(root.glob("dev/nvidia[0-9]*")))
 
 
-def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[dict[str, Any]]:
+def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[Json]:
     """Return what products reach: measured if this machine has the device, else as predicted."""
     hardware = known_hardware(config)
     if not is_device_here(config):
@@ -44,12 +44,12 @@ def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[dict[st
     return measured_products(hardware, samples)
 
 
-def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:
+def predicted_products(hardware: Hardware, device: str) -> list[Json]:
     sizes = product_grid(*PRODUCT_SIZES["cpu" if device == "cpu" else "cuda"])
     return [_row(hardware, "bf16", size, None) for size in sizes]
 
 
-def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[Json]:
     largest = max(sample.sizes[0] for sample in samples)
     largest_products = [s for s in samples if s.sizes[0] == largest]  # without the head
     return [
@@ -58,9 +58,7 @@ def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dic
     ]
 
 
-def _row(
-    hardware: Hardware, precision: str, sizes: Sequence[int], measured: float | None
-) -> dict[str, Any]:
+def _row(hardware: Hardware, precision: str, sizes: Sequence[int], measured: float | None) -> Json:
     m, n, k = sizes
     peak = hardware.bf16_tflops if precision == "bf16" else hardware.fp32_tflops
     # The product, and the gradients of its factors.
@@ -79,12 +77,12 @@ def _row(
 
 
 @rc_context(fname=PICTURE_STYLE)
-def draw_matrix_utilization(rows: Sequence[Mapping[str, Any]], profile: str) -> Figure:
+def draw_matrix_utilization(rows: Sequence[Values], profile: str) -> Figure:
     """Draw the share of the peak by matrix size.
 
     Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
     """
-    together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
+    together, alone = dict[str, list[Values]](), dict[str, list[Values]]()
     for row in rows:
         if row["n"] == 4 * row["k"]:
             name = f"{row['precision']}, peak {row['peak_tflops']:.4g} TFLOP/s"
@@ -104,7 +102,7 @@ def draw_matrix_utilization(rows: Sequence[Mapping[str, Any]], profile: str) -> 
     return figure
 
 
-def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Values]]) -> None:
     for number, (name, rows) in enumerate(lines.items()):
         widths, color = [row["k"] for row in rows], COLORS[number]
         for kind, marker, style in (("measured", MARKERS[number], "-"), ("planner", "", ":")):

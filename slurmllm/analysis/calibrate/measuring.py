@@ -283,7 +283,7 @@ def _block(
 
 def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
     """Return the ranks of the groups of each kind, which communicate at the same time."""
-    ranks: dict[str, list[list[int]]] = {}
+    ranks = {}
     if workers > 1:
         ranks["node"] = [list(range(n * workers, (n + 1) * workers)) for n in range(nodes)]
     if nodes > 1:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from slurmllm.core.config.resolve import RunConfig, resolve
+from slurmllm.core.run.records import Record
 from slurmllm.launch.diagnose.probe import JsonLine
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.control.rendezvous import (
@@ -30,10 +29,10 @@ from slurmllm.train.control.rendezvous import (
 _WORKER = "slurmllm.analysis.calibrate.worker"
 _POLL_S = 0.1
 
-_Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
-_Work = Literal["product", "attention", "copy", "elementwise", "step", "gpu_step", _Collective]
-Kind = Literal["progress", "reserved", "memory", "busy", _Work]
-
+Kind = (
+    Literal["progress", "reserved", "memory", "busy", "product", "attention", "copy"]
+    | Literal["elementwise", "step", "gpu_step", "all_reduce", "all_gather", "reduce_scatter"]
+)
 
 # Of a GPU: for all measurements of a node, so that `calibrate` takes 45 s at most. Compilations and
 # first calls cannot be cut short; what they leave is divided among the measurements.
@@ -71,10 +70,8 @@ def step_config(task: Task, layers: int) -> RunConfig:
     return resolve("tiny_neox", "local", settings)
 
 
-class Task(BaseModel):
+class Task(Record):
     """The task of the measuring processes."""
-
-    model_config = ConfigDict(frozen=True)
 
     nodes: int
     workers: int  # processes of a node

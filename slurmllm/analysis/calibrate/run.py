@@ -16,6 +16,7 @@ from slurmllm.core.config.resolve import RunConfig, clusters_dir
 from slurmllm.core.config.variables import is_secret, mask
 from slurmllm.core.config.yaml_source import write_yaml
 from slurmllm.core.errors import ConfigError, NodeError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.rundir import write_atomic
 from slurmllm.launch.diagnose.probe import read_lines
 from slurmllm.launch.supervise.allocation import Allocation, node_command
@@ -31,10 +32,10 @@ class Calibration:
     """The result of a calibration."""
 
     hardware: Hardware
-    nodes: tuple[str, ...]
+    nodes: Texts
     # One line for each figure that was not measured, with its replacement, and for each node that
     # was in use.
-    notes: tuple[str, ...]
+    notes: Texts
     seconds: float  # duration of the measurement, s
     products: tuple[Sample, ...] = ()  # the matrix products, of both precisions
 
@@ -79,7 +80,7 @@ def run_task(
     begun = time.monotonic()
     command = node_command(cluster, "slurmllm.analysis.calibrate.node")
     processes = allocation.ask([*command, task.model_dump_json()])
-    samples: list[Sample] = []
+    samples = []
     output: list[str] = []
     for _, line in read_lines(processes, LIMIT_S, lambda: False):
         sample = Sample.parse(line)

@@ -6,13 +6,14 @@ is its noise, and a resume is judged by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from slurmllm.analysis.compare.alignment import decimals
 from slurmllm.analysis.compare.compare import METRICS, compare
 from slurmllm.analysis.compare.result import Tolerances, format_figure
 from slurmllm.analysis.drill.injector import FAULTS, FaultKind, Injection
@@ -20,6 +21,7 @@ from slurmllm.analysis.status.history import read_history
 from slurmllm.analysis.status.recoveries import find_recoveries
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.errors import RunError
+from slurmllm.core.format import Texts
 from slurmllm.core.metrics.curves import Curve, describe_ranges
 from slurmllm.core.metrics.row_reader import last_row_of
 from slurmllm.core.metrics.source import read_curve
@@ -94,7 +96,7 @@ class DrillResult(Record):
     kind: FaultKind
     run: str
     passed: bool
-    faults: tuple[str, ...]  # why it did not pass, one line each
+    faults: Texts  # why it did not pass, one line each
     tested: bool = True  # whether the fault was injected before the last step
     at_step: int | None = None  # last step seen before the fault
     node: str = ""
@@ -118,7 +120,7 @@ class DrillReport(Record):
     reference: str  # name of the run without a fault
     own_reference: bool  # whether the run itself was the reference
     drills: tuple[DrillResult, ...]
-    kept: tuple[str, ...]  # runs of the drill that were not removed
+    kept: Texts  # runs of the drill that were not removed
     repeat: str | None = None  # of another project's trainer: a second run without a fault
     # By metric, the largest relative difference of these two
     noise: Mapping[str, float] = Field(default_factory=dict)
@@ -148,7 +150,7 @@ def check_recovery(
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
     missed = "the injector never started there" if injection is None else injection.missed
     untested = "no fault was injected" if missed else ""
-    faults = _ending_faults(kind, None if untested else hit, state)
+    faults = [*_ending_faults(kind, None if untested else hit, state)]
     recomputed, resume = 0, None
     try:
         curve = read_curve(run.path)
@@ -166,7 +168,8 @@ def check_recovery(
     if unbroken is None:
         faults += _checkpoint_faults(run, steps)
     if untested:
-        faults.insert(0, _not_tested(untested, missed, state))
+        fix = "; use more --steps" if state == "done" else ""
+        faults.insert(0, untested + fix + (f" ({missed})" if missed else ""))
     return DrillResult(
         kind=kind,
         run=run.name,
@@ -195,17 +198,12 @@ def _steps_lost(run: RunDir, hit: AttemptRecord, resume: Resumption | None) -> i
     return hit.steps_lost
 
 
-def _not_tested(reason: str, details: str, state: str) -> str:
-    fix = "; use more --steps" if state == "done" else ""
-    return reason + fix + (f" ({details})" if details else "")
-
-
-def _ending_faults(kind: FaultKind, hit: AttemptRecord | None, state: str) -> list[str]:
-    faults = [] if state == "done" else [f"did not finish: {state}"]
+def _ending_faults(kind: FaultKind, hit: AttemptRecord | None, state: str) -> Iterator[str]:
+    if state != "done":
+        yield f"did not finish: {state}"
     expected = FAULTS[kind].expected
     if hit is not None and expected and hit.ending != expected:
-        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
-    return faults
+        yield f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}"
 
 
 def _came_too_late(kind: FaultKind, curve: Curve, hit: AttemptRecord, steps: int) -> bool:
@@ -239,16 +237,14 @@ def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolera
     return faults
 
 
-def _checkpoint_faults(run: RunDir, steps: int) -> list[str]:
-    faults = []
+def _checkpoint_faults(run: RunDir, steps: int) -> Iterator[str]:
     if partial := sorted(path.name for path in run.checkpoints.glob(".*")):
-        faults.append(f"an incomplete checkpoint is left: {', '.join(partial)}")
+        yield f"an incomplete checkpoint is left: {', '.join(partial)}"
     newest = max(run.checkpoint_steps(), default=None)
     if newest != steps:
-        faults.append(f"the newest checkpoint is of step {newest}, not {steps}")
+        yield f"the newest checkpoint is of step {newest}, not {steps}"
     else:
-        faults += verify_entry(read_entry(run.checkpoint(steps))).faults or ()
-    return faults
+        yield from verify_entry(read_entry(run.checkpoint(steps))).faults or ()
 
 
 def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
@@ -361,10 +357,9 @@ def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
 
 def _printed_digits(curve: Curve, first: int, names: Sequence[str]) -> tuple[int, bool]:
     """Return the most digits of the values from a step on, and whether equal ones are proof."""
-    max_digits, proves = 0, False
-    for name in names:
-        values = {float(value) for value in curve.columns[name][curve.steps >= first]}
-        digits = [len(Decimal(repr(value)).normalize().as_tuple().digits) for value in values]
-        max_digits = max([max_digits, *digits])
-        proves |= sum(count >= _MANY_DIGITS for count in digits) >= _MANY_STEPS
-    return max_digits, proves
+    digits = [
+        [len(number.digits) for number in decimals(curve.columns[name][curve.steps >= first])]
+        for name in names
+    ]
+    proves = any(sum(n >= _MANY_DIGITS for n in column) >= _MANY_STEPS for column in digits)
+    return max(chain(*digits), default=0), proves

@@ -40,7 +40,7 @@ from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import open_append, os_error_text, read_limited
-from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.core.slurm.client import SlurmClient, step_beside
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.submit.launch import submit_jobs
 from slurmllm.launch.submit.prepare import RunRequest, prepare
@@ -79,12 +79,9 @@ class SlurmRunner:
         self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         """Start a command on nodes of an active run."""
-        srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={','.join(nodes)}"]
-        srun += [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
-        # --overlap, --mem=0: the step shares CPUs and memory of the run's steps.
-        srun += ["--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
+        srun = [*step_beside(self._job(run), nodes), *command]
         try:
-            return subprocess.Popen([*srun, *command], env=slurm_environment(), **_NO_FILES)
+            return subprocess.Popen(srun, env=slurm_environment(), **_NO_FILES)
         except OSError as error:
             raise SlurmError(f"srun cannot be started: {error}") from error
 

@@ -25,6 +25,7 @@ import psutil
 
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
+from slurmllm.core.format import Texts
 from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.core.run.rundir import RunDir
@@ -52,7 +53,7 @@ class Fault(NamedTuple):
     expected: EndingClass | None  # the class that the attempt must get; None: any
     min_nodes: int = 1  # nodes that the run must have
     of_commands: bool = False  # whether only other projects' trainers get it, on all nodes
-    overrides: tuple[str, ...] = ()  # values that the run needs for it, as given to --set
+    overrides: Texts = ()  # values that the run needs for it, as given to --set
 
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -100,7 +101,7 @@ class RunProcess(NamedTuple):
     pid: int
     role: str  # one of `ROLES`; empty for others with the run's path among their arguments
     rank: int | None  # of a worker
-    command: tuple[str, ...]
+    command: Texts
     node: str  # of a launcher of --local
 
 
@@ -153,8 +154,7 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     of_all = FAULTS[spec.kind].of_commands
     if not of_all:
         below = [pid, *descendants([pid])] if pid is not None and pid in below else []
-    shells = {pid for pid in below if _program(pid) in ("", "bash", "sh")}
-    below = [pid for pid in below if pid not in shells]
+    below = [pid for pid in below if _program(pid) not in ("", "bash", "sh")]
     if not below:
         raise NodeError(
             f"rank {spec.rank} of attempt {spec.attempt} of {run.name} does not run on {spec.node}"

@@ -32,6 +32,7 @@ from slurmllm.analysis.evaluate.scores import ScoreTable, match_metric, read_sco
 from slurmllm.analysis.evaluate.suites import VALIDATION, LocatedSuite, SuiteTask
 from slurmllm.analysis.evaluate.validation_text import LOOP, cache_key_parts, validation_text
 from slurmllm.core.errors import DataError, SlurmllmError, StorageError, UserError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.arrays import ArrayRequest, map_calls
@@ -54,12 +55,12 @@ class EvaluationPlan:
 
     def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
         """Return the request of a suite's row, with the cache key of its scores."""
-        settings = self.settings
+        version, parts = self.harness or "", None
         if self.validation is not None and row.task == self.validation.name:
-            bare = SuiteTask(task=row.task)
-            parts = cache_key_parts(self.validation, settings.tokenizer)
-            return TaskRequest(bare, folder, task_key(bare, folder, settings.limit, LOOP, parts))
-        return TaskRequest(row, folder, task_key(row, folder, settings.limit, self.harness or ""))
+            row, version = SuiteTask(task=row.task), LOOP
+            parts = cache_key_parts(self.validation, self.settings.tokenizer)
+        key = task_key(row, folder, self.settings.limit, version, parts)
+        return TaskRequest(row, folder, key)
 
     def tasks(self) -> tuple[TaskRequest, ...]:
         """Return all tasks, each once."""
@@ -102,7 +103,7 @@ class EvaluationResult:
     cached: int = 0  # likewise, of cached ones
     failed: list[TaskFailure] = field(default_factory=list)
     # Step → faults of the checkpoint's files.
-    damaged: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    damaged: dict[int, Texts] = field(default_factory=dict)
 
 
 def plan_evaluation(
@@ -117,7 +118,7 @@ def plan_evaluation(
 
     `named` are the tasks of --task, `corpus` is the file of --validation-corpus.
     """
-    skipped: dict[str, str] = {}
+    skipped = {}
     validation: ValidationText | None = None
     if any(row.task == VALIDATION for located in suites for row in located.suite.rows()):
         try:
@@ -158,7 +159,7 @@ def plan_jobs(
     Returns also task → reason for those that may not run, and the number of cached scores.
     """
     tasks, permitted = plan.tasks(), plan.permitted()
-    jobs: list[JobRequest] = []
+    jobs = []
     forbidden: dict[str, str] = {}
     cached = 0
     for model in models:
@@ -236,9 +237,8 @@ def run_jobs(
 
 def missing_metrics(
     target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
-) -> list[TaskFailure]:
-    """Return the rows whose metric is not among a task's scores."""
-    failures = []
+) -> Iterator[TaskFailure]:
+    """Yield the rows whose metric is not among a task's scores."""
     for model in models:
         for located in plan.suites:
             for row in located.suite.rows():
@@ -249,8 +249,7 @@ def missing_metrics(
                 scores = EvaluationRecord.load(path).scores
                 if match_metric(row.metric, scores) is None:
                     reason = f"no finite metric {row.metric!r}; the task has {', '.join(scores)}"
-                    failures.append(TaskFailure(model.step, row.task, row.shots, reason))
-    return failures
+                    yield TaskFailure(model.step, row.task, row.shots, reason)
 
 
 def suite_tables(
@@ -303,7 +302,7 @@ def run_job(request: JobRequest) -> JobOutcome:
         faults = verify_entry(read_entry(model.directory)).faults
         if faults:
             return JobOutcome(damaged=faults)
-    failed: dict[str, str] = {}
+    failed = {}
 
     def evaluate(task: TaskRequest, score: Callable[[TaskRequest], TaskScores]) -> None:
         started = time.monotonic()  # not time.time(), which may be set back

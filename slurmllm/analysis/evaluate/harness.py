@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -27,6 +27,7 @@ from slurmllm.analysis.evaluate.suites import suites_dir
 from slurmllm.analysis.evaluate.task_templates import Sandbox
 from slurmllm.core.config.profiles import did_you_mean
 from slurmllm.core.errors import DataError, SlurmllmError, UserError
+from slurmllm.core.format import Values
 from slurmllm.train.model.private_names import TASK_FUNCTIONS
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
@@ -75,8 +76,8 @@ class Harness:
         """Evaluate a task; UserError if it may not run, DataError if its questions are not here."""
         results = self._evaluate(request)
         name = request.task.task
-        scores: dict[str, float] = {}
-        errors: dict[str, float] = {}
+        scores = {}
+        errors = {}
         for key, value in results["results"][name].items():
             metric, comma, filter_name = key.partition(",")
             # `alias` has no comma; a standard error may be "N/A".
@@ -93,7 +94,7 @@ class Harness:
         num_samples = sum(int(n["effective"]) for n in results["n-samples"].values())
         return TaskScores(scores, errors, num_samples, require_harness(), shots)
 
-    def _evaluate(self, request: TaskRequest) -> Mapping[str, Any]:
+    def _evaluate(self, request: TaskRequest) -> Values:
         task, settings = request.task, self._settings
         if settings.allow_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by metrics that run programs
@@ -238,9 +239,7 @@ def _factory_without_code() -> Any:
     return Factory()
 
 
-def _refuse_code(
-    settings: Mapping[str, Any], source: str, allowed: Collection[str] | None = None
-) -> None:
+def _refuse_code(settings: Values, source: str, allowed: Collection[str] | None = None) -> None:
     """Raise UserError if settings run code, at any depth, or a shipped task may not have them."""
     from lm_eval.api import metrics, registry
 

@@ -9,16 +9,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slurmllm.analysis.evaluate.suites import SuiteTask
 from slurmllm.core.config.huggingface import ADAPTER
 from slurmllm.core.errors import CheckpointError, RunError, UserError
+from slurmllm.core.format import Texts, Values
 from slurmllm.core.run.rundir import RunDir, is_run
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.train.checkpoint.catalogue import (
@@ -118,7 +119,7 @@ class JobOutcome:
     """The outcome of a job."""
 
     failed: dict[str, str] = field(default_factory=dict)  # cache key of a task → reason
-    damaged: tuple[str, ...] = ()  # faults of the checkpoint's files, which was therefore skipped
+    damaged: Texts = ()  # faults of the checkpoint's files, which was therefore skipped
 
 
 @cache
@@ -151,7 +152,7 @@ def task_key(
     folder: Path,
     limit: int | None,
     version: str,
-    extra: Mapping[str, Any] | None = None,
+    extra: Values | None = None,
 ) -> str:
     """Return a digest of all that a task's scores depend on, with the task's name in front.
 
@@ -194,7 +195,7 @@ def _files_digest(folder: Path) -> str:
     return _digest(digests)
 
 
-def _digest(parts: Mapping[str, Any]) -> str:
+def _digest(parts: Values) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -213,7 +214,7 @@ class Selection:
 
     models: tuple[ModelRef, ...]  # oldest first
     named_steps: frozenset[int] = frozenset()  # requested by number
-    warnings: tuple[str, ...] = ()  # checkpoints that are skipped, with the reason
+    warnings: Texts = ()  # checkpoints that are skipped, with the reason
 
 
 def find_target(target: str, root: Path) -> EvaluationTarget:
@@ -253,18 +254,18 @@ def select_models(
     entries = list_checkpoints(run)
     invalidated = invalidated_checkpoints(run)
     complete = {
-        _step(entry): entry
+        entry.step: entry
         for entry in entries
-        if entry.manifest is not None and _step(entry) not in invalidated
+        if entry.manifest is not None and entry.step not in invalidated
     }
     selected: dict[int, ModelRef] = {}
     warnings: list[str] = []
-    named: set[int] = set()
+    named = set()
     for choice in requested or ("latest",):
         if choice == "all":
             selected = {step: _model(entry) for step, entry in complete.items()} | selected
             warnings += [
-                f"skipping step {_step(entry)}: {'; '.join(entry.faults or ())}"
+                f"skipping step {entry.step}: {'; '.join(entry.faults or ())}"
                 for entry in entries
                 if entry.manifest is None
             ]
@@ -286,11 +287,6 @@ def select_models(
             named.add(int(choice))
     models = tuple(selected[step] for step in sorted(selected))
     return Selection(models, frozenset(named), tuple(dict.fromkeys(warnings)))
-
-
-def _step(entry: CheckpointEntry) -> int:
-    # From the name: a damaged checkpoint may have no readable manifest.
-    return int(entry.directory.name.rpartition("_")[2])
 
 
 def _model(entry: CheckpointEntry) -> ModelRef:

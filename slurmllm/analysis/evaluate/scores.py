@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def suite_table(
     for group in suite.groups:
         published = {model.model: model.figures.get(group.name, {}) for model in suite.references}
         errors = {model.model: model.errors.get(group.name, {}) for model in suite.references}
-        group_rows: list[ScoreRow] = []
+        group_rows = []
         for task in group.tasks:
             matching = _matching(located.folder, task, stored)
             if limit is None:
@@ -166,9 +166,9 @@ def _matching(
     return matching
 
 
-def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> list[ScoreRow]:
+def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> Iterator[ScoreRow]:
     if not records:
-        return []
+        return
     limit = records[-1].limit
     name = task.title if limit is None else f"{task.title} (first {limit:g})"
     # As the harness reports them: some tasks allow no examples, whatever the suite sets.
@@ -176,14 +176,12 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
     metrics = (
         [task.metric] if task.metric else list(dict.fromkeys(m for r in records for m in r.scores))
     )
-    rows = []
     for metric in metrics:
         named = [(r, key) for r in records if (key := match_metric(metric, r.scores))]
         scores = {record.step: record.scores[key] for record, key in named}
         errors = {record.step: record.errors[key] for record, key in named if key in record.errors}
         if scores:
-            rows.append(ScoreRow(group, name, shots, metric, scores, errors, {}))
-    return rows
+            yield ScoreRow(group, name, shots, metric, scores, errors, {})
 
 
 def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
@@ -198,12 +196,12 @@ def _average(
     rows: Sequence[ScoreRow],
     published: Mapping[str, Mapping[str, float]],
     reference_errors: Mapping[str, float],
-) -> list[ScoreRow]:
-    """Return the mean of a group's rows, for steps and published models that have all of them."""
+) -> Iterator[ScoreRow]:
+    """Yield the mean of a group's rows, for steps and published models that have all of them."""
     tasks = len(rows)
     steps = sorted(set.intersection(*(set(row.scores) for row in rows)))
     if not steps:
-        return []
+        return
     scores = {step: sum(row.scores[step] for row in rows) / tasks for step in steps}
     # Standard error of a mean of independent scores.
     errors = {
@@ -217,4 +215,4 @@ def _average(
             references[model] = sum(row.references[model] for row in rows) / tasks
     limited = any("(first " in row.name for row in rows)
     name = AVERAGE + (" (first questions)" if limited else "")
-    return [ScoreRow(group, name, None, "", scores, errors, references, reference_errors)]
+    yield ScoreRow(group, name, None, "", scores, errors, references, reference_errors)

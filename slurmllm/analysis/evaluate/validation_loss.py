@@ -63,7 +63,7 @@ def held_out_loss(
     model = load_model(directory, read_origin(directory).model, device)
     rows = single_sequences(spec, limit or MAX_SEQUENCES)
     size = batch_size or max(1, _TOKENS_PER_BATCH // spec.seq_len)
-    sums: list[tuple[float, int]] = []  # (sum of losses in nats, target tokens) of each batch
+    sums = []  # (sum of losses in nats, target tokens) of each batch
     sequences = 0
     with torch.inference_mode():
         while group := list(itertools.islice(rows, size)):

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from slurmllm.analysis.evaluate.request import ValidationText
 from slurmllm.analysis.evaluate.suites import VALIDATION
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import DataError, UserError
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.spec import StreamSpec
@@ -51,9 +51,9 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
     return ValidationText(run.path, None, VALIDATION)
 
 
-def cache_key_parts(validation: ValidationText, tokenizer: Path | None) -> dict[str, Any]:
+def cache_key_parts(validation: ValidationText, tokenizer: Path | None) -> Json:
     """Return what the loss depends on, except the checkpoint, its data order and tokenizer name."""
-    parts: dict[str, Any] = {"loop": LOOP}
+    parts: Json = {"loop": LOOP}
     if validation.corpus is not None:
         parts["corpus"] = "".join(map(_digest, corpus_files(validation.corpus)))
     elif validation.run is not None:
@@ -75,7 +75,7 @@ def stream_spec(
     imported = directory / TOKENIZER_FOLDER / TOKENIZER
     named = tokenizer or (imported if imported.is_file() else None)
     seed, mask, share, corpora = 0, "none", 0.0, []
-    modules: tuple[str, ...] = ()
+    modules: Texts = ()
     if validation.run is not None:
         recipe = load(RunDir(validation.run).config).recipe
         seed, mask = recipe.train.seed, recipe.data.mask

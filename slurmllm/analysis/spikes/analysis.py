@@ -10,7 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from slurmllm.core.metrics.curves import Flags, Floats, Ints, Range, SourceKind
+from slurmllm.core.format import Texts
+from slurmllm.core.metrics.curves import Flags, Floats, Ints, Range, SourceKind, argmax, median
 from slurmllm.core.run.records import Record
 
 # passing: all returned to the mean; lasting: one did not, or went on for a whole window;
@@ -118,7 +119,7 @@ class LoggedSteps(Record):
     last_step: int
     interval: int  # usual distance between two logged steps
     restarts: tuple[int, ...]  # steps at which another attempt takes over
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
     plot: str | None = None  # path of the picture
 
 
@@ -160,11 +161,11 @@ class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
         """This analysis, and that of the gradient norm if there is one."""
         return (self,) if self.grad_norm_spikes is None else (self, self.grad_norm_spikes)
 
-    def highest_spikes(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def highest_spikes(self) -> tuple[Texts, list[Texts]]:
         """Return headings and rows of a table of the highest spikes, highest first."""
         ratio = "grad norm" if self.metric == "loss" else "ratio"
         headings = ("step", "steps", "above mean", NAMES[self.metric], "back after", ratio)
-        rows: list[tuple[str, ...]] = []
+        rows: list[Texts] = []
         for spike in sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:SHOWN]:
             coincident = [] if spike.restart is None else [f"restart at {spike.restart}"]
             if spike.skipped is not None:
@@ -183,17 +184,13 @@ class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
         return (*headings, "coincides"), rows
 
 
-def growth_of(
-    metric: Metric, steps: Ints, values: Floats, window: int, threshold: float
-) -> Growth | None:
-    """Measure how far the running mean rose above its lowest value; None without a finite one."""
+def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshold: float) -> Growth:
+    """Measure how far the running mean, finite somewhere, rose above its lowest value."""
     means = window_means(values, window)
     # fmin, not minimum: a window without a finite value has no mean (NaN).
     lowest = np.fmin.accumulate(means)
     rise = means - lowest
     finite = np.flatnonzero(np.isfinite(rise))
-    if not finite.size:
-        return None
     ends = steps[window - 1 :]
     top = int(finite[np.argmax(rise[finite])])
     # The standard error of a mean of `window` steps is noise / √window.
@@ -203,7 +200,7 @@ def growth_of(
     limit = np.fmax(base, noise)
     first, last = find_stretches(rise > limit)
     lengths = last - first + 1
-    longest = int(np.argmax(lengths)) if lengths.size else None
+    longest = argmax(lengths) if lengths.size else None
     return Growth(
         largest=float(rise[top]),
         step=int(ends[top]),
@@ -223,7 +220,7 @@ def noise_of(values: Floats) -> float:
     jumps = jumps[np.isfinite(jumps)]
     if not jumps.size:
         return 0.0
-    return _SIGMA_OF_MEDIAN * float(np.median(np.abs(jumps - np.median(jumps)))) / math.sqrt(2)
+    return _SIGMA_OF_MEDIAN * median(abs(jumps - np.median(jumps))) / math.sqrt(2)
 
 
 def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int) -> GradNorm | None:
@@ -240,7 +237,7 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
             top = int(np.nanargmax(np.where(np.isfinite(grown), grown, np.nan)))
             growth, growth_step = float(grown[top]), int(steps[window - 1 + top])
     return GradNorm(
-        ratio_median=float(np.median(finite)) if finite.size else None,
+        ratio_median=median(finite) if finite.size else None,
         ratio_largest=float(finite.max()) if finite.size else None,
         doubled=int(np.count_nonzero(finite > 2)),
         growth=growth,
@@ -249,7 +246,7 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
 
 
 def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
-    if norms is None or not np.isfinite(norms).any():
+    if norms is None:
         return None
     finite = np.isfinite(norms)
     steps, norms = steps[finite], norms[finite]
@@ -263,9 +260,7 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
         block_steps = _block_medians(steps.astype(np.float64), _BLOCKS)
         medians = _block_medians(norms, _BLOCKS)
         i, j = np.triu_indices(len(block_steps), 1)
-        slope = 1000.0 * float(
-            np.median((medians[j] - medians[i]) / (block_steps[j] - block_steps[i]))
-        )
+        slope = 1000.0 * median((medians[j] - medians[i]) / (block_steps[j] - block_steps[i]))
         changes = np.diff(_block_medians(norms, _DIRECTION_BLOCKS))
         falling: Direction = "falling" if (changes < 0).all() else "neither"
         direction = "rising" if (changes > 0).all() else falling

@@ -38,7 +38,7 @@ from slurmllm.analysis.spikes.analysis import (
 )
 from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.format import format_plural
-from slurmllm.core.metrics.curves import Curve, Flags, Floats, Ints, Range, spike_height
+from slurmllm.core.metrics.curves import Curve, Flags, Floats, Ints, Range, median, spike_height
 
 WINDOW = 20
 THRESHOLD = 0.1
@@ -158,7 +158,7 @@ def _count_spikes(spikes: Sequence[Spike], judged: int, last_window: Ints) -> Sp
         one_step_share=durations[1] / count if count else None,
         longest=max(durations, default=0),
         highest=max((spike.height for spike in spikes), default=None),
-        returned_after_median=float(np.median(returned)) if returned else None,
+        returned_after_median=median(returned) if returned else None,
         unreturned=sum(s.returned_after is None and s.step < last_window[0] for s in spikes),
         at_restarts=sum(spike.restart is not None for spike in spikes),
         at_skips=sum(spike.skipped is not None for spike in spikes),
@@ -315,8 +315,7 @@ def _clauses(analysis: SpikeAnalysis, rising: bool) -> Iterator[str]:
         number = _steps(analysis.not_finite_steps)
         yield f"the {name} is not a finite number at {number}, first at step {first}"
     if not analysis.judged:
-        finite = analysis.steps - analysis.not_finite_steps
-        if finite or not analysis.steps:
+        if finite := analysis.steps - analysis.not_finite_steps:
             yield (
                 f"{_steps(finite)} logged are too few: a spike is tested against the "
                 f"{analysis.window} steps before it"

@@ -27,6 +27,7 @@ from slurmllm.core.config.trackers import missing_for_trackers, tracking_uri
 from slurmllm.core.config.variables import MASK, is_secret
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
+from slurmllm.core.format import Values
 from slurmllm.core.metrics.curves import TAGS, Curve
 from slurmllm.core.metrics.row_reader import evaluation_values
 from slurmllm.core.metrics.source import read_run
@@ -179,7 +180,7 @@ def sync(
     os.environ.update(variables(config))
     with only_one(run):
         sessions = [Session(run, config, name) for name in names]
-        logged: set[str] = set()
+        logged = set()
         while True:
             last = ended()  # before the metrics are read
             begin = time.monotonic()
@@ -212,7 +213,10 @@ def _failure_text(name: TrackerName, error: Exception, run: RunDir, config: RunC
     if isinstance(error, SlurmllmError):
         return str(error)
     first_line = next(iter(str(error).strip().splitlines()), "")
-    cause = without_secrets(f"{type(error).__name__}: {first_line:.500}", config)
+    cause = f"{type(error).__name__}: {first_line:.500}"
+    for variable, value in {**os.environ, **variables(config)}.items():
+        if variable.startswith(("WANDB_", "MLFLOW_")) and is_secret(variable, value):
+            cause = cause.replace(value, MASK)
     return (
         f"{name}: {cause}; nothing is lost: `slurmllm track sync {run.name}` sends what is missing"
     )
@@ -237,7 +241,7 @@ class Description:
 
     name: str
     files: Path  # folder for the tracker's own files
-    config: Mapping[str, Any]  # the resolved configuration by dotted path; secrets are masked
+    config: Values  # the resolved configuration by dotted path; secrets are masked
     notes: Mapping[str, str]  # commit, report, directory and jobs
 
 
@@ -381,17 +385,8 @@ TRACKERS: Mapping[TrackerName, type[Tracker]] = {"wandb": Wandb, "mlflow": Mlflo
 
 def variables(config: RunConfig) -> dict[str, str]:
     """Return the trackers' variables of recipe and profile: keys, among others."""
-    both = {**config.cluster.env, **config.recipe.env}
     return {
         name: value
-        for name, value in both.items()
+        for name, value in {**config.cluster.env, **config.recipe.env}.items()
         if name.startswith(("WANDB_", "MLFLOW_")) and value != MASK
     }
-
-
-def without_secrets(message: str, config: RunConfig) -> str:
-    """Return a message of a tracker's package without the values of secret variables."""
-    for name, value in {**os.environ, **variables(config)}.items():
-        if name.startswith(("WANDB_", "MLFLOW_")) and is_secret(name, value):
-            message = message.replace(value, MASK)
-    return message
