@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,18 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
-from slurmllm.core.format import format_number, format_percent
+from slurmllm.core.format import Texts, Values, format_number, format_percent
 
 if TYPE_CHECKING:
     from slurmllm.analysis.calibrate.run import Calibration
     from slurmllm.core.config.resolve import RunConfig
 
 
-@click.command(cls=commands.GroupedCommand, common="cluster nodes set local out plot json")
+@commands.grouped(common="cluster nodes set local out plot json")
 @options.cluster
 @options.set_value
-@options.node_count(type=click.IntRange(1), help="Nodes to measure together.  [default: 1]")
-@click.option("--local", is_flag=True, help="Measure this machine, without Slurm.")
+@options.num_nodes(help="Nodes to measure together.  [default: 1]")
+@options.flag("--local", "Measure this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="The profile to write.  [default: print it]")
 @options.plot(": matrix size against utilization.")
 @click.option(
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @options.as_json
 def calibrate(
     cluster: str | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     nodes: int | None,
     local: bool,
     out: str | None,
@@ -88,7 +88,7 @@ def calibrate(
     allocation = allocate_nodes(config, command, "slurmllm-calibrate", **target)
     from slurmllm.analysis.calibrate.run import calibrate as measure
 
-    calibration = measure(config, allocation, lambda line: click.echo(line, err=True))
+    calibration = measure(config, allocation, options.note)
     _write(calibration, config, out, plot, as_json)
 
 
@@ -111,7 +111,7 @@ def _write(
 
         rows = measured_products(calibration.hardware, calibration.products)
         _write_figure(rows, config, plot)
-        click.echo(f"picture: {plot}", err=True)
+        options.note(f"picture: {plot}")
     if as_json:
         products = []
         for product in calibration.products:
@@ -123,7 +123,7 @@ def _write(
         options.echo_json({"hardware": calibration.hardware.model_dump(mode="json"), **figures})
         return
     for note in calibration.notes:
-        click.echo(f"note: {note}", err=True)
+        options.note(f"note: {note}")
     if out is None:
         click.echo(profile_text(config.cluster, calibration), nl=False)
         return
@@ -132,7 +132,7 @@ def _write(
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
 
 
-def _write_figure(rows: Sequence[Mapping[str, Any]], config: RunConfig, path: str) -> None:
+def _write_figure(rows: Sequence[Values], config: RunConfig, path: str) -> None:
     from slurmllm.analysis.calibrate.matrix import draw_matrix_utilization
     from slurmllm.core.display.pictures import write_picture
 
@@ -146,7 +146,7 @@ def _draw_matrix_figure(path: str, config: RunConfig, as_json: bool) -> None:
 
     _check_picture("--matrix-figure", path)
     measured = matrix.is_device_here(config)
-    rows = matrix.product_rows(config, lambda line: click.echo(line, err=True))
+    rows = matrix.product_rows(config, options.note)
     _write_figure(rows, config, path)
     name, device = config.cluster.name, config.cluster.device
     if as_json:

@@ -14,7 +14,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.core.errors import RunError, SlurmllmError, StorageError, UserError
-from slurmllm.core.format import format_bytes, format_plural
+from slurmllm.core.format import Texts, format_bytes, format_plural
 from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
 from slurmllm.core.run.safe_files import untrusted_error
 
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from slurmllm.core.run.records import Submission
     from slurmllm.core.slurm.client import SlurmClient
 
-_runs = click.argument(
-    "runs", nargs=-1, required=True, metavar="RUN...", shell_complete=options.complete_run
-)
+_runs = options.run_argument("runs", nargs=-1, required=True, metavar="RUN...")
 
 
 @click.command()
 @_runs
 @options.runs_dir
-def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
+def cancel(runs: Texts, runs_dir: Path) -> None:
     """Cancel the jobs of each RUN, or of a sweep.
 
     The workers save a checkpoint before they exit, if Slurm gives them the time. Nothing is
@@ -47,12 +45,12 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
                 try:
                     locks.enter_context(locked(RunDir(target.path), "cancel"))
                 except StorageError as error:  # a full disk must not keep its jobs
-                    click.echo(f"warning: {error}; cancelling without the lock", err=True)
+                    options.warn(f"{error}; cancelling without the lock")
                 _cancel(target, client)
         except SlurmllmError as error:
             errors.append(error)
     for earlier in errors[:-1]:
-        click.echo(f"error: {earlier}", err=True)
+        options.note(f"error: {earlier}")
     if errors:
         raise errors[-1]
 
@@ -64,7 +62,7 @@ def _record(run: RunDir) -> None:
     try:
         JobsRecord.change_last(run, cancelled_at=time.time())
     except StorageError as error:
-        click.echo(f"warning: the cancellation is not recorded: {error}", err=True)
+        options.warn(f"the cancellation is not recorded: {error}")
 
 
 def _require_own_record(run: RunDir) -> None:
@@ -149,13 +147,11 @@ def _signal(pid: int, number: int) -> None:
 
 @click.command()
 @_runs
-@click.option("--checkpoints", is_flag=True, help="Delete the checkpoints too.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@options.flag("--checkpoints", "Delete the checkpoints too.")
+@options.flag("--yes", "Do not ask.")
 @options.runs_dir
 @options.as_json
-def delete(
-    runs: tuple[str, ...], checkpoints: bool, yes: bool, runs_dir: Path, as_json: bool
-) -> None:
+def delete(runs: Texts, checkpoints: bool, yes: bool, runs_dir: Path, as_json: bool) -> None:
     """Delete the folders of runs, but for their checkpoints.
 
     Shows what goes and how many bytes that frees, and asks. Nothing is deleted if one of the names

@@ -6,14 +6,21 @@ import re
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import CheckpointError, RunError, SlurmllmError, UserError
-from slurmllm.core.format import format_age, format_bytes, format_count, format_names, format_plural
+from slurmllm.core.format import (
+    Json,
+    format_age,
+    format_bytes,
+    format_count,
+    format_names,
+    format_plural,
+)
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -68,13 +75,8 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@click.argument("run", shell_complete=options.complete_run)
-@click.option(
-    "--verify",
-    "verifying",
-    is_flag=True,
-    help="Verify sizes and checksums of all files but replicas'.",
-)
+@options.run_argument("run")
+@options.flag("--verify verifying", "Verify sizes and checksums of all files but replicas'.")
 @options.runs_dir
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
@@ -104,7 +106,7 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
                 for s in replica.steps()
             ]
     except SlurmllmError as error:  # the run's own checkpoints are listed all the same
-        click.echo(f"warning: {error}", err=True)
+        options.warn(error)
     if as_json:
         listed = [{"replica": e.replica_url is not None, **_entry_json(e)} for e in entries]
         options.echo_json({"run": run_dir.name, "checkpoints": listed})
@@ -117,7 +119,7 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
         if entry.replica_url is not None:
             state = f"replica in {entry.replica_url}"
-        row = [entry.directory.name.rpartition("_")[2].lstrip("0") or "0", "", "", "", "", state]
+        row = [str(entry.step), "", "", "", "", state]
         if (manifest := entry.manifest) is not None:
             saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
             size = format_bytes(entry.num_bytes)
@@ -127,7 +129,7 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
 
 
 @checkpoint.command()
-@click.argument("target", metavar="CKPT", shell_complete=options.complete_run)
+@options.run_argument("target", metavar="CKPT")
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -202,10 +204,9 @@ def import_(
         "not_finite": plan.not_finite,
     }
     if plan.not_finite:
-        click.echo(
-            f"warning: NaN or infinite weights in {format_names(plan.not_finite)}: training from "
-            f"them diverges; check {source}",
-            err=True,
+        options.warn(
+            f"NaN or infinite weights in {format_names(plan.not_finite)}: training from "
+            f"them diverges; check {source}"
         )
     tokenizer = f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}"
     if "tokenizer.json" not in plan.tokenizer.files:
@@ -219,7 +220,7 @@ def import_(
 
 
 @checkpoint.command()
-@click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
+@options.run_argument("source", metavar="CKPT")
 @out
 @of_run
 @dtype
@@ -228,7 +229,7 @@ def import_(
     "--tokenizer",
     "tokenizer_file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=options.FILE,
     help="A tokenizer.json.  [default: the run's or the imported one]",
 )
 @options.runs_dir
@@ -280,7 +281,7 @@ def export(
 
 
 def _report(
-    as_json: bool, target: Path, began: float, fields: dict[str, Any], summary: str, *more: str
+    as_json: bool, target: Path, began: float, fields: Json, summary: str, *more: str
 ) -> None:
     seconds = time.monotonic() - began
     if as_json:
@@ -298,7 +299,7 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
     if not isinstance(directory, Path):
         directory, skipped = newest_verified(directory)
         for line in skipped:
-            click.echo(f"skipped a checkpoint that does not verify: {line}", err=True)
+            options.note(f"skipped a checkpoint that does not verify: {line}")
         return directory
     read_origin(directory)  # refuses other folders before their files are read
     (entry,) = _verified([read_entry(directory)])
@@ -314,7 +315,7 @@ def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
     from slurmllm.train.checkpoint.catalogue import verify_entry
 
     total_bytes = sum(entry.num_bytes for entry in entries)
-    verified: list[CheckpointEntry] = []
+    verified = []
     before = 0  # bytes of the checkpoints verified so far
     with input_progress("verifying", total_bytes) as on_progress:
 
@@ -327,7 +328,7 @@ def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
     return verified
 
 
-def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
+def _entry_json(entry: CheckpointEntry) -> Json:
     manifest = entry.manifest
     fields = manifest.model_dump(mode="json", exclude={"files", "fingerprint"}) if manifest else {}
     return {
@@ -344,7 +345,7 @@ def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
     """List the checkpoints of a trainer of another project, which are only looked at."""
     from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 
-    rows: list[dict[str, Any]] = []
+    rows = []
     for entry in list_trainer_checkpoints(run, command):
         age_s = max(time.time() - entry.changed_at, 0)
         rows.append({**entry._asdict(), "path": str(entry.path), "age_s": age_s})

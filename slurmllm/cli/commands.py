@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -52,14 +53,17 @@ class GroupedCommand(click.Command):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 name = max(param.opts, key=len).removeprefix("--")
-                kind = "Slurm" if name in _OF_SLURM else "Sweep" if name in _OF_SWEEPS else ""
-                if name in self.common:
-                    kind = "Common"
-                sections[f"{kind or 'Advanced'} options"].append(record)
+                kind = "Sweep" if name in _OF_SWEEPS else "Advanced"
+                if name in self.common or name in _OF_SLURM:
+                    kind = "Common" if name in self.common else "Slurm"
+                sections[f"{kind} options"].append(record)
         for heading, records in sections.items():
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+grouped = functools.partial(click.command, cls=GroupedCommand)
 
 
 class Verbs(click.Group):

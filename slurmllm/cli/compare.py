@@ -15,6 +15,7 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_line, print_table
 from slurmllm.core.errors import EXIT_NEGATIVE, StorageError, UserError
+from slurmllm.core.format import Texts, format_plural
 from slurmllm.core.run.rundir import find_sweep
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ class _Choices:
     grad_norm_tolerance: float | None
     require: Literal["identical", "match", "equivalent"] | None
     exact: bool
-    seeds: tuple[str, ...]
-    ignored: tuple[str, ...]
+    seeds: Texts
+    ignored: Texts
     basis: Literal["tolerance", "precision"] | None
     precision: str | None
     by: Literal["step", "tokens", "samples"]
     of_logs: options.LogOptions
-    shifts: tuple[str, ...]
+    shifts: Texts
     steps: dict[str, int | None]
     plot: str | None
     html: str | None
@@ -50,12 +51,11 @@ class _Choices:
         return [""] * count if self.precision is None else self.precision.split(",")
 
 
-@click.command(
-    cls=commands.GroupedCommand,
+@commands.grouped(
     common="tolerance grad-norm-tolerance require exact seed from-step to-step plot json",
 )
-@click.argument("a", shell_complete=options.complete_run)
-@click.argument("others", metavar="B [C …]", nargs=-1, shell_complete=options.complete_run)
+@options.run_argument("a")
+@options.run_argument("others", metavar="B [C …]", nargs=-1)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
     "--grad-norm-tolerance", type=float, help="That of the gradient norm.  [default: 1e-2]"
@@ -65,23 +65,18 @@ class _Choices:
     "identical match equivalent",
     "Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
 )
-@click.option(
-    "--exact", is_flag=True, help="Require bit-identical values, and files without a damaged line."
-)
-@click.option(
-    "--seed",
-    "seeds",
-    multiple=True,
-    metavar="RUN",
-    help="Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
+@options.flag("--exact", "Require bit-identical values, and files without a damaged line.")
+@options.repeatable(
+    "--seed seeds",
+    "RUN",
+    "Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
     "Repeatable.",
 )
-@click.option(
-    "--ignore",
-    "ignored",
+@options.choice(
+    "--ignore ignored",
+    "lr data batches seed model precision optimizer",
+    "Recorded settings that may differ although the curves match; repeatable.",
     multiple=True,
-    type=click.Choice(("lr", "data", "batches", "seed", "model", "precision", "optimizer")),
-    help="Recorded settings that may differ although the curves match; repeatable.",
 )
 @options.choice(
     "--as basis",
@@ -97,12 +92,10 @@ class _Choices:
 )
 @options.choice("--by", "step tokens samples", "Axis that aligns the runs.", default="step")
 @options.log_options
-@click.option(
-    "--shift",
-    "shifts",
-    multiple=True,
-    metavar="A=STEPS",
-    help="Add this to the steps of a log that counts from 0, such as A=1; repeatable.  "
+@options.repeatable(
+    "--shift shifts",
+    "A=STEPS",
+    "Add this to the steps of a log that counts from 0, such as A=1; repeatable.  "
     "[default: by the log's format and values]",
 )
 @options.step_range
@@ -116,7 +109,7 @@ def compare(
     /,
     *,
     a: str,
-    others: tuple[str, ...],
+    others: Texts,
     runs_dir: Path,
     as_json: bool,
     **choices_of_user: Any,
@@ -139,7 +132,11 @@ def compare(
     if not others and (sweep := find_sweep(a, runs_dir)) is not None:
         from slurmllm.cli.sweep import print_table_of
 
-        _refuse_options(ctx, a)
+        for option in options.given(ctx):
+            if option not in ("a", "--runs-dir", "--json"):
+                raise UserError(
+                    f"{a} is a sweep, for which only a table is printed; leave out {option}"
+                )
         print_table_of(sweep, as_json)
         return
     if not others:
@@ -161,23 +158,14 @@ def compare(
     else:
         for letter, comparison in by_letter.items():
             _print(comparison, letter, alone=len(comparisons) == 1)
-        for line in dict.fromkeys(line for c in comparisons for line in _file_lines(c)):
-            click.echo(line)
+        for name, path in (("picture", comparisons[0].plot), ("page", comparisons[0].html)):
+            if path:
+                click.echo(f"{name}: {path}")
         if choices.basis is None:
             for (letter, comparison), other in zip(by_letter.items(), others, strict=True):
                 arguments = ctx.meta["arguments"] if len(others) == 1 else (a, other)
                 _print_advice(comparison, letter, arguments)
     ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
-
-
-def _refuse_options(ctx: click.Context, sweep: str) -> None:
-    """Raise UserError if an option is given that the table of a sweep does not take."""
-    for param in ctx.command.params:
-        typed = ctx.get_parameter_source(str(param.name)) is click.core.ParameterSource.COMMANDLINE
-        if typed and param.name not in ("a", "runs_dir", "as_json"):
-            raise UserError(
-                f"{sweep} is a sweep, for which only a table is printed; leave out {param.opts[0]}"
-            )
 
 
 def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:
@@ -192,13 +180,12 @@ def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -
         if VERDICTS.index(comparison.verdict) > required
     ]
     if require is not None and weaker:
-        click.echo(f"--require {require} is not met: {', '.join(weaker)}", err=True)
+        options.note(f"--require {require} is not met: {', '.join(weaker)}")
     contrary = [text for comparison in by_letter.values() for text in comparison.contrary_settings]
     if contrary:
-        click.echo(
+        options.note(
             "exit code 1, although the curves match, because recorded settings differ: "
-            f"{'; '.join(contrary)}; --ignore KIND accepts them",
-            err=True,
+            f"{'; '.join(contrary)}; --ignore KIND accepts them"
         )
     return not (weaker or contrary)
 
@@ -233,9 +220,7 @@ def _check(choices: _Choices, count: int) -> None:
     _parse_shifts(choices.shifts, count)
 
 
-def _read(
-    runs: tuple[str, ...], choices: _Choices, runs_dir: Path
-) -> tuple[list[Curve], list[Curve]]:
+def _read(runs: Texts, choices: _Choices, runs_dir: Path) -> tuple[list[Curve], list[Curve]]:
     """Read the curves of the runs, and of the seeds."""
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
@@ -367,11 +352,6 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
         print_line(f"warning: {warning}")
 
 
-def _file_lines(comparison: Comparison) -> list[str]:
-    files = {"picture": comparison.plot, "page": comparison.html}
-    return [f"{name}: {path}" for name, path in files.items() if path]
-
-
 def _print_advice(comparison: Comparison, letter: str, arguments: Sequence[str]) -> None:
     """Print the whole commands that judge a difference by the noise that it may be."""
     for option in comparison.advice:
@@ -391,8 +371,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
         more = " …" if len(side.restarts) > 5 else ""
         line += f", restarted at {', '.join(str(step) for step in side.restarts[:5])}{more}"
     if overlap.rows:
-        steps = "1 step" if overlap.rows == 1 else f"{overlap.rows} steps"
-        line += f", {steps} recomputed after a restart"
+        line += f", {format_plural(overlap.rows, 'step')} recomputed after a restart"
         line += ", with the same values" if overlap.identical else ""
     if side.shift:
         line += f"; {side.shift:+} to its steps: {side.shift_reason}"
@@ -437,15 +416,16 @@ def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
         if metric is not None and (comparison.band is not None or comparison.tolerance.exact):
             tolerance = "exact" if comparison.band is None else "band"
         identical = figures.max_rel_diff == 0 if metric is None else metric.bit_identical
-        row = {
-            "metric": name,
-            "steps": str(figures.points),
-            "max diff": figure(figures.max_rel_diff),
-            "at step": str(figures.max_rel_diff_step) if figures.max_rel_diff else "-",
-            "mean diff": figure(figures.mean_rel_diff),
-            "diverges at": "-" if onset is None else str(onset),
-            "tolerance": tolerance,
-            "identical": "yes" if identical else "no",
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "metric": name,
+                "steps": str(figures.points),
+                "max diff": figure(figures.max_rel_diff),
+                "at step": str(figures.max_rel_diff_step) if figures.max_rel_diff else "-",
+                "mean diff": figure(figures.mean_rel_diff),
+                "diverges at": "-" if onset is None else str(onset),
+                "tolerance": tolerance,
+                "identical": "yes" if identical else "no",
+            }
+        )
     return rows

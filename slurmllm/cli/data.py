@@ -13,6 +13,7 @@ from slurmllm.cli import commands, options
 from slurmllm.cli.fetch import fetch
 from slurmllm.cli.inspect import inspect
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import Texts, format_plural
 from slurmllm.core.run.rundir import write_atomic
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _DEFAULT_JOBS = 16
 class Inputs(NamedTuple):
     """The input files of a command, and how they become documents."""
 
-    names: tuple[str, ...]
+    names: Texts
     files_from: str | None
     format: Any
     text_by: Any
@@ -46,7 +47,9 @@ class Inputs(NamedTuple):
             raise click.UsageError("name an INPUT, or a list of them with --files-from")
         listed = [] if self.files_from is None else read_list(self.files_from)
         names = [*self.names, *listed]
-        return find_inputs(names, self.format, split=self.split, exclude=exclude, on_note=_note)
+        return find_inputs(
+            names, self.format, split=self.split, exclude=exclude, on_note=options.note
+        )
 
     def read_options(self, **keys: Any) -> ReadOptions:
         """Return how they are read; `keys` are of fine-tuning data."""
@@ -78,9 +81,7 @@ input_options = options.grouped(
         default="paragraph",
     ),
     click.option("--text-key", default="text", help="Field or column of the text."),
-    click.option(
-        "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
-    ),
+    options.flag("--skip-bad", "Skip and count unreadable input instead of failing."),
     click.option(
         "--split",
         help="Split to read of a folder with several, by file names or README; all: every one.  "
@@ -94,7 +95,7 @@ input_options = options.grouped(
         "process.",
     ),
 )
-overwrite = click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
+overwrite = options.flag("--overwrite", "Replace --out if it exists.")
 
 
 @click.group(cls=commands.Verbs)
@@ -120,30 +121,29 @@ data.add_command(inspect)
     click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data."),
     click.option("--completion-key", help="Field of the completion; requires --prompt-key."),
 )
-@click.option("--dedup", is_flag=True, help="Skip documents with the same text as an earlier one.")
+@options.flag("--dedup", "Skip documents with the same text as an earlier one.")
 @click.option(
     "--tokenize",
     "tokenizer",
     metavar="TOKENIZER",
-    type=click.Path(path_type=Path),
+    type=options.FILE,
     help="Write token ids of this tokenizer.json for Megatron (<out>.bin and <out>.idx) instead of "
     "an Arrow file.",
 )
-@click.option(
+@options.count(
     "--workers",
-    type=click.IntRange(min=1),
     metavar="N",
     help="Reader processes or, with --slurm, concurrent Slurm jobs.  "
     f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} with "
     "--slurm]",
 )
-@click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
+@options.flag("--slurm", "Read the inputs in Slurm jobs.")
 @options.job_options("partition account qos time")
 @options.site
 @click.option(
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=options.FILE,
     help="The corpus, an Arrow file; its manifest is written next to it.",
 )
 def build(
@@ -176,9 +176,8 @@ def build(
         raise click.UsageError("--prompt-key and --completion-key go together")
     if tokenizer is not None and keys["prompt_key"] is not None:
         raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
-    for name, value in job.items():
-        if value is not None and not slurm:
-            raise click.UsageError(f"--{name} applies to Slurm jobs; add --slurm")
+    if not slurm:
+        options.refuse_job_options(job)
     outputs = output_paths(out, tokenize=tokenizer is not None)
     # Before the inputs are listed, which takes minutes with a million files.
     refuse_outputs(outputs, overwrite)
@@ -199,14 +198,10 @@ def build(
             workers=workers or default,
             slurm=slurm_options(cluster, job) if slurm else None,
             on_progress=show,
-            on_note=_note,
+            on_note=options.note,
         )
     report_bad(built.manifest.bad, built.manifest.bad_examples)
     _print(built, manifest_file, time.monotonic() - begun, as_json)
-
-
-def _note(line: str) -> None:
-    click.echo(line, err=True)
 
 
 def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
@@ -240,7 +235,7 @@ def _print(built: BuildResult, manifest_file: Path, seconds: float, as_json: boo
     click.echo(
         f"{' and '.join(map(str, built.outputs))}: {manifest.documents:,} documents, {tokens}"
         f"{manifest.text_bytes / 1e6:,.1f} MB of text "
-        f"from {files:,} file{'s' if files != 1 else ''} in {seconds:.1f} s, "
+        f"from {format_plural(files, 'file')} in {seconds:.1f} s, "
         f"with {built.peak_memory_bytes / 1e6:,.0f} MB of memory"
     )
     skipped = {"blank": manifest.empty, "duplicate": manifest.duplicates}
@@ -249,13 +244,13 @@ def _print(built: BuildResult, manifest_file: Path, seconds: float, as_json: boo
     click.echo(f"{manifest_file}: manifest")
 
 
-def report_bad(count: int, examples: tuple[str, ...]) -> None:
+def report_bad(count: int, examples: Texts) -> None:
     """Print the number of unreadable documents and examples to stderr."""
     if count:
-        plural = "s; the first are" if count > 1 else ""
-        click.echo(f"skipped {count:,} unreadable document{plural}:", err=True)
+        first = "; the first are" if count > 1 else ""
+        options.note(f"skipped {format_plural(count, 'unreadable document')}{first}:")
         for example in examples[:5]:
-            click.echo(f"  {example}", err=True)
+            options.note(f"  {example}")
 
 
 @click.group()
@@ -267,9 +262,7 @@ def tokenizer() -> None:
 @input_options
 @overwrite
 @options.as_json
-@click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to write."
-)
+@click.option("--out", required=True, type=options.FILE, help="The tokenizer.json to write.")
 @click.option(
     "--vocab-size",
     type=int,
@@ -305,9 +298,7 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
     report_bad(errors.count, tuple(errors.examples))
     entries = vocab_size_of(content)
     if entries < vocab_size:
-        click.echo(
-            f"the text yields {entries} entries, fewer than --vocab-size {vocab_size}", err=True
-        )
+        options.note(f"the text yields {entries} entries, fewer than --vocab-size {vocab_size}")
     if as_json:
         summary = {
             "tokenizer": str(out),
@@ -320,6 +311,6 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
         options.echo_json(summary, indent=None)
         return
     click.echo(
-        f"{out}: {entries:,} entries, from {texts.documents:,} documents of {len(files):,} "
-        f"file{'s' if len(files) != 1 else ''} in {time.monotonic() - begun:.1f} s"
+        f"{out}: {entries:,} entries, from {texts.documents:,} documents of "
+        f"{format_plural(len(files), 'file')} in {time.monotonic() - begun:.1f} s"
     )

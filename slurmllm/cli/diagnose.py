@@ -11,6 +11,7 @@ import click
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
+from slurmllm.core.format import Texts
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
@@ -25,9 +26,9 @@ _UNITS = dict.fromkeys(("memory", "node-local disk"), " GB") | {"all-reduce": " 
 _UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
 
 
-@click.command(cls=commands.GroupedCommand, common="cluster nodes bandwidth set local json")
+@commands.grouped(common="cluster nodes bandwidth set local json")
 @options.cluster
-@options.node_count(type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
+@options.num_nodes(help="Number of nodes.  [default: 1]")
 @options.job_options(
     "nodelist partition account qos reservation exclude time",
     partition=_PARTITION,
@@ -42,7 +43,7 @@ _UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
 @options.set_option(
     help="Override a value of the profile, such as cluster.health.min_allreduce_gb_s=20."
 )
-@click.option("--local", is_flag=True, help="Check this machine, without Slurm.")
+@options.flag("--local", "Check this machine, without Slurm.")
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -52,7 +53,7 @@ def health(
     cluster: str | None,
     nodes: int | None,
     bandwidth: bool | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     local: bool,
     runs_dir: Path,
     as_json: bool,

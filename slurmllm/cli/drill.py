@@ -13,6 +13,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import Column, fitted
 from slurmllm.core.errors import EXIT_NEGATIVE, EXIT_NOT_TESTED, EXIT_OK, RunError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.rundir import RunDir, find_run, is_run
 
 if TYPE_CHECKING:
@@ -22,15 +23,8 @@ if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.run.records import Submission
 
-_HEADINGS = (
-    *("kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight"),
-    *("cache", "launch", "start-up", "first step", "verdict"),
-)
-
-# Of another project's trainer
-_TRAINER_HEADINGS = (*_HEADINGS[:5], "from step", "resume")
-_LONGEST = ("first_node", "", "advance_signal", *[""] * len(_HEADINGS[3:]))
-_TRAINER_LONGEST = ("first_node", "", "storage_failure", *_LONGEST[3 : len(_TRAINER_HEADINGS)])
+_HEADINGS = ("kind", "at step", "class", "lost", "to next step")
+_PHASES = ("requeue", "detection", "preflight", "cache", "launch", "start-up", "first step")
 
 
 class _Subject(NamedTuple):
@@ -41,7 +35,7 @@ class _Subject(NamedTuple):
 
 
 @click.command()
-@click.argument("run", metavar="RUN|RECIPE", shell_complete=options.complete_run)
+@options.run_argument("run", metavar="RUN|RECIPE")
 @click.option("--command", hidden=True)  # what follows `--`
 @click.option(
     "--kinds",
@@ -56,10 +50,10 @@ class _Subject(NamedTuple):
     "there.  [default: from the run's step time]",
 )
 @options.cluster
-@options.node_count(type=click.IntRange(1), help="Nodes of each copy.  [default: as the run]")
-@click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
+@options.num_nodes(help="Nodes of each copy.  [default: as the run]")
+@options.flag("--local", "Run the copies on this machine, without Slurm.")
 @click.option("--seed", default=0, help="Seed by which the faults' steps and workers are chosen.")
-@click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
+@options.flag("--keep", "Keep the copies; those that failed are always kept.")
 @click.option(
     "--tolerance",
     type=float,
@@ -81,7 +75,7 @@ def drill(
     kinds: str,
     keep: bool,
     tolerance: float | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     runs_dir: Path,
     as_json: bool,
     **planned: Any,  # steps and seed
@@ -181,9 +175,9 @@ def _run(drilling: Drill, keep: bool) -> DrillReport:
     except BaseException:
         if drilling.copies:
             names = ", ".join(copy.name for copy in drilling.copies)
-            click.echo(f"runs of the drill that were not removed: {names}", err=True)
+            options.note(f"runs of the drill that were not removed: {names}")
         if drilling.plan.results.is_file():
-            click.echo(f"results so far: {drilling.plan.results}", err=True)
+            options.note(f"results so far: {drilling.plan.results}")
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -198,7 +192,7 @@ def _progress() -> Callable[[str], None]:
         status = status.partition(", step")[0]  # not a line for every step
         if status != last:
             last = status
-            click.echo(status, err=True)
+            options.note(status)
 
     return echo
 
@@ -229,8 +223,6 @@ def _how_resumed(tested: Sequence[DrillResult]) -> str:
     passed = [result.resume for result in tested if result.passed and result.resume]
     if not passed:
         return f"does not resume exactly after {len(tested)}"
-    if any(resume.from_step is None for resume in passed):
-        return f"resumes, or continues without a restart, after {len(passed)}"
     if any(resume.verdict != "exact" for resume in passed):
         return f"resumes within the noise after {len(passed)}"
     digits = "" if all(resume.text == "exact" for resume in passed) else " in the digits printed"
@@ -240,8 +232,10 @@ def _how_resumed(tested: Sequence[DrillResult]) -> str:
 def _echo_row(result: DrillResult | None, of_trainer: bool = False, passed: str = "exact") -> None:
     """Print the row of a copy that has ended, with its faults; None: the headings."""
     # The widths are those of the longest usual row: the later rows are not known yet.
-    headings = _TRAINER_HEADINGS if of_trainer else _HEADINGS
-    longest = _TRAINER_LONGEST if of_trainer else _LONGEST
+    more = ("from step", "resume") if of_trainer else (*_PHASES, "verdict")
+    headings = (*_HEADINGS, *more)
+    longest = ["first_node", "", "storage_failure" if of_trainer else "advance_signal"]
+    longest += [""] * len(headings[3:])
     rows = [longest] if result is None else [longest, _row(result, of_trainer, passed)]
     heading, _, *lines = fitted([Column(name) for name in headings], rows, 0).lines
     if result is None:
@@ -252,7 +246,7 @@ def _echo_row(result: DrillResult | None, of_trainer: bool = False, passed: str 
         click.echo(line)
 
 
-def _row(result: DrillResult, of_trainer: bool, passed: str) -> tuple[str, ...]:
+def _row(result: DrillResult, of_trainer: bool, passed: str) -> Texts:
     seconds = [""] * 8
     if result.recovery is not None:
         total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns

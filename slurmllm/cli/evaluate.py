@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
@@ -14,6 +13,7 @@ import click
 
 from slurmllm.cli import commands, options
 from slurmllm.core.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from slurmllm.analysis.evaluate.suites import LocatedSuite
 
 _DEFAULT_JOBS = 16  # with --slurm
-_File = click.Path(path_type=Path)
-_Count = click.IntRange(min=1)
-
-
-def _repeatable(option: str, name: str, metavar: str, description: str) -> Callable[[Any], Any]:
-    return click.option(
-        option, name, multiple=True, metavar=metavar, help=f"{description}; repeatable."
-    )
 
 
 def _settings(tokenizer: Path | None, **values: Any) -> EvaluationSettings:
@@ -50,43 +42,46 @@ settings_options = options.grouped(
     "settings",
     _settings,
     ("limit", "batch_size", "device", "tokenizer", "allow_code"),
-    click.option("--limit", type=_Count, help="Maximum number of questions (sequences) per task."),
-    click.option("--batch-size", type=_Count, help="Sequences per batch.  [default: 1 on a CPU]"),
+    options.count("--limit", help="Maximum number of questions (sequences) per task."),
+    options.count("--batch-size", help="Sequences per batch.  [default: 1 on a CPU]"),
     options.choice("--device", "auto cpu cuda", "Where to run.", default="auto"),
-    click.option("--tokenizer", type=_File, help="A tokenizer.json.  [default: the run's]"),
-    click.option(
-        "--allow-code-execution",
-        "allow_code",
-        is_flag=True,
-        help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
+    click.option("--tokenizer", type=options.FILE, help="A tokenizer.json.  [default: the run's]"),
+    options.flag(
+        "--allow-code-execution allow_code",
+        "Allow tasks to run programs that the model writes, as your user, without a sandbox.",
     ),
 )
 
 
-@click.command(
-    cls=commands.GroupedCommand,
+@commands.grouped(
     common="suite task checkpoint limit shots device jobs force fetch json",
 )
-@click.argument("run", shell_complete=options.complete_run)
-@_repeatable("--suite", "suites", "NAME|FILE.yaml", "Suite: hlat, pythia, smoke, or your own file")
-@_repeatable("--task", "tasks", "TASK", "Task of the harness, or validation (loss on text)")
-@_repeatable("--checkpoint", "steps", "STEP|latest|all", "Checkpoint (default: latest)")
+@options.run_argument("run")
+@options.repeatable(
+    "--suite suites", "NAME|FILE.yaml", "Suite: hlat, pythia, smoke, or your own file; repeatable."
+)
+@options.repeatable(
+    "--task tasks", "TASK", "Task of the harness, or validation (loss on text); repeatable."
+)
+@options.repeatable(
+    "--checkpoint steps", "STEP|latest|all", "Checkpoint (default: latest); repeatable."
+)
 @settings_options
 @click.option(
     "--shots", type=click.IntRange(min=0), help="Few-shot examples.  [default: the suite's]"
 )
-@click.option("--jobs", type=_Count, help="Checkpoints in parallel.  [default: 1; 16 with --slurm]")
-@click.option("--slurm", is_flag=True, help="Run in a Slurm array, not on this machine.")
+@options.count("--jobs", help="Checkpoints in parallel.  [default: 1; 16 with --slurm]")
+@options.flag("--slurm", "Run in a Slurm array, not on this machine.")
 @options.job_options(
     "partition account qos time",
     time="Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]",
 )
 @options.site
-@click.option("--cpus", type=_Count, help="CPUs per Slurm job.")
-@click.option("--gpus", type=_Count, help="GPUs per Slurm job.")
-@click.option("--validation-corpus", "corpus", type=_File, help="Text of --task validation.")
-@click.option("--force", is_flag=True, help="Evaluate again even if scores are cached.")
-@click.option("--fetch", is_flag=True, help="Download the data sets of the tasks and exit.")
+@options.count("--cpus", help="CPUs per Slurm job.")
+@options.count("--gpus", help="GPUs per Slurm job.")
+@click.option("--validation-corpus", "corpus", type=options.FILE, help="Text of --task validation.")
+@options.flag("--force", "Evaluate again even if scores are cached.")
+@options.flag("--fetch", "Download the data sets of the tasks and exit.")
 @options.plot_or_none("<run>/reports/evaluation-<suite>.png")
 @options.runs_dir
 @options.as_json
@@ -95,9 +90,9 @@ def evaluate(
     ctx: click.Context,
     /,
     run: str,
-    suites: tuple[str, ...],
-    tasks: tuple[str, ...],
-    steps: tuple[str, ...],
+    suites: Texts,
+    tasks: Texts,
+    steps: Texts,
     shots: int | None,
     jobs: int | None,
     slurm: bool,
@@ -127,7 +122,12 @@ def evaluate(
     from slurmllm.cli.evaluate_output import report
 
     started = monotonic()
-    _check_options({} if slurm else {**job, "cluster": cluster}, plot, suites, fetch and as_json)
+    if fetch and as_json:
+        raise UserError("--fetch prints no JSON; leave out --json")
+    if not slurm:
+        options.refuse_job_options({**job, "cluster": cluster})
+    if plot and len(suites) > 1:
+        raise UserError("--plot names the picture of one suite; leave out other --suite")
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code)
@@ -146,23 +146,11 @@ def evaluate(
     result = _run(missing, target.store, jobs, slurm, cluster, job)
     result.cached = cached
     for failure in missing_metrics(target, selection.models, plan):
-        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.error}", err=True)
+        options.note(f"failed: step {failure.step}, {failure.task}: {failure.error}")
         result.failed.append(failure)
     report(target, selection, plan, result, plot, as_json, monotonic() - started)
     _check_damage(selection, result)
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
-
-
-def _check_options(
-    job: Mapping[str, Any], plot: str | None, suites: Sequence[str], fetches_as_json: bool
-) -> None:
-    if fetches_as_json:
-        raise UserError("--fetch prints no JSON; leave out --json")
-    for name, value in job.items():
-        if value is not None:
-            raise click.UsageError(f"--{name} is an option of Slurm jobs; add --slurm")
-    if plot and len(suites) > 1:
-        raise UserError("--plot names the picture of one suite; leave out other --suite")
 
 
 def _skip(
@@ -173,15 +161,13 @@ def _skip(
         raise UserError(f"{task} {forbidden[task]}")
     skipped = {**plan.skipped, **forbidden}
     for task, why in skipped.items():
-        click.echo(f"warning: skipping {task}: {why}", err=True)
+        options.warn(f"skipping {task}: {why}")
     for line in warnings:
-        click.echo(f"warning: {line}", err=True)
+        options.warn(line)
     return replace(plan, skipped=skipped)
 
 
-def _locate_suites(
-    suites: tuple[str, ...], tasks: tuple[str, ...], shots: int | None
-) -> tuple[LocatedSuite, ...]:
+def _locate_suites(suites: Texts, tasks: Texts, shots: int | None) -> tuple[LocatedSuite, ...]:
     from slurmllm.analysis.evaluate.suites import (
         LocatedSuite,
         find_suite,
@@ -241,7 +227,7 @@ def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool)
                 click.echo(f"{row.task}: fetched")
             except DataError as error:
                 failed = True
-                click.echo(f"{row.task}: {error}", err=True)
+                options.note(f"{row.task}: {error}")
     ctx.exit(EXIT_NEGATIVE if failed else 0)
 
 
@@ -270,7 +256,7 @@ def _run(
         def echo_array(job_id: str, num_jobs: int) -> None:
             checkpoints = format_plural(num_jobs, "checkpoint")
             message = f"Slurm job {job_id}: {checkpoints}, {at_once:,} at a time"
-            click.echo(message, err=True)
+            options.note(message)
 
         array = ArrayRequest(
             "slurmllm-evaluate",
@@ -281,11 +267,12 @@ def _run(
             cpus,
             gpus,
         )
-    echo = partial(click.echo, err=True)
     try:
-        return run_jobs(jobs, at_once=at_once, logs=logs, on_poll=progress, echo=echo, array=array)
+        return run_jobs(
+            jobs, at_once=at_once, logs=logs, on_poll=progress, echo=options.note, array=array
+        )
     except KeyboardInterrupt:
-        click.echo("scores are saved; repeat the command to continue", err=True)
+        options.note("scores are saved; repeat the command to continue")
         raise
 
 
@@ -307,7 +294,7 @@ def _directives(store: RunDir) -> dict[str, str | bool]:
     try:
         return load(store.config, trusted=True).recipe.slurm.directives.evaluate
     except ConfigError as error:
-        click.echo(f"warning: the run's slurm.directives are not used: {error.title}", err=True)
+        options.warn(f"the run's slurm.directives are not used: {error.title}")
         return {}
 
 
@@ -328,7 +315,7 @@ class _ScoreProgress:
                 self._pending.remove((job, task))
                 done = self._total - len(self._pending)
                 title = f"step {job.model.step}, {job.title(task)}"
-                click.echo(f"{done} of {self._total}: {title}", err=True)
+                options.note(f"{done} of {self._total}: {title}")
 
 
 def _mtime(path: Path) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import SlurmllmError, StorageError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Json, Texts, format_plural
 
 if TYPE_CHECKING:
     from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
@@ -41,7 +41,7 @@ def report(
         # The picture shows the training loss too, if the run has metrics (a copy may have none).
         with suppress(SlurmllmError):
             curve = read_curve(target.run.path, lenient=True)
-    plots: dict[str, str] = {}
+    plots = {}
     for table in tables:
         if plot is None or not table.steps:
             continue
@@ -71,7 +71,7 @@ def report(
     evaluated = format_plural(result.evaluated, "task")
     click.echo(f"{evaluated} evaluated, {result.cached} cached, {len(result.failed)} failed")
     for warning in warnings:
-        click.echo(f"warning: {warning}", err=True)
+        options.warn(warning)
 
 
 def _values(
@@ -81,7 +81,7 @@ def _values(
     tables: Sequence[ScoreTable],
     plots: dict[str, str],
     result: EvaluationResult,
-) -> dict[str, Any]:
+) -> Json:
     tasks = {
         (group.name, row.title): row.task
         for located in plan.suites
@@ -149,7 +149,7 @@ def _print(table: ScoreTable) -> None:
 
 def _cells(
     rows: Sequence[ScoreRow], steps: Sequence[int], models: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
+) -> Iterator[Texts]:
     group = ""
     for row in rows:
         yield (

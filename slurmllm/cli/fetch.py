@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Json, Texts, format_plural
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
 
 
 @click.command()
-@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=options.complete_recipe)
+@options.recipe_argument("names", metavar="[NAME]...", nargs=-1)
 @click.option(
     "--to",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=options.FILE,
     help="Folder of data sets; each has a folder of its own in it.  "
     "[default: cluster.data_folder, else .data in the folder of the runs]",
 )
-@click.option(
-    "--parts", type=click.IntRange(1), metavar="N", help="Only the first N files, for a trial."
-)
-@click.option("--list", "list_", is_flag=True, help="List the published data sets.")
+@options.count("--parts", metavar="N", help="Only the first N files, for a trial.")
+@options.flag("--list list_", "List the published data sets.")
 @options.cluster
 @options.runs_dir
 @options.as_json
 def fetch(
-    names: tuple[str, ...],
+    names: Texts,
     to: Path | None,
     parts: int | None,
     list_: bool,
@@ -97,7 +94,7 @@ def fetch_sources(
     parts: int | None = None,
     *,
     err: bool = True,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Fetch data sets; print and return what training reads of each."""
     from rich.filesize import decimal
 
@@ -112,17 +109,19 @@ def fetch_sources(
         source = read_source(name)
         folder = source_folder(to or data_folder(config, root), name).absolute()
         make_folders(config.cluster, folder)
-        mirrors, note = config.cluster.data_mirrors, partial(click.echo, err=True)
+        mirrors = config.cluster.data_mirrors
         with stage_progress() as show:
             group = config.cluster.trusted_group
-            fetch = Fetch(name, source, folder, mirrors, parts, group, show, note)
+            fetch = Fetch(name, source, folder, mirrors, parts, group, show, options.note)
             files = fetch.run()
         total = decimal(sum(file.size_bytes for file in files))
         origins = [origin for file in files for origin in file.origins]
         compared = sum(origin.compared is not None for origin in origins)
         if fetch.is_earlier:
-            outcome = "there since the last fetch, not read again; to verify the files, remove "
-            outcome += str(folder / MANIFEST)
+            outcome = (
+                "there since the last fetch, not read again; to verify the files, remove "
+                f"{folder / MANIFEST}"
+            )
         elif compared == len(origins):
             outcome = "verified"
         else:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from slurmllm.core.run.rundir import Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-# Unchecked: thousands of workers start at once, and their launchers have just read the run.
-_RUN_OF_WORKER = click.argument("run")
 _STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
 _ATTEMPT = click.option("--attempt", type=int, required=True)
 
@@ -59,7 +57,8 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 
 
 @click.command(hidden=True)
-@_RUN_OF_WORKER
+# Unchecked: thousands of workers start at once, and their launchers have just read the run.
+@click.argument("run")
 @_STAGE
 @_ATTEMPT
 @click.pass_context

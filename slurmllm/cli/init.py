@@ -15,6 +15,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
+from slurmllm.core.format import Json
 from slurmllm.core.run.rundir import write_atomic
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ Confirm = Callable[[str, bool], bool]  # question, the answer without one → wh
     shell_complete=options.complete_recipe,
     help="Recipe to extend: a name of `slurmllm recipes`, or a .yaml file.",
 )
-@click.option("--yes", is_flag=True, help="Ask nothing: take the default answers.")
-@click.option("--force", is_flag=True, help="Replace an existing file and default cluster.")
-@click.option("--dry-run", is_flag=True, help="Only print the profile.")
+@options.flag("--yes", "Ask nothing: take the default answers.")
+@options.flag("--force", "Replace an existing file and default cluster.")
+@options.flag("--dry-run", "Only print the profile.")
 @options.as_json
 def init(
     partition: str | None,
@@ -188,7 +189,7 @@ def _print_written(path: Path, is_default: bool, draft: Draft) -> None:
 
 def _as_json(
     site: Survey, chosen: Partition, draft: Draft, path: Path, written: bool, is_default: bool
-) -> dict[str, Any]:
+) -> Json:
     figures = asdict(draft.figures)
     partitions = [
         {

@@ -11,6 +11,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_line, print_table
 from slurmllm.core.errors import UserError
+from slurmllm.core.format import Texts
 
 if TYPE_CHECKING:
     from slurmllm.data.inspection import CorpusReport, PackedSequence, RecipeEpochs
@@ -29,7 +30,7 @@ _SHOWN_CHARS = 400
 )
 @click.option("--recipe", metavar="NAME", help="Show how many epochs this recipe trains.")
 @options.set_value
-@click.option("--exact", is_flag=True, help="Count all tokens instead of sampling a large corpus.")
+@options.flag("--exact", "Count all tokens instead of sampling a large corpus.")
 @click.option(
     "--sequences", type=click.IntRange(0), default=2, help="Packed sequences to show decoded."
 )
@@ -39,7 +40,7 @@ def inspect(
     corpus: str | None,
     tokenizer: str | None,
     recipe: str | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     exact: bool,
     sequences: int,
     runs_dir: Path,
@@ -67,8 +68,8 @@ def inspect(
         spec = _corpus_stream(corpus, tokenizer, runs_dir, max(sequences, 1))
     sources, encoder = open_all(spec)
     total_weight = sum(weight for _, weight in spec.corpora)
-    reports: list[CorpusReport] = []
-    epochs: list[RecipeEpochs] = []
+    reports = []
+    epochs = []
     for source, (_, weight) in zip(sources, spec.corpora, strict=True):
         with input_progress("counting", source.total_size) as on_progress:
             report = inspect_corpus(source, exact=exact, on_progress=on_progress)
@@ -130,7 +131,7 @@ def _recipe_stream(
     recipe: str,
     corpus: str | None,
     tokenizer: str | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     runs_dir: Path,
 ) -> tuple[StreamSpec, str, int]:
     """Return the stream that a recipe trains on, the recipe's name and number of steps."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from slurmllm.cli import options
 from slurmllm.core.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
@@ -63,16 +62,16 @@ def _parse_ranks(
 
 
 @click.command()
-@click.argument("run", shell_complete=options.complete_run)
-@click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
-@click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only this stage.")
+@options.run_argument("run")
+@options.flag("-f --follow", "Print new lines until the run ends.")
+@options.choice("--stage", "precompile train", "Only this stage.")
 @click.option("--attempt", type=_Number, help="Only this attempt (default stage: train).")
 @click.option("--rank", type=_Number, help="The log of one worker; default: of the last attempt.")
 @click.option("--ranks", metavar="LIST", callback=_parse_ranks, help="Workers, such as 0,3,8-11.")
-@click.option("--all-ranks", is_flag=True, help="All workers; each line has its rank.")
-@click.option("--failed", is_flag=True, help="The worker that failed first in the last failure.")
-@click.option("--stacks", is_flag=True, help="The workers' stack traces of the last hang.")
-@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last lines of each log.")
+@options.flag("--all-ranks", "All workers; each line has its rank.")
+@options.flag("--failed", "The worker that failed first in the last failure.")
+@options.flag("--stacks", "The workers' stack traces of the last hang.")
+@options.count("-n", "--lines", help="Only the last lines of each log.")
 @options.runs_dir
 @click.pass_context
 def logs(
@@ -129,11 +128,7 @@ def logs(
 
 
 def _check_options(ctx: click.Context, stacks: bool) -> None:
-    used = [
-        param.opts[0]
-        for param in ctx.command.params
-        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    ]
+    used = options.given(ctx)
     if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
         names = " and ".join(sorted(unused))
         raise UserError(f"--stacks combines only with --rank; leave out {names}")
@@ -152,7 +147,7 @@ def _print_logs(selection: LogSelection, lines: int | None, follow: bool, rank: 
     if rank is None and not follow:
         _note_missing_logs(selection)
     if not merged.any_file() and (message := _explain_no_log(selection, rank, follow)):
-        click.echo(message, err=True)
+        options.note(message)
         return
     for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
         if path.is_file():
@@ -214,7 +209,7 @@ def _note_missing_logs(selection: LogSelection) -> None:
             count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
             command = f"slurmllm logs {selection.run.name} --rank {ranks[0]} -f"
             note = f"collected when {attempt} {record.attempt} ends; `{command}` shows one"
-            click.echo(f"without {count} on the disks of the nodes, {note}", err=True)
+            options.note(f"without {count} on the disks of the nodes, {note}")
 
 
 def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> str | None:
@@ -231,7 +226,7 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
         record = selection.newest_attempt()
     node = node_of(record, rank) if record is not None and rank is not None else ""
     if follow and record is None:
-        click.echo(f"{run.name} has no logs yet: {_state_text(run)}", err=True)
+        options.note(f"{run.name} has no logs yet: {_state_text(run)}")
         return None
     if follow and (rank is None or node):
         return None
@@ -332,7 +327,7 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     from slurmllm.analysis.status.details import culprit, failed_attempts
 
     run, attempt = selection.run, selection.attempt
-    printed: set[tuple[Stage, int]] = set()
+    printed = set()
     for ended in _until_ended(run) if follow else [True]:
         # More may be written about an attempt that is failing until it has ended: --follow waits.
         records = [
@@ -393,7 +388,7 @@ def _until_ended(run: RunDir) -> Iterator[bool]:
                 ended, unreachable = not is_active(run, client), False
             except SlurmError as error:  # slurmctld may be restarting
                 if not unreachable:
-                    click.echo(f"slurmctld is unreachable; retrying: {error}", err=True)
+                    options.note(f"slurmctld is unreachable; retrying: {error}")
                 unreachable = True
         yield ended
         if not ended:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 from slurmllm.core.errors import SlurmError, UserError
-from slurmllm.core.format import format_time
+from slurmllm.core.format import Texts, Values, format_time
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
     from slurmllm.core.slurm.client import SlurmClient
 
-include_option = click.option(
-    "--include",
-    "included",
-    multiple=True,
-    metavar="NODE",
-    help="Use an excluded node again, in pending jobs too; repeatable.",
+include_option = options.repeatable(
+    "--include included", "NODE", "Use an excluded node again, in pending jobs too; repeatable."
 )
 
 
 @click.command()
-@click.argument("run", required=False, shell_complete=options.complete_run)
+@options.run_argument("run", required=False)
 @include_option
 @options.runs_dir
 @options.as_json
-def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
+def nodes(run: str | None, included: Texts, runs_dir: Path, as_json: bool) -> None:
     """List the nodes that runs exclude, and end an exclusion.
 
     Shows why, on which evidence and until when. A node whose exclusion has expired is shown while
@@ -52,8 +48,8 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
     try:  # one query for the jobs of all runs
         lists = excluded_by_jobs(client, [job for jobs in jobs_of.values() for job in jobs])
     except SlurmError as error:
-        click.echo(f"warning: the lists of pending jobs are unknown: {error}", err=True)
-    rows: list[dict[str, Any]] = []
+        options.warn(f"the lists of pending jobs are unknown: {error}")
+    rows = []
     for run_dir in runs:
         recorded = {node.node: node.model_dump() for node in excluded(run_dir)}
         jobs = {job: lists[job] for job in jobs_of.get(run_dir.name, ()) if job in lists}
@@ -66,7 +62,7 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
         click.echo("no node is excluded")
         return
 
-    def time_of(key: str) -> Callable[[Mapping[str, Any]], str]:
+    def time_of(key: str) -> Callable[[Values], str]:
         return lambda row: format_time(row[key]) if row[key] else ""
 
     columns: options.Columns = {
@@ -81,9 +77,7 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
     options.print_rows(as_json, "excluded", rows, columns, "reason")
     if as_json:
         return
-    click.echo(
-        "excluded from the jobs of the run; `slurmllm nodes RUN --include NODE` ends it", err=True
-    )
+    options.note("excluded from the jobs of the run; `slurmllm nodes RUN --include NODE` ends it")
 
 
 def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:
@@ -94,4 +88,4 @@ def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> Non
     with locked(run, "nodes"):
         jobs = include(run, client, names)
     jobs_text = f"; job {', '.join(jobs)} may start there" if jobs else ""
-    click.echo(f"{run.name} uses {' '.join(names)} again{jobs_text}", err=True)
+    options.note(f"{run.name} uses {' '.join(names)} again{jobs_text}")

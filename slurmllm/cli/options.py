@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
-from slurmllm.core.format import ABSENT
+from slurmllm.core.format import ABSENT, Texts, Values
 from slurmllm.core.run.rundir import RUN_NAME, is_run, is_sweep, run_folders
 from slurmllm.core.run.rundir import runs_root as runs_root_of
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from slurmllm.launch.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
-Columns = Mapping[str, str | Callable[[Mapping[str, Any]], str]]  # by heading
+Columns = Mapping[str, str | Callable[[Values], str]]  # by heading
 _Step = click.IntRange(min=0)
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
 
@@ -83,6 +84,20 @@ def choice(option: str, choices: str, description: str, **more: Any) -> Callable
     )
 
 
+def flag(option: str, description: str, **more: Any) -> Callable[[F], F]:
+    """Add an option without a value."""
+    return click.option(*option.split(), is_flag=True, help=description, **more)
+
+
+def repeatable(option: str, metavar: str, description: str, **more: Any) -> Callable[[F], F]:
+    """Add an option that may be given several times."""
+    return click.option(*option.split(), multiple=True, metavar=metavar, help=description, **more)
+
+
+FILE = click.Path(path_type=Path)
+run_argument = functools.partial(click.argument, shell_complete=complete_run)
+recipe_argument = functools.partial(click.argument, shell_complete=complete_recipe)
+count = functools.partial(click.option, type=click.IntRange(min=1))
 set_option = functools.partial(
     click.option, "--set", "overrides", multiple=True, metavar="PATH=VALUE"
 )
@@ -92,7 +107,7 @@ runs_dir = click.option(
     callback=lambda _, __, folder: runs_root_of(folder),
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
 )
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+as_json = flag("--json as_json", "Print JSON.")
 price = click.option(
     "--price",
     metavar="USD",
@@ -118,9 +133,9 @@ site = _profile(
 class LogOptions(NamedTuple):
     """How logs of other frameworks are read: VALUE for all sources, `B:VALUE` for one of them."""
 
-    tags: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
-    wheres: tuple[str, ...] = ()
+    tags: Texts = ()
+    patterns: Texts = ()
+    wheres: Texts = ()
 
     def arguments(self, count: int) -> list[dict[str, Any]]:
         """Return the arguments of `read_curve` for each of `count` sources."""
@@ -176,29 +191,24 @@ class LogOptions(NamedTuple):
                 )
 
 
-def _of_logs(name: str, metavar: str, description: str) -> Callable[[Any], Any]:
-    option = f"--{name.removesuffix('s')}"
-    return click.option(option, name, multiple=True, metavar=metavar, help=description)
-
-
 log_options = grouped(
     "of_logs",
     LogOptions,
     LogOptions._fields,
-    _of_logs(
-        "tags",
+    repeatable(
+        "--tag tags",
         "METRIC=TAG",
         "Tag, column or key of another framework's log that holds a metric, such as "
         "loss=train/my_loss; A:loss=… for the first source only; repeatable.",
     ),
-    _of_logs(
-        "patterns",
+    repeatable(
+        "--pattern patterns",
         "REGEX",
         "Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
         "A:REGEX for the first source only; repeatable.",
     ),
-    _of_logs(
-        "wheres",
+    repeatable(
+        "--where wheres",
         "COLUMN=VALUE",
         "Rows of another framework's log to read, such as split=train or rank=0; A:split=train "
         "for the first source only; repeatable.",
@@ -256,6 +266,7 @@ def _node_counts(
 
 
 node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
+num_nodes = functools.partial(count, _SHORT["nodes"], "--nodes")
 nodes = functools.partial(node_count, metavar="N[-M]", callback=_node_counts)
 
 
@@ -317,20 +328,16 @@ def run_options(time: str) -> Callable[[F], F]:
             default="auto",
         ),
         runs_dir,
-        _flag("--dry-run", "Print scripts and environment; submit nothing."),
-        _flag("--local", "Run both stages on this machine, without Slurm."),
-        _flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
-        _flag(
+        flag("--dry-run", "Print scripts and environment; submit nothing."),
+        flag("--local", "Run both stages on this machine, without Slurm."),
+        flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
+        flag(
             "--force",
             "Submit even if the planner predicts that the run exceeds device memory; resume even "
             "if a process of another machine may run it.",
         ),
         as_json,
     )
-
-
-def _flag(name: str, description: str) -> Callable[[F], F]:
-    return click.option(name, is_flag=True, help=description)
 
 
 def _run_options(sbatch: Sequence[str], **values: Any) -> RunOptions:
@@ -348,10 +355,35 @@ def _run_options(sbatch: Sequence[str], **values: Any) -> RunOptions:
     return RunOptions(settings, **values)
 
 
+def given(ctx: click.Context) -> list[str]:
+    """Return the first names of the options and arguments on the command line."""
+    return [
+        param.opts[0]
+        for param in ctx.command.params
+        if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+    ]
+
+
+def refuse_job_options(job: Mapping[str, object]) -> None:
+    """Raise UsageError if an option of Slurm jobs is given, for a verb without --slurm."""
+    for name, value in job.items():
+        if value is not None:
+            raise click.UsageError(f"--{name} applies to Slurm jobs; add --slurm")
+
+
 def nodes_and_mode(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
     """Return nodes, and whether they are launchers on this machine, by default as before."""
     count = nodes if nodes is not None else last.nodes if last else 1
     return count, local or (last is not None and last.local and last.allocation is None)
+
+
+def note(message: object) -> None:
+    """Print to standard error."""
+    click.echo(message, err=True)
+
+
+def warn(message: object) -> None:
+    note(f"warning: {message}")
 
 
 def echo_json(value: Any, indent: int | None = 2) -> None:
@@ -361,7 +393,7 @@ def echo_json(value: Any, indent: int | None = 2) -> None:
 def print_rows(
     as_json: bool,
     name: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Values],
     columns: Columns,
     fold: str = "",
 ) -> None:
@@ -382,7 +414,7 @@ def plot(ending: str) -> Callable[[Any], Any]:
 
 def plot_or_none(default: str) -> Callable[[F], F]:
     """Add --plot and --no-plot: `plot` is a file, empty for that of `default`, None for none."""
-    no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
+    no_plot = flag("--no-plot", "Do not write a plot.")
     ending = f".  [default: {default}]"
     return grouped("plot", _plot_or_none, ("plot", "no_plot"), plot(ending), no_plot)
 

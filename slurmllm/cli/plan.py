@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import csv_text, markdown_table
 from slurmllm.core.errors import ConfigError, UserError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.rundir import runs_root, write_bytes
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class _Request:
     """The options of the verb."""
 
-    recipes: tuple[str, ...]
-    nodes: tuple[str, ...]
-    clusters: tuple[str, ...]
-    overrides: tuple[str, ...]
+    recipes: Texts
+    nodes: Texts
+    clusters: Texts
+    overrides: Texts
     tokens: str | None
     price: str | None
     top: int | None
@@ -53,33 +53,29 @@ class _Request:
         return not self.as_json and "-" not in self.tables.values()
 
 
-@click.command(
-    cls=commands.GroupedCommand,
+@commands.grouped(
     common="nodes cluster set tokens price top explain json",
 )
-@click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
+@options.recipe_argument("recipes", nargs=-1, metavar="[RECIPE…]")
 @options.node_count(metavar="N[,N…]", multiple=True, help="Node counts, one row each; repeatable.")
-@click.option(
-    "--cluster",
-    "clusters",
-    metavar="PROFILE",
-    multiple=True,
-    shell_complete=options.complete_recipe,
-    help="Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
+@options.repeatable(
+    "--cluster clusters",
+    "PROFILE",
+    "Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
     "[default: $SLURMLLM_CLUSTER, else `init`'s, else the recipe's default_cluster]",
+    shell_complete=options.complete_recipe,
 )
 @options.set_value
 @click.option(
     "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
 )
 @options.price
-@click.option(
+@options.count(
     "--top",
-    type=click.IntRange(min=1),
     help="Layouts to show of each node count.  [default: 10; 1 for several node counts; JSON: all]",
 )
 @options.choice("--rank", "speed lower", "Rank by throughput or its lower bound.", default="speed")
-@click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
+@options.flag("--explain", "Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory.")
 @click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")
 @click.option(
@@ -258,9 +254,9 @@ def _no_fit_error(plan: RecipePlan) -> ConfigError:
         change = min(changes, key=lambda change: abs(math.log(change.ratio)))
     command = _command("plan", plan, change.best.mesh.nodes)
     context = click.get_current_context()
-    for name in ("tokens", "price", "rank"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            command += [f"--{name}", str(context.params[name])]
+    for option in options.given(context):
+        if option in ("--tokens", "--price", "--rank"):
+            command += [option, str(context.params[option.removeprefix("--")])]
     command += change.options if "--set" in change.options else ()
     return ConfigError(error.title, [*error.faults, f"for instance: {shlex.join(command)}"])
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
-from slurmllm.core.format import format_count
+from slurmllm.core.format import Json, Texts, format_count
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
@@ -20,13 +20,11 @@ _FIGURES = ("bf16_tflops", "memory_gib", "memory_gb_s", "node_link_gb_s", "netwo
 
 
 @click.command()
-@click.argument("name", required=False, shell_complete=options.complete_recipe)
-@click.option("--explain", is_flag=True, help="Show where each value comes from.")
-@click.option("--trainers", is_flag=True, help="List the adapters of other projects' trainers.")
-@click.option("--clusters", is_flag=True, help="List the cluster profiles, for --cluster.")
-@click.option(
-    "--schema", is_flag=True, help="Print the JSON schema of recipes, or of profiles (--clusters)."
-)
+@options.recipe_argument("name", required=False)
+@options.flag("--explain", "Show where each value comes from.")
+@options.flag("--trainers", "List the adapters of other projects' trainers.")
+@options.flag("--clusters", "List the cluster profiles, for --cluster.")
+@options.flag("--schema", "Print the JSON schema of recipes, or of profiles (--clusters).")
 @options.cluster
 @options.set_value
 @options.as_json
@@ -37,7 +35,7 @@ def recipes(
     clusters: bool,
     schema: bool,
     cluster: str | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     as_json: bool,
 ) -> None:
     """List recipes or cluster profiles, or show one resolved.
@@ -133,7 +131,7 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     options.print_rows(as_json, "clusters", rows, columns)
 
 
-def _cluster_row(config: RunConfig) -> dict[str, Any]:
+def _cluster_row(config: RunConfig) -> Json:
     """Return a profile for the list; figures are None without hardware figures."""
     from slurmllm.plan.prices import select_price
 
@@ -153,9 +151,7 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _show(
-    name: str, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
-) -> None:
+def _show(name: str, explain: bool, cluster: str | None, overrides: Texts, as_json: bool) -> None:
     from slurmllm.core.config.profiles import any_command
     from slurmllm.core.config.resolve import recipes_dir, resolve
 
@@ -186,7 +182,7 @@ def _show(
     print_table(("field", "value", "source"), rows, fold="value")
 
 
-def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
+def _restore_layouts(tree: Json, config: RunConfig, name: str) -> None:
     """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
     from slurmllm.core.config.layers import value_at
     from slurmllm.core.config.profiles import find_yaml
@@ -206,7 +202,7 @@ def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None
         tree["layouts"] = value_at(read_recipe(file, shipped), "layouts", {})
 
 
-def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:
+def _tree(config: RunConfig, unchosen: str | None) -> Json:
     """Return the nested values, with `unchosen` for degrees that the planner is to choose.
 
     Settings of `train` that it is to choose are None: auto would be another micro batch.

@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import StorageError, UserError
-from slurmllm.core.format import format_names, format_number, format_percent, format_plural
+from slurmllm.core.format import Texts, format_names, format_number, format_percent, format_plural
 from slurmllm.core.run.rundir import find_run, find_sweep
 
 if TYPE_CHECKING:
@@ -26,20 +26,16 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 
 
 @click.command()
-@click.argument(
-    "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
-)
+@options.run_argument("sources", nargs=-1, required=True, metavar="SOURCE…")
 @options.price
 @click.option(
     "--out",
     metavar="FILE.html",
     help="Page (default: reports/report.html of the run; of several runs report-A-B.html of A).",
 )
-@click.option("--no-files", is_flag=True, help="Write no page; only print the tables.")
+@options.flag("--no-files", "Write no page; only print the tables.")
 @options.log_options
-@click.option(
-    "--prediction", is_flag=True, help="Only compare a run with what `plan` predicts for it."
-)
+@options.flag("--prediction", "Only compare a run with what `plan` predicts for it.")
 @click.option(
     "--cluster",
     metavar="PROFILE",
@@ -50,7 +46,7 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 @options.as_json
 def report(
     *,
-    sources: tuple[str, ...],
+    sources: Texts,
     price: str | None,
     out: str | None,
     no_files: bool,
@@ -172,7 +168,7 @@ def _print(runs: Sequence[RunFacts]) -> None:
     if used:
         show(tables.parts_table(used))
     if any(facts.rates for facts in runs):
-        show(tables.throughput_table(runs))
+        show(tables.by_column(runs, tables.throughput))
     rows = scaling_rows(runs)
     if len(rows) > 1:  # a single row repeats the table above
         show(tables.scaling_table(rows))

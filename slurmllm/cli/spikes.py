@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from pydantic_core import to_jsonable_python
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_line, print_table
 from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.format import Texts
 
 if TYPE_CHECKING:
     from slurmllm.analysis.spikes.analysis import Metric, SpikeAnalysis
@@ -23,9 +24,7 @@ def _number(name: str, default: float, description: str) -> Callable[[Any], Any]
 
 
 @click.command()
-@click.argument(
-    "sources", nargs=-1, required=True, metavar="SOURCE...", shell_complete=options.complete_run
-)
+@options.run_argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @options.choice("--metric", "loss grad_norm all", "What to search for spikes.", default="all")
 @_number("--window", 20, "Number of steps in the running mean.")
 @_number("--threshold", 0.1, "A value higher than the running mean by more than this is a spike.")
@@ -37,7 +36,7 @@ def _number(name: str, default: float, description: str) -> Callable[[Any], Any]
 @options.as_json
 def spikes(
     *,
-    sources: tuple[str, ...],
+    sources: Texts,
     metric: str,
     of_logs: options.LogOptions,
     steps: dict[str, int | None],
@@ -78,10 +77,9 @@ def spikes(
     if plot is not None:
         runs = _draw(curves, runs, plot)
     if as_json:
-        # null if not finite; pydantic's JSON refuses names that are no UTF-8
-        texts = (json.dumps(run.model_dump()) for run in runs)
-        documents = [json.loads(document, parse_constant=lambda _: None) for document in texts]
-        click.echo(json.dumps({"runs": documents}, indent=2))
+        # pydantic's JSON refuses names that are no UTF-8
+        plain = to_jsonable_python([run.model_dump() for run in runs], inf_nan_mode="null")
+        options.echo_json({"runs": plain})
     else:
         for run in runs:
             _print(run)
@@ -140,39 +138,39 @@ def _print(run: SpikeAnalysis) -> None:
     print_line()
 
 
-def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:
+def _figures(run: SpikeAnalysis, first: bool) -> Iterator[tuple[str, str]]:
     from slurmllm.analysis.spikes.plot import binned
 
-    rows = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
+    yield "steps judged", f"{run.judged:,} of {run.steps:,}"
+    yield "spikes", f"{run.count:,}"
     if run.per_1000_steps is not None and run.inside_share is not None:
-        rows.append(("per 1,000 steps", f"{run.per_1000_steps:.3g}"))
-        rows.append(("inside spikes", f"{run.inside_share:.3%} of the steps"))
+        yield "per 1,000 steps", f"{run.per_1000_steps:.3g}"
+        yield "inside spikes", f"{run.inside_share:.3%} of the steps"
     if run.one_step_share is not None:
         published = f" ({run.reference})" if run.reference else ""
-        rows.append(("last one step", f"{run.one_step_share:.1%}{published}"))
+        yield "last one step", f"{run.one_step_share:.1%}{published}"
         durations = ", ".join(f"{name}: {count[0]:,}" for name, count in binned([run.durations]))
-        rows.append(("durations", durations))
+        yield "durations", durations
     if run.not_finite_steps:
-        rows.append(("NaN or infinite", f"{run.not_finite_steps:,} steps"))
+        yield "NaN or infinite", f"{run.not_finite_steps:,} steps"
     if run.growth is not None:
         grown = run.growth
         end = f"; at the end {grown.at_end:.3g}"
-        rows.append(("rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"))
+        yield "rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"
     if run.metric == "grad_norm" and run.grad_norm is not None and run.grad_norm.growth:
         figure = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
-        rows.append(("times the lowest", figure))
+        yield "times the lowest", figure
     if run.grad_norm is not None and run.grad_norm.ratio_median is not None:
         usual, largest = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
         figure = f"{usual:.3g} times the median before them, at most {largest:.3g}"
-        rows.append(("gradient norm at spikes", figure))
+        yield "gradient norm at spikes", figure
     if run.param_norm is not None and first:
         norm = run.param_norm
         figure = f"{norm.first:.5g} at the start → {norm.last:.5g}"
         if norm.slope is not None:
             trend = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
             figure += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
-        rows.append(("parameter norm", figure))
+        yield "parameter norm", figure
     if run.restarts and first:
         steps = ", ".join(str(step) for step in run.restarts[:5])
-        rows.append(("restarts at", steps + (" …" if len(run.restarts) > 5 else "")))
-    return rows
+        yield "restarts at", steps + (" …" if len(run.restarts) > 5 else "")

@@ -17,6 +17,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import console, print_line
 from slurmllm.core.errors import EXIT_INTERRUPTED, UserError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
 
 if TYPE_CHECKING:
@@ -44,15 +45,15 @@ class _StatusCommand(click.Command):
 
 
 @click.command(cls=_StatusCommand)
-@click.argument("runs", nargs=-1, metavar="[RUN...]", shell_complete=options.complete_run)
+@options.run_argument("runs", nargs=-1, metavar="[RUN...]")
 @click.option("--watch", type=float, metavar="[SECONDS]", help="Refresh every SECONDS (default 5).")
-@click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
+@options.flag("--active", "Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
 @click.pass_context
 def status(
     ctx: click.Context,
-    runs: tuple[str, ...],
+    runs: Texts,
     watch: float | None,
     active: bool,
     runs_dir: Path,
@@ -98,19 +99,19 @@ class _ShownStates:
         listing = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
         return json.dumps(listing, indent=indent)
 
-    def view(self, height: int | None = None) -> list[Text]:
+    def view(self, height: int | None = None) -> Iterator[Text]:
         from rich.text import Text
 
         from slurmllm.cli.status_tables import run_view, runs_view
 
         if self.empty_text is None:
-            return run_view(self.states[0], console())
-        if not self.states:
-            return [Text(self.empty_text)]
-        view = runs_view(self.states, console(), height)
-        if self.sweep is not None:
-            view.insert(0, Text(f"sweep {self.sweep.sweep.name}, {self.sweep.summary}"))
-        return view
+            yield from run_view(self.states[0], console())
+        elif not self.states:
+            yield Text(self.empty_text)
+        else:
+            if self.sweep is not None:
+                yield Text(f"sweep {self.sweep.sweep.name}, {self.sweep.summary}")
+            yield from runs_view(self.states, console(), height)
 
     def print(self) -> None:
         for message in self.view():

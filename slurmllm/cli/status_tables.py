@@ -11,6 +11,7 @@ from rich.text import Text
 
 from slurmllm.core.display.tables import PROSE, Column, fitted
 from slurmllm.core.format import (
+    Texts,
     format_age,
     format_bytes,
     format_duration,
@@ -68,8 +69,8 @@ _SHOWN = 4  # nodes, graphs
 
 def runs_view(
     states: Sequence[RunState], console: Console, height: int | None = None
-) -> list[Text]:
-    """Return a table with one row per run, the newest last, and notes on it.
+) -> Iterator[Text]:
+    """Yield a table with one row per run, the newest last, and notes on it.
 
     With a `height` each run takes one line, and older ones that do not fit are only counted.
     """
@@ -88,21 +89,20 @@ def runs_view(
         for state in listed
     ]
     table, left_out = _table([*_RUNS], rows, console, one_line)
-    view = [table]
+    yield table
     if "reason" in left_out and not one_line:
-        view += [Text(printable(f"{s.name}: {s.reason}")) for s in listed if s.reason]
-    view += _no_room(left_out)
+        for state in listed:
+            if state.reason:
+                yield Text(printable(f"{state.name}: {state.reason}"))
+    yield from _no_room(left_out)
     if len(listed) < len(states):
-        view.append(Text(f"… and {len(states) - len(listed)} older ones", style="dim"))
-    return view
+        yield Text(f"… and {len(states) - len(listed)} older ones", style="dim")
 
 
-def run_view(state: RunState, console: Console) -> list[Text]:
-    """Return a run's figures, one line each, and a table with one row per attempt."""
-    view = [
-        Text.assemble((f"{name:<14} ", "bold"), printable(message), overflow="fold")
-        for name, message in _lines(state)
-    ]
+def run_view(state: RunState, console: Console) -> Iterator[Text]:
+    """Yield a run's figures, one line each, and a table with one row per attempt."""
+    for name, message in _lines(state):
+        yield Text.assemble((f"{name:<14} ", "bold"), printable(message), overflow="fold")
     if state.attempts:
         open_ending = "running" if state.state == "training" else "not recorded"
         last = state.attempts[-1]
@@ -111,11 +111,11 @@ def run_view(state: RunState, console: Console) -> list[Text]:
             for attempt in state.attempts
         ]
         table, left_out = _table(_ATTEMPTS, rows, console)
-        view += [table, *_no_room(left_out)]
-    return view
+        yield table
+        yield from _no_room(left_out)
 
 
-def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> tuple[str, ...]:
+def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> Texts:
     evidence = "; ".join(attempt.evidence)
     return (
         str(attempt.attempt),
@@ -281,9 +281,9 @@ def _table(
     return message, table.left_out
 
 
-def _no_room(columns: Sequence[str]) -> list[Text]:
-    message = f"no room for {', '.join(columns)}; see --json"
-    return [Text(message, style="dim")] if columns else []
+def _no_room(columns: Sequence[str]) -> Iterator[Text]:
+    if columns:
+        yield Text(f"no room for {', '.join(columns)}; see --json", style="dim")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,7 @@ from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, UserError
+from slurmllm.core.format import Texts, Values
 from slurmllm.core.run.rundir import find_run
 
 if TYPE_CHECKING:
@@ -29,11 +30,10 @@ if TYPE_CHECKING:
 _NO_RANGE = "--nodes M-N: a range is for Slurm's jobs; give one number"
 
 
-@click.command(
-    cls=commands.GroupedCommand,
+@commands.grouped(
     common="nodes name set cluster data fetch smoke steps dry-run local",
 )
-@click.argument("recipe", shell_complete=options.complete_recipe)
+@options.recipe_argument("recipe")
 @click.option("--command", hidden=True)  # what follows `--`, if it is no option
 @options.nodes(help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1")
 @click.option("-J", "--name", help="The run's name.  [default: RECIPE-001, -002, …]")
@@ -45,9 +45,9 @@ _NO_RANGE = "--nodes M-N: a range is for Slurm's jobs; give one number"
     help="builtin: train on the source files of this machine's Python, for a first trial; else a "
     "published data set (`slurmllm data fetch --list`).",
 )
-@click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
-@click.option("--smoke", is_flag=True, help="Train 20 steps only, the schedule scaled: a test.")
-@click.option("--steps", type=click.IntRange(min=1), help="As --smoke, with this many steps.")
+@options.flag("--fetch", "First download the recipe's data if they are missing.")
+@options.flag("--smoke", "Train 20 steps only, the schedule scaled: a test.")
+@options.count("--steps", help="As --smoke, with this many steps.")
 @sweeps.sweep_options
 @options.run_options("the recipe's")
 @click.pass_context
@@ -57,7 +57,7 @@ def submit(
     command: str | None,
     nodes: tuple[int | None, int],
     name: str | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     cluster: str | None,
     data: str | None,
     fetch: bool,
@@ -137,12 +137,12 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
         verb, summary = click.get_current_context().info_name, run.to_dict()
         for error in run.prepared.refused:
             for reason in error.faults:
-                click.echo(f"warning: {verb} would refuse this: {reason}", err=True)
+                options.warn(f"{verb} would refuse this: {reason}")
         if shared.as_json:
             options.echo_json(summary, indent=None)
         else:
             _print_scripts(run.prepared, summary)
-            click.echo("dry run: nothing was written, nothing submitted", err=True)
+            options.note("dry run: nothing was written, nothing submitted")
         for error in run.prepared.unstartable:
             raise error
     elif shared.as_json:
@@ -185,13 +185,13 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 
 def print_warnings(prepared: PreparedRun) -> None:
     for warning in prepared.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        options.warn(warning)
     if prepared.excluded:
         names = " ".join(prepared.excluded)
-        click.echo(f"excluded: {names}, which failed the run; see status", err=True)
+        options.note(f"excluded: {names}, which failed the run; see status")
 
 
-def _print_scripts(prepared: PreparedRun, summary: Mapping[str, Any]) -> None:
+def _print_scripts(prepared: PreparedRun, summary: Values) -> None:
     """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
     import yaml
 
@@ -297,16 +297,14 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         click.echo(f"done       slurmllm status {run.name}; curves in {run.path}/metrics{more}")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         saved = "saved; " if run.checkpoint_steps() else ""
-        click.echo(f"stopped    {saved}{resume} continues", err=True)
+        options.note(f"stopped    {saved}{resume} continues")
     else:
-        click.echo(f"stopped    exit code {code}; fix the reason above, then {resume}", err=True)
+        options.note(f"stopped    exit code {code}; fix the reason above, then {resume}")
     return code
 
 
-@click.command(
-    cls=commands.GroupedCommand, common="nodes cluster set from-scratch include dry-run local"
-)
-@click.argument("run", shell_complete=options.complete_run)
+@commands.grouped(common="nodes cluster set from-scratch include dry-run local")
+@options.run_argument("run")
 @options.nodes(help="Number of nodes, or a range.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
@@ -314,9 +312,7 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     "data, seed and global batch cannot change, except with --from-scratch: the checkpoints depend "
     "on them."
 )
-@click.option(
-    "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
-)
+@options.flag("--from-scratch", "Start again from step 0, without the checkpoints.")
 @include_option
 @options.run_options("as before")
 @click.pass_context
@@ -325,9 +321,9 @@ def resume(
     run: str,
     nodes: tuple[int | None, int] | None,
     cluster: str | None,
-    overrides: tuple[str, ...],
+    overrides: Texts,
     from_scratch: bool,
-    included: tuple[str, ...],
+    included: Texts,
     shared: RunOptions,
 ) -> None:
     """Continue RUN after it was cancelled or stopped.

@@ -13,7 +13,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import EXIT_OK, UserError
-from slurmllm.core.format import format_hours, format_plural
+from slurmllm.core.format import Json, Texts, format_hours, format_plural
 from slurmllm.core.run.rundir import SweepDir
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MANY = 100  # cases that are submitted without a question
 class SweepOptions(NamedTuple):
     """The options of `submit` for sweeps."""
 
-    sweep: tuple[str, ...]
+    sweep: Texts
     sweep_file: str | None
     max_running: int | None
     yes: bool
@@ -38,11 +38,10 @@ sweep_options = options.grouped(
     "sweep",
     SweepOptions,
     SweepOptions._fields,
-    click.option(
+    options.repeatable(
         "--sweep",
-        multiple=True,
-        metavar="PATH=V1,V2",
-        help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
+        "PATH=V1,V2",
+        "Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
         "combination.",
     ),
     click.option(
@@ -53,7 +52,7 @@ sweep_options = options.grouped(
     click.option(
         "--max-running", type=int, help="Runs of a sweep that train at a time.  [default: all]"
     ),
-    click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs."),
+    options.flag("--yes", "Do not ask before a sweep of more than 100 runs."),
 )
 
 
@@ -97,13 +96,13 @@ def submit(
     prepared = prepare_sweep(request, cases, configs, max_running)
     texts = chain.from_iterable(run.warnings for run in prepared.runs)
     for warning in dict.fromkeys(texts):
-        click.echo(f"warning: {warning}", err=True)
+        options.warn(warning)
     for run in prepared.runs:
         for refusal in chain.from_iterable(error.faults for error in run.refused):
-            click.echo(f"warning: submit would refuse {run.run.name}: {refusal}", err=True)
+            options.warn(f"submit would refuse {run.run.name}: {refusal}")
     if request.dry_run:
         _print_prepared(prepared, [], as_json)
-        click.echo("dry run: nothing was written, nothing submitted", err=True)
+        options.note("dry run: nothing was written, nothing submitted")
         for error in chain.from_iterable(run.unstartable for run in prepared.runs):
             raise error
         return EXIT_OK
@@ -151,7 +150,7 @@ def _print_prepared(
             }
             for number, (run, case, job) in enumerate(rows)
         ]
-        summary: dict[str, Any] = {"sweep": name, "sweep_dir": str(prepared.sweep.path)}
+        summary: Json = {"sweep": name, "sweep_dir": str(prepared.sweep.path)}
         summary |= {"max_running": record.max_running, "graphs": graphs_of_runs, "runs": runs}
         options.echo_json({**summary, **more}, indent=None)
         return
@@ -189,14 +188,12 @@ def print_table_of(sweep: SweepDir, as_json: bool) -> None:
         print_ranking(state, ranked)
 
 
-def ranking_json(state: SweepState, ranked: Sequence[RankedRun]) -> dict[str, Any]:
+def ranking_json(state: SweepState, ranked: Sequence[RankedRun]) -> Json:
     runs = [{"rank": number, **run.to_json()} for number, run in enumerate(ranked, 1)]
     return {**state.to_json(), "runs": runs}
 
 
-def ranking_rows(
-    state: SweepState, ranked: Sequence[RankedRun]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def ranking_rows(state: SweepState, ranked: Sequence[RankedRun]) -> tuple[Texts, list[Texts]]:
     """Return the headings and the rows of a sweep's runs, with the values that differ."""
     labels = state.record.labels
     has_price = any(run.state.usd is not None for run in ranked)

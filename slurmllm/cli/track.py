@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-_Tracker = click.Choice(["wandb", "mlflow"])
 
 
 @click.group()
@@ -28,9 +27,9 @@ def track() -> None:
 
 
 @track.command()
-@click.argument("run", shell_complete=options.complete_run)
-@click.option("--to", "trackers", multiple=True, type=_Tracker, help="Default: the recipe's.")
-@click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
+@options.run_argument("run")
+@options.choice("--to trackers", "wandb mlflow", "Default: the recipe's.", multiple=True)
+@options.flag("--follow -f", "Continue until the run has ended.")
 @click.option("--supervised", is_flag=True, hidden=True)
 @options.runs_dir
 @options.as_json

@@ -71,7 +71,7 @@ def test_no_number_is_cut_at_any_width(width: int) -> None:
 def test_older_runs_give_way_to_those_that_run() -> None:
     console = Console(width=240)
     states = [RunState(str(n), "/r", state="done") for n in range(9)]
-    view = runs_view([RunState("a", "/r", state="training"), *states], console, height=3)
+    view = [*runs_view([RunState("a", "/r", state="training"), *states], console, height=3)]
     _, *lines = view[0].plain.splitlines()
     assert [line.split()[0] for line in lines] == ["a", "7", "8"]
     assert "7 older" in view[-1].plain

@@ -51,22 +51,18 @@ def write_comparison(
         StorageError: the page cannot be written.
     """
     a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
-    labels = [("A", a), *((each.label, each.curve) for each in drawn)]
-    steps: list[dict[str, int]] = [
-        {n: m.onset_step for n, m in each.comparison.metrics.items() if m.onset_step is not None}
-        for each in drawn
-    ]
-    runs = [
-        RunFacts(f"{label}: {c.name}", c.path, c.kind, curve=c, diverges_at=diverges_at)
-        for (label, c), diverges_at in zip(labels, [{}, *steps], strict=True)
-    ]
+    runs = [RunFacts(f"A: {a.name}", a.path, a.kind, curve=a)]
+    for each in drawn:
+        name, path, kind = f"{each.label}: {each.curve.name}", each.curve.path, each.curve.kind
+        metrics_of = each.comparison.metrics.items()
+        onsets = {n: m.onset_step for n, m in metrics_of if m.onset_step is not None}
+        runs.append(RunFacts(name, path, kind, curve=each.curve, diverges_at=onsets))
     of_runs = figures(runs)
-    names = {name for each in comparisons for name in each.metrics}
-    differences: list[Block] = []
-    for name in (name for name in LABELS if name in names):
-        of_metric = [c.metrics[name] for c in comparisons if name in c.metrics]
-        bit_identical = all(metric.bit_identical for metric in of_metric)
-        differences.append(_difference(runs, a, drawn, name, bit_identical))
+    differences = []
+    for name in LABELS:
+        if of_metric := [c.metrics[name] for c in comparisons if name in c.metrics]:
+            bit_identical = all(metric.bit_identical for metric in of_metric)
+            differences.append(_difference(runs, a, drawn, name, bit_identical))
     differences.sort(key=lambda block: isinstance(block, Paragraph))
     sections = filled(
         {

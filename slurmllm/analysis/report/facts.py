@@ -21,6 +21,7 @@ from slurmllm.analysis.status.recoveries import FailureRecovery
 from slurmllm.analysis.status.utilization import Utilization
 from slurmllm.core.config.load import LenientConfig
 from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.metrics.curves import Curve, Flags, Floats, SourceKind
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import CONTINUES, AttemptRecord, Event
@@ -42,14 +43,14 @@ class CheckpointFacts:
     """A checkpoint that a run saved."""
 
     step: int
-    attempt: int | None  # the attempt that saved it
-    tokens: int | None  # tokens trained by then
-    bytes: int | None  # size of all its files
-    saved_at: float | None  # Unix time, s
-    seconds: float | None  # duration of the save
-    waited_s: float | None  # part of it that training waited
+    attempt: int | None = None  # the attempt that saved it
+    tokens: int | None = None  # tokens trained by then
+    bytes: int | None = None  # size of all its files
+    saved_at: float | None = None  # Unix time, s
+    seconds: float | None = None  # duration of the save
+    waited_s: float | None = None  # part of it that training waited
     # kept; invalidated (by a roll-back); damaged (no readable manifest, or half-written); removed
-    state: CheckpointState
+    state: CheckpointState = "removed"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class RunFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()  # events, oldest first
     price: NodePrice | None = None
-    warnings: tuple[str, ...] = ()  # unreadable files and other doubts
+    warnings: Texts = ()  # unreadable files and other doubts
 
     @property
     def train(self) -> tuple[AttemptRecord, ...]:
@@ -229,7 +230,7 @@ class ScalingRow(NamedTuple):
         """Sequences/s over the first steps, else over all."""
         return self.rate.seq_per_s_first_500 or self.rate.seq_per_s
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         facts, rate = self.facts, self.rate
         return {
             "run": facts.name,

@@ -7,7 +7,7 @@ thinned to its extremes, and drawn again as means of equally long pieces.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import chain
@@ -19,19 +19,11 @@ import yaml
 
 from slurmllm.analysis.evaluate.scores import HELD_OUT
 from slurmllm.analysis.report.facts import RunFacts, per_s, scaling_rows
-from slurmllm.core.format import format_number
+from slurmllm.core.format import Json, Values, format_number
 from slurmllm.core.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
-from slurmllm.core.run.records import TIME_PARTS, TimePart
+from slurmllm.core.run.records import TIME_PARTS
 
-Json = dict[str, Any]
-_LOOK: Mapping[str, Any] = yaml.safe_load(
-    Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8")
-)
-RUN_COLORS: Sequence[str] = _LOOK["runs"]
-PART_COLORS: Mapping[TimePart, str] = _LOOK["time_parts"]
-STEP_PARTS: Mapping[str, str] = _LOOK["step_parts"]
-_METRICS: Sequence[tuple[str, str, str]] = _LOOK["metrics"]
-_MARKS: Mapping[str, Json] = _LOOK["marks"]
+_LOOK: Values = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 _AXIS_TITLES = {"step": "step", "tokens": "tokens", "hours": "hours since the first step began"}
 # The page must stay small enough to send by mail: rows of all curves of a figure.
 _MAX_ROWS = 6000
@@ -139,7 +131,7 @@ def packed(values: Floats | Ints) -> Json:
     """Return an array as plotly reads it: base64 of little-endian numbers."""
     kind = "f4"
     if np.isfinite(values).all() and (values == np.rint(values)).all():
-        kind = "i4" if np.abs(values).max(initial=0) < 2**31 else "f8"
+        kind = "i4" if abs(values).max(initial=0) < 2**31 else "f8"
     with np.errstate(over="ignore"):
         content = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
     return {"dtype": kind, "bdata": base64.b64encode(content).decode("ascii")}
@@ -185,7 +177,7 @@ def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
 
 def run_line(runs: Sequence[RunFacts], number: int, num_points: int, label: str = "") -> Json:
     """Return the look of a run's line; `label` names one of several of the run."""
-    color = RUN_COLORS[number % len(RUN_COLORS)]
+    color = _color(number)
     name = escape(runs[number].name)
     if label:
         name = f"{name}, {escape(label)}" if len(runs) > 1 else escape(label)
@@ -198,6 +190,11 @@ def run_line(runs: Sequence[RunFacts], number: int, num_points: int, label: str 
         "legendgroup": f"run {number}",
         "showlegend": len(runs) > 1 or bool(label),
     }
+
+
+def _color(number: int) -> Any:
+    """Return the colour of a run."""
+    return _LOOK["runs"][number % len(_LOOK["runs"])]
 
 
 def _series(curve: Curve, metric: str) -> Floats | None:
@@ -215,9 +212,7 @@ def _axis_top(times: Sequence[Floats]) -> float | None:
 
     Returns None if all values fit: none is more than twice the top.
     """
-    values = np.concatenate([run[np.isfinite(run)] for run in times] or [np.empty(0)])
-    if not values.size:
-        return None
+    values = np.concatenate([run[np.isfinite(run)] for run in times])
     top = 1.5 * float(np.percentile(values, 90))
     return top if 0 < top < float(values.max()) / 2 else None
 
@@ -226,7 +221,7 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
     max_rows = max(_MIN_ROWS, _MAX_ROWS // max(1, len(runs)))
     curves = [facts.curve for facts in runs if facts.curve is not None]
     all_sequences = all(_series(curve, "seq_per_s") is not None for curve in curves)
-    for metric, title, unit in _METRICS:
+    for metric, title, unit in _LOOK["metrics"]:
         logged = [v for curve in curves if (v := _series(curve, metric)) is not None]
         if not logged or (metric == "tokens_per_s" and all_sequences):
             continue
@@ -273,14 +268,13 @@ def _add_lines(
         rows = thin_rows(values, max_rows)
         line = run_line(runs, number, len(rows), label)
         line["line"]["dash"] = _DASHES[index % len(_DASHES)] if label else "solid"
-        if len(rows) < len(values):
+        thinned = len(rows) < len(values)
+        look = line | _LOOK["thinned"] if thinned else line
+        figure.add(look, positions.select(logged[rows]), values[rows])
+        if thinned:
             pieces = max(1, max_rows // 3)
             mean = {**line, "line": line["line"] | {"width": 2}}
-            line |= _LOOK["thinned"]
-            figure.add(line, positions.select(logged[rows]), values[rows])
             figure.add(mean, positions.means(pieces, logged), piece_means(values, pieces))
-        else:
-            figure.add(line, positions.select(logged[rows]), values[rows])
 
 
 def _add_marks(
@@ -292,15 +286,13 @@ def _add_marks(
     legend: set[str],
 ) -> None:
     """Add a run's marks, on its curve; marks of one kind have one entry in the legend."""
-    curve = runs[number].curve
-    values = None if curve is None else _series(curve, metric)
-    if curve is None or values is None:
+    facts, curve = runs[number], runs[number].curve
+    if curve is None or (values := _series(curve, metric)) is None:
         return
-    marks = {"restart": _restarts(runs[number], curve)}
-    if (diverged := runs[number].diverges_at.get(metric)) is not None:
-        marks["divergence"] = [(diverged, f"{runs[number].name} diverges at step {diverged}")]
+    marks = {"restart": [*_restarts(facts, curve)]}
+    if (diverged := facts.diverges_at.get(metric)) is not None:
+        marks["divergence"] = [(diverged, f"{facts.name} diverges at step {diverged}")]
     if metric == "loss":
-        facts = runs[number]
         spikes = () if facts.spikes is None else facts.spikes.spikes
         marks["save"] = [
             (save.step, f"{facts.name}: saved step {save.step}") for save in facts.saved
@@ -320,10 +312,10 @@ def _add_marks(
             continue
         steps = np.array([step for step, _ in latest])
         y = np.interp(steps, curve.steps[rows], values[rows])
-        color = RUN_COLORS[number % len(RUN_COLORS)]
+        color = _color(number)
         look: Json = {
             **_LOOK["mark"],
-            **_MARKS[kind],
+            **_LOOK["marks"][kind],
             "legendgroup": kind,
             "showlegend": kind not in legend,
             "text": [escape(note).replace("\n", "<br>") for _, note in latest],
@@ -333,9 +325,8 @@ def _add_marks(
         legend.add(kind)
 
 
-def _restarts(facts: RunFacts, curve: Curve) -> list[tuple[int, str]]:
+def _restarts(facts: RunFacts, curve: Curve) -> Iterator[tuple[int, str]]:
     endings = {attempt.attempt: attempt for attempt in facts.train}
-    restarts = []
     for row in (np.flatnonzero(np.diff(curve.attempts) != 0) + 1).tolist():
         before, after = int(curve.attempts[row - 1]), int(curve.attempts[row])
         lines = [f"{facts.name}: attempt {after} from step {curve.steps[row]}"]
@@ -343,8 +334,7 @@ def _restarts(facts: RunFacts, curve: Curve) -> list[tuple[int, str]]:
             if attempt in endings and endings[attempt].ending is not None:
                 evidence = "; ".join(endings[attempt].evidence)
                 lines.append(f"attempt {attempt} ended: {endings[attempt].ending} {evidence:.150}")
-        restarts.append((int(curve.steps[row]), "\n".join(lines)))
-    return restarts
+        yield int(curve.steps[row]), "\n".join(lines)
 
 
 def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
@@ -363,7 +353,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         figure = CurveFigure("s", _axis_top([sum(parts, np.zeros(1))]))
         total = max(float(sum(map(np.sum, parts))), 1e-30)
         shares = []
-        for (name, color), seconds in zip(STEP_PARTS.items(), parts, strict=True):
+        for (name, color), seconds in zip(_LOOK["step_parts"].items(), parts, strict=True):
             if seconds.any():
                 shares.append(f"{name} {100 * float(np.sum(seconds)) / total:.1f} %")
                 look = _LOOK["layer"] | {"name": name, "fillcolor": color}
@@ -402,12 +392,12 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
             cluster = row.facts.configuration.text("cluster.name")
             label = f"{row.facts.recipe or row.facts.name}{f' on {cluster}' if cluster else ''}"
             groups.setdefault(label, []).append((row.rate.nodes, row.speed, row.efficiency))
-    data: list[Json] = []
+    data = []
     for number, (label, points) in enumerate(groups.items()):
         nodes = [point[0] for point in points]
         if len(set(nodes)) < 2:
             continue
-        color = RUN_COLORS[number % len(RUN_COLORS)]
+        color = _color(number)
         line = {"x": nodes, "y": [point[1] for point in points]}
         notes = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
         data.append({"name": escape(label), "text": notes, "line": {"color": color}, **line})
@@ -427,7 +417,7 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
             "y": [escape(name) for name, _ in runs_used],
             "x": [100.0 * used.shares[time_part] for _, used in runs_used],
             "customdata": [used.parts[time_part] for _, used in runs_used],
-            "marker": {"color": PART_COLORS[time_part]},
+            "marker": {"color": _LOOK["time_parts"][time_part]},
         }
         for time_part in TIME_PARTS
         if any(used.parts[time_part] for _, used in runs_used)
@@ -441,7 +431,7 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
     """Yield scores over tokens, one plot per suite with several evaluated checkpoints."""
     suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
     for number, suite in enumerate(suites):
-        data: list[Json] = []
+        data = []
         for facts in runs:
             for table in facts.scores:
                 if table.suite != suite or len(table.tokens) < 2:

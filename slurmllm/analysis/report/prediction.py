@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import mean, median
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from slurmllm.analysis.status.history import read_history, read_incarnations, read_submissions
 from slurmllm.analysis.status.utilization import account_node_hours
@@ -17,10 +17,11 @@ from slurmllm.core.config.cluster import GIB
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig, change
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import Texts
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.metrics.step_time import SteadySteps, read_steady_steps, step_rates
 from slurmllm.core.run.artifact_records import MicroBatchRecord
-from slurmllm.core.run.records import WorkerRecord
+from slurmllm.core.run.records import Record, WorkerRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.plan.lost_time import assumed, lost_time
@@ -53,10 +54,8 @@ def expected_overheads(candidate: LayoutEstimate) -> dict[str, float | None]:
     }
 
 
-class PredictedFigure(BaseModel):
+class PredictedFigure(Record):
     """One figure, predicted and measured."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     predicted: float | None  # None: no prediction
@@ -71,10 +70,8 @@ class PredictedFigure(BaseModel):
         return self.measured / self.predicted if self.predicted else None
 
 
-class PredictionCheck(BaseModel):
+class PredictionCheck(Record):
     """A prediction compared with a run."""
-
-    model_config = ConfigDict(frozen=True)
 
     run: str
     cluster: str  # profile of the hardware figures
@@ -82,7 +79,7 @@ class PredictionCheck(BaseModel):
     attempts: tuple[int, ...]  # attempts whose steps were used
     steps: int  # number of steady steps
     rows: tuple[PredictedFigure, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 def check_run_prediction(run: RunDir, cluster: str | None = None) -> PredictionCheck:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slurmllm.analysis.evaluate.scores import score_tables
 from slurmllm.analysis.report.facts import (
@@ -30,7 +30,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import LenientConfig, load_leniently
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import RunError, SlurmllmError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Values, format_plural
 from slurmllm.core.metrics.curves import Curve
 from slurmllm.core.metrics.merge import FileRows
 from slurmllm.core.metrics.row_reader import read_events
@@ -81,7 +81,7 @@ def _is_run_or_part(path: Path) -> bool:
 
 
 def read_run_facts(
-    source: Path, of_log: Mapping[str, Any], price: float | None, client: SlurmClient
+    source: Path, of_log: Values, price: float | None, client: SlurmClient
 ) -> RunFacts:
     """Read a run, whole or in part, or another framework's log.
 
@@ -99,15 +99,14 @@ def read_run_facts(
         )
         return _read_run(RunDir(source), curve, metrics, warnings, price, client)
     curve = read_curve(source, lenient=True, **of_log)
-    paid = _price(None, price)
     return RunFacts(
         name=curve.name,
         path=source,
         kind="jsonl" if curve.kind == "run" else curve.kind,
         curve=curve,
-        rates=tuple(throughput_by_nodes(curve, {}, None, None if paid is None else paid.usd)),
+        rates=tuple(throughput_by_nodes(curve, {}, None, price)),
         spikes=_find_spikes(curve, warnings),
-        price=paid,
+        price=_price(None, price),
         warnings=(*curve.warnings, *warnings),
     )
 
@@ -179,11 +178,7 @@ def _read_run(
         used=used,
         lost=tuple(find_recoveries(history)),
         rates=tuple(rates),
-        saved=tuple(
-            read_checkpoints(run, events, warnings)
-            if command is None
-            else _trainer_checkpoints(run, command, events)
-        ),
+        saved=tuple(read_checkpoints(run, command, events, warnings)),
         scores=tuple(scores),
         spikes=None if curve is None else _find_spikes(curve, warnings),
         data=warn_on_error(lambda: DataRecord.find(run.data), warnings),
@@ -202,7 +197,7 @@ def _price(config: RunConfig | None, usd: float | None) -> NodePrice | None:
 
 
 def read_checkpoints(
-    run: RunDir, events: Sequence[Event], warnings: list[str]
+    run: RunDir, command: CommandConfig | None, events: Sequence[Event], warnings: list[str]
 ) -> Iterator[CheckpointFacts]:
     """Yield every checkpoint by step, on disk or only in the events; of two saves the later one.
 
@@ -210,51 +205,51 @@ def read_checkpoints(
     """
     saves = {event.step: event for event in events if event.kind == "save"}
     try:
-        on_disk = {int(entry.directory.name[5:]): entry for entry in list_checkpoints(run)}
-        manifests = {step: entry.manifest for step, entry in on_disk.items() if entry.manifest}
-        invalidated = invalidated_checkpoints(run, manifests)
+        on_disk = {facts.step: facts for facts in _on_disk(run, command, warnings)}
     except (SlurmllmError, OSError) as error:
         warnings.append(f"checkpoints: {error}")
-        on_disk, invalidated = {}, {}
+        on_disk = {}
     for step in sorted(saves.keys() | on_disk.keys()):
-        entry, event = on_disk.get(step), saves.get(step)
-        manifest = None if entry is None else entry.manifest
-        state: CheckpointState = "kept"
-        if entry is None:
-            state = "removed"
-        elif manifest is None:
-            state = "damaged"
-            warnings += [f"{entry.directory}: {fault}" for fault in entry.faults or ()]
-        elif step in invalidated:
-            state = "invalidated"
-        if manifest is not None and event is not None and event.attempt != manifest.attempt:
-            event = None  # of another save than the one on disk
-        yield CheckpointFacts(
-            step=step,
-            attempt=manifest.attempt if manifest else event.attempt if event else None,
-            tokens=manifest.tokens if manifest else None,
-            bytes=entry.num_bytes if entry and manifest else event.bytes if event else None,
-            saved_at=manifest.saved_at if manifest else event.time if event else None,
-            seconds=event.seconds if event else manifest.save_s if manifest else None,
-            waited_s=event.waited_s if event else None,
-            state=state,
-        )
+        facts, event = on_disk.get(step, CheckpointFacts(step)), saves.get(step)
+        # Not of another save than the one on disk
+        if event is not None and facts.attempt in (None, event.attempt):
+            facts = replace(
+                facts,
+                attempt=event.attempt,
+                bytes=event.bytes if facts.bytes is None else facts.bytes,
+                saved_at=event.time if facts.saved_at is None else facts.saved_at,
+                seconds=event.seconds,
+                waited_s=event.waited_s,
+            )
+        yield facts
 
 
-def _trainer_checkpoints(
-    run: RunDir, command: CommandConfig, events: Sequence[Event]
+def _on_disk(
+    run: RunDir, command: CommandConfig | None, warnings: list[str]
 ) -> Iterator[CheckpointFacts]:
-    """Yield the checkpoints of another project's trainer, as far as they are seen from outside."""
-    saves = {event.step: event for event in events if event.kind == "save"}
-    on_disk = {entry.step: entry for entry in list_trainer_checkpoints(run, command)}
-    for step in sorted(saves.keys() | on_disk.keys()):
-        entry, event = on_disk.get(step), saves.get(step)
-        state: CheckpointState = "removed"
-        if entry is not None:
-            state = "kept" if entry.complete else "damaged"
-        attempt = event.attempt if event else None
-        saved_at = entry.changed_at if entry else event.time if event else None
-        yield CheckpointFacts(step, attempt, None, None, saved_at, None, None, state)
+    """Yield the checkpoints by their manifests; of another trainer, as they look from outside."""
+    if command is not None:
+        for seen in list_trainer_checkpoints(run, command):
+            state: CheckpointState = "kept" if seen.complete else "damaged"
+            yield CheckpointFacts(seen.step, saved_at=seen.changed_at, state=state)
+        return
+    entries = list_checkpoints(run)
+    manifests = {entry.step: entry.manifest for entry in entries if entry.manifest}
+    invalidated = invalidated_checkpoints(run, manifests)
+    for entry in entries:
+        if (manifest := entry.manifest) is None:
+            warnings += [f"{entry.directory}: {fault}" for fault in entry.faults or ()]
+            yield CheckpointFacts(entry.step, state="damaged")
+            continue
+        yield CheckpointFacts(
+            step=entry.step,
+            attempt=manifest.attempt,
+            tokens=manifest.tokens,
+            bytes=entry.num_bytes,
+            saved_at=manifest.saved_at,
+            seconds=manifest.save_s,
+            state="invalidated" if entry.step in invalidated else "kept",
+        )
 
 
 def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
@@ -290,17 +285,12 @@ def _read_versions(
     run: RunDir, attempts: Sequence[AttemptRecord], warnings: list[str]
 ) -> dict[str, str]:
     """Return the versions on the nodes of the last attempt that recorded them."""
-
-    def read(path: Path) -> tuple[NodeRecord | None, list[str]]:
-        faults: list[str] = []
-        return warn_on_error(partial(NodeRecord.load, path), faults), faults
-
     for attempt in reversed(attempts):
         folder = attempt.files(run).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
-        for record, faults in read_all(read, sorted(folder.glob("*.json"))):
-            warnings += faults
-            for name, version in ({} if record is None else record.versions).items():
+        readers = [partial(NodeRecord.load, path) for path in sorted(folder.glob("*.json"))]
+        for record in read_all(lambda read: warn_on_error(read, warnings), readers):
+            for name, version in record.versions.items() if record is not None else ():
                 versions[name].add(version)
         if versions:
             return {name: ", ".join(sorted(values)) for name, values in versions.items()}
@@ -316,7 +306,7 @@ def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
 
     curves = [facts.curve if facts.loss is not None else None for facts in runs]
     first = next((curve for curve in curves if curve is not None), None)
-    compared: list[RunFacts] = []
+    compared = []
     counts: Counter[str] = Counter()
     letters = map(curve_letter, range(1, len(runs) + 1))
     for facts, curve in zip(runs, curves, strict=True):

@@ -16,6 +16,7 @@ from slurmllm.analysis.status.utilization import Utilization, sum_utilization
 from slurmllm.core.config.load import LenientConfig
 from slurmllm.core.format import (
     ABSENT,
+    Texts,
     format_bytes,
     format_count,
     format_dollars,
@@ -57,6 +58,7 @@ _SCALING: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "tokens/$": ("tokens_per_usd", format_count),
     "scaling": ("scaling_efficiency", lambda share: format_percent(share, 1)),
 }
+Figures = dict[str, str | None]  # by heading
 RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
 
 
@@ -131,12 +133,8 @@ def verdict(facts: RunFacts) -> str:
     return sentence
 
 
-def throughput_table(runs: Sequence[RunFacts]) -> Table:
-    """Return throughput and cost, one column per run."""
-    return _by_column(runs, [_throughput(facts) for facts in runs])
-
-
-def _throughput(facts: RunFacts) -> dict[str, str | None]:
+def throughput(facts: RunFacts) -> Figures:
+    """Return throughput and cost of a run by heading."""
     rate = facts.rate
     first = format_number(rate.seq_per_s_first_500) if rate else None
     if rate and rate.seq_per_s_first_500 is not None and rate.first_steps < FIRST_STEPS:
@@ -152,71 +150,59 @@ def _throughput(facts: RunFacts) -> dict[str, str | None]:
     }
 
 
-def summary_table(runs: Sequence[RunFacts]) -> Table:
-    """Return the most important figures, one column per run."""
-    columns: list[dict[str, str | None]] = []
-    for facts in runs:
-        # Without attempt records the node hours would be 0, which is not what the run cost.
-        used = facts.used if facts.attempts else None
-        columns.append(
-            {
-                "state": facts.state,
-                "steps": format_integer(facts.steps),
-                "planned steps": format_integer(facts.planned_steps),
-                "tokens": format_integer(facts.tokens),
-                "loss": format_number(facts.loss),
-                "validation loss": format_number(facts.val_loss),
-                **_throughput(facts),
-                "wall time, h": format_hours(used.wall_hours) if used else None,
-                "node hours": format_hours(used.node_hours) if used else None,
-                "dollars": format_dollars(facts.usd),
-                "effective utilization": format_percent(used.effective) if used else None,
-                "restarts": format_integer(facts.restarts),
-            }
-        )
-    return _by_column(runs, columns)
+def summary(facts: RunFacts) -> Figures:
+    """Return the most important figures of a run by heading."""
+    # Without attempt records the node hours would be 0, which is not what the run cost.
+    used = facts.used if facts.attempts else None
+    return {
+        "state": facts.state,
+        "steps": format_integer(facts.steps),
+        "planned steps": format_integer(facts.planned_steps),
+        "tokens": format_integer(facts.tokens),
+        "loss": format_number(facts.loss),
+        "validation loss": format_number(facts.val_loss),
+        **throughput(facts),
+        "wall time, h": format_hours(used.wall_hours) if used else None,
+        "node hours": format_hours(used.node_hours) if used else None,
+        "dollars": format_dollars(facts.usd),
+        "effective utilization": format_percent(used.effective) if used else None,
+        "restarts": format_integer(facts.restarts),
+    }
 
 
-def setting_table(runs: Sequence[RunFacts]) -> Table:
-    """Return what ran where, one column per run."""
-    columns: list[dict[str, str | None]] = []
-    for facts in runs:
-        config, mesh = facts.configuration, facts.mesh
-        family, optimizer = config.text("model.family"), config.text("optim.name")
-        columns.append(
-            {
-                "read from": str(facts.path),
-                "recipe": facts.recipe,
-                "command": config.text("command.run"),
-                "model": family and f"{family}, {_layers(config)}",
-                "parameters": format_integer(facts.parameters),
-                "sequence length": format_integer(config.count("model.seq_len")),
-                "mesh": _format_mesh(mesh) if mesh else None,
-                "global batch": format_integer(config.count("train.global_batch")),
-                "micro batch × accumulation": (
-                    f"{mesh.micro_batch} × {mesh.accumulation}"
-                    if mesh is not None and not mesh.unmeasured
-                    else None
-                ),
-                "precision": config.text("train.precision"),
-                "optimizer": (
-                    optimizer and f"{optimizer}, lr {(config.values or {}).get('optim.lr')}"
-                ),
-                "backend": config.config.backend if config.config else None,
-                "cluster": config.text("cluster.name"),
-                "instance type": config.text("cluster.instance_type"),
-                "nodes": format_integer(facts.nodes or None),
-                "versions": ", ".join(f"{k} {v}" for k, v in sorted(facts.versions.items())),
-                "data": "; ".join(
-                    f"{corpus.path.rstrip('/').rpartition('/')[2]}, "
-                    f"{format_integer(corpus.documents)} documents, fingerprint "
-                    f"{corpus.fingerprint[:16]}"
-                    for corpus in (facts.data.corpora if facts.data is not None else ())
-                ),
-                "price of a node hour": None if facts.price is None else str(facts.price),
-            }
-        )
-    return _by_column(runs, columns)
+def setting(facts: RunFacts) -> Figures:
+    """Return what ran where, by heading."""
+    config, mesh = facts.configuration, facts.mesh
+    family, optimizer = config.text("model.family"), config.text("optim.name")
+    return {
+        "read from": str(facts.path),
+        "recipe": facts.recipe,
+        "command": config.text("command.run"),
+        "model": family and f"{family}, {_layers(config)}",
+        "parameters": format_integer(facts.parameters),
+        "sequence length": format_integer(config.count("model.seq_len")),
+        "mesh": _format_mesh(mesh) if mesh else None,
+        "global batch": format_integer(config.count("train.global_batch")),
+        "micro batch × accumulation": (
+            f"{mesh.micro_batch} × {mesh.accumulation}"
+            if mesh is not None and not mesh.unmeasured
+            else None
+        ),
+        "precision": config.text("train.precision"),
+        "optimizer": (optimizer and f"{optimizer}, lr {(config.values or {}).get('optim.lr')}"),
+        "backend": config.config.backend if config.config else None,
+        "cluster": config.text("cluster.name"),
+        "instance type": config.text("cluster.instance_type"),
+        "nodes": format_integer(facts.nodes or None),
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted(facts.versions.items())),
+        "data": "; ".join(
+            f"{corpus.path.rstrip('/').rpartition('/')[2]}, "
+            f"{format_integer(corpus.documents)} documents, fingerprint "
+            f"{corpus.fingerprint[:16]}"
+            for corpus in (facts.data.corpora if facts.data is not None else ())
+        ),
+        "price of a node hour": None if facts.price is None else str(facts.price),
+    }
 
 
 def _layers(config: LenientConfig) -> str:
@@ -235,8 +221,9 @@ def _format_mesh(mesh: Mesh) -> str:
     return f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, {data}: {workers}"
 
 
-def _by_column(runs: Sequence[RunFacts], columns: Sequence[Mapping[str, str | None]]) -> Table:
+def by_column(runs: Sequence[RunFacts], figures: Callable[[RunFacts], Figures]) -> Table:
     """Return a table of one column per run, without rows that no run has a value for."""
+    columns = [figures(facts) for facts in runs]
     rows = []
     for heading in columns[0] if columns else ():
         values = [column[heading] or ABSENT for column in columns]
@@ -281,7 +268,7 @@ def checkpoints_table(facts: RunFacts) -> Table:
                 "saved": format_utc(checkpoint.saved_at),
                 "save, s": format_number(checkpoint.seconds),
                 "training waited, s": format_number(checkpoint.waited_s),
-                "attempt": ABSENT if checkpoint.attempt is None else str(checkpoint.attempt),
+                "attempt": format_integer(checkpoint.attempt),
                 "state": checkpoint.state,
             }
             for checkpoint in facts.saved
@@ -303,7 +290,7 @@ def scores_table(scores: ScoreTable) -> Table:
             (
                 row.group,
                 row.name,
-                ABSENT if row.shots is None else str(row.shots),
+                format_integer(row.shots),
                 row.metric,
                 *(
                     value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
@@ -342,7 +329,7 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
     if len(columns) > 1:
         columns["total"] = sum_utilization(list(used.values()))
     every = columns.values()
-    rows: list[tuple[str, ...]] = [("node hours", *(format_hours(u.node_hours) for u in every))]
+    rows: list[Texts] = [("node hours", *(format_hours(u.node_hours) for u in every))]
     for name in TIME_PARTS:
         if any(u.parts[name] for u in every):
             cells = (f"{format_hours(u.parts[name])}  {100 * u.shares[name]:5.2f} %" for u in every)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pydantic_core
+from pydantic_core import to_jsonable_python
 
 from slurmllm import __version__
 from slurmllm.analysis.compare.result import Comparison, curve_letter
@@ -28,7 +28,7 @@ from slurmllm.analysis.report.tables import Table
 from slurmllm.analysis.spikes.analysis import NAMES
 from slurmllm.analysis.status.recoveries import sum_by_ending
 from slurmllm.analysis.status.utilization import sum_utilization
-from slurmllm.core.format import ABSENT, format_names, format_plural, format_utc
+from slurmllm.core.format import ABSENT, Json, format_names, format_plural, format_utc
 from slurmllm.core.run.rundir import report_path, write_atomic
 
 _HERE = Path(__file__).parent
@@ -81,11 +81,6 @@ class ReportSection:
     blocks: Sequence[Block] = field(default_factory=tuple)
 
 
-def file_part(name: str) -> str:
-    """Return a run's or suite's name as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_MAX_NAME]
-
-
 def sections(
     runs: Sequence[RunFacts], drawn: Sequence[PlotData], sweeps: Sequence[Table] = ()
 ) -> list[ReportSection]:
@@ -98,7 +93,7 @@ def sections(
     contents: dict[str, tuple[str, Iterable[Block]]] = {
         "loss": ("Loss", plots_of("loss", drawn)),
         "sweep": ("Runs by rank", sweeps),
-        "summary": ("Summary", [*verdicts, tables.summary_table(runs)]),
+        "summary": ("Summary", [*verdicts, tables.by_column(runs, tables.summary)]),
         "comparison": ("Comparison", _comparison(runs)),
         "setting": ("What ran where", _setting(runs)),
         "curves": ("Curves", plots_of("curves", drawn)),
@@ -119,7 +114,7 @@ def filled(contents: Mapping[str, tuple[str, Iterable[Block]]]) -> list[ReportSe
 
 
 def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
-    yield tables.setting_table(runs)
+    yield tables.by_column(runs, tables.setting)
     for facts in runs:
         if facts.attempts:
             yield Paragraph("attempts", strong=facts.name)
@@ -156,8 +151,6 @@ def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     """Return the verdict on each run compared with the first, and whom it is about."""
     first = next((facts.name for facts in runs if facts.loss is not None), "")
     compared = [(facts.name, c) for facts in runs if (c := facts.comparison) is not None]
-    if not compared:
-        return []
     return [
         (
             verdict if isinstance(verdict, str) else f"{verdict.verdict}: {verdict.reason}",
@@ -204,12 +197,11 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
     notes = [_MEASURE] if rows else []
     for row in rows:  # whose mean is over fewer than FIRST_STEPS steps
         first, nodes = row.rate.first_steps, row.rate.nodes
-        if first == 0:
-            notes.append(f"{row.facts.name}: none of its steps is among the first, so over all.")
-        elif first < FIRST_STEPS and row.rate.seq_per_s is not None:
+        if first < FIRST_STEPS and row.rate.seq_per_s is not None:
             on = "" if nodes is None else f" on {format_plural(nodes, 'node')}"
-            which = "all" if first == row.rate.steps else "the first"
-            notes.append(f"{row.facts.name}{on}: over {which} {format_plural(first, 'step')}.")
+            which = "the first" if 0 < first < row.rate.steps else "all"
+            count = format_plural(first or row.rate.steps, "step")
+            notes.append(f"{row.facts.name}{on}: over {which} {count}.")
     if rows:
         yield tables.scaling_table(rows)
         yield Paragraph(" ".join(notes))
@@ -244,7 +236,8 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
 
 def default_path(runs: Sequence[RunFacts]) -> Path:
     """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
-    names = [file_part(facts.name) for facts in runs[:_MAX_NAMES]] if len(runs) > 1 else []
+    several = runs[:_MAX_NAMES] if len(runs) > 1 else ()
+    names = [re.sub(r"[^A-Za-z0-9._-]", "_", facts.name)[:_MAX_NAME] for facts in several]
     if len(runs) > _MAX_NAMES:
         names.append(f"and-{len(runs) - _MAX_NAMES}-more")
     paths = (facts.path for facts in runs if facts.kind == "run")
@@ -339,12 +332,12 @@ def to_json(runs: Sequence[RunFacts], page: Path | None, **more: Any) -> str:
         "report": {"html": None if page is None else str(page)},
         **more,
     }
-    # pydantic's `to_json` refuses names that are no UTF-8.
-    plain = pydantic_core.to_jsonable_python(document)
-    return json.dumps(json.loads(json.dumps(plain), parse_constant=lambda _: None), indent=2)
+    # pydantic's `to_json` refuses names that are no UTF-8; twice, as models keep their NaN.
+    plain = to_jsonable_python(to_jsonable_python(document), inf_nan_mode="null")
+    return json.dumps(plain, indent=2)
 
 
-def _run(facts: RunFacts) -> dict[str, Any]:
+def _run(facts: RunFacts) -> Json:
     rate, mesh, spikes = facts.rate, facts.mesh, facts.spikes
     return {
         **{name: getattr(facts, name) for name in _OF_FACTS},

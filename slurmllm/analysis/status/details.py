@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from slurmllm.analysis.status.logs import last_lines, node_of
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.operation import WatchdogConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import StorageError
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.metrics.row_reader import last_evaluation, perplexity
 from slurmllm.core.run.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.core.run.error_patterns import cause_line
@@ -93,7 +93,7 @@ class TrainerDetails:
 
     command: str  # as the recipe has it
     missing: str  # why no steps are known, and what would show them; empty if they are
-    incomplete: tuple[str, ...]  # half-written checkpoints
+    incomplete: Texts  # half-written checkpoints
     unmatched: str  # that `checkpoints` matches nothing, and what is there
 
 
@@ -106,7 +106,7 @@ class Details:
     mesh: Mesh | None  # the planned mesh; None without plan.json
     micro_batch: MicroBatchRecord | None  # measurement for `train.micro_batch: auto`
     graphs: GraphManifest | None
-    uncompiled: tuple[str, ...]  # why the graph archive is incomplete
+    uncompiled: Texts  # why the graph archive is incomplete
     unused_graphs: dict[str, str]  # node of the last attempt → why it ignored the archive
     # node of the last attempt → versions of driver, runtime, compiler, …
     versions: dict[str, dict[str, str]]
@@ -121,14 +121,13 @@ class Details:
     trial: bool  # whether the run reads the built-in texts in place of its recipe's data
     trainer: TrainerDetails | None = None  # of another project
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the keys of `slurmllm status RUN --json`."""
         event, unequal = self.evaluation, self.unequal_versions
-        evaluation = None
-        if event is not None:
-            texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()}
-            evaluation = event.model_dump(include={"step", "attempt", "seconds"})
-            evaluation["texts"] = texts
+        evaluation = event and {
+            **event.model_dump(include={"step", "attempt", "seconds"}),
+            "texts": {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()},
+        }
         return vars(self) | {
             "mesh": self.mesh and (self.mesh.size_json() if self.trainer else self.mesh.to_json()),
             "trainer": self.trainer and vars(self.trainer),
@@ -157,14 +156,12 @@ def read_details(
     with suppress(StorageError):
         mesh = load_mesh(run.plan)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
-    versions: dict[str, dict[str, str]] = {}
-    unused_graphs: dict[str, str] = {}
+    nodes: Mapping[str, NodeRecord] = {}
     with suppress(StorageError):
         for last in (attempts or load_attempts(run, "precompile"))[-1:]:
             nodes = node_records(run, last)
-            versions = {name: node.versions for name, node in nodes.items()}
-            reasons = {name: node.cache_reason for name, node in nodes.items()}
-            unused_graphs = {name: reason for name, reason in reasons.items() if reason}
+    versions = {name: node.versions for name, node in nodes.items()}
+    unused_graphs = {name: node.cache_reason for name, node in nodes.items() if node.cache_reason}
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
     recorded, newest = excluded(run), attempts[-1:]
@@ -267,7 +264,7 @@ class Culprit:
     record: AttemptRecord
     rank: int | None  # None if unknown
     node: str  # empty if unknown
-    how: tuple[str, ...]  # the facts, one line each
+    how: Texts  # the facts, one line each
     failure: FailureRecord | None = None  # the worker's failure record
     stacks: bool = False  # whether the attempt hung and left stacks
 
@@ -292,18 +289,17 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     nodes, failures = node_records(run, record), failure_records(run, record)
     primary = [failure for failure in failures if not is_echo(failure)]
     first = min(primary, key=lambda failure: failure.time, default=None)
-    hang_path = record.files(run).hang
-    if hang_path.is_file() and record.ending in (None, "hang"):
-        hang = HangRecord.load(hang_path)
-        if first is None or first.time >= hang.found_at:
-            locations = read_locations(record.files(run))
-            rank = next(iter((*outliers(locations), *hang.behind)), None)
-            hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
-            if rank in locations:
-                hang_facts.append(f"its stack: rank {rank}: {locations[rank].text}")
-                rank = locations[rank].worker
-            name = "" if rank is None else node_of(record, rank)
-            return Culprit(record, rank, name, tuple(hang_facts), stacks=bool(locations))
+    folder = record.files(run)
+    hang = HangRecord.find(folder.hang) if record.ending in (None, "hang") else None
+    if hang is not None and (first is None or first.time >= hang.found_at):
+        locations = read_locations(folder)
+        rank = next(iter((*outliers(locations), *hang.behind)), None)
+        hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
+        if rank in locations:
+            hang_facts.append(f"its stack: rank {rank}: {locations[rank].text}")
+            rank = locations[rank].worker
+        name = "" if rank is None else node_of(record, rank)
+        return Culprit(record, rank, name, tuple(hang_facts), stacks=bool(locations))
     if record.launch_failure is not None and not failures:  # before any worker
         return Culprit(record, None, "", ())
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
@@ -338,7 +334,7 @@ def _most_likely(
     return next((worker for worker in failed if worker.code < 0), failed[0])
 
 
-def _exit(nodes: Mapping[str, NodeRecord], rank: int) -> tuple[str, ...]:
+def _exit(nodes: Mapping[str, NodeRecord], rank: int) -> Texts:
     return tuple(how_ended(n.exit_codes[rank]) for n in nodes.values() if rank in n.exit_codes)
 
 

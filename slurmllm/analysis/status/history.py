@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.core.errors import RunError, SlurmError, SlurmllmError
+from slurmllm.core.format import Texts
 from slurmllm.core.metrics.attempt_metrics import read_attempts
-from slurmllm.core.metrics.merge import FileRows
+from slurmllm.core.metrics.merge import FileRows, join_columns
 from slurmllm.core.metrics.row_reader import read_events
-from slurmllm.core.run.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
+from slurmllm.core.run.records import WAITS, AttemptRecord, JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, read_all
 from slurmllm.core.slurm.client import AccountingRow, SlurmClient, to_unix
 
@@ -70,7 +71,7 @@ class RunHistory:
     # job starts in Slurm's accounting; empty without accounting
     incarnations: Sequence[Incarnation] = ()
     submissions: Sequence[float] = ()  # Unix times of submit and of every resume
-    warnings: tuple[str, ...] = ()  # what could not be read
+    warnings: Texts = ()  # what could not be read
     # train attempt → seconds of its evaluations, if it made any
     evaluated_s: Mapping[int, float] = field(default_factory=dict)
 
@@ -83,12 +84,10 @@ def read_history(
     `metrics` has the files of metrics that were read leniently before.
     """
     warnings: list[str] = []
-    attempts: list[AttemptRecord] = []
     records = (a.record for stage in STAGES for a in run.attempts(stage))
-    for attempt, faults in read_all(_read_attempt, records):
-        warnings += faults
-        attempts += [] if attempt is None else [attempt]
-    steps: dict[int, Steps] = {}
+    readable = read_all(lambda record: _read_attempt(record, warnings), records)
+    attempts = [attempt for attempt in readable if attempt is not None]
+    steps = {}
     resumed = {a.attempt: a.checkpoint_before or 0 for a in attempts if a.stage == "train"}
     files, metrics = run.metrics_files(), dict(metrics or {})
     with suppress(RunError):  # all together: small files by themselves are read line by line
@@ -100,11 +99,8 @@ def read_history(
     waited_s: dict[int, float] = {}
     evaluated_s: dict[int, float] = {}
     saves: list[tuple[float, float]] = []
-
-    def read_waits(number: int) -> list[Event]:
-        return [event for event in read_events(run, number) if event.kind in WAITS]
-
-    for number, events in zip(steps, read_all(read_waits, steps), strict=True):
+    waits_of = read_all(lambda n: [e for e in read_events(run, n) if e.kind in WAITS], steps)
+    for number, events in zip(steps, waits_of, strict=True):
         for kind, seconds in (("save", waited_s), ("evaluation", evaluated_s)):
             if waits := [event.waited_s or 0.0 for event in events if event.kind == kind]:
                 seconds[number] = math.fsum(waits)
@@ -129,20 +125,21 @@ def read_history(
     )
 
 
-def _read_attempt(record: Path) -> tuple[AttemptRecord | None, list[str]]:
-    """Return an attempt and warnings; None if its record is damaged, or absent (being opened)."""
+def _read_attempt(record: Path, warnings: list[str]) -> AttemptRecord | None:
+    """Return an attempt; None if its record is damaged, or absent (being opened)."""
     if not record.is_file():
-        return None, []
+        return None
     try:
         attempt, ignored = AttemptRecord.load_known(record)
     except SlurmllmError as error:
-        return None, [str(error)]
-    if not ignored:
-        return attempt, []
-    return attempt, [
-        f"{record}: {', '.join(ignored)}; ignoring these values: the file may be of a newer "
-        "version of slurmllm"
-    ]
+        warnings.append(str(error))
+        return None
+    if ignored:
+        warnings.append(
+            f"{record}: {', '.join(ignored)}; ignoring these values: the file may be of a newer "
+            "version of slurmllm"
+        )
+    return attempt
 
 
 def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence[Submission]:
@@ -157,29 +154,20 @@ def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence
 
 def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
     try:
-        segments, left_out = metrics.get(path) or read_attempts([path], lenient=True)
+        blocks, left_out = metrics.get(path) or read_attempts([path], lenient=True)
     except RunError as error:  # a damaged file must not hide the other attempts
         warnings.append(str(error))
         return Steps(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
     warnings += left_out
-    none = np.empty(0)
-    numbers = np.concatenate([none.astype(np.int64), *(segment.steps for segment in segments)])
-
-    def column(name: str) -> Floats:
-        unknown = (np.full(len(segment.steps), np.nan) for segment in segments)
-        columns = zip(segments, unknown, strict=True)
-        return np.concatenate([none, *(segment.columns.get(name, nan) for segment, nan in columns)])
-
-    seconds, ends = column("step_time_s"), column("time")
-    absent = [
-        segment.absent.get(
-            "step_time_s", np.full(len(segment.steps), "step_time_s" not in segment.columns)
-        )
-        for segment in segments
-    ]
-    if numbers.size and (untimed := np.concatenate(absent)).any():  # another trainer's
+    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(block.steps for block in blocks)])
+    columns, absent = join_columns(blocks)
+    unknown = np.full(len(numbers), np.nan)
+    seconds, ends = columns.get("step_time_s", unknown), columns.get("time", unknown)
+    if "step_time_s" not in columns:  # another trainer's
+        seconds = np.zeros(len(numbers))
+    elif "step_time_s" in absent:
         measured = seconds[np.isfinite(seconds)]
-        seconds[untimed] = np.median(measured) if measured.size else 0.0
+        seconds[absent["step_time_s"]] = np.median(measured) if measured.size else 0.0
     timed = (seconds >= 0) & (seconds < _LONGEST_S) & (ends >= 0) & (ends < _LONGEST_S)
     if not timed.all():
         rows = int(np.count_nonzero(~timed))

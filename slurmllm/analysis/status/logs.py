@@ -27,6 +27,7 @@ from slurmllm.core.log import message_of, parse_line
 from slurmllm.core.run.records import AttemptRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import open_regular
+from slurmllm.core.slurm.client import step_beside
 
 _RANK = re.compile(r"^rank_(\d+)\.log$")
 _BLOCK_BYTES = 64 * 1024
@@ -318,7 +319,4 @@ def node_log_command(
                 f"the log of rank {rank} is on the disk of {record.host}; print it there"
             )
         return tail
-    srun = ["srun", f"--jobid={record.job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
-    # --overlap, --mem=0: the step shares CPUs and memory of the run's steps.
-    srun += ["--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
-    return [*srun, *tail]
+    return [*step_beside(record.job_id, [node]), *tail]

@@ -6,14 +6,14 @@ last completed step ─ noticing ─ stopping ─ requeue ─ preflight ─ cach
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import Field, computed_field
 
 from slurmllm.analysis.status.history import RunHistory
 from slurmllm.analysis.status.utilization import HOUR_S, break_down_time
-from slurmllm.core.run.records import AttemptRecord, EndingClass
+from slurmllm.core.run.records import AttemptRecord, EndingClass, Record
 
 RecoveryPhase = Literal[
     "noticing",  # from the last completed step to the first sign of the end
@@ -28,10 +28,8 @@ RecoveryPhase = Literal[
 RECOVERY_PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 
 
-class FailureRecovery(BaseModel):
+class FailureRecovery(Record):
     """The recovery from the ending of an attempt to the next completed step."""
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     attempt: int  # the attempt that ended
     ending: EndingClass = Field(serialization_alias="class")
@@ -50,10 +48,8 @@ class FailureRecovery(BaseModel):
         return None if self.seconds is None else self.seconds - self.phases_s["requeue"]
 
 
-class EndingLoss(BaseModel):
+class EndingLoss(Record):
     """All recoveries after endings of one class."""
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     ending: EndingClass = Field(serialization_alias="class")
     times: int
@@ -62,14 +58,13 @@ class EndingLoss(BaseModel):
     mean_s: float | None  # to the next completed step; None: there was none
 
 
-def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
-    """Return the recovery after each ending before the run was done, oldest first.
+def find_recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
+    """Yield the recovery after each ending before the run was done, oldest first.
 
     An attempt that completed no step is part of the recovery that it delayed.
     """
     train = sorted((a for a in history.attempts if a.stage == "train"), key=lambda a: a.attempt)
     allocations = {time.attempt: time for time in break_down_time(history) if time.stage == "train"}
-    recoveries = []
     index = 0
     while index < len(train):
         ended = train[index]
@@ -86,21 +81,18 @@ def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
                 phases = recovery_phases(last_step_at, train[index : following + 1], *first_step)
             else:
                 phases = _closing_phases(last_step_at, ended)
-            recoveries.append(
-                FailureRecovery(
-                    attempt=ended.attempt,
-                    ending=ended.ending,
-                    further=tuple(a.ending for a in train[index + 1 : following] if a.ending),
-                    nodes=time.nodes,
-                    last_step=int(steps.numbers[-1]) if steps is not None else ended.last_step,
-                    steps_lost=time.steps_lost,
-                    lost_s=time.parts_s["recomputation"],
-                    seconds=math.fsum(phases.values()) if following < len(train) else None,
-                    phases_s=phases,
-                )
+            yield FailureRecovery(
+                attempt=ended.attempt,
+                ending=ended.ending,
+                further=tuple(a.ending for a in train[index + 1 : following] if a.ending),
+                nodes=time.nodes,
+                last_step=int(steps.numbers[-1]) if steps is not None else ended.last_step,
+                steps_lost=time.steps_lost,
+                lost_s=time.parts_s["recomputation"],
+                seconds=math.fsum(phases.values()) if following < len(train) else None,
+                phases_s=phases,
             )
         index = following
-    return recoveries
 
 
 def sum_by_ending(recoveries: Sequence[FailureRecovery]) -> list[EndingLoss]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic_core import to_jsonable_python
 
@@ -22,7 +22,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load, read_summary, summarize
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import SlurmError, SlurmllmError, StorageError
-from slurmllm.core.format import format_names, format_plural
+from slurmllm.core.format import Json, format_names, format_plural
 from slurmllm.core.metrics.row_reader import (
     json_number,
     last_row,
@@ -87,7 +87,7 @@ class RunState:
     nodes: int = 0
     step: int = 0  # last trained step, of `steps`
     steps: int | None = 0  # None: a command's, which does not say
-    metrics: dict[str, Any] = field(default_factory=dict)  # the last row of metrics, as stored
+    metrics: Json = field(default_factory=dict)  # the last row of metrics, as stored
     loss: float | None = None  # the loss of that row; None if it is not finite
     tokens: int | None = None  # tokens trained so far
     seq_per_s: float | None = None  # median of the recent steps
@@ -126,13 +126,13 @@ class RunState:
         """Whether the state is unknown because slurmctld is unreachable."""
         return self.state == "unknown" and any(job.reason for job in self.jobs.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return it for JSON; a number that is not finite is None."""
         values = dict(vars(self))
         details = values.pop("details")
         # JSON has no NaN and no infinity, such as in a loss; `to_json` refuses names that are no
         # UTF-8.
-        document: dict[str, Any] = to_jsonable_python(
+        document: Json = to_jsonable_python(
             values if details is None else values | details.to_dict(), inf_nan_mode="null"
         )
         return document
@@ -143,7 +143,7 @@ class RunStates(tuple[RunState, ...]):
 
     __slots__ = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return them for JSON."""
         return {"runs": [state.to_dict() for state in self]}
 
@@ -239,12 +239,13 @@ def _excluding(
     names: set[str] = set()
     with suppress(SlurmError):
         names = {name for nodes in lists for name in client.hostnames(nodes)}
-        names -= {*client.hostnames(exclude)} if names and exclude else set()
+        if names and exclude:
+            names -= {*client.hostnames(exclude)}
+    if not names:
+        return []
     options = "".join(f" --include {name}" for name in sorted(names))
-    message = (
-        f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
-    )
-    return [message] if names else []
+    excluded = " ".join(sorted(names))
+    return [f"excluded: {excluded}; `slurmllm resume {run.name}{options}` uses them"]
 
 
 def _node_texts(
@@ -275,14 +276,11 @@ def _node_texts(
         if _NO_CAPACITY.search(message):
             message += (
                 " (the cloud has no free machines of this kind and Slurm asks again by itself; "
-            )
-            message += (
                 f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
+                "NAME` use others)"
             )
-            message += "NAME` use others)"
         by_reason.setdefault(f"{node.state}: {message}", []).append(node.name)
-    for message, alike in by_reason.items():
-        messages.append(f"{format_names(alike, 4)} {message}")
+    messages += [f"{format_names(alike, 4)} {message}" for message, alike in by_reason.items()]
     return messages[:_SHOWN]
 
 
@@ -416,7 +414,7 @@ class SweepState:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         return f"{format_plural(len(self.runs), 'run')}{limit}: {counts}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         hours = [self.precompile_hours, *(state.node_hours for state in self.runs)]
         return {
             "sweep": self.sweep.name,
@@ -439,7 +437,7 @@ class RankedRun:
     # Mean over the last tenth of the steps; None if the run has made none, or it is not finite.
     loss: float | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         fields = ("state", "reason", "step", "steps", "seq_per_s", "node_hours", "usd", "restarts")
         return {
             "run": self.state.name,

@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from slurmllm.analysis.status.history import Incarnation, RunHistory
-from slurmllm.core.run.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
+from slurmllm.core.format import Texts
+from slurmllm.core.metrics.curves import median
+from slurmllm.core.run.records import TIME_PARTS, AttemptRecord, EndingClass, Record, TimePart
 
 HOUR_S = 3600.0
+Parts = dict[TimePart, float]
 _SLACK_S = 2.0  # sacct reports whole seconds
 
 
@@ -34,7 +37,7 @@ class AllocationTime:
     nodes: int  # those that the attempt used
     start: float  # Unix time, s
     end: float  # Unix time, s
-    parts_s: dict[TimePart, float]  # seconds by part
+    parts_s: Parts  # seconds by part
     steps: int = 0  # steps that the run kept
     steps_lost: int = 0  # steps that were, or must be, recomputed
     overlap_s: float = 0.0  # seconds by which the measured parts exceeded the allocation; cut off
@@ -50,7 +53,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     last_steps = _last_kept_steps(history)
     # Typical step time: the median without the first step of each attempt, which compiles.
     later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
-    typical_s = float(np.median(np.concatenate(later))) if later else None
+    typical_s = median(np.concatenate(later)) if later else None
     attempts = sorted(history.attempts, key=lambda a: a.started_at)
     incarnations = _incarnations(attempts, history)
     allocations = []
@@ -72,7 +75,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
             spare = max(0, incarnation.nodes - nodes)
             nodes = min(incarnation.nodes, nodes)
         last_step = last_steps.get(number, 0)
-        measured: dict[TimePart, float] = {"precompile": end - start}
+        measured: Parts = {"precompile": end - start}
         if in_training:
             measured = _measured(attempt, (start, end), history, last_step, typical_s)
         parts_s, overlap_s = _fill(measured, end - start)
@@ -126,7 +129,7 @@ def _last_kept_steps(history: RunHistory) -> dict[int, int]:
     """
     train = {a.attempt: a for a in history.attempts if a.stage == "train"}
     first_later: float = math.inf  # step
-    last_steps: dict[int, int] = {}
+    last_steps = {}
     for number in sorted(history.steps, reverse=True):
         steps, attempt = history.steps[number], train.get(number)
         limit = first_later
@@ -143,12 +146,12 @@ def _measured(
     history: RunHistory,
     last_step: int,
     typical_s: float | None,
-) -> dict[TimePart, float]:
+) -> Parts:
     """Return the measured parts of a train attempt, s; they may exceed its length."""
     start, end = span
     number, phases_s = attempt.attempt, attempt.phases_s
     preflight, cache = (phases_s.get(name, 0.0) for name in ("preflight", "cache"))
-    parts: dict[TimePart, float] = {"preflight": preflight, "cache": cache}
+    parts: Parts = {"preflight": preflight, "cache": cache}
     parts["evaluation"] = history.evaluated_s.get(number, 0.0)
     steps = history.steps.get(number)
     if steps is None:  # it failed within its first step: all unmeasured time is start-up
@@ -169,7 +172,7 @@ def _measured(
     }
 
 
-def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePart, float], float]:
+def _fill(measured: Parts, length_s: float) -> tuple[Parts, float]:
     """Return all parts, which add up to an allocation's length, and the excess that was cut off.
 
     An excess is taken from the waits for saves first, because the wait for an asynchronous save may
@@ -184,19 +187,16 @@ def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePa
     from_saving = min(parts["saving"], excess)
     parts["saving"] -= from_saving
     if from_saving < excess:
-        total = math.fsum(parts.values())
-        scale = length_s / total if total > 0 else 0.0
+        scale = length_s / math.fsum(parts.values())
         parts = {kind: seconds * scale for kind, seconds in parts.items()}
     return parts, excess - from_saving
 
 
-class Utilization(BaseModel):
+class Utilization(Record):
     """The node hours of a run, or of several."""
 
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
     node_hours: float  # nodes × time of every allocation
-    parts: dict[TimePart, float]  # node hours by part; they add up to node_hours
+    parts: Parts  # node hours by part; they add up to node_hours
     wall_hours: float  # with an allocation or waiting for one
     queue_hours: float  # part of wall_hours: waiting for an allocation
     productive_hours: float  # part of wall_hours: steps that the run kept
@@ -205,11 +205,11 @@ class Utilization(BaseModel):
     steps: int  # steps that the run kept
     steps_lost: int  # steps that were, or must be, recomputed
     usd_per_node_hour: float | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def shares(self) -> dict[TimePart, float]:
+    def shares(self) -> Parts:
         """Shares of the node hours by part; all 0 without node hours."""
         return {kind: _ratio(hours, self.node_hours) or 0.0 for kind, hours in self.parts.items()}
 
@@ -249,7 +249,7 @@ class Utilization(BaseModel):
 def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = None) -> Utilization:
     """Account for a run's node hours; without a price, no dollars are computed."""
     allocations = break_down_time(history)
-    parts: dict[TimePart, float] = {
+    parts: Parts = {
         kind: math.fsum(time.node_seconds_of(kind) for time in allocations) / HOUR_S
         for kind in TIME_PARTS
     }
