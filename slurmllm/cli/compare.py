@@ -150,11 +150,7 @@ def compare(
 
     by_letter = {curve_letter(number): row for number, row in enumerate(comparisons, start=1)}
     if as_json:
-        documents = [comparison.to_dict() for comparison in comparisons]
-        match = all(comparison.match for comparison in comparisons)
-        several_runs = {"comparisons": documents, "match": match}
-        document = documents[0] if len(documents) == 1 else several_runs
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        _print_json(comparisons)
     else:
         for letter, comparison in by_letter.items():
             _print(comparison, letter, alone=len(comparisons) == 1)
@@ -166,6 +162,14 @@ def compare(
                 arguments = ctx.meta["arguments"] if len(others) == 1 else (a, other)
                 _print_advice(comparison, letter, arguments)
     ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
+
+
+def _print_json(comparisons: Sequence[Comparison]) -> None:
+    documents = [comparison.to_dict() for comparison in comparisons]
+    match = all(comparison.match for comparison in comparisons)
+    several_runs = {"comparisons": documents, "match": match}
+    document = documents[0] if len(documents) == 1 else several_runs
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:

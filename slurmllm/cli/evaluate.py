@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
     from slurmllm.analysis.evaluate.request import (
         EvaluationSettings,
+        EvaluationTarget,
         JobRequest,
         Selection,
     )
@@ -118,16 +119,12 @@ def evaluate(
     """
     from slurmllm.analysis.evaluate.evaluate import missing_metrics, plan_evaluation, plan_jobs
     from slurmllm.analysis.evaluate.request import find_target, select_models
-    from slurmllm.analysis.evaluate.suites import save_suite
     from slurmllm.cli.evaluate_output import report
 
     started = monotonic()
-    if fetch and as_json:
-        raise UserError("--fetch prints no JSON; leave out --json")
     if not slurm:
         options.refuse_job_options({**job, "cluster": cluster})
-    if plot and len(suites) > 1:
-        raise UserError("--plot names the picture of one suite; leave out other --suite")
+    _check_output(suites, fetch, plot, as_json)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code)
@@ -140,9 +137,8 @@ def evaluate(
     if missing:
         _check_jobs(missing, plan, slurm)
         # A named corpus is part of the task's name, which no saved suite could repeat.
-        for suite in plan.suites if corpus is None else ():
-            if not suite.shipped:
-                save_suite(target.store, suite, complete=not (suites and tasks))
+        if corpus is None:
+            _save_suites(plan, target, complete=not (suites and tasks))
     result = _run(missing, target.store, jobs, slurm, cluster, job)
     result.cached = cached
     for failure in missing_metrics(target, selection.models, plan):
@@ -151,6 +147,21 @@ def evaluate(
     report(target, selection, plan, result, plot, as_json, monotonic() - started)
     _check_damage(selection, result)
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
+
+
+def _check_output(suites: Texts, fetch: bool, plot: str | None, as_json: bool) -> None:
+    if fetch and as_json:
+        raise UserError("--fetch prints no JSON; leave out --json")
+    if plot and len(suites) > 1:
+        raise UserError("--plot names the picture of one suite; leave out other --suite")
+
+
+def _save_suites(plan: EvaluationPlan, target: EvaluationTarget, complete: bool) -> None:
+    from slurmllm.analysis.evaluate.suites import save_suite
+
+    for suite in plan.suites:
+        if not suite.shipped:
+            save_suite(target.store, suite, complete=complete)
 
 
 def _skip(

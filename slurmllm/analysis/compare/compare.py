@@ -199,35 +199,22 @@ def _conclude(
 ) -> Comparison:
     """Compare the metrics; return verdict and causes. `warnings` are those of the steps before."""
     a, b = alignment.curves
-    exact, band = rules.tolerances.exact, rules.band
-    points = [metrics[name].points for name in rules.limits]
-    changes = np.concatenate([p.steps[~p.same][:1] for p in points])
-    changed = min(changes.tolist(), default=math.inf)
+    band = rules.band
+    changed = _first_change([metrics[name].points for name in rules.limits])
     described = {
         name: statistics(metric.points, metric.signed, name not in RATES)
         for name, metric in metrics.items()
     }
-    results = {}
-    for name, limit in rules.limits.items():
-        of_seeds = None if band is None else band.metrics[name]
-        results[name] = _compare_metric(
-            metrics[name], limit, described[name], alignment, changed, exact=exact, band=of_seeds
-        )
+    results = _compare_metrics(metrics, described, alignment, changed, rules)
     verdict = _verdict(results, changed == math.inf and not alignment.one_sided & set(METRICS))
     if verdict == "match" and band is not None:
         verdict = "equivalent"
     match = verdict != "differ"
     causes: tuple[Cause, ...] = ()
     if not match or (verdict == "equivalent" and band is None):
-        printed = {name: metric.printed for name, metric in metrics.items()}
-        visible = {name: metric.visible for name, metric in metrics.items()}
-        causes = explain(alignment, printed, visible, rules.settings, results, rules.basis.kind)
+        causes = _explain(alignment, metrics, rules, results)
     commands = sentences.command_differences(a, b)
-    contrary = tuple(
-        setting.text
-        for setting in (rules.settings if match else ())
-        if not (setting.weak or setting.shifted) and setting.kind != rules.basis.kind
-    )
+    contrary = _contrary_settings(rules) if match else ()
     warnings = commands + warnings + [f"the curves match although {text}" for text in contrary]
     steps = metrics["loss"].points.steps
     identical = steps[steps < changed].tolist()
@@ -262,6 +249,51 @@ def _conclude(
             "statistics": described,
             "warnings": tuple(warnings),
         }
+    )
+
+
+def _compare_metrics(
+    metrics: Mapping[str, _Metric],
+    described: Mapping[str, Statistics],
+    alignment: Alignment,
+    changed: float,
+    rules: _Rules,
+) -> dict[str, MetricComparison]:
+    results = {}
+    for name, limit in rules.limits.items():
+        of_seeds = None if rules.band is None else rules.band.metrics[name]
+        results[name] = _compare_metric(
+            metrics[name],
+            limit,
+            described[name],
+            alignment,
+            changed,
+            exact=rules.tolerances.exact,
+            band=of_seeds,
+        )
+    return results
+
+
+def _first_change(metrics: Sequence[Points]) -> float:
+    """Return the first step at which a metric is not bit-identical; inf if there is none."""
+    changes = np.concatenate([points.steps[~points.same][:1] for points in metrics])
+    return min(changes.tolist(), default=math.inf)
+
+
+def _explain(
+    alignment: Alignment, metrics: Mapping[str, _Metric], rules: _Rules, results: Metrics
+) -> tuple[Cause, ...]:
+    printed = {name: metric.printed for name, metric in metrics.items()}
+    visible = {name: metric.visible for name, metric in metrics.items()}
+    return explain(alignment, printed, visible, rules.settings, results, rules.basis.kind)
+
+
+def _contrary_settings(rules: _Rules) -> Texts:
+    """Return the settings that differ although the curves match."""
+    return tuple(
+        setting.text
+        for setting in rules.settings
+        if not (setting.weak or setting.shifted) and setting.kind != rules.basis.kind
     )
 
 
