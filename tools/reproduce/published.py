@@ -144,7 +144,11 @@ def time_to_train(path: Path) -> str:
     for recipe in GPT3_SIZES:
         config = resolve(recipe, "p4d", ["cluster.hardware.network_gb_s=100"])  # the post's
         points = plan_recipe(config, counts, lambda _: (), None, tokens).points()
-        speeds = {point.nodes: point.candidate.tokens_per_s for point in points if point.candidate}
+        speeds = {
+            point.node_plan.nodes: point.candidate.tokens_per_s
+            for point in points
+            if point.candidate
+        }
         hours = {nodes: tokens / speed / 3600 for nodes, speed in speeds.items()}
         axes.plot([8 * nodes for nodes in hours], [*hours.values()], "s:", label=f"{recipe}, plan")
         sources = (hours, of_layout, measured) if recipe == "gpt3_1.3b" else (hours,)
