@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.core.errors import SlurmError
@@ -285,20 +285,17 @@ class FakeSlurm(SlurmClient):
 
     def partition_nodes(self) -> list[PartitionNode]:
         return [
-            replace(
-                PartitionNode(
-                    self.partition,
-                    True,
-                    True,
-                    name,
-                    state,
-                    self.cpus,
-                    self.gres,
-                    self.reasons.get(name, ""),
-                    self.memory_mb,
-                ),
-                **self.unequal.get(name, {}),
-            )
+            PartitionNode(
+                self.partition,
+                True,
+                True,
+                name,
+                state,
+                self.cpus,
+                self.gres,
+                self.reasons.get(name, ""),
+                self.memory_mb,
+            )._replace(**self.unequal.get(name, {}))
             for name, state in self.states.items()
         ]
 

@@ -170,7 +170,7 @@ def test_a_download_follows_no_link_and_believes_no_record(tmp_path: Path, trap:
     data_set = DataSource.model_validate({**values, "files": [{"url": f"file://{source}"}]})
     fetch = Fetch("set", data_set, folder)
     if trap in ("manifest", "pipe"):
-        assert [file["name"] for file in fetch.run()] == ["a.jsonl"]
+        assert [file.name for file in fetch.run()] == ["a.jsonl"]
     else:
         with pytest.raises(StorageError, match=r"belongs to|is a link|may write|symbolic links"):
             fetch.run()
