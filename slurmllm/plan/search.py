@@ -224,10 +224,11 @@ def _micro_batches(
 ) -> list[int] | str:
     """Return the micro batches that a layout may have, or why it is not considered."""
     parallel, size = layout.recipe.parallel, layout.recipe.train.micro_batch
+    varied = layout
     if "train.micro_batch" not in fixed:
-        layout = layout.with_settings("train", micro_batch="auto")
+        varied = layout.with_settings("train", micro_batch="auto")
     try:
-        mesh = make_mesh(layout, nodes)
+        mesh = make_mesh(varied, nodes)
     except MeshError as error:
         return error.rule
     for check, values in _PARALLEL_RULES:
