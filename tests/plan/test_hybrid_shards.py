@@ -27,10 +27,6 @@ FULL = (
     *("parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=3", "train.micro_batch=2"),
     *("train.global_batch=512", "train.precision=bf16_mixed"),
 )
-NO_LATENCY = [
-    f"cluster.hardware.{name}=0"
-    for name in ("network_latency_us", "node_link_latency_us", "overlap")
-]
 
 
 def layout(*overrides: str, nodes: int = 8, cluster: str = "p5") -> LayoutEstimate:
