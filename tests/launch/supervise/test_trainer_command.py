@@ -473,8 +473,9 @@ def test_a_checkpoint_without_a_step_has_the_last_one_before_it(
     run.metrics(0).parent.mkdir()
     run.metrics(0).write_text(rows)
     command = saving("{run}/*.pt")
-    for age_s, step in ((4800.5, 199), (500.5, 4499), (10.5, 4989)):
-        write(run.path / "c.pt", age_s)
+    (run.path / "c.pt").touch()
+    for step in (199, 4499, 4989):
+        os.utime(run.path / "c.pt", (begun + step + 0.5,) * 2)
         assert [entry.step for entry in list_trainer_checkpoints(run, command)] == [step]
 
 
