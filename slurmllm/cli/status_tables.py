@@ -173,7 +173,11 @@ def _worker_lines(details: Details) -> Iterator[Line]:
         if trainer.missing:
             yield "progress", trainer.missing
         if trainer.incomplete:
-            yield "incomplete", f"{', '.join(trainer.incomplete)}: may be half-written"
+            without = trainer.completion_file
+            why = (
+                f"has no {without} (command.completion_file)" if without else "may be half-written"
+            )
+            yield "incomplete", f"{', '.join(trainer.incomplete)}: {why}"
     elif details.mesh is not None:
         yield "batch", _batch(details.mesh, details.micro_batch)
 

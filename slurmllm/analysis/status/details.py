@@ -94,6 +94,7 @@ class TrainerDetails:
     command: str  # as the recipe has it
     missing: str  # why no steps are known, and what would show them; empty if they are
     incomplete: Texts  # half-written checkpoints
+    completion_file: str | None  # which complete ones have
     unmatched: str  # that `checkpoints` matches nothing, and what is there
 
 
@@ -203,7 +204,7 @@ def _trainer_details(
     entries = list_trainer_checkpoints(run, command)
     incomplete = tuple(str(entry.path) for entry in entries if not entry.complete)
     unmatched = unmatched_checkpoints(run, command)
-    return TrainerDetails(command.run, missing, incomplete, unmatched)
+    return TrainerDetails(command.run, missing, incomplete, command.completion_file, unmatched)
 
 
 def _first_steps(run: RunDir) -> dict[str, FirstStep]:
