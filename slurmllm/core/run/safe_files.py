@@ -13,6 +13,7 @@ than for a disk that refuses.
 from __future__ import annotations
 
 import errno
+import getpass
 import glob
 import grp
 import os
@@ -413,6 +414,14 @@ def user_name(uid: int) -> str:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
         return f"uid {uid}"
+
+
+def login_name() -> str:
+    """Return the user's name, or the number where neither variables nor this machine know one."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an OSError from Python 3.13 on
+        return str(os.geteuid())
 
 
 def group_id(name: str | None) -> int | None:

@@ -5,7 +5,6 @@ tests/fake_slurm.py has the same methods in memory; tests/core/slurm/ runs the s
 
 from __future__ import annotations
 
-import getpass
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from slurmllm.core.errors import SlurmError
+from slurmllm.core.run.safe_files import login_name
 from slurmllm.core.slurm.error_texts import fault_of
 from slurmllm.core.slurm.setup import PREDECESSOR, SRUN_OPTIONS, slurm_environment
 
@@ -440,7 +440,7 @@ class SlurmClient:
         command = [
             *_SACCTMGR,
             "user",
-            getpass.getuser(),
+            login_name(),
             "withassoc",
             "format=defaultaccount,account,partition,qos,defaultqos",
         ]

@@ -5,7 +5,6 @@ A script is a pure function's text; the bodies in `sbatch/` hold no variable par
 
 from __future__ import annotations
 
-import getpass
 import re
 import shlex
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from slurmllm.core.config.variables import is_secret
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.plugins import split_prefix
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, root_of
+from slurmllm.core.run.safe_files import login_name
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments
 from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
@@ -220,7 +220,7 @@ def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
     port = cluster.master_port
     if container is not None:
         # An image's passwd need not know the user, whose name is in paths.
-        variables = {CONTAINER_PYTHON: container.python, "LOGNAME": getpass.getuser()}
+        variables = {CONTAINER_PYTHON: container.python, "LOGNAME": login_name()}
         if not container.srun_runs_it:
             variables[CONTAINER] = shlex.join(_container_prefix(config, run))
     variables["SLURMLLM_RUN"] = str(run.path)

@@ -6,7 +6,6 @@ rendezvous, records and restarts take the same path as under Slurm.
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import shlex
@@ -25,6 +24,7 @@ from slurmllm.core.config.variables import is_secret_option
 from slurmllm.core.errors import ConfigError, SlurmError, UserError
 from slurmllm.core.run.records import JobsRecord, NodeNames
 from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.safe_files import login_name
 from slurmllm.core.slurm.client import AccountingRow, SlurmClient, step_options
 from slurmllm.core.slurm.container import (
     CONTAINER,
@@ -336,7 +336,7 @@ def export_site(config: RunConfig, folders: Sequence[Path]) -> None:
         mounted: list[Path | str] = [*folders, cluster.node_local]
         prefix = shlex.join(container_arguments(cluster.container, cluster.device, mounted))
         os.environ[CONTAINER_PYTHON] = cluster.container.python
-        os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
+        os.environ["LOGNAME"] = login_name()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = prefix
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import getpass
 import glob
 import hashlib
 import importlib
@@ -19,7 +18,7 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.variables import mask
 from slurmllm.core.errors import NodeError
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.core.run.safe_files import make_private_folder, replaceable_error
+from slurmllm.core.run.safe_files import login_name, make_private_folder, replaceable_error
 from slurmllm.plan.mesh import Mesh, measures_micro_batch, replica_nodes
 
 BROADCAST = "SLURMLLM_BROADCAST"  # the path of the broadcast archive on the nodes
@@ -199,7 +198,7 @@ def node_local_cache(config: RunConfig, run: RunDir) -> str:
     digest is of the run's path: two runs of one name must not share the folder.
     """
     digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
-    return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}/{run.name}-{digest}"
+    return f"{config.cluster.node_local}/slurmllm-{login_name()}/{run.name}-{digest}"
 
 
 def make_cache_folder(config: RunConfig, run: RunDir) -> Path:
