@@ -73,9 +73,9 @@ def explain(
     fastest = max(fitting, key=lambda layout: layout.seq_per_s)
     if fastest.memory.tight and fastest is not best:
         yield f"faster, but ranked lower because tight: {describe(fastest)}: {_speed(fastest)}"
-    for other in runners_up:
-        yield f"runner-up: {describe(other)}: {_speed(other)}"
-        yield f"  {_slowdown(best, other)}"
+    for layout in runners_up:
+        yield f"runner-up: {describe(layout)}: {_speed(layout)}"
+        yield f"  {_slowdown(best, layout)}"
     faster = [layout for layout in too_large if layout.seq_per_s > best.seq_per_s]
     if faster:
         yield (

@@ -352,8 +352,8 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
                 _layout_json(node_plan, layout, plan.forecaster.forecast(layout))
                 for layout in [*node_plan.fitting, *node_plan.too_large][:top]
             ]
-            own = {"rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
-            rows["recipe_layouts"].append({**key, **own})
+            rank = {"rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
+            rows["recipe_layouts"].append({**key, **rank})
             rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
             if node_plan.fitting:
                 explanation += node_plan.explain()

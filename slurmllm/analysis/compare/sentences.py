@@ -234,10 +234,13 @@ def command_differences(a: Curve, b: Curve) -> list[str]:
     lines = [str(curve.settings.get("command.run") or "").split() for curve in (a, b)]
     if not all(lines) or lines[0] == lines[1]:
         return []
-    parts = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
-    texts = []
-    for how, i, end, j, other in parts:
-        if how != "equal":  # with the word before, which may be an option
-            of_a, of_b = lines[0][max(i - 1, 0) : end], lines[1][max(j - 1, 0) : other]
-            texts.append(f"{' '.join(of_a)} and {' '.join(of_b)}")
-    return [f"the commands differ: {'; '.join(texts)}"]
+    changes = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
+    differences = []
+    for kind, start_a, end_a, start_b, end_b in changes:
+        if kind != "equal":  # with the argument before, which may be an option
+            of_a, of_b = (
+                lines[0][max(start_a - 1, 0) : end_a],
+                lines[1][max(start_b - 1, 0) : end_b],
+            )
+            differences.append(f"{' '.join(of_a)} and {' '.join(of_b)}")
+    return [f"the commands differ: {'; '.join(differences)}"]

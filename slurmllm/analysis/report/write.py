@@ -236,8 +236,8 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
 
 def default_path(runs: Sequence[RunFacts]) -> Path:
     """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
-    several = runs[:_MAX_NAMES] if len(runs) > 1 else ()
-    names = [re.sub(r"[^A-Za-z0-9._-]", "_", facts.name)[:_MAX_NAME] for facts in several]
+    named_runs = runs[:_MAX_NAMES] if len(runs) > 1 else ()
+    names = [re.sub(r"[^A-Za-z0-9._-]", "_", facts.name)[:_MAX_NAME] for facts in named_runs]
     if len(runs) > _MAX_NAMES:
         names.append(f"and-{len(runs) - _MAX_NAMES}-more")
     paths = (facts.path for facts in runs if facts.kind == "run")

@@ -123,14 +123,14 @@ class WatchdogConfig(Section):
     """Seconds for a save."""
 
 
-def _word(pattern: str, rule: str) -> BeforeValidator:
+def _option_value(pattern: str, rule: str) -> BeforeValidator:
     """Accept a text, or a number that is written like one, as sbatch reads it."""
 
     def check(value: Any) -> str:
-        word = str(value) if type(value) is int else value
-        if not isinstance(word, str) or not re.fullmatch(pattern, word):
+        option = str(value) if type(value) is int else value
+        if not isinstance(option, str) or not re.fullmatch(pattern, option):
             raise ValueError(rule)
-        return word
+        return option
 
     return BeforeValidator(check)
 
@@ -146,13 +146,13 @@ def leaving_s(signal_lead_s: float) -> float:
 
 # For the schema: what the validators take.
 _TEXT = WithJsonSchema({"type": ["string", "integer"]})
-_TIME = _word(
+_TIME = _option_value(
     r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}",
     "must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00 (Slurm reads 8:00 as "
     "eight minutes)",
 )
 # Without blanks, quotes or a leading dash, which could end the directive
-_WORD = _word(
+_WORD = _option_value(
     r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*",
     "must not contain whitespace or quotes, or begin with -; write it as sinfo or scontrol shows "
     "it",

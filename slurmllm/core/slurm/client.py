@@ -184,14 +184,14 @@ def wait_for(condition: Callable[[], object], patience_s: float, poll_s: float) 
 
 
 def step_beside(job_id: str, nodes: Sequence[str]) -> list[str]:
-    """Return srun of one task on each of some nodes of a job, beside what runs there.
+    """Return an srun command: a task on each of these nodes, beside the job's other steps.
 
     The step shares CPUs (--overlap) and memory (--mem=0) of the job's other steps.
     """
-    place = [f"--jobid={job_id}", f"--nodelist={','.join(nodes)}"]
+    allocation = [f"--jobid={job_id}", f"--nodelist={','.join(nodes)}"]
     count = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
     shared = ["--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
-    return ["srun", *place, *count, *shared]
+    return ["srun", *allocation, *count, *shared]
 
 
 class SlurmClient:

@@ -87,8 +87,8 @@ def locate(config: RunConfig, root: Path) -> LocatedData:
                 origin = f"fetched: {name}"
                 # A tokenized corpus is named by the common prefix of its two files.
                 parts = [Path(f"{file}{end}") for end in (".bin", ".idx")]
-                exists = file.is_file() or all(part.is_file() for part in parts)
-                if not exists and name not in located.missing:
+                is_fetched = file.is_file() or all(part.is_file() for part in parts)
+                if not is_fetched and name not in located.missing:
                     located.missing.append(name)
             if path is not None and getattr(data, field) is None:
                 located.values.setdefault(field, path)

@@ -39,12 +39,12 @@ class StopSignals:
     """Records the first stop signal and time.monotonic() of its arrival."""
 
     name: str | None = None
-    at: float = 0.0
+    received_at: float = 0.0
 
     def install(self) -> None:
         def on_signal(number: int, frame: object) -> None:
             if self.name is None:
-                self.at = time.monotonic()
+                self.received_at = time.monotonic()
                 self.name = signal.Signals(number).name
 
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
@@ -106,15 +106,15 @@ class AttemptMonitor:
             # Repeated: launchers and workers ignore it until their handlers are installed.
             if self._stop.name is not None and now - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = now
-                self._note_symptom(now - self._stop.at)
+                self._note_symptom(now - self._stop.received_at)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
             with self._tolerating():
                 self._check_failures(now)
             # The time limit of the job is near, and the workers have not saved and left.
             limited = self._stop.name is not None and self._record.job_id is not None
-            overran = limited and now - self._stop.at > leaving_s(self._lead_s)
+            overran = limited and now - self._stop.received_at > leaving_s(self._lead_s)
             if overran and self.observed.overran_s is None:
-                self.observed.overran_s = now - self._stop.at
+                self.observed.overran_s = now - self._stop.received_at
                 self._kill_at = now
             if now >= self._next_look:
                 self._next_look = now + self._look_s

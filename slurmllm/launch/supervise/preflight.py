@@ -171,15 +171,15 @@ def preflight_ending(
         common &= {f.check for f in of_first if "neither on $PATH" in f.message}
     ending: EndingClass = "node_failure"
     evidence = [f"preflight: {names}: {f.message}" for f in of_first if f.check in common]
-    others = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
-    blamed = tuple(name for name, findings in others.items() if findings)
+    of_node = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
+    blamed = tuple(name for name, findings in of_node.items() if findings)
     if common - _OF_PEERS:
         ending = "bad_configuration"
         evidence.append(
             f"no node of the job, in partition {partition}, has what profile {profile} requires: "
             "`slurmllm resume` with another --partition or --cluster, or correct the profile"
         )
-    evidence += [f"preflight: {name}: {f.message}" for name, fs in others.items() for f in fs]
+    evidence += [f"preflight: {name}: {f.message}" for name, fs in of_node.items() for f in fs]
     if any(f.blame == "user" and f.check == "answer" for fs in failed.values() for f in fs):
         ending = "bad_configuration"
         blamed = ()

@@ -425,7 +425,7 @@ class Launchers:
             self.code = -9
 
     def request_stop(self) -> None:
-        self.stop.name, self.stop.at = "SIGUSR1", self.now
+        self.stop.name, self.stop.received_at = "SIGUSR1", self.now
 
     def end(self) -> None:
         self.code = 0
