@@ -38,6 +38,11 @@ _COPIES = 1.0  # octaves that copies of shards count for: a guess, as no publish
 _FAR = 2.0  # octaves outside the range from which a prediction is `beyond`
 _NETWORK = "network_gb_s"  # of several nodes; a faster one is not outside
 Status = Literal["interpolated", "extrapolated", "beyond"]
+_STATUS: dict[Status, str] = {
+    "interpolated": "interpolated between published runs",
+    "extrapolated": "extrapolated from published runs",
+    "beyond": "beyond all published runs",
+}
 # Fields of a run by which the distance to it is measured.
 _AXES = ("parameters", "nodes", "devices_per_node", "sequence", "tensor", "pipeline", _NETWORK)
 
@@ -102,7 +107,7 @@ class RunEvidence:
 
 def evidence_text(published: RunEvidence) -> str:
     """Return the interval with its evidence, and the nearest published run."""
-    facts = [f"{published.interval_text} seq/s (90 % interval)", published.status]
+    facts = [f"{published.interval_text} seq/s (90 % interval)", _STATUS[published.status]]
     if (near := published.nearest) is not None:
         facts.append(f"software of {published.generations}")
         speed = f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"

@@ -90,7 +90,7 @@ def test_evidence_goes_by_the_devices_not_by_the_profile(tmp_path: Path) -> None
 
 def test_the_generation_of_the_software_is_named() -> None:
     old = evidence_text(evidence(layout("gpt3_1.3b", 1, cluster="p5")))
-    assert "(90 % interval); interpolated; software of 2023-24" in old
+    assert "(90 % interval); interpolated between published runs; software of 2023-24" in old
     one_gpu = ("cluster.devices_per_node=1", "train.global_batch=8", "train.micro_batch=8")
     for profile in ("p5e", "p5en"):
         new = layout("gpt3_1.3b", 1, *one_gpu, "train.precision=bf16_mixed", cluster=profile)
