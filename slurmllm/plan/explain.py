@@ -107,13 +107,13 @@ def most_refused(refused: Mapping[str, int]) -> list[tuple[str, int]]:
         groups.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
     rows = []
     for reasons in groups.values():
-        similar = f" (one of {len(reasons)} such reasons)" if len(reasons) > 1 else ""
+        similar = f" (and {len(reasons) - 1} similar rules)" if len(reasons) > 1 else ""
         rows.append((reasons[0] + similar, sum(refused[reason] for reason in reasons)))
     return sorted(rows, key=lambda row: -row[1])[:_MOST_REASONS]
 
 
 def misfit_reasons(too_large: Sequence[LayoutEstimate], refused: Mapping[str, int]) -> list[str]:
-    """Return why no layout fits: the need of the smallest, else the commonest refusals."""
+    """Return why no layout fits: the smallest one's memory, or the commonest broken rules."""
     if too_large:
         return [
             f"closest to fitting: {describe(too_large[0])}: {why_too_large(too_large[0].memory)}"

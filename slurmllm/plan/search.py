@@ -242,7 +242,7 @@ def _micro_batches(
     share = mesh.global_batch // mesh.data
     sizes = micro_batches(share, parallel.pipeline, parallel.virtual_pipeline)
     smaller = [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
-    return smaller or f"micro batches of {sizes[0]} or more are not considered"
+    return smaller or f"micro batches are {sizes[0]} sequences or more, too large to be tried"
 
 
 # A layout that uses more than this share of the memory is tight: the prediction's error, and what

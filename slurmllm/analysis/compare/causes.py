@@ -117,7 +117,7 @@ def _rank(
 
 
 def _add_unexplained(causes: list[Cause], observation: Observation, letter: str) -> None:
-    """Add to the evidence of a seed what it does not explain."""
+    """Add to the evidence of another random seed the differences that a seed cannot make."""
     if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
         evidence = f"{causes[0].evidence}; {remainder}"
         causes[0] = causes[0].model_copy(update={"evidence": evidence})

@@ -81,7 +81,7 @@ def validate(
     faults += broken_rules(valid)
     hidden = ("env.", "cluster.env.", "cluster.data_mirrors")  # kept apart, or not stored
     faults += [
-        f"{path}: an address with a password; set variables for it, --set env.NAME=VALUE"
+        f"{path}: an address with a password; give the password in a variable of the environment"
         for path, value in flatten(tree).items()
         if has_password(value) and not path.startswith(hidden)
     ]

@@ -55,7 +55,7 @@ def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o
 
 @contextmanager
 def storage_errors(fault: str, fix: str = "") -> Iterator[None]:
-    """Raise a StorageError for what the file system refuses; `fix`: what the user can do."""
+    """Raise OSErrors of a block as StorageErrors: the fault, its reason, what the user can do."""
     try:
         yield
     except OSError as error:

@@ -417,7 +417,7 @@ def user_name(uid: int) -> str:
 
 
 def login_name() -> str:
-    """Return the user's name, or the number where neither variables nor this machine know one."""
+    """Return the user's name, or the user id if neither environment nor passwd has a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # an OSError from Python 3.13 on

@@ -184,7 +184,7 @@ def wait_for(condition: Callable[[], object], patience_s: float, poll_s: float) 
 
 
 def step_beside(job_id: str, nodes: Sequence[str]) -> list[str]:
-    """Return an srun command: a task on each of these nodes, beside the job's other steps.
+    """Return the command of a step with a task on each of `nodes`, while other steps run.
 
     The step shares CPUs (--overlap) and memory (--mem=0) of the job's other steps.
     """

@@ -84,7 +84,7 @@ def _check(options: Options, partition: Partition, client: SlurmClient) -> Limit
             which = f"needs {format_plural(fewest, 'node')}; {title} has {len(suited)} suitable"
             if len(fitting) < len(suited):
                 which += f", {len(fitting)} with all options together"
-            faults.append(f"{option}: {which}; {remedy}, or another --partition")
+            faults.append(f"{option}: {which}; {remedy}, or use another --partition")
             break
     if state != "UP":
         fault = f"{title} is {state} until an administrator sets it to UP; another --partition"
@@ -176,7 +176,9 @@ def _requirements(
         names = sorted(set().union(*features.values()) - {""})
         remedy = f"choose of {', '.join(names)}"
         if not names:
-            remedy = f"no node of {nodes[0].partition if nodes else 'it'} has features"
+            remedy = (
+                f"no node of {nodes[0].partition if nodes else 'it'} has features: leave it out"
+            )
         suited = [node for node in nodes if features[node.name] >= {*value.split("&")}]
         yield f"--constraint {value}", remedy, suited
     for option, amount_of in _AMOUNTS.items():
@@ -188,7 +190,7 @@ def _requirements(
             which = f"all {have}" if have == len(nodes) else f"{have} of its nodes"
             remedy = f"choose at most {amounts[-1]}{unit}, which {which} have"
             if not any(amounts):
-                remedy = f"no node of {nodes[0].partition} has GPUs"
+                remedy = f"no node of {nodes[0].partition} has GPUs: leave it out"
             suited = [node for node in nodes if amount_of(node) >= amount]
             yield f"--{option} {options[option]}", remedy, suited
 

@@ -145,7 +145,9 @@ def make_folders(cluster: Cluster, *folders: Path) -> None:
 def _make_folder(cluster: Cluster, folder: Path) -> None:
     umask = run_umask(cluster)
     if masked := umask & 0o700:
-        raise RunError(f"the umask takes your own rights away ({masked:03o}); set it: `umask 022`")
+        raise RunError(
+            f"the umask removes your own permissions ({masked:03o}) on new files; set `umask 022`"
+        )
     missing = [path for path in folder.parents if not path.exists()]
     for path in (*reversed(missing), folder):
         path.mkdir(0o777 & ~umask, exist_ok=True)

@@ -112,8 +112,12 @@ class TrainerProgress:
             return ""
         problem = self._fault or self._names.problem
         if not problem and isinstance(self._source, FollowedOutput):
-            kind = "of a known format" if self._progress is None else f"like '{self._progress}'"
-            problem = f"no line {kind} in {self._bytes:,} bytes of the output of rank {self._rank}"
+            kind = "is of a known format"
+            if self._progress is not None:
+                kind = f"matches '{self._progress}'"
+            problem = (
+                f"rank {self._rank} has printed {self._bytes:,} bytes, of which no line {kind}"
+            )
             if self._tail:
                 last = printable(self._tail.decode("utf-8", "replace").splitlines()[-1])
                 problem += f", which ends with {last!r}"

@@ -260,8 +260,8 @@ def _by_script(records: RunRecords) -> State | None:
             lines = read_tail(path, _TAIL_BYTES)[-4:]
             if not lines and submission and not submission.local:
                 return "interrupted", (
-                    "its job failed before the script printed a line, as where the time limit is "
-                    "not above slurm.signal_lead_s, and Slurm's signal comes at the start"
+                    "its job failed before the script printed a line; this happens if the time "
+                    "limit is not above slurm.signal_lead_s: Slurm then signals as the job starts"
                 )
             line = next(filter(_OF_SCRIPT.match, reversed(lines)), None)
             # Not that of an earlier submission; the clocks may differ.

@@ -212,12 +212,12 @@ def test_the_nodes_that_suit_all_options() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"gres": "gpu:8"}, "no node of main has GPUs"),
-        ({"gpus_per_node": "a100:1"}, "no node of main has GPUs"),
-        ({"constraint": "a100"}, "no node of main has features"),
+        ({"gres": "gpu:8"}, "no node of main has GPUs: leave it out"),
+        ({"gpus_per_node": "a100:1"}, "no node of main has GPUs: leave it out"),
+        ({"constraint": "a100"}, "no node of main has features: leave it out"),
         ({"mem": "900G"}, "choose at most 16000 MB, which all 4 have"),
     ],
 )
 def test_what_no_node_has_is_not_offered(options: dict[str, str], text: str) -> None:
     (fault,) = check(FakeSlurm(), **options).faults
-    assert f"; {text}, or another --partition" in fault
+    assert f"; {text}, or use another --partition" in fault

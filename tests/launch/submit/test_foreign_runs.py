@@ -99,7 +99,7 @@ def prepare_ours(config: RunConfig, folder: Path, **fields: str | None) -> None:
 @pytest.mark.parametrize("umask", [0o777, 0o300, 0o100])
 def test_a_umask_of_the_owner_makes_no_run(tmp_path: Path, config: RunConfig, umask: int) -> None:
     os.umask(umask)
-    with pytest.raises(RunError, match=f"own rights away .{umask & 0o700:03o}"):
+    with pytest.raises(RunError, match=f"own permissions .{umask & 0o700:03o}"):
         prepare(RunRequest(config, 1, tmp_path / "runs", name="mine"))
     assert not (tmp_path / "runs").exists()
 
