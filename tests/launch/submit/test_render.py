@@ -145,20 +145,25 @@ def test_the_body_keeps_rendezvous_ports_free(stage: Stage, allowed: bool, tmp_p
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_signal_of_slurm_ends_no_supervisor_that_starts(stage: Stage, tmp_path: Path) -> None:
-    started, python = tmp_path / "started", tmp_path / "python"
-    python.write_text(
-        f"#!/bin/sh\ntouch {started}\nuntil [ -e {tmp_path}/go ]; do sleep 0.1; done\n"
-    )
-    python.chmod(0o755)
-    script = render(stage, resolve("tiny_neox"), RunDir(tmp_path / "r1"), 1, str(python))
-    shell = subprocess.Popen(["bash", "-c", script], env=os.environ | {"SLURM_JOB_ID": "7"})
-    while not started.exists():
+@pytest.mark.parametrize("program", ["sudo", "python"])
+def test_a_signal_reaches_a_supervisor_that_is_not_ready(
+    stage: Stage, program: str, tmp_path: Path
+) -> None:
+    """It comes before the supervisor starts, or before it has a handler."""
+    wait = f"touch {tmp_path}/begun; until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    lines = {"sudo": "exit 0", "python": "sleep 1; trap 'exit 9' USR1; while sleep 0.1; do :; done"}
+    for name, line in lines.items():
+        line = f"{wait}; {line}" if name == program else line
+        (tmp_path / name).write_text(f"#!/bin/dash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = render(stage, resolve("neox_20b"), RunDir(tmp_path / "r1"), 4, f"{tmp_path}/python")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    shell = subprocess.Popen(["bash", "-c", script], env={"PATH": path, "SLURM_JOB_ID": "7"})
+    while not (tmp_path / "begun").exists():
         time.sleep(0.1)
     shell.send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
     (tmp_path / "go").touch()
-    assert shell.wait() == 0
+    assert shell.wait() == 9
 
 
 def test_paths_are_quoted_or_refused() -> None:
