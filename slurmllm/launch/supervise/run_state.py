@@ -20,7 +20,7 @@ from slurmllm.core.run.records import (
     SweepRecord,
     UnrecordedEnding,
 )
-from slurmllm.core.run.rundir import STAGES, RunDir, SweepDir
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, SweepDir
 from slurmllm.core.run.safe_files import read_tail
 from slurmllm.core.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
 from slurmllm.core.slurm.error_texts import explain_waiting
@@ -237,10 +237,9 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
         return "unknown", reason or "squeue does not list the job, and sacct gave nothing"
     if train is not None and (ending := train.unrecorded) is not None:
         return "stopped", f"{ending.ending}: {'; '.join(ending.evidence)}"
-    if state == "FAILED" and (stopped := _by_script(records)):
-        return stopped
-    see = f"; see {run.stage_log('train')}" if state == "FAILED" else ""
-    return "interrupted", f"train job {state or 'never submitted'}{see}"
+    if state != "FAILED":
+        return "interrupted", f"train job {state or 'never submitted'}"
+    return _by_script(records) or ("interrupted", _failed_job(run, "train"))
 
 
 def _train_job(jobs: _Jobs) -> JobState | None:
@@ -258,11 +257,6 @@ def _by_script(records: RunRecords) -> State | None:
     for path in map(records.run.stage_log, STAGES if submission and records.last is None else ()):
         with suppress(OSError):
             lines = read_tail(path, _TAIL_BYTES)[-4:]
-            if not lines and submission and not submission.local:
-                return "interrupted", (
-                    "its job failed before the script printed a line; this happens if the time "
-                    "limit is not above slurm.signal_lead_s: Slurm then signals as the job starts"
-                )
             line = next(filter(_OF_SCRIPT.match, reversed(lines)), None)
             # Not that of an earlier submission; the clocks may differ.
             if line and submission and path.stat().st_mtime > submission.submitted_at - 1.0:
@@ -292,7 +286,21 @@ def _not_precompiled(records: RunRecords, job_state: str) -> State:
     run = records.run
     name = records.submission.graphs_of if records.submission else None
     compiling = run if name is None else SweepDir(run.path.parent).graph_run(name)
+    if job_state == "FAILED":
+        return state, _failed_job(compiling, "precompile")
     return state, f"precompile job {job_state}; see {compiling.stage_log('precompile')}"
+
+
+def _failed_job(run: RunDir, stage: Stage) -> str:
+    """Return that a job failed, and where to look for the reason."""
+    path = run.stage_log(stage)
+    with suppress(OSError):
+        if path.stat().st_size == 0:
+            return (
+                f"{stage} job FAILED before its script printed a line; this happens if the time "
+                "limit is not above slurm.signal_lead_s: Slurm then signals as the job starts"
+            )
+    return f"{stage} job FAILED; see {path}"
 
 
 def is_process_alive(submission: Submission) -> bool:

@@ -124,18 +124,21 @@ def test_a_script_that_ended_before_its_supervisor(
     assert (found.reason == reason) is (state == "stopped")
 
 
-def test_a_script_that_a_signal_ended_at_its_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ending", "text"),
+    [("FAILED", "FAILED before its script printed a line"), ("NODE_FAIL", "train job NODE_FAIL")],
+)
+def test_a_script_that_a_signal_ended_at_its_start(ending: str, text: str, tmp_path: Path) -> None:
     run, slurm = make(tmp_path, job="8"), FakeSlurm()
     run.logs.mkdir(exist_ok=True)
     run.stage_log("train").touch()
     job = slurm.submit("#!/bin/bash\n")
     save_submission(run, nodes=2, train_job=job, submitted_at=time.time())
     slurm.start(job)
-    slurm.finish(job, "FAILED")
+    slurm.finish(job, ending)
     found = run_state(run, slurm)
-    assert found.state == "interrupted"
-    assert "before the script printed a line" in found.reason
-    assert "slurm.signal_lead_s" in found.reason
+    assert (found.state, text in found.reason) == ("interrupted", True)
+    assert ("slurm.signal_lead_s" in found.reason) is (ending == "FAILED")
 
 
 def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
