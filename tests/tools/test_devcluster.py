@@ -152,18 +152,30 @@ def test_a_failed_node_is_missed_and_its_job_starts_again(cluster: Cluster, tmp_
     assert "has not failed" in cluster.tool("heal", "n3", code=2)
 
 
-def test_jobs_go_on_without_slurmd_until_slurm_misses_it(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "heal", "status", "runs"),
+    [("--freeze", ["--thaw"], "frozen", False), ("--slurmd", [], "on", True)],
+)
+def test_a_node_that_fails_in_part(
+    option: str, heal: list[str], status: str, runs: bool, cluster: Cluster, tmp_path: Path
+) -> None:
+    """A frozen node stands still and goes on where it stood; jobs go on without slurmd."""
     marks = tmp_path / "marks"
     job = cluster.submit(tmp_path, f"while sleep 0.2; do echo >> {marks}; done", "-w", "n3")
     wait_for(marks.exists)
-    cluster.tool("fail", "n3", "--slurmd")
-    assert not json.loads(cluster.tool("status", "--json"))["nodes"][2]["slurmd"]
+    cluster.tool("fail", "n3", option)
+    assert cluster.status()["n3"][1] == status
+    assert json.loads(cluster.tool("status", "--json"))["nodes"][2]["slurmd"] is not runs
+    before = marks.stat().st_size
+    time.sleep(1)
+    assert (marks.stat().st_size > before) is runs
+    assert "has failed already" in cluster.tool("fail", "n3", option, code=2)
+    cluster.tool("heal", "n3", *heal)
     before = marks.stat().st_size
     wait_for(lambda: marks.stat().st_size > before)
-    assert "has failed already: no slurmd" in cluster.tool("fail", "n3", code=2)
-    cluster.tool("heal", "n3")
     cluster.run("scancel", job)
     wait_for(lambda: cluster.status()["n3"] == ("idle", "on"))
+    assert "has not failed" in cluster.tool("heal", "n3", *heal, code=2)
     # On a slow machine Slurm may have missed it, and started the job again.
     assert cluster.sacct(job)[-1] == "CANCELLED by 0"
 
@@ -193,6 +205,13 @@ def test_a_shared_directory_that_refuses_writes(cluster: Cluster, shared: Path) 
     assert writing.poll() is None
     cluster.tool("shared", "thawed")
     assert writing.wait(30) == 0
+    if Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device").exists():
+        slow = f"head -c 600000 /dev/zero > {shared}/slow; sync {shared}/slow"
+        cluster.tool("shared", "slow")
+        started = time.monotonic()
+        cluster.run("srun", "-N1", "-w", "n1", "sh", "-c", slow)
+        assert time.monotonic() - started > 2
+        cluster.tool("shared", "fast")
 
 
 def test_a_bad_link(cluster: Cluster) -> None:
@@ -262,6 +281,7 @@ def test_what_an_unclean_end_leaves(new_cluster: Callable[[], Cluster], tmp_path
 
 def test_refusals_say_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     assert "no node n9; there are n1, n2, n3" in cluster.tool("fail", "n9", code=2)
+    assert "running already" in cluster.tool("restart", "--start", code=2)
     (tmp_path / "a file").touch()
     assert "not a devcluster's" in Cluster(tmp_path).tool("up", code=2)
     assert (tmp_path / "a file").exists()
