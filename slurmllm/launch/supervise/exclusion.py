@@ -36,6 +36,7 @@ from slurmllm.launch.supervise.policy import (
 )
 
 POLL_S = 2.0
+SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
 
 log = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ def nodes_to_avoid(
         return []
     names = " ".join(lost)
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
-    deadline = time.monotonic() + 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
+    deadline = time.monotonic() + SLURM_NOTICE_S
     while time.monotonic() < deadline:
         states = retry_unreachable(client.node_states)
         if not all(usable(states.get(name, "unknown")) for name in lost):

@@ -23,7 +23,6 @@ from slurmllm.core.plugins import versions
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.records import NodeRecord, Versions, WorkerRecord
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.run.worker_files import INSTALLED_FILE, REUSED
 from slurmllm.launch.graphs import archive as graph_cache
 from slurmllm.launch.graphs import merge
@@ -248,7 +247,7 @@ class Launcher(Workers):
             return run_command(list(command), stop, on_stop)
         except OSError as error:
             raise NodeError(
-                f"{command[0]} cannot be started on {self.node}: {os_error_text(error)}; it "
+                f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "
                 f"must be on $PATH there or next to {sys.executable}"
             ) from error
 

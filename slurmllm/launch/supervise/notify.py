@@ -26,12 +26,13 @@ from slurmllm.core.config.operation import NotifyEvent
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.core.run.safe_files import open_append, os_error_text
+from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.train.control.rendezvous import die_with_parent
 
 TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
+_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
 _LONGEST = 1000  # characters of the text
 NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
 _FIELDS = {
@@ -114,7 +115,7 @@ class Notifier:
         except subprocess.CalledProcessError as error:
             fault = f"ended with exit code {error.returncode}"
         except (OSError, ValueError) as error:
-            fault = f"cannot be started: {os_error_text(error)}"
+            fault = f"cannot be started: {getattr(error, 'strerror', None) or error}"
         log.warning("notification of %s not delivered: %s %s", message["event"], command[0], fault)
 
 
@@ -174,7 +175,7 @@ class Tracking:
         if not requeued:
             with suppress(subprocess.TimeoutExpired):
                 self._child.terminate()
-                if self._child.wait(15.0) == 0:
+                if self._child.wait(_LAST_STEPS_S) == 0:
                     return
             log.warning(
                 f"trackers: {' and '.join(self.config.recipe.trackers)} may lack the last steps; "

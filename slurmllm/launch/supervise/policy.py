@@ -56,6 +56,7 @@ class NodeFault(NamedTuple):
 
 
 HOUR_S = 3600.0
+MAX_BACKOFF_S = 3600.0
 
 
 def decide(
@@ -130,7 +131,7 @@ def _with_action(
 def backoff_s(first_s: float, failures: int) -> float:
     """Return the wait before the next start after some failures in a row, doubled with each."""
     # Not 2.0 ** failures: with a high limit of attempts a float overflows.
-    return min(first_s * 2.0 ** min(failures - 1, 20), HOUR_S)
+    return min(first_s * 2.0 ** min(failures - 1, 20), MAX_BACKOFF_S)
 
 
 def is_transient(evidence: Sequence[str]) -> bool:

@@ -36,6 +36,9 @@ from slurmllm.core.run.worker_files import EventLog
 
 log = logging.getLogger(__name__)
 
+_EARLIER_ROWS = 10_000  # of the attempt before, in which a step is looked for
+_AHEAD_S = 60.0  # that another node's clock may be ahead
+
 
 def check_progress(setting: str) -> None:
     """Raise a ValueError if `progress` of a recipe is no format, pattern or path."""
@@ -211,7 +214,7 @@ class TrainerProgress:
     def _count_before(self, name: str, step: int, value: float) -> float:
         """Return what a count that began again has left out; NaN if that is unknown."""
         paths = [path for path in self._run.metrics_files() if path != self._path]
-        rows = last_rows(paths[-1], 10_000) if paths else []
+        rows = last_rows(paths[-1], _EARLIER_ROWS) if paths else []
         counts = {row["step"]: row[name] for row in rows if row.get(name) and row["step"] <= step}
         if not value < max(counts.values(), default=0):
             return 0.0
@@ -220,4 +223,4 @@ class TrainerProgress:
     def _is_of_run(self, values: Numbers) -> bool:
         """Return whether the logged time is Unix time, by this attempt's."""
         # Another node's clock may be ahead.
-        return self._began <= values.get("time", 0.0) <= time.time() + 60.0
+        return self._began <= values.get("time", 0.0) <= time.time() + _AHEAD_S

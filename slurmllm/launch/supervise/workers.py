@@ -66,6 +66,8 @@ REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: r
 CLEAR_GRACE_S = 1.0
 PEER_GRACE_S = 5.0
 LOOK_S = 5.0  # interval between looks at the shared file system for the supervisor's files
+COMPILE_LOG_S = 30.0  # interval between log lines while the first step compiles
+SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
 STACKS_S = 15.0  # for all nodes to notice a hang and to dump stacks
 
 
@@ -124,7 +126,7 @@ class Workers:
         """
         self.logs.collect()
         update["oom_kills"] = count_oom_kills() - self._oom_kills
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + SAVE_RETRY_S
         while True:
             try:
                 self.save(**update)
@@ -268,7 +270,7 @@ class Workers:
         now = time.monotonic()
         if now >= self._next_compile_log:
             self._compiles_since = self._compiles_since or now
-            self._next_compile_log = now + 30.0
+            self._next_compile_log = now + COMPILE_LOG_S
             seconds = now - self._compiles_since
             log.info(
                 "compiling the first step …%s",
