@@ -58,7 +58,7 @@ class GraphManifest(Record):
     compile_s: float = 0.0  # seconds of the compiler after those steps
     files: tuple[GraphFile, ...]
     states: tuple[GraphState, ...] = ()  # of every graph
-    missing_nodes: Lines = ()  # the precompile nodes that submitted no graphs
+    missing_nodes: NodeNames = ()  # the precompile nodes that submitted no graphs
     fingerprint: str = ""  # see graphs.reuse; empty: unknown
     # The run that compiled the graphs.
     reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = None

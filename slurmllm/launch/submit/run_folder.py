@@ -136,7 +136,12 @@ def run_umask(cluster: Cluster) -> int:
 
 
 def make_folders(cluster: Cluster, *folders: Path) -> None:
-    """Make folders, and those above them, that other users may not write into; StorageError."""
+    """Make folders, and those above them, that other users may not write into.
+
+    Raises:
+        StorageError: the file system refuses one.
+        RunError: by the umask, this user could not write into them.
+    """
     for folder in folders:
         with storage_errors(f"cannot make {folder}", "choose another folder"):
             _make_folder(cluster, folder)
