@@ -224,14 +224,17 @@ def test_a_frozen_worker_is_missed(tmp_path: Path) -> None:
 TWO_CORES_S = 3600  # all commands together
 
 
-def test_the_table_of_the_page() -> None:
-    from reproduce.claims import MEASURED, SHOWN, by_id, read_claims, table
+def test_the_tables_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    from reproduce.claims import MEASURED, SHOWN, by_id, main, read_claims, table
 
     documents, measured = read_claims(), yaml.safe_load(MEASURED.read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "developing" / "reproduce.md").read_text(encoding="utf-8")
     assert f"\n{table(documents, measured)}\n" in page, "python tools/reproduce claims --write"
     claims = by_id(documents)
     assert list(measured) == list(claims)
+    assert main([]) == 0
+    commands = [line.strip() for line in capsys.readouterr().out.splitlines()[2::3]]
+    assert commands == [claim.command for claim in claims.values()]
     assert {claim.shown for claim in claims.values()} == set(SHOWN)
     # A command that several claims share, such as that of a figure's runs, is counted once.
     assert sum({c.command: c.seconds for c in claims.values()}.values()) < TWO_CORES_S

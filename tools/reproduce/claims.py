@@ -1,9 +1,9 @@
 """The claims of the four source documents (claims.yaml), and whether this project agrees.
 
-python tools/reproduce claims                  list them
+python tools/reproduce claims                  list all: how each is shown, whether it agrees
 python tools/reproduce claims --run N3 L14     run the commands of some; 1 if one does not agree
 python tools/reproduce claims --all            run all: about an hour
-python tools/reproduce claims --write          save what ran; docs/developing/reproduce.md's table
+python tools/reproduce claims --write          save what ran; docs/developing/reproduce.md's tables
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ CLAIMS = Path(__file__).parent / "claims.yaml"
 MEASURED = Path(__file__).parent / "measured.yaml"  # claim → what its command printed
 PAGE = ROOT / "docs" / "developing" / "reproduce.md"
 SHOWN = ("works", "on CPU", "plan", "needs Trainium")
-_HEADING = "| | claim | command | shown | agrees |"
+_HEADING = "| | source | claims | agree | do not | not shown |"
 _BAR = r"\|"  # in a cell of Markdown
 _NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 _START = r"(?<![\d.,])"  # not the middle of a number
@@ -128,24 +129,29 @@ def _value(number: str) -> float:
 
 
 def table(documents: Mapping[str, Document], measured: Mapping[str, Outcome | None]) -> str:
-    """Return the table of docs/developing/reproduce.md, in Markdown."""
-    lines = [_HEADING, "|---|---|---|---|---|"]
-    titles = {f"{key}1": f"**[{doc.title}]({doc.url})**" for key, doc in documents.items()}
-    for name, claim in by_id(documents).items():
-        if name in titles:
-            lines.append(f"| | {titles[name]} | | | |")
-        outcome = verdict(claim, measured[name])
-        cells = [name, claim.claim, f"`{claim.command}`", claim.shown, outcome]
-        lines.append(f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |")
-    return "\n".join(lines)
+    """Return the tables of docs/developing/reproduce.md: counts by source, claims not shown."""
+    counts = [_HEADING, "|---|---|--:|--:|--:|--:|"]
+    rows = ["| | claim | command | agrees |", "|---|---|---|---|"]
+    for letter, document in documents.items():
+        words: Counter[str] = Counter()
+        for name, claim in by_id({letter: document}).items():
+            outcome = verdict(claim, measured[name])
+            word = re.split("[:;]", outcome)[0]
+            words[word] += 1
+            if word != "yes":
+                cells = [name, claim.claim, f"`{claim.command}`", outcome]
+                rows.append(f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |")
+        numbers = [len(document.claims), *(words[word] for word in ("yes", "no", "not shown"))]
+        link = f"[{document.title}]({document.url})"
+        counts.append(f"| {letter} | {link} | {' | '.join(map(str, numbers))} |")
+    return "\n".join([*counts, "", *rows])
 
 
 def write_table(documents: Mapping[str, Document], measured: Mapping[str, Outcome | None]) -> None:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    start = lines.index(_HEADING)
-    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-    lines[start:end] = table(documents, measured).splitlines()
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    start = page.index(_HEADING)
+    end = page.index("\n\n", page.index("\n\n", start) + 2)
+    PAGE.write_text(page[:start] + table(documents, measured) + page[end:], encoding="utf-8")
 
 
 @functools.cache  # figures have several claims
@@ -172,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", nargs="+", metavar="ID", default=[])
     parser.add_argument("--all", action="store_true", help="run all")
     parser.add_argument(
-        "--write", action="store_true", help="write the table of docs/developing/reproduce.md"
+        "--write", action="store_true", help="write the tables of docs/developing/reproduce.md"
     )
     options = parser.parse_args(arguments)
     documents = read_claims()
@@ -204,5 +210,6 @@ def main(arguments: Sequence[str]) -> int:
         write_table(documents, measured)
     elif not names:
         for name, claim in claims.items():
-            print(f"{name:4} {claim.shown:14} {claim.claim}: {claim.command}")
+            print(f"{name:4} {claim.claim}\n     {claim.shown}: {verdict(claim, measured[name])}")
+            print(f"     {claim.command}")
     return int(bool(disagreeing))
