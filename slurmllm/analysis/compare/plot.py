@@ -118,13 +118,16 @@ def draw(
     title = "\n".join(fill(reason, 112, subsequent_indent="   ") for reason in reasons)
     # Set by hand, in inches: matplotlib's own layout draws everything twice.
     above = 0.25 + 0.18 * (title.count("\n") + 1)
-    height = max(8.5, 7.7 + above)
+    identical = all(r.bit_identical for each in comparisons for r in each.metrics.values())
+    ratios = [3.0, 2.2][2 - len(metrics) :]
+    height = 5.7 + above
+    if not identical:
+        # The legend of the differences is in the gap above them.
+        ratios += [0.05, 1.4]
+        height = max(8.5, 7.7 + above)
     picture = Figure(figsize=(10, height), dpi=120)
-    # The legend of the last panel is in the gap above it.
-    ratios = [*[3.0, 2.2][2 - len(metrics) :], 0.05, 1.4]
-    panels = picture.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
-    panels[-2].set_visible(False)
-    panels = np.delete(panels, -2)
+    grid = picture.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False)
+    panels = grid[:, 0]
     picture.subplots_adjust(
         left=0.09, right=0.985, bottom=0.55 / height, top=1 - above / height, hspace=0.13
     )
@@ -134,7 +137,9 @@ def draw(
     )
     for axes, metric in zip(panels, metrics, strict=False):
         _draw_curves(axes, a, drawn, metric, span, band)
-    _draw_difference(panels[-1], drawn, metrics)
+    if not identical:
+        panels[-2].set_visible(False)
+        _draw_difference(panels[-1], drawn, metrics)
     panels[-1].set_xlabel(axis)
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     margin = 0.015 * max(span[1] - span[0], 1)
@@ -274,11 +279,7 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_figures(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("relative\ndifference")
-    if all(r.bit_identical for each in drawn for r in each.comparison.metrics.values()):
-        axes.set_ylim(1e-8, 1.0)
-        note = "bit-identical: every difference is 0"
-        axes.text(0.5, 0.15, note, transform=axes.transAxes, ha="center", color="#444444")
-    elif smallest:
+    if smallest:
         top = axes.get_ylim()[1]
         axes.set_ylim(min(smallest) / 3, max(top, min(smallest) * 100))
     if axes.get_legend_handles_labels()[0]:
