@@ -5,9 +5,9 @@
 #   neuron.sh head          root, at the head node's first start: Python and a C++ compiler
 #   neuron.sh python DIR    anybody, once, on the head node: the Python environment in DIR
 #
-# Neuron 2.28.1 is the release for training through neuronx-distributed: AWS announced in
-# February 2026 that 2.28 with PyTorch 2.9 is the one to stay on, and NxD Core's training is in
-# maintenance from 2.30 on. The versions are those of AWS's release manifest for 2.28.1.
+# AWS tells users of neuronx-distributed's training to stay on Neuron 2.28 with PyTorch 2.9; what
+# later releases ended: docs/parallelcluster.md, "The Neuron environment". The versions are those
+# of AWS's release manifest for 2.28.1.
 set -euo pipefail
 
 DRIVER=2.26.10.0

@@ -141,6 +141,8 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
         if shared.as_json:
             options.echo_json(summary, indent=None)
         else:
+            for error in run.prepared.unstartable:
+                options.note(f"dry run; would be refused: {error.title}")
             _print_scripts(run.prepared, summary)
             options.note("dry run: nothing was written, nothing submitted")
         for error in run.prepared.unstartable:
@@ -186,8 +188,7 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 def print_warnings(prepared: PreparedRun) -> None:
     for warning in prepared.warnings:
         options.warn(warning)
-    if prepared.excluded:
-        names = " ".join(prepared.excluded)
+    if names := " ".join(prepared.excluded):
         options.note(f"excluded: {names}, which failed the run; see status")
 
 

@@ -40,7 +40,7 @@ from slurmllm.launch.diagnose import Findings, fail, judge, ok, skipped, unfit, 
 TESTED_TORCH = "2.13.0"
 IMPORT_TIMEOUT_S = 300  # a cold import of torch from a slow shared file system
 
-# Neuron 2.28: the last SDK for training through NxD; docs/parallelcluster.md has the reasons.
+# Neuron 2.28, on which NxD's users are to stay: docs/parallelcluster.md#the-neuron-environment.
 # Distribution → (module, supported series, the version that configs/parallelcluster installs).
 NEURON_PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "torch-xla": ("torch_xla", ("2.9",), "2.9.0"),
