@@ -196,12 +196,13 @@ def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
     from slurmllm.core.config.yaml_source import flatten
     from slurmllm.plan import output
 
+    top = request.top
     if request.plot is not None:
         from slurmllm.core.display.pictures import write_picture
         from slurmllm.plan.plot import draw
 
-        write_picture(draw(plans), Path(request.plot), "name another file with --plot")
-    top = request.top
+        picture = draw(plans, top or output.TOP)
+        write_picture(picture, Path(request.plot), "name another file with --plot")
     for option, path in request.tables.items():
         if path is None:
             continue

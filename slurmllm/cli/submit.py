@@ -206,6 +206,8 @@ def _print_scripts(prepared: PreparedRun, summary: Values) -> None:
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     if (line := prepared.command_line) is not None:
         click.echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
+    if (epochs := _epochs_text(prepared)) is not None:
+        click.echo(f"# ── data: {epochs}")
     if "precompile" not in prepared.stages:
         click.echo("# ── no precompile stage")
     for stage in prepared.stages:
@@ -264,7 +266,7 @@ def _epochs_text(prepared: PreparedRun) -> str | None:
     from slurmllm.core.config.data_sources import epochs_text
 
     tokens = recipe.train.steps * recipe.train.global_batch * recipe.model.seq_len
-    return epochs_text(recipe.data, tokens)
+    return epochs_text(recipe.data, tokens, prepared.config.origins.get("data.corpus", ""))
 
 
 def _graphs_text(prepared: PreparedRun) -> str | None:

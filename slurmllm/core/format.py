@@ -112,11 +112,18 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def format_days(hours: float) -> str:
-    """`5.24 h`, `22.7 days`: time to the end of a run."""
-    if hours < 24:
-        return f"{format_number(hours)} h"
-    return "1 day" if (days := format_number(hours / 24)) == "1" else f"{days} days"
+def format_estimate(value: float) -> str:
+    """`0.068`, `2.4`, `1,235`: as few digits as suit the interval of a prediction."""
+    if value < 1:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def format_days(hours: float, interval: Sequence[float] | None = None) -> str:
+    """`5.2 h`, `22.7 days (20.1–25.6)`: time to the end of a run, with its bounds in hours."""
+    unit, unit_h = ("days", 24) if hours >= 24 else ("h", 1)
+    bounds = "–".join(format_estimate(bound / unit_h) for bound in interval or ())
+    return f"{format_estimate(hours / unit_h)} {unit}" + (f" ({bounds})" if bounds else "")
 
 
 def format_elapsed(seconds: float | None) -> str:

@@ -104,10 +104,18 @@ class RunEvidence:
         """Return `14.1–17.9`, sequences/s."""
         return "–".join(map(format_number, self.interval)) if self.interval else "-"
 
+    def hours_interval(self, hours: float | None) -> tuple[float, float] | None:
+        """Return the bounds of a predicted time that follow from those of the throughput."""
+        if hours is None or self.interval is None:
+            return None
+        factor = math.sqrt(self.interval[1] / self.interval[0])
+        return hours / factor, hours * factor
+
 
 def evidence_text(published: RunEvidence) -> str:
     """Return the interval with its evidence, and the nearest published run."""
-    facts = [f"{published.interval_text} seq/s (90 % interval)", _STATUS[published.status]]
+    interval = f"{published.interval_text} seq/s (90 % interval)"
+    facts = [interval if published.interval else "no interval", _STATUS[published.status]]
     if (near := published.nearest) is not None:
         facts.append(f"software of {published.generations}")
         speed = f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"

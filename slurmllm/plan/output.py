@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,12 +15,18 @@ from slurmllm.core.config.resolve import RunConfig, change
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.display.tables import data_frame, print_table
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_count, format_days, format_number, format_plural
+from slurmllm.core.format import (
+    ABSENT,
+    format_count,
+    format_days,
+    format_estimate,
+    format_number,
+    format_plural,
+)
 from slurmllm.plan.choose_layout import changes
 from slurmllm.plan.evidence import evidence, evidence_text, network_range
-from slurmllm.plan.explain import describe, figures, most_refused, why_too_large
+from slurmllm.plan.explain import degrees, describe, figures, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
-    Forecaster,
     NodePlan,
     RecipePlan,
     TrainingForecast,
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 
 TOP = 10  # layouts shown by default
 _NEAREST = 3  # layouts that do not fit, at most
+_UNKNOWN_COST = "cost unknown: give --price DOLLARS for a node hour"
 
 
 class PlanTable(NamedTuple):
@@ -86,14 +94,21 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     (node_plan,) = plan.node_plans
     best = node_plan.fitting[0]
     recipe, mesh = best.config.recipe, best.mesh
+    forecast = plan.forecaster.forecast(best)
+    cost = forecast.cost
     click.echo(
         f"{recipe.name} on {format_plural(mesh.nodes, 'node')} of {best.config.cluster.name}, "
-        f"{format_plural(mesh.world_size, 'device')}; {mesh.global_batch:,} × "
-        f"{recipe.model.seq_len:,} tokens per step, {recipe.train.precision}"
+        f"{format_plural(mesh.world_size, 'device')}; {format_plural(cost.steps, 'step')} of "
+        f"{mesh.global_batch:,} × {recipe.model.seq_len:,} tokens ({format_count(cost.tokens)}), "
+        f"{recipe.train.precision}"
     )
+    degrees_text = degrees(best).replace("TP 1 × ", "").replace("PP 1 × ", "")
+    answer = _answer(best, forecast, f", {_UNKNOWN_COST}")
+    click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}")
     if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
     layouts, shares = layout_tables(plan, top)
+    click.echo("")
     print_table(*layouts)
     click.echo("\nwhere a step goes, %")
     print_table(*shares)
@@ -108,28 +123,51 @@ def print_plan(plan: RecipePlan, top: int) -> None:
             click.echo(f"  {count:>4}  {reason}")
     click.echo("")
     click.echo(f"evidence       {evidence_text(evidence(best))}")
-    _print_forecast(best, plan.forecaster)
+    if (epochs := epochs_text(recipe.data, cost.tokens)) is not None:
+        click.echo(f"data           {epochs}")
+    if plan.forecaster.price is not None:
+        click.echo(f"price          {plan.forecaster.price}")
+    if cost.waiting_usd:
+        click.echo(
+            f"waiting        ${cost.waiting_usd:,.2f} of the cost is for owned nodes, paid while "
+            "the job is pending"
+        )
+    for line in _lost_time_lines(best, forecast):
+        click.echo(line)
+
+
+def _answer(layout: LayoutEstimate, forecast: TrainingForecast, unknown_cost: str = "") -> str:
+    """Return `2.4 days (2.1–2.7), 460 node hours, $9,870`, or why the training does not end."""
+    cost, spares = forecast.cost, layout.config.recipe.slurm.spare_nodes
+    if forecast.lost_time is None:
+        return f"does not finish; {forecast.reason}"
+    time = format_days(cost.hours, evidence(layout).hours_interval(cost.hours))
+    with_spares = f" with {format_plural(spares, 'spare node')}" if spares else ""
+    dollars = unknown_cost if cost.usd is None else f", ${cost.usd:,.0f}"
+    return f"{time}, {format_estimate(cost.node_hours)} node hours{with_spares}{dollars}"
 
 
 def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     """Return layouts of one recipe on one number of nodes, and where their steps go."""
     (node_plan,) = plan.node_plans
     layouts, shares = [], []
-    for rank, layout in node_plan.top(top):
+    for number, (_, layout) in enumerate(node_plan.top(top), 1):
         cells = _cells(layout, plan.forecaster.forecast(layout))
         mark = " *" if layout is node_plan.recipe_layout else ""
-        layouts.append({**cells, "#": f"{rank}{mark}"})
+        layouts.append({**cells, "#": f"{number}{mark}"})
         total_s = layout.step.total
         parts = {name: f"{100 * s / total_s:.1f}" for name, s in layout.step.parts().items()}
-        shares.append({"#": str(rank), "TP": cells["TP"], "PP": cells["PP"], **parts})
-    degrees = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
+        shares.append({"#": str(number), "TP": cells["TP"], "PP": cells["PP"], **parts})
+    settings = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
     limit = _memory_heading(node_plan.fitting[0])
-    headings = (*degrees, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
+    headings = (*settings, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
     return _table(headings, layouts), _table(list(shares[0]), shares)
 
 
 def _table(headings: Sequence[str], rows: Sequence[dict[str, str]]) -> PlanTable:
-    return PlanTable(headings, [[row.get(heading, "-") for heading in headings] for row in rows])
+    """Return a table without the columns that are empty in every row."""
+    names = [name for name in headings if {row.get(name, ABSENT) for row in rows} - {ABSENT, "0.0"}]
+    return PlanTable(names, [[row.get(name, ABSENT) for name in names] for row in rows])
 
 
 def _memory_heading(layout: LayoutEstimate) -> str:
@@ -187,40 +225,11 @@ def print_explanation(node_plan: NodePlan) -> None:
             click.echo(line)
 
 
-def _print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
-    """Print time, cost and the time lost to failures and checkpoints on the best layout."""
-    forecast, price = forecaster.forecast(best), forecaster.price
-    cost = forecast.cost
-    end = f"to the end     {cost.steps:,} steps, {format_count(cost.tokens)} tokens: "
-    if forecast.lost_time is None:
-        click.echo(f"{end}does not finish; {forecast.reason}")
-        return
-    spares = best.config.recipe.slurm.spare_nodes
-    spare = f"; with {format_plural(spares, 'spare node')}" if spares else ""
-    dollars = "; cost unknown: give --price DOLLARS for a node hour"
-    if cost.usd is not None:
-        dollars = f", ${cost.usd:,.0f}"
-    click.echo(
-        f"{end}{format_days(cost.hours)}, {format_number(cost.node_hours)} node hours"
-        f"{dollars}{spare}"
-    )
-    if (epochs := epochs_text(best.config.recipe.data, cost.tokens)) is not None:
-        click.echo(f"data           {epochs}")
-    if price is not None:
-        click.echo(f"price          {price}")
-    if cost.waiting_usd:
-        click.echo(
-            f"waiting        ${cost.waiting_usd:,.2f} of the cost is for owned nodes, paid while "
-            "the job is pending"
-        )
-    for line in _lost_time_lines(best, forecast):
-        click.echo(line)
-
-
 def _lost_time_lines(best: LayoutEstimate, forecast: TrainingForecast) -> Iterator[str]:
     """Yield where the node hours go, how often nodes fail, and the checkpoint interval."""
     recipe, lost = best.config.recipe, forecast.lost_time
-    assert lost is not None
+    if lost is None:
+        return
     parts = ", ".join(
         f"{name.replace('_', ' ')} {100 * share:.2f} %"
         for name, share in sorted(lost.shares.items(), key=lambda row: -row[1])
@@ -249,15 +258,18 @@ def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
             headings.insert(0, key)
     rows = []
     for plan in plans:
+        numbers = Counter[int]()  # node count → number of its rows
         for point in plan.points(top or 1):
             node_plan, layout = point.node_plan, point.candidate
+            numbers[node_plan.nodes] += 1
             cells = {"seq/s": "nothing fits"}
             if layout is not None and point.forecast is not None:
                 cells = _cells(layout, point.forecast)
                 cells["scaling"] = f"{100 * point.efficiency:.1f} %"
             mark = " *" if layout is node_plan.recipe_layout and layout is not None else ""
             cells |= {"recipe": plan.config.recipe.name, "cluster": plan.config.cluster.name}
-            rows.append({**cells, "nodes": str(node_plan.nodes), "#": f"{point.rank}{mark}"})
+            number = f"{numbers[node_plan.nodes]}{mark}"
+            rows.append({**cells, "nodes": str(node_plan.nodes), "#": number})
     return _table(headings, rows)
 
 
@@ -282,13 +294,12 @@ def print_points(
                 for line in [*node_plan.misfit_reasons[:1], *node_plan.nearest]:
                     click.echo(f"{request}: {line}")
                 continue
-            click.echo(f"{request}: {describe(point.candidate)}; {recipe_layout_text(node_plan)}")
+            answer = f"{_answer(point.candidate, point.forecast)}; on {describe(point.candidate)}"
+            click.echo(f"{request}: {answer}; {recipe_layout_text(node_plan)}")
             lines = [*evidence(point.candidate).reasons, submit(plan, point.candidate)]
             tokens = point.forecast.cost.tokens
             if (epochs := epochs_text(plan.config.recipe.data, tokens)) is not None:
                 lines.append(epochs)
-            if point.forecast.lost_time is None:
-                lines.append(f"does not finish; {point.forecast.reason}")
             for line in lines:
                 click.echo(f"  {line}")
     for line in price_lines(recipe_plans):
@@ -298,8 +309,7 @@ def print_points(
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
     """Return the price of each profile."""
     prices = {plan.config.cluster.name: plan.forecaster.price for plan in recipe_plans}
-    unknown = "none; cost unknown: --price DOLLARS gives it"
-    return [f"price of {name}: {price or unknown}" for name, price in prices.items()]
+    return [f"price of {name}: {price or _UNKNOWN_COST}" for name, price in prices.items()]
 
 
 def _is_single(plans: Sequence[RecipePlan]) -> bool:
@@ -395,6 +405,7 @@ def _layout_json(
     node_plan: NodePlan, layout: LayoutEstimate, forecast: TrainingForecast
 ) -> dict[str, Any]:
     cost, lost, published = forecast.cost, forecast.lost_time, evidence(layout)
+    epochs = corpus_epochs(layout.config.recipe.data, cost.tokens)
     return {
         "recipe": layout.config.recipe.name,
         "cluster": layout.config.cluster.name,
@@ -414,8 +425,9 @@ def _layout_json(
         "losses": dict(lost.shares) if lost else None,
         "checkpoint_every_steps": lost.interval_steps if lost else None,
         "tokens": cost.tokens,
-        "epochs": corpus_epochs(layout.config.recipe.data, cost.tokens),
+        "epochs": epochs and epochs[1],
         "hours": forecast.hours,
+        "hours_interval": published.hours_interval(forecast.hours),
         "usd": forecast.usd,
         "waiting_usd": cost.waiting_usd,
         "recipe_layout": layout is node_plan.recipe_layout,

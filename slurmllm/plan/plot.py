@@ -133,13 +133,17 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def draw(plans: Sequence[RecipePlan]) -> Figure:
-    """Draw throughput, time and dollars over the nodes, and the memory of the best layouts."""
+def draw(plans: Sequence[RecipePlan], top: int) -> Figure:
+    """Draw throughput, time and dollars over the nodes, and the memory of the best layouts.
+
+    Those of one number of nodes have the numbers of the table's rows, which has `top`.
+    """
     node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
     bars = {}
     if len(node_plans) == 1:
-        for rank, layout in node_plans[0].top(_BARS):
-            bars[f"{rank}: {_label(layout)}"] = layout.memory
+        for number, (_, layout) in enumerate(node_plans[0].top(top), 1):
+            if number <= _BARS or layout is node_plans[0].recipe_layout:
+                bars[f"{number}: {_label(layout)}"] = layout.memory
     else:
         for layout in (node_plan.best for node_plan in node_plans if node_plan.best):
             nodes = format_plural(layout.mesh.nodes, "node")

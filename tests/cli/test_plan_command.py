@@ -77,20 +77,24 @@ def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
     assert not any(item["recipe_layout"] for item in auto)
 
 
-def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> None:
+def test_the_answer_comes_first_then_the_best_of_each_mesh_and_the_recipes_own() -> None:
     done = plan("neox_20b", "--nodes", "4", "--top", "2")
-    lines = done.stdout.splitlines()
-    rows = [line.split() for line in lines[2 : lines.index("")]]
-    ranks = [int(row[0]) for row in rows]
-    assert ranks == sorted(ranks)
-    (marked,) = (row for row in rows if row[1] == "*")
-    assert ((marked[2], marked[3]), ranks[0], len(rows) <= 3) == (("8", "4"), 1, True)
-    every = ranked("neox_20b", "--nodes", "4")["candidates"]
-    second = next(c for c in every if (c["tensor"], c["pipeline"]) != tuple(map(int, rows[0][1:3])))
-    assert ranks[1] == every.index(second) + 1
-    for text in (f"{int(marked[0])} of", "does not fit: ", "warning: the price of trn1 is of 2023"):
+    result = ranked("neox_20b", "--nodes", "4")
+    best, *others = result["candidates"]
+    days, low, high = (hours / 24 for hours in (best["hours"], *best["hours_interval"]))
+    assert days / low == pytest.approx(best["seq_per_s_interval"][1] / best["seq_per_s"])
+    answer = f"{days:.1f} days ({low:.1f}–{high:.1f}), {96 * days:.0f} node hours, "
+    answer += f"${best['usd']:,.0f}; on TP 8 × PP 4 × DP 4, micro batch 2"
+    head, layouts, shares = done.stdout.split("\n\n")[:3]
+    assert head.splitlines()[1] == answer
+    second = next(c for c in others if (c["tensor"], c["pipeline"]) != (8, 4))
+    starts = ["1 8 4", f"2 {second['tensor']} {second['pipeline']}", "3 * 8 4"]
+    for row, start in zip(layouts.splitlines()[1:], starts, strict=True):
+        assert " ".join(row.split()).startswith(start)
+    assert [line[0] for line in shares.splitlines()[2:]] == ["1", "2", "3"]
+    own = f"the recipe's own layout is {result['recipe_layouts'][0]['rank']} of"
+    for text in (own, "does not fit: ", "price          $21.50 per node hour, 2023-12-12 ("):
         assert text in done.stdout
-    assert "price          $21.50 per node hour, 2023-12-12 (" in done.stdout
 
 
 def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
@@ -130,7 +134,7 @@ def test_several_node_counts_are_a_scaling_table() -> None:
     below = "\n".join(table[4:])
     assert "\nprice of trn1: $7.59 per node hour (--price)" in below
     for nodes in (4, 8, 16):
-        assert f"{nodes} nodes: TP 8 × PP " in below
+        assert re.search(rf"\n{nodes} nodes: .* node hours, \$.*; on TP 8 × PP ", f"\n{below}")
         assert f"slurmllm submit neox_20b --nodes {nodes} --set " in below
     assert below.count("; the recipe's own layout is") == 3
 
@@ -223,7 +227,8 @@ def test_a_profile_without_figures_or_price_or_with_rough_figures(tmp_path: Path
     picture = tmp_path / "plan.png"
     for counts in ("4", "4,8"):
         done = plan("neox_20b", "--nodes", counts, "--cluster", path, "--plot", str(picture))
-        assert (done.exit_code, "cost unknown: " in done.stdout) == (0, True)
+        assert (done.exit_code, "cost unknown: give --price" in done.stdout) == (0, True)
+        assert not re.search(r"\$( |$)|  -( |$)", done.stdout, re.MULTILINE)  # an empty column
         assert picture.read_bytes().startswith(b"\x89PNG")
     path = profile(tmp_path, "trn1", hardware={"rough": True})
     warning = ranked("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]

@@ -7,6 +7,7 @@ the cluster profile has for it (`cluster.data`); what `slurmllm data fetch` has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -217,19 +218,28 @@ def read_source(name: str) -> DataSource:
 
 @functools.cache
 def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
-    sizes = ((name, read_source(name).tokens) for name in sources)
-    return next(((name, tokens) for name, tokens in sizes if tokens is not None), None)
+    """Return name and tokens of the data set that has the corpus; None if they are unknown."""
+    with contextlib.suppress(ConfigError):  # the file of an old run's data set may be gone
+        for name in sources:
+            source = read_source(name)
+            if source.corpus is not None:
+                return None if source.tokens is None else (name, source.tokens)
+    return None
 
 
-def corpus_epochs(data: DataConfig, tokens: int) -> float | None:
-    """Return the approximate epochs of the published corpus; None if its size is unknown."""
-    size = None if data.corpora else _published_size(data.sources)
-    return None if size is None else tokens / size[1]
+def corpus_epochs(data: DataConfig, tokens: int, origin: str = "") -> tuple[str, float] | None:
+    """Return the published corpus that is read and its epochs, about; None if they are unknown.
+
+    Args:
+        origin: Where `data.corpus` comes from: the path of a published corpus, or another one.
+    """
+    is_published = data.corpus is None or origin.startswith(("fetched: ", "cluster.data."))
+    size = _published_size(data.sources) if is_published else None
+    return None if size is None else (size[0], tokens / size[1])
 
 
-def epochs_text(data: DataConfig, tokens: int) -> str | None:
-    size = _published_size(data.sources)
-    epochs = corpus_epochs(data, tokens)
-    if size is None or epochs is None:
+def epochs_text(data: DataConfig, tokens: int, origin: str = "") -> str | None:
+    if (epochs := corpus_epochs(data, tokens, origin)) is None:
         return None
-    return f"{format_count(tokens)} tokens are about {format_count(epochs)} epochs of {size[0]}"
+    name, count = epochs
+    return f"{format_count(tokens)} tokens are about {format_count(count)} epochs of {name}"

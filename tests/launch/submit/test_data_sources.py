@@ -132,12 +132,16 @@ def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
         urls = [f"{{url: {server.url}wiki/my-gpt2_text_document.{end}}}" for end in ("bin", "idx")]
         file.write_text(
             "description: d\norigin: o\nlicence: l\ncorpus: my-gpt2_text_document\n"
-            f"files: [{', '.join(urls)}]\n"
+            f"tokens: 1.0e+6\nfiles: [{', '.join(urls)}]\n"
         )
         line = (*NEOX, f"--data={file}")
         assert f"run `slurmllm data fetch {file}`" in fails(2, *line)
+        epochs = f"data: 2.56M tokens are about 2.56 epochs of {file}\n"
+        assert epochs in call(*line, "--dry-run").stdout
         assert call("data", "fetch", str(file)).exit_code == 0
+    assert epochs in call(*line, "--dry-run").stdout
     assert files_of(call(*line, "--json"))[0].endswith("/.data/mine/my-gpt2_text_document")
+    assert "epochs" not in call(*NEOX, "--dry-run").stdout  # the tokens of its corpus are unknown
 
 
 def test_a_site_has_it_already(
