@@ -41,7 +41,7 @@ def _saved(state: RunState) -> str:
 
 _RUNS: dict[Column, Callable[[RunState], str]] = {
     Column("run", room=16): lambda state: state.name,
-    Column("state"): lambda state: state.state,
+    Column("state"): lambda state: state.state_text,
     Column("step"): lambda state: state.step_text,
     Column("loss", drop=1): lambda state: _number(state.loss, ".4f"),
     Column("seq/s", drop=3): lambda state: _number(state.seq_per_s, ".1f"),
@@ -135,7 +135,7 @@ def _lines(state: RunState) -> Iterator[Line]:
     yield "directory", state.run_dir
     if details is not None and details.trial:
         yield "data", "trial: texts that ship with Python (--data builtin), not the recipe's data"
-    yield "state", state.state + (f"  ({state.reason})" if state.reason else "")
+    yield "state", state.state_text + (f"  ({state.reason})" if state.reason else "")
     step = state.step_text
     if state.eta_s is not None and state.finish_at is not None:
         step += f", {format_duration(state.eta_s)} left (until {format_time(state.finish_at)})"

@@ -287,6 +287,9 @@ def _graphs_text(prepared: PreparedRun) -> str | None:
 
 def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     """Run the stages on this machine, or in an allocation; returns the exit code."""
+    from slurmllm.core.config.command import OWN_STEPS
+    from slurmllm.launch.supervise.attempts import load_attempts
+
     prepared, run = submitted.prepared, submitted.prepared.run
     if not as_json:
         facts = {"run": run.name, "directory": str(run.path), "planner": _choice_text(prepared)}
@@ -297,7 +300,11 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         options.echo_json(submitted.to_dict(), indent=None)
     elif code == EXIT_OK:
         more = ", /tensorboard" if prepared.config.recipe.worker.has_model else ""
-        click.echo(f"done       slurmllm status {run.name}; curves in {run.path}/metrics{more}")
+        early = load_attempts(run, "train")[-1].early_text
+        if early:
+            options.warn(OWN_STEPS)
+        next_text = f"slurmllm status {run.name}; curves in {run.path}/metrics{more}"
+        click.echo(f"{early or 'done':<9}  {next_text}")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         saved = "saved; " if run.checkpoint_steps() else ""
         options.note(f"stopped    {saved}{resume} continues")

@@ -204,7 +204,7 @@ def ranking_rows(state: SweepState, ranked: Sequence[RankedRun]) -> tuple[Texts,
     rows = [
         (
             *(str(number), run.state.name, *(run.values.get(path, "") for path in labels)),
-            *(run.state.state, run.state.step_text, figure(run.loss, ".4f")),
+            *(run.state.state_text, run.state.step_text, figure(run.loss, ".4f")),
             *(figure(run.state.loss, ".4f"), figure(run.state.seq_per_s, ".1f")),
             *(format_hours(run.state.node_hours), str(run.state.restarts)),
             *([figure(run.state.usd, ",.2f")] if has_price else []),

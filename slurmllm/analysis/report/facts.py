@@ -132,6 +132,12 @@ class RunFacts:
         return "requeued" if last.action in CONTINUES else "stopped"
 
     @property
+    def state_text(self) -> str:
+        """The state; `done early` of a command that ended before its last step."""
+        early = self.state == "done" and self.train and self.train[-1].done_early
+        return "done early" if early else self.state
+
+    @property
     def recipe(self) -> str | None:
         return self.configuration.text("name")
 

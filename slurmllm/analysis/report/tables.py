@@ -98,7 +98,7 @@ def verdict(facts: RunFacts) -> str:
         "open": f"{made}; the last attempt has no recorded end",
         "requeued": f"{made}; requeued",
         "cancelled": f"cancelled at {made}",
-    }.get(facts.state, f"{facts.state}: {made}")
+    }.get(facts.state, f"{facts.state_text}: {made}")
     if facts.state == "stopped" and facts.train:
         last = facts.train[-1]
         why = "; ".join(last.evidence) or "no evidence"
@@ -155,7 +155,7 @@ def summary(facts: RunFacts) -> Figures:
     # Without attempt records the node hours would be 0, which is not what the run cost.
     used = facts.used if facts.attempts else None
     return {
-        "state": facts.state,
+        "state": facts.state_text,
         "steps": format_integer(facts.steps),
         "planned steps": format_integer(facts.planned_steps),
         "tokens": format_integer(facts.tokens),

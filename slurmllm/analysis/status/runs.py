@@ -87,6 +87,8 @@ class RunState:
     nodes: int = 0
     step: int = 0  # last trained step, of `steps`
     steps: int | None = 0  # None: a command's, which does not say
+    # of a command that ended with 0 before its last step: last step by its log, and `steps`
+    done_early: tuple[int, int] | None = None
     metrics: Json = field(default_factory=dict)  # the last row of metrics, as stored
     loss: float | None = None  # the loss of that row; None if it is not finite
     tokens: int | None = None  # tokens trained so far
@@ -115,6 +117,11 @@ class RunState:
     def step_text(self) -> str:
         """`41/120`, or `41` if the end is not known."""
         return str(self.step) if self.steps is None else f"{self.step}/{self.steps}"
+
+    @property
+    def state_text(self) -> str:
+        """The state, such as `done early, 60 of 80`."""
+        return self.attempts[-1].early_text if self.done_early else self.state
 
     @property
     def active(self) -> bool:
@@ -312,6 +319,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         nodes=records.submission.nodes if records.submission else 0,
         step=step,
         steps=total,
+        done_early=attempts[-1].done_early if state == "done" else None,
         metrics=row,
         loss=finite_number(row, "loss"),
         tokens=None if tokens is None else int(tokens),
@@ -409,7 +417,7 @@ class SweepState:
 
     @property
     def summary(self) -> str:
-        states = Counter(state.state for state in self.runs)
+        states = Counter(state.state_text.partition(",")[0] for state in self.runs)
         limit = f", {self.record.max_running} at a time" if self.record.max_running else ""
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         return f"{format_plural(len(self.runs), 'run')}{limit}: {counts}"

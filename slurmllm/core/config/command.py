@@ -54,6 +54,9 @@ REFUSED = (
     *("layouts", "guard", "profile", "hooks", "plugins"),
 )
 
+# Of a command that ended before `command.steps`
+OWN_STEPS = "command.steps does not reach the command, which makes its own number of steps"
+
 
 def _save_signal(name: str) -> str:
     short = name.upper().removeprefix("SIG")

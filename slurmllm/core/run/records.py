@@ -313,6 +313,8 @@ class AttemptRecord(Record):
     evidence: Lines = ()
     blamed_nodes: NodeNames = ()
     launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
+    # Of a command that ended with 0 before its last step: last step by its log, `command.steps`
+    done_early: tuple[int, int] | None = None
     first_step: int | None = None  # first step that this attempt made
     last_step: int | None = None
     checkpoint_before: int | None = None  # newest step at the start
@@ -325,6 +327,11 @@ class AttemptRecord(Record):
     # `workers`: from the launchers' start to their end.
     phases_s: PhaseSeconds = {}
     new_graphs: tuple[str, ...] = ()  # graphs compiled in training that the archive lacked
+
+    @property
+    def early_text(self) -> str:
+        """`done early, 60 of 80`; empty if it made its last step, or did not end with 0."""
+        return "done early, {} of {}".format(*self.done_early) if self.done_early else ""
 
     def files(self, run: RunDir) -> AttemptDir:
         return run.attempt(self.stage, self.attempt)

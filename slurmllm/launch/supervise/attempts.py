@@ -205,6 +205,7 @@ def close_attempt(
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
             "launch_failure": ending.launch,
+            "done_early": ending.done_early,
             "phases_s": phases,
         }
     )

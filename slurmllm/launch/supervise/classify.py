@@ -78,6 +78,7 @@ class TrainerExit:
 
     leaving: str = "saved and left"  # what workers did that were asked to stop
     unfinished: str = ""  # why it may have ended before its last step
+    done_early: tuple[int, int] | None = None  # as in `AttemptRecord`
     step: str = ""  # `at step 8 `: how far it has come
 
 
@@ -140,6 +141,7 @@ class Ending:
     blamed_nodes: NodeNames = ()
     started: bool = True
     launch: LaunchFailure | None = None  # how srun failed, if no launcher had begun
+    done_early: tuple[int, int] | None = None  # as in `AttemptRecord`
 
 
 _Rows = Iterator[Ending | None]  # None: a row that does not match
@@ -184,7 +186,8 @@ def _reported_endings(evidence: Evidence) -> _Rows:
         unfinished = evidence.trainer.unfinished
         workers = len(evidence.exit_codes)
         done = "the worker finished" if workers == 1 else f"all {workers} workers finished"
-        yield Ending("done", (done, unfinished) if unfinished else (done,))
+        lines = (done, unfinished) if unfinished else (done,)
+        yield Ending("done", lines, done_early=evidence.trainer.done_early)
     if evidence.slurm_state == "CANCELLED":
         yield Ending("cancelled", ("the job was cancelled",))
     if evidence.step_out_of_memory:

@@ -6,8 +6,10 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
 
-from slurmllm.core.config.command import CommandConfig
+from slurmllm.core.config.command import OWN_STEPS, CommandConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.log import message_of
@@ -32,6 +34,7 @@ from slurmllm.launch.supervise.exclusion import has_failed
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 _TAIL_BYTES = 32 * 1024
+_INTERVAL_ROWS = 1000  # of a trainer's log, whose largest interval is that of its logging
 
 
 def gather_evidence(
@@ -91,7 +94,7 @@ def gather_evidence(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
         peers=_peers(record) if failures else (),
-        trainer=TrainerExit() if command is None else _trainer_exit(run, record, command),
+        trainer=TrainerExit() if command is None else _trainer_exit(run, record, command, nodes),
         no_gpu="" if config is None else _no_gpu(config),
     )
 
@@ -123,10 +126,9 @@ def _uncompiled(run: RunDir) -> Sequence[str]:
     return ("no archive of compiled graphs was written",)
 
 
-def _trainer_exit(run: RunDir, record: AttemptRecord, command: CommandConfig) -> TrainerExit:
-    rows = []
-    with suppress(OSError):
-        rows = last_rows(run.metrics(record.attempt), 2)
+def _trainer_exit(
+    run: RunDir, record: AttemptRecord, command: CommandConfig, nodes: NodeRecords
+) -> TrainerExit:
     newest = newest_complete(
         list_trainer_checkpoints(
             run,
@@ -134,22 +136,41 @@ def _trainer_exit(run: RunDir, record: AttemptRecord, command: CommandConfig) ->
             closing=record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"}),
         )
     )
-    checkpoint = (
-        "no complete checkpoint is known"
-        if newest is None
-        else f"newest checkpoint: step {newest.step}"
-    )
+    checkpoint = "no complete checkpoint is known"
+    if newest is not None:
+        checkpoint = f"newest checkpoint: step {newest.step}"
     ended = "asked to save, and left"
     if command.stop_signal is None:
         ended = "ended without saving, as command.save_signal is none"
-    unfinished = progress = ""
-    if rows:
-        step = int(rows[-1]["step"])
-        if command.steps is not None and step < command.steps:
-            unfinished = f"the last step that was read is {step} of {command.steps} (command.steps)"
-        each_step = len(rows) == 2 and step == int(rows[0]["step"]) + 1
-        progress = f"at step {step + 1} " if each_step else f"after step {step} "
-    return TrainerExit(f"{ended}; {checkpoint}", unfinished, progress)
+    progress = ""
+    steps = _logged_steps(run.metrics(record.attempt))
+    known = not any(node.progress_missing for node in nodes.values())
+    if steps:
+        each_step = steps[-2:] == [steps[-1] - 1, steps[-1]]
+        progress = f"at step {steps[-1] + 1} " if each_step else f"after step {steps[-1]} "
+    elif newest is not None and newest.step == record.checkpoint_before:
+        before = attempts.load_attempts(run, "train")[-2:-1]
+        # After an attempt that had finished there was nothing left to do.
+        known = any(attempt.ending == "done" for attempt in before)
+        for path in run.metrics_files()[-1:] if known else ():
+            steps = _logged_steps(path)
+    if command.steps is None or not steps or steps[-1] >= command.steps:
+        return TrainerExit(f"{ended}; {checkpoint}", step=progress)
+    # Its last steps may be unlogged, and counted from 0; a count that begins again is of epochs.
+    interval = max((b - a for a, b in pairwise(steps)), default=command.steps)
+    last = max(steps[-1], 0 if newest is None else newest.step)
+    unfinished = f"the last step that was read is {steps[-1]} of {command.steps} (command.steps)"
+    early = None
+    if known and steps == sorted(steps) and last + interval < command.steps:
+        early = last, command.steps
+        unfinished = f"done early, {last} of {command.steps}: {OWN_STEPS}"
+    return TrainerExit(f"{ended}; {checkpoint}", unfinished, early, progress)
+
+
+def _logged_steps(path: Path) -> list[int]:
+    with suppress(OSError):
+        return [int(row["step"]) for row in last_rows(path, _INTERVAL_ROWS)]
+    return []
 
 
 def _with_stacks(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from slurmllm.core.config.command import OWN_STEPS
 from slurmllm.core.config.load import ConfigSummary, load
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.format import format_duration
@@ -166,8 +167,8 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
     run = records.run
     submission = records.submission
     last = records.last
-    if records.done:
-        return "done", ""
+    if last is not None and records.done:
+        return "done", OWN_STEPS if last.done_early else ""
     if submission is None and (process := sweep_process(run)):
         return "waiting", f"for the runs before it in its sweep, {process}"
     if submission is None:

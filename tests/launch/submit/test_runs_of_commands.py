@@ -11,6 +11,7 @@ from fake_slurm import FakeSlurm
 from made_records import save_attempt
 from training_rows import write_rows
 
+from slurmllm.core.config.command import OWN_STEPS
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.rundir import RunDir
@@ -163,6 +164,10 @@ def test_a_report_has_no_figures_of_a_model(run: RunDir) -> None:
     page = (run.path / "reports/report.html").read_text()
     assert "<td>command</td><td>python train.py" in page
     assert "tensor" not in page
+    fields = {"ended_at": 40.0, "ending": "done", "action": "finish", "done_early": (29, 40)}
+    save_attempt(run, **fields)
+    assert "r: done early: 29 of 40 steps" in call("report", "r").stdout
+    assert f"done early, 29 of 40  ({OWN_STEPS})" in call("status", "r").stdout
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

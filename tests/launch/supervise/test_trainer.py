@@ -44,13 +44,14 @@ def losses(bench: Bench) -> dict[int, float]:
 
 
 def test_a_killed_worker_and_what_it_lost(bench: Bench) -> None:
-    bench.call(*steps("--fault=half", "--at=8"))
+    printed = bench.call(*steps("--fault=half", "--at=8", settings=(*WATCHED, "command.steps=24")))
+    assert "\ndone early, 20 of 24  slurmllm status r" in printed
     status = bench.status("r")
     assert bench.endings("r") == [("node_failure", "requeue"), ("done", "finish")]
     first, second = status["attempts"]
     assert (first["checkpoint_after"], first["last_step"], first["steps_lost"]) == (5, 7, 2)
     assert (second["checkpoint_before"], second["checkpoint_after"]) == (5, 20)
-    assert status["step"] == status["steps"] == 20
+    assert status["done_early"] == [status["step"], status["steps"]] == [20, 24]
     assert [Path(path).name for path in status["trainer"]["incomplete"]] == ["step-8"]
     assert sorted(losses(bench)) == list(range(1, 21))
     with pytest.raises(ProcessLookupError):  # of its own session
