@@ -306,8 +306,9 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         next_text = f"slurmllm status {run.name}; curves in {run.path}/metrics{more}"
         click.echo(f"{early or 'done':<9}  {next_text}")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
-        saved = "saved; " if run.checkpoint_steps() else ""
-        options.note(f"stopped    {saved}{resume} continues")
+        state = "interrupted" if code == EXIT_INTERRUPTED else "stopped    "
+        saved = "continues from its checkpoint" if run.checkpoint_steps() else "continues"
+        options.note(f"{state}  {resume} {saved}")
     else:
         options.note(f"stopped    exit code {code}; fix the reason above, then {resume}")
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import print_table
-from slurmllm.core.errors import EXIT_OK, UserError
+from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from slurmllm.core.format import Json, Texts, format_hours, format_plural
 from slurmllm.core.run.rundir import SweepDir
 
@@ -115,8 +115,30 @@ def submit(
     if as_json:
         _print_prepared(prepared, [], as_json, exit_codes=codes)
     else:
-        click.echo(f"done       slurmllm compare {prepared.sweep.name}")
+        _print_end(prepared, codes)
     return next((code for code in codes.values() if code != EXIT_OK), EXIT_OK)
+
+
+def _print_end(prepared: PreparedSweep, codes: Mapping[str, int]) -> None:
+    """Print how a sweep on this machine has ended, the runs that it did not start, and what next.
+
+    `codes`: run → exit code, of those that were started.
+    """
+    from slurmllm.launch.supervise.run_state import start_command
+
+    name = prepared.sweep.name
+    if EXIT_INTERRUPTED not in codes.values():
+        state, verb = ("stopped", "status") if any(codes.values()) else ("done", "compare")
+        click.echo(f"{state:<10} slurmllm {verb} {name}")
+        return
+    commands = [
+        f"slurmllm resume {run.run.name}" if run.run.name in codes else start_command(run.run)
+        for run in prepared.runs
+        if codes.get(run.run.name, EXIT_INTERRUPTED) == EXIT_INTERRUPTED
+    ]
+    for command in commands[1:]:
+        options.note(f"not started  {command}")
+    options.note(f"interrupted  {commands[0]}")
 
 
 def _print_prepared(

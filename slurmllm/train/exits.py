@@ -107,6 +107,11 @@ def classify_error(error: BaseException) -> ErrorClass:
     return ErrorClass(name, message, CodeError.blame, CodeError.exit_code)
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """Return whether torch.compile raised it, such as for a compiler that was killed."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
 def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
     message = "".join(traceback.format_exception(error))
     fields = {**classify_error(error)._asdict(), "traceback": message, "time": time.time()}

@@ -23,6 +23,7 @@ from slurmllm.train.exits import (
     dump_on_signal,
     failure_record,
     format_failure,
+    is_of_compiler,
 )
 from slurmllm.train.hooks import Hook, HookContext
 from slurmllm.train.job import Job, make_job, open_job
@@ -58,7 +59,13 @@ def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
         code = _run_stage(job)
         job.close()
     except BaseException as error:  # KeyboardInterrupt too: every failure leaves a record
-        code = _fail(error, run.attempt(stage, attempt), worker, job)
+        if stop.signal_name is not None and is_of_compiler(error):
+            # The signal went to all processes of the step, and ended the compiler's.
+            log.info("stopped by %s while compiling", stop.signal_name)
+            _leave_if_distributed(EXIT_REQUEUE)
+            code = EXIT_REQUEUE
+        else:
+            code = _fail(error, run.attempt(stage, attempt), worker, job)
     stop.ignore()
     return code
 
@@ -164,12 +171,16 @@ def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | 
     if job is not None:
         with suppress(Exception):
             job.stream.close()
+    _leave_if_distributed(record.exit_code)
+    return record.exit_code
+
+
+def _leave_if_distributed(exit_code: int) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         with suppress(OSError):  # standard output may be a file on a full disk
             sys.stdout.flush()
-        os._exit(record.exit_code)
-    return record.exit_code
+        os._exit(exit_code)
 
 
 class PluginHook(Hook):

@@ -93,6 +93,7 @@ def test_ctrl_c_saves_and_resume_continues(
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
+    assert "interrupted  slurmllm resume stopped continues from its checkpoint" in output
     assert bench.endings("stopped") == [("advance_signal", "requeue")]
     assert bench.status("stopped")["state"] == "interrupted"
     saved = bench.status("stopped")["checkpoints"][-1]

@@ -20,12 +20,14 @@ from slurmllm.core.run.records import (
     Submission,
     SweepRecord,
     UnrecordedEnding,
+    runs_of,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, SweepDir
 from slurmllm.core.run.safe_files import read_tail
 from slurmllm.core.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
 from slurmllm.core.slurm.error_texts import explain_waiting
 from slurmllm.launch.supervise.attempts import is_running, load_attempts
+from slurmllm.plan.mesh import load_mesh
 
 # What Slurm's states mean for a run, other than RUNNING and PENDING.
 _MEANINGS = {
@@ -172,7 +174,7 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
     if submission is None and (process := sweep_process(run)):
         return "waiting", f"for the runs before it in its sweep, {process}"
     if submission is None:
-        return "interrupted", "never submitted"
+        return "interrupted", f"never submitted; `{start_command(run)}` starts it"
     active = "training" if last is not None else "precompiling"
     if submission.local and is_process_alive(submission):
         return active, f"process {submission.pid}"
@@ -341,6 +343,20 @@ def last_written(run: RunDir) -> float:
         with suppress(OSError):
             newest = max(newest, path.stat().st_mtime)
     return newest
+
+
+def start_command(run: RunDir) -> str:
+    """Return the command that starts a run that was never submitted, as its sweep would have."""
+    command = f"slurmllm resume {run.name}"
+    with suppress(StorageError):
+        nodes = load_mesh(run.plan).nodes
+        command += f" --nodes {nodes}" if nodes > 1 else ""
+    with suppress(StorageError):
+        sweep = SweepDir(run.path.parent)
+        members = [*runs_of(sweep), *sweep.graph_runs()] if sweep.record.is_file() else []
+        if any(last.local for member in members if (last := JobsRecord.of(member).last)):
+            command += " --local"
+    return command
 
 
 def sweep_process(run: RunDir) -> str | None:
