@@ -99,7 +99,6 @@ def test_quick_start(tmp_path: Path) -> None:
         assert done.returncode in allowed, f"{line}\n{done.stdout}{done.stderr}"
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 _BLOCK = re.compile(r"^```(yaml|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -111,7 +110,13 @@ def _shape(line: str) -> str:
 def test_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = 0
-    for language, text in _BLOCK.findall(PAGE.read_text("utf-8").partition("\n## Measure")[0]):
+    section = (
+        (ROOT / "docs" / "site.md")
+        .read_text("utf-8")
+        .partition("\n## Hardware")[2]
+        .partition("\n## ")[0]
+    )
+    for language, text in _BLOCK.findall(section):
         if language == "yaml":
             name = text.splitlines()[0].removeprefix("# ")
             # The comment is not a line of the file: messages name lines.
