@@ -228,15 +228,15 @@ def _csv_cell(value: Any) -> Any:
 def _print(request: _Request, plans: Sequence[RecipePlan]) -> None:
     from slurmllm.plan import output
 
-    if len(plans) == len(plans[0].node_plans) == 1:
+    if output.is_single(plans):
         output.print_plan(plans[0], request.top or output.TOP)
         output.print_assumed(plans)
         click.echo(f"submit         {_submit_command(plans[0], plans[0].node_plans[0].best)}")
     else:
         output.print_points(plans, request.top, _submit_command)
         output.print_assumed(plans)
-    for node_plan in (node_plan for plan in plans for node_plan in plan.node_plans):
-        if request.explain:
+    for plan in plans if request.explain else ():
+        for node_plan in plan.node_plans:
             output.print_explanation(node_plan)
     if request.plot is not None:
         click.echo(f"picture: {request.plot}")

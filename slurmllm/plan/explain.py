@@ -203,12 +203,13 @@ def fitting_changes(
     """
     changes = []
     for counts in next_to(nodes, _possible_nodes(config, fixed)):
-        fitting = (n for n in counts if some_fits(config, n, unsupported, fixed))
-        if (count := next(fitting, None)) is not None:
-            best = search(config, count, unsupported, fixed).fitting[0]
-            change = f"{format_change(count, nodes)} nodes"
-            options = ("--nodes", str(count))
-            changes.append(SettingSuggestion(options, change, count / nodes, best))
+        for count in counts:
+            if some_fits(config, count, unsupported, fixed):
+                best = search(config, count, unsupported, fixed).fitting[0]
+                change = f"{format_change(count, nodes)} nodes"
+                options = ("--nodes", str(count))
+                changes.append(SettingSuggestion(options, change, count / nodes, best))
+                break
     batch, on_nodes = config.recipe.train.global_batch, f"on {format_plural(nodes, 'node')}"
     for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
         for size in sizes:

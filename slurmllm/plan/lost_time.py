@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -102,9 +102,11 @@ class Durations:
 
     def describe(self) -> str:
         """Return `requeue 125 s, preflight 15 s, …`, the mean of each."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        means = ((name, fmean(values)) for name, values in named if values)
-        return ", ".join(f"{name.replace('_', ' ')} {mean:.3g} s" for name, mean in means)
+        return ", ".join(
+            f"{name.replace('_', ' ')} {fmean(values):.3g} s"
+            for name, values in vars(self).items()
+            if values
+        )
 
 
 @dataclass(frozen=True)
@@ -423,14 +425,6 @@ class Published:
     @property
     def node_hours(self) -> float:
         return self.hosts * self.days * 24.0
-
-    @property
-    def per_node_hour(self) -> dict[FailureKind, float]:
-        return {kind: count / self.node_hours for kind, count in self.counts.items()}
-
-    @property
-    def node_mtbf_hours(self) -> float:
-        return self.node_hours / sum(self.counts.values())
 
 
 @cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +18,10 @@ from slurmllm.core.format import (
     ABSENT,
     format_count,
     format_days,
+    format_dollars,
     format_estimate,
     format_number,
+    format_percent,
     format_plural,
 )
 from slurmllm.plan.choose_layout import changes
@@ -122,18 +123,18 @@ def print_plan(plan: RecipePlan, top: int) -> None:
         for reason, count in most_refused(refused):
             click.echo(f"  {count:>4}  {reason}")
     click.echo("")
-    click.echo(f"evidence       {evidence_text(evidence(best))}")
-    if (epochs := epochs_text(recipe.data, cost.tokens)) is not None:
-        click.echo(f"data           {epochs}")
-    if plan.forecaster.price is not None:
-        click.echo(f"price          {plan.forecaster.price}")
-    if cost.waiting_usd:
-        click.echo(
-            f"waiting        ${cost.waiting_usd:,.2f} of the cost is for owned nodes, paid while "
-            "the job is pending"
-        )
-    for line in _lost_time_lines(best, forecast):
-        click.echo(line)
+    dollars = format_dollars(cost.waiting_usd)
+    waiting = f"${dollars} of the cost is for owned nodes, paid while the job is pending"
+    facts = {
+        "evidence": evidence_text(evidence(best)),
+        "data": epochs_text(recipe.data, cost.tokens),
+        "price": plan.forecaster.price,
+        "waiting": waiting if cost.waiting_usd else None,
+        **_lost_time_facts(best, forecast),
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            click.echo(f"{name:<14} {fact}")
 
 
 def _answer(layout: LayoutEstimate, forecast: TrainingForecast, unknown_cost: str = "") -> str:
@@ -194,12 +195,12 @@ def _cells(layout: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]
         "90 %": published.interval_text,
         "evidence": published.status,
         "tokens/s": f"{layout.tokens_per_s:,.0f}",
-        "MFU": f"{100 * layout.mfu:.1f} %",
-        "$/h": "-" if cost.usd_per_hour is None else f"{cost.usd_per_hour:,.2f}",
+        "MFU": format_percent(layout.mfu, 1),
+        "$/h": format_dollars(cost.usd_per_hour),
         "tokens/$": format_count(cost.tokens_per_usd),
         "tokens": format_count(cost.tokens),
         "time": "never" if forecast.hours is None else format_days(forecast.hours),
-        "$": "-" if forecast.usd is None else f"{forecast.usd:,.0f}",
+        "$": format_dollars(forecast.usd, 0),
     }
 
 
@@ -210,10 +211,10 @@ def recipe_layout_text(node_plan: NodePlan) -> str:
         return "the recipe leaves the layout to the planner"
     if isinstance(layout, str) or not layout.fits:
         return f"the recipe's own layout cannot be used: {node_plan.recipe_fault}"
-    share = 100 * layout.seq_per_s / node_plan.fitting[0].seq_per_s
+    share = format_percent(layout.seq_per_s / node_plan.fitting[0].seq_per_s, 1)
     rank = f"{node_plan.recipe_rank} of {len(node_plan.fitting)}"
     return (
-        f"the recipe's own layout is {rank} that fit, with {share:.1f} % of the best one's seq/s: "
+        f"the recipe's own layout is {rank} that fit, with {share} of the best one's seq/s: "
         f"{describe(layout)}"
     )
 
@@ -225,51 +226,51 @@ def print_explanation(node_plan: NodePlan) -> None:
             click.echo(line)
 
 
-def _lost_time_lines(best: LayoutEstimate, forecast: TrainingForecast) -> Iterator[str]:
-    """Yield where the node hours go, how often nodes fail, and the checkpoint interval."""
+def _lost_time_facts(best: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]:
+    """Return where the node hours go, how often nodes fail, and the checkpoint interval."""
     recipe, lost = best.config.recipe, forecast.lost_time
     if lost is None:
-        return
+        return {}
     parts = ", ".join(
-        f"{name.replace('_', ' ')} {100 * share:.2f} %"
+        f"{name.replace('_', ' ')} {format_percent(share)}"
         for name, share in sorted(lost.shares.items(), key=lambda row: -row[1])
         if share >= 5e-5 and name != "productive"
     )
     spares = "without spare nodes " if recipe.slurm.spare_nodes else ""
-    percent = f"{100 * lost.effective:.2f} % of the node hours"
-    yield f"utilization    {percent} {spares}are productive; {parts}"
-    yield (
-        f"failures       one in {format_number(lost.mtbf_s / 3600)} h (MTBF of one node: "
-        f"{best.config.cluster.node_mtbf_hours:,.0f} h)"
-    )
+    percent = format_percent(lost.effective)
+    mtbf, node_mtbf = lost.mtbf_s / 3600, best.config.cluster.node_mtbf_hours
     interval = f"every {format_plural(lost.interval_steps, 'step')}"
     if recipe.checkpoint.every_steps != "auto":
         before_end = lost.auto_steps < forecast.cost.steps
-        choice = str(lost.auto_steps) if before_end else "none before the end"
+        choice = lost.auto_steps if before_end else "none before the end"
         interval += f"; checkpoint.every_steps: auto would choose {choice}"
-    yield f"checkpoints    {interval}"
+    return {
+        "utilization": f"{percent} of the node hours {spares}are productive; {parts}",
+        "failures": f"one in {format_number(mtbf)} h (MTBF of one node: {node_mtbf:,.0f} h)",
+        "checkpoints": interval,
+    }
 
 
 def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
     """Return a row for each recipe, cluster profile and node count, or several with `top`."""
-    headings = ["nodes", *(("#",) if top else ()), *POINT_HEADINGS]
-    for key in ("cluster", "recipe"):
-        if len({getattr(plan.config, key).name for plan in plans}) > 1:
-            headings.insert(0, key)
+    varied = [
+        key
+        for key in ("recipe", "cluster")
+        if len({getattr(plan.config, key).name for plan in plans}) > 1
+    ]
+    headings = [*varied, "nodes", *(("#",) if top else ()), *POINT_HEADINGS]
     rows = []
     for plan in plans:
-        numbers = Counter[int]()  # node count → number of its rows
         for point in plan.points(top or 1):
             node_plan, layout = point.node_plan, point.candidate
-            numbers[node_plan.nodes] += 1
             cells = {"seq/s": "nothing fits"}
             if layout is not None and point.forecast is not None:
                 cells = _cells(layout, point.forecast)
-                cells["scaling"] = f"{100 * point.efficiency:.1f} %"
-            mark = " *" if layout is node_plan.recipe_layout and layout is not None else ""
+                cells["scaling"] = format_percent(point.efficiency, 1)
+                mark = " *" if layout is node_plan.recipe_layout else ""
+                cells["#"] = f"{point.row}{mark}"
             cells |= {"recipe": plan.config.recipe.name, "cluster": plan.config.cluster.name}
-            number = f"{numbers[node_plan.nodes]}{mark}"
-            rows.append({**cells, "nodes": str(node_plan.nodes), "#": number})
+            rows.append({**cells, "nodes": str(node_plan.nodes)})
     return _table(headings, rows)
 
 
@@ -297,10 +298,8 @@ def print_points(
             answer = f"{_answer(point.candidate, point.forecast)}; on {describe(point.candidate)}"
             click.echo(f"{request}: {answer}; {recipe_layout_text(node_plan)}")
             lines = [*evidence(point.candidate).reasons, submit(plan, point.candidate)]
-            tokens = point.forecast.cost.tokens
-            if (epochs := epochs_text(plan.config.recipe.data, tokens)) is not None:
-                lines.append(epochs)
-            for line in lines:
+            epochs = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
+            for line in filter(None, [*lines, epochs]):
                 click.echo(f"  {line}")
     for line in price_lines(recipe_plans):
         click.echo(line)
@@ -312,18 +311,18 @@ def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
     return [f"price of {name}: {price or _UNKNOWN_COST}" for name, price in prices.items()]
 
 
-def _is_single(plans: Sequence[RecipePlan]) -> bool:
+def is_single(plans: Sequence[RecipePlan]) -> bool:
     return len(plans) == len(plans[0].node_plans) == 1
 
 
 def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
-    if _is_single(plans):
+    if is_single(plans):
         return list(layout_tables(plans[0], top or TOP))
     return [points_table(plans, top)]
 
 
 def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any]]:
-    if not _is_single(plans):
+    if not is_single(plans):
         return _scaling_json(plans, top or 1)
     (node_plan,) = plans[0].node_plans
     return [
@@ -380,7 +379,7 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         "prices": {name: price and price.as_json() for name, price in prices.items()},
         "warnings": plan_warnings(plans),
     }
-    if not _is_single(plans):
+    if not is_single(plans):
         document["scaling"] = _scaling_json(plans, 1)
     if explained:
         document["explanation"] = explanation

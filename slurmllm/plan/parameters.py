@@ -60,12 +60,8 @@ def block_parameters(model: ModelConfig) -> int:
 @lru_cache(maxsize=256)
 def rest_parameters(model: ModelConfig, pipeline: int) -> int:
     """Return numbers outside the blocks, of the pipeline stage that has the most of them."""
-    shapes = rest_shapes(model)
-    stages = {name: pipeline_stages_of(name, model, pipeline) for name in shapes}
-    return max(
-        sum(math.prod(shape) for name, shape in shapes.items() if stage in stages[name])
-        for stage in (0, pipeline - 1)
-    )
+    ends = (parameter_counts(model, 1, pipeline, stage, 1) for stage in (0, pipeline - 1))
+    return max(counts.outside for counts in ends)
 
 
 def block_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -147,38 +143,23 @@ def share_of(
         return WHOLE
     dim = 1 if how == "row" else 0
     if kv_copies(model, tensor) > 1 and ".attention." in name:
-        queries, key_and_value = _replicated(model, tensor, rank)
-        pieces = (
-            (queries, key_and_value) if "attention.qkv" in name else (_heads(model, tensor, rank),)
-        )
-        return Share(dim, pieces)
+        return Share(dim, _replicated(model, tensor, rank, "attention.qkv" in name))
     size = shape[dim] // tensor
     return Share(dim, (slice(rank * size, (rank + 1) * size),))
 
 
-def _place(model: ModelConfig, tensor: int, rank: int) -> tuple[int, int, int]:
-    """Return a worker's key-value head, its number among those with it, and its queries' count."""
-    copies = kv_copies(model, tensor)
-    queries = model.num_heads // model.kv_heads // copies
-    return rank % model.kv_heads, rank // model.kv_heads, queries
+def _replicated(model: ModelConfig, tensor: int, rank: int, coalesced: bool) -> tuple[slice, ...]:
+    """Return a worker's heads if several have the same key-value head, as ranges of dimensions.
 
-
-def _replicated(model: ModelConfig, tensor: int, rank: int) -> tuple[slice, slice]:
-    """Return rows of the coalesced matrix: the worker's queries, then its key and its value."""
-    head, number, queries = _place(model, tensor, rank)
+    They are its queries and, in the coalesced matrix, its key and its value.
+    """
     group, width = model.num_heads // model.kv_heads, model.head_width
-    first = head * (group + 2)
-    start = (first + number * queries) * width
-    key = (first + group) * width
-    return slice(start, start + queries * width), slice(key, key + 2 * width)
-
-
-def _heads(model: ModelConfig, tensor: int, rank: int) -> slice:
-    """Return the attention heads that the worker computes, as a range of the heads' dimensions."""
-    head, number, queries = _place(model, tensor, rank)
-    group, width = model.num_heads // model.kv_heads, model.head_width
-    start = (head * group + number * queries) * width
-    return slice(start, start + queries * width)
+    number, head = divmod(rank, model.kv_heads)
+    num_queries = group // kv_copies(model, tensor)
+    first = head * (group + 2 if coalesced else group)
+    start, key = (first + number * num_queries) * width, (first + group) * width
+    queries = slice(start, start + num_queries * width)
+    return (queries, slice(key, key + 2 * width)) if coalesced else (queries,)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slurmllm.core.config.cluster import GIB
 from slurmllm.core.display.pictures import (
@@ -109,22 +108,30 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     names = dict.fromkeys(name for use in uses for name in use.parts)
     for number, name in enumerate(names):
         widths = [use.parts.get(name, 0) / GIB for use in uses]
-        if not any(widths):
-            continue
-        color, hatch = number % len(COLORS), number // len(COLORS) % len(_HATCHES)
-        look: dict[str, Any] = {
-            "color": COLORS[color],
-            "hatch": _HATCHES[hatch],
-            "edgecolor": "white",
-        }
-        label = name.replace("_", " ")
-        axes.barh(range(len(uses)), widths, 0.7, left, label=label, linewidth=0.5, **look)
+        axes.barh(
+            range(len(uses)),
+            widths,
+            0.7,
+            left,
+            color=COLORS[number % len(COLORS)],
+            hatch=_HATCHES[number // len(COLORS) % len(_HATCHES)],
+            edgecolor="white",
+            linewidth=0.5,
+            label=name.replace("_", " "),
+        )
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     limits = [use.limit / GIB for use in uses]
     named = f"limit, {limits[0]:.4g} GiB" if len(set(limits)) == 1 else "limit"
-    ends = [number + half for number in range(len(uses)) for half in (-0.5, 0.5)]
-    both_ends = [limit for limit in limits for _ in range(2)]
-    axes.plot(both_ends, ends, color="#b00020", linewidth=2.0, label=named)
+    edges = [number - 0.5 for number in range(len(uses) + 1)]
+    axes.stairs(
+        limits,
+        edges,
+        orientation="horizontal",
+        baseline=None,
+        color="#b00020",
+        linewidth=2.0,
+        label=named,
+    )
     axes.set_xlim(0, 1.04 * max(*limits, *left))
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()

@@ -158,6 +158,7 @@ class ScalingPoint:
 
     node_plan: NodePlan
     rank: int = 1  # 1: the fastest on these nodes
+    row: int = 1  # its number among those that are shown of these nodes
     candidate: LayoutEstimate | None = None  # None if nothing fits
     forecast: TrainingForecast | None = None  # its forecast; None if nothing fits
     # Throughput per node, relative to that on the smallest node count on which a layout fits.
@@ -208,11 +209,12 @@ class RecipePlan:
         points: list[ScalingPoint] = []
         base: float | None = None  # sequences/s of a node
         for plan in self.node_plans:
-            for rank, layout in plan.top(top) if top > 1 else enumerate(plan.fitting[:1], 1):
+            ranked = plan.top(top) if top > 1 else enumerate(plan.fitting[:1], 1)
+            for row, (rank, layout) in enumerate(ranked, 1):
                 speed = layout.seq_per_s / plan.nodes
                 base = speed if base is None else base
                 forecast = self.forecaster.forecast(layout)
-                points.append(ScalingPoint(plan, rank, layout, forecast, speed / base))
+                points.append(ScalingPoint(plan, rank, row, layout, forecast, speed / base))
             if not plan.fitting:
                 points.append(ScalingPoint(plan))
         return points

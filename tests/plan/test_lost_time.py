@@ -104,7 +104,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
         ],
     )
     mix, save = published_failures()["llama3"], SaveCost(2.0, 60.0)
-    faster = mix.node_mtbf_hours / (16 * mtbf_hours)
+    total_hours = 16 * mtbf_hours * sum(mix.counts.values())
     scenario = Scenario(
         config.recipe,
         16,
@@ -112,7 +112,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
         300 * mtbf_hours * HOUR_S,
         USUAL,
         save,
-        RandomFailures({kind: faster * rate for kind, rate in mix.per_node_hour.items()}),
+        RandomFailures({kind: count / total_hours for kind, count in mix.counts.items()}),
         node_mtbf_hours=16 * mtbf_hours,
         time_limit_s=limit_h * HOUR_S,
         engineer_s=0.0,
@@ -216,7 +216,7 @@ def test_the_month_as_it_was_simulated() -> None:
     for rates, rows in (("llama3", (98.92, 96.82, 98.50)), ("opt", (97.69, 93.93, 95.58))):
         asynchronous, blocking = month.SAVES.values()
         saves = ((asynchronous, None), (blocking, None), (asynchronous, 200))
-        mtbf_hours = published_failures()[rates].node_mtbf_hours
+        mtbf_hours = (mix := published_failures()[rates]).node_hours / sum(mix.counts.values())
         for (save, every), row in zip(saves, rows, strict=True):
             result = expected_losses(
                 128,

@@ -97,7 +97,9 @@ def _scenario(
         horizon_s=options.days * DAY_S,
         durations=_durations(options),
         save=SAVES[saves],
-        failures=RandomFailures(published.per_node_hour),
+        failures=RandomFailures(
+            {kind: count / published.node_hours for kind, count in published.counts.items()}
+        ),
         node_mtbf_hours=config.cluster.node_mtbf_hours,
         time_limit_s=options.time_limit * HOUR_S if recovery == "auto" else None,
         recovery="auto" if recovery == "auto" else "by_hand",

@@ -18,7 +18,7 @@ from slurmllm.core.config.operation import PositiveFloat, PositiveInt, Section
 from slurmllm.core.config.profiles import available, did_you_mean, find_yaml, shipped_dir
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_count
+from slurmllm.core.format import format_count, format_estimate
 
 _FORM = "see docs/data.md#published-data-sets"
 
@@ -242,4 +242,4 @@ def epochs_text(data: DataConfig, tokens: int, origin: str = "") -> str | None:
     if (epochs := corpus_epochs(data, tokens, origin)) is None:
         return None
     name, count = epochs
-    return f"{format_count(tokens)} tokens are about {format_count(count)} epochs of {name}"
+    return f"{format_count(tokens)} tokens are about {format_estimate(count)} epochs of {name}"

@@ -136,7 +136,7 @@ def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
         )
         line = (*NEOX, f"--data={file}")
         assert f"run `slurmllm data fetch {file}`" in fails(2, *line)
-        epochs = f"data: 2.56M tokens are about 2.56 epochs of {file}\n"
+        epochs = f"data: 2.56M tokens are about 2.6 epochs of {file}\n"
         assert epochs in call(*line, "--dry-run").stdout
         assert call("data", "fetch", str(file)).exit_code == 0
     assert epochs in call(*line, "--dry-run").stdout
