@@ -255,15 +255,18 @@ def compare_runs(
     from slurmllm.analysis.compare.compare import compare
     from slurmllm.analysis.compare.result import Tolerances, refuse_incomplete_logs
     from slurmllm.core.metrics.curves import Curve
+    from slurmllm.core.metrics.source import name_apart
 
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise errors.UserError(f"tolerance {tolerance:g}: give 0 or more, such as 1e-3")
     limits_of_user = {"tolerance": tolerance is not None, "exact": exact, "seeds": bool(seeds)}
     if len(names := [name for name, is_given in limits_of_user.items() if is_given]) > 1:
         raise errors.UserError(f"{' and '.join(names)} exclude each other; give one of them")
-    first, second, *others = (
-        run if isinstance(run, Curve) else read_curves(run, runs_dir=runs_dir)
-        for run in (a, b, *seeds)
+    first, second, *others = name_apart(
+        [
+            run if isinstance(run, Curve) else read_curves(run, runs_dir=runs_dir)
+            for run in (a, b, *seeds)
+        ]
     )
     if exact:
         refuse_incomplete_logs((first, second), "exact=True")

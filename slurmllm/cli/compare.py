@@ -99,7 +99,7 @@ class _Choices:
     "[default: by the log's format and values]",
 )
 @options.step_range
-@options.plot_or_none("<run A>/reports/compare-<A>-<B>.png")
+@options.plot_or_none("<run>/reports/compare-<A>-<B>.png; of logs none")
 @click.option("--html", metavar="FILE.html", help="Also write a page, in the style of `report`.")
 @options.runs_dir
 @options.as_json
@@ -230,7 +230,7 @@ def _read(runs: Texts, choices: _Choices, runs_dir: Path) -> tuple[list[Curve], 
     from importlib import import_module
 
     from slurmllm.analysis.compare.result import refuse_incomplete_logs
-    from slurmllm.core.metrics.source import locate, read_curve
+    from slurmllm.core.metrics.source import locate, name_apart, read_curve
 
     sources = (*runs, *choices.seeds)
     arguments = choices.of_logs.arguments(len(sources))
@@ -245,7 +245,7 @@ def _read(runs: Texts, choices: _Choices, runs_dir: Path) -> tuple[list[Curve], 
         import_module("slurmllm.analysis.compare.compare")
         if choices.plot is not None:
             import_module("slurmllm.analysis.compare.plot")
-        curves = list(reading)
+        curves = name_apart(list(reading))
     choices.of_logs.refuse_unused(curves)
     if choices.exact or choices.require in ("identical", "match"):
         option = "--exact" if choices.exact else f"--require {choices.require}"
@@ -290,11 +290,18 @@ def _write_files(
     seeds: Sequence[Curve],
     choices: _Choices,
 ) -> list[Comparison]:
-    """Write picture and page, and record their paths; a picture that nobody named may fail."""
-    if choices.plot is not None:
-        from slurmllm.analysis.compare.plot import default_path, draw
+    """Write picture and page, and record their paths; a picture that nobody named may fail.
 
-        path = Path(choices.plot) if choices.plot else default_path(*curves)
+    Without a run there is none that nobody named.
+    """
+    from slurmllm.core.metrics.source import run_report
+
+    path = Path(choices.plot) if choices.plot else None
+    if choices.plot == "":
+        path = run_report("compare", curves)
+    if path is not None:
+        from slurmllm.analysis.compare.plot import draw
+
         try:
             draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **choices.steps)
             comparisons = [c.model_copy(update={"plot": str(path)}) for c in comparisons]

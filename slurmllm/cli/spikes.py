@@ -31,7 +31,7 @@ def _number(name: str, default: float, description: str) -> Callable[[Any], Any]
 @_number("--min-gap", 1, "Spikes with fewer normal steps between them are merged.")
 @options.log_options
 @options.step_range
-@options.plot_or_none("<run>/reports/spikes-<run>.png, one per run")
+@options.plot_or_none("<run>/reports/spikes-<run>.png; of logs none")
 @options.runs_dir
 @options.as_json
 def spikes(
@@ -57,12 +57,15 @@ def spikes(
     Exit codes: 0 success, with or without spikes; 2 invalid input; 4 the plot cannot be written.
     """
     from slurmllm.analysis.spikes.detection import analyze, select_steps
-    from slurmllm.core.metrics.source import locate, read_curve
+    from slurmllm.core.metrics.source import locate, name_apart, read_curve
 
-    logs = [
-        read_curve(locate(source, runs_dir), lenient=True, **of_source)
-        for source, of_source in zip(sources, of_logs.arguments(len(sources)), strict=True)
-    ]
+    arguments = zip(sources, of_logs.arguments(len(sources)), strict=True)
+    logs = name_apart(
+        [
+            read_curve(locate(source, runs_dir), lenient=True, **of_source)
+            for source, of_source in arguments
+        ]
+    )
     of_logs.refuse_unused(logs)
     curves = [select_steps(curve, *steps.values()) for curve in logs]
     chosen = None if metric == "all" else cast("Metric", metric)
@@ -87,7 +90,8 @@ def spikes(
 
 def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> list[SpikeAnalysis]:
     """Draw a picture for each run, or one of all with --plot; only the latter must succeed."""
-    from slurmllm.analysis.spikes.plot import default_path, draw
+    from slurmllm.analysis.spikes.plot import draw
+    from slurmllm.core.metrics.source import run_report
 
     pairs = list(zip(curves, runs, strict=True))
     if plot:
@@ -95,9 +99,10 @@ def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> 
         return [run.model_copy(update={"plot": plot}) for run in runs]
     drawn: list[SpikeAnalysis] = []
     for curve, run in pairs:
-        path = default_path(curve)
-        if str(path) in {other.plot for other in drawn}:  # two files of one name
-            path = path.with_stem(f"{path.stem}-{len(drawn) + 1}")
+        path = run_report("spikes", [curve])
+        if path is None:
+            drawn.append(run)
+            continue
         try:  # the default folder may be read-only, such as a colleague's run
             draw([(curve, run)], path)
             drawn.append(run.model_copy(update={"plot": str(path)}))

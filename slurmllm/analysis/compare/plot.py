@@ -33,7 +33,6 @@ from slurmllm.core.metrics.curves import (
     relative_difference,
     thin_rows,
 )
-from slurmllm.core.run.rundir import report_path
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
 # in lightness, for colour-blind readers and for print.
@@ -66,15 +65,6 @@ class Drawn(NamedTuple):
         """Return the tolerance that a line shows; 0 of a band, or if nothing was compared."""
         compared = self.comparison.metrics.get(metric)
         return 0.0 if compared is None or self.comparison.band else compared.tolerance
-
-
-def default_path(a: Curve, *other_curves: Curve) -> Path:
-    """Return `reports/compare-<A>-<B>….png` of the first curve that is a run, else a path in the
-    current folder.
-    """
-    curves = (a, *other_curves)
-    runs = (curve.path for curve in curves if curve.path.is_dir() and curve.kind == "run")
-    return report_path("compare", [curve.name for curve in curves], next(runs, None))
 
 
 def align(

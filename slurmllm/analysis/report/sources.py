@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from slurmllm.core.format import Values, format_plural
 from slurmllm.core.metrics.curves import Curve
 from slurmllm.core.metrics.merge import FileRows
 from slurmllm.core.metrics.row_reader import read_events
-from slurmllm.core.metrics.source import read_curve
+from slurmllm.core.metrics.source import distinct_names, read_curve
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import AttemptRecord, Event, NodeRecord
 from slurmllm.core.run.rundir import RunDir, read_all
@@ -298,16 +298,21 @@ def _read_versions(
 
 
 def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Number sources of equal names; compare each run with the first one that has a loss."""
+    """Tell sources of equal names apart; compare each run with the first one that has a loss."""
     if len(runs) == 1:
         return [*runs]
+    names = distinct_names([facts.name for facts in runs], [facts.path for facts in runs])
+    named = []
+    for index, name in enumerate(names):
+        count = names[:index].count(name)  # of one source, read in two ways
+        named.append(_with_name(runs[index], f"{name} ({count + 1})" if count else name))
+    runs = named
     from slurmllm.analysis.compare.compare import compare  # not loaded for a single run
     from slurmllm.analysis.compare.result import curve_letter
 
     curves = [facts.curve if facts.loss is not None else None for facts in runs]
     first = next((curve for curve in curves if curve is not None), None)
     compared = []
-    counts: Counter[str] = Counter()
     letters = map(curve_letter, range(1, len(runs) + 1))
     for facts, curve in zip(runs, curves, strict=True):
         result: Comparison | str | None = None
@@ -316,8 +321,11 @@ def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
                 result = compare(first, curve, letter=next(letters))
             except RunError as error:
                 result = str(error)
-        counts[facts.name] += 1
-        count = counts[facts.name]
-        name = facts.name if count == 1 else f"{facts.name} ({count})"
-        compared.append(replace(facts, name=name, comparison=result))
+        compared.append(replace(facts, comparison=result))
     return compared
+
+
+def _with_name(facts: RunFacts, name: str) -> RunFacts:
+    curve = facts.curve and replace(facts.curve, name=name)
+    spikes = facts.spikes and facts.spikes.model_copy(update={"name": name})
+    return replace(facts, name=name, curve=curve, spikes=spikes)

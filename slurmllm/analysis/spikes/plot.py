@@ -19,19 +19,12 @@ from slurmllm.core.display.pictures import (
     write_picture,
 )
 from slurmllm.core.metrics.curves import Curve, Floats, Ints, thin_rows
-from slurmllm.core.run.rundir import report_path
 
 _COLORS: dict[Metric, str] = {"loss": "#12466b", "grad_norm": "#2a8c6e"}
 _SPIKE, _NORM = "#c2185b", "#8a6d1f"
 _MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
 _LIMITS = (1, 2, 3, 5, 10, 20, 50, 100)  # of the bins of durations, logged steps
 _MAX_POINTS = 4000  # of a line; no screen has more columns
-
-
-def default_path(curve: Curve) -> Path:
-    """Return `reports/spikes-<run>.png` in the run, else in the working directory."""
-    is_run = curve.kind == "run" and curve.path.is_dir()
-    return report_path("spikes", [curve.name], curve.path if is_run else None)
 
 
 @rc_context(fname=PICTURE_STYLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from slurmllm.core.metrics.row_reader import parse_row, read_error, read_evaluat
 from slurmllm.core.metrics.tags import JSON_LINES, Tags, parse_tags
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import JobsRecord, SkipsRecord
-from slurmllm.core.run.rundir import RunDir, find_run, read_all
+from slurmllm.core.run.rundir import RunDir, find_run, read_all, report_path
 from slurmllm.core.run.safe_files import open_regular, os_error_text, read_limited, read_lines
 
 __all__ = ["locate", "parse_tags", "read_curve"]
@@ -281,6 +282,35 @@ def run_name(source: Path, is_file: bool) -> str:
         path = path.parent
         is_file = False
     return path.name
+
+
+def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """Return the names of sources; of equal ones the shortest ends of their paths that differ."""
+    parts = [str(path.absolute()).split("/") for path in paths]
+    distinct = [*names]
+    for name in {name for name, count in Counter(names).items() if count > 1}:
+        equal = [index for index, other in enumerate(names) if other == name]
+        ends: dict[int, str] = {}
+        length = 0
+        while len({*ends.values()}) < len({paths[index].absolute() for index in equal}) > 1:
+            length += 1
+            ends = {index: "/".join(parts[index][-length:]) for index in equal}
+        for index, end in ends.items():
+            distinct[index] = end.encode(errors="replace").decode()
+    return distinct
+
+
+def run_report(verb: str, curves: Sequence[Curve]) -> Path | None:
+    """Return `reports/<verb>-<A>-<B>….png` of the first run; None if all curves are of logs."""
+    runs = (curve.path for curve in curves if curve.kind == "run" and curve.path.is_dir())
+    run = next(runs, None)
+    return None if run is None else report_path(verb, [curve.name for curve in curves], run)
+
+
+def name_apart(curves: Sequence[Curve]) -> list[Curve]:
+    """Return curves with names that differ, unless they are of one source."""
+    names = distinct_names([curve.name for curve in curves], [curve.path for curve in curves])
+    return [replace(curve, name=name) for curve, name in zip(curves, names, strict=True)]
 
 
 def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:

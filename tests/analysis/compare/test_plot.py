@@ -9,10 +9,10 @@ from PIL import Image
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.analysis.compare.compare import compare
-from slurmllm.analysis.compare.plot import default_path, draw
+from slurmllm.analysis.compare.plot import draw
 from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.core.errors import StorageError
-from slurmllm.core.metrics.source import read_curve
+from slurmllm.core.metrics.source import read_curve, run_report
 
 COLOR_A, COLOR_B = (0xF2, 0xA6, 0x5A), (0x12, 0x46, 0x6B)
 
@@ -132,9 +132,8 @@ def test_where_the_picture_goes_and_that_it_cannot_be_written(
 ) -> None:
     run = read_curve(make_run("r", make_rows(1, 5)).path)
     file = read_curve(make_file("odd name", make_rows(1, 5)))
-    assert default_path(run, file) == run.path / "reports" / "compare-r-odd_name.png"
-    assert default_path(file, run) == run.path / "reports" / "compare-odd_name-r.png"
-    assert default_path(file, file) == Path("compare-odd_name-odd_name.png")
+    assert run_report("compare", (file, run)) == run.path / "reports" / "compare-odd_name-r.png"
+    assert run_report("compare", (file, file)) is None
     a = make_file("a", make_rows(1, 5))
     with pytest.raises(StorageError, match=r"cannot write the picture .*--no-plot"):
         drawn(a, a, a / "below" / "a-file.png")

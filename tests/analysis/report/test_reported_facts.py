@@ -22,6 +22,7 @@ from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
 from slurmllm.analysis.report.write import sections, to_html
 from slurmllm.core.config.load import load
 from slurmllm.core.metrics.curves import Curve, piece_means, thin_rows
+from slurmllm.core.metrics.source import distinct_names
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.parameters import model_flops
 
@@ -76,6 +77,8 @@ def test_scaling_is_against_the_fewest_nodes(tmp_path: Path) -> None:
     runs = [make_reported_run(RunDir(tmp_path / f"on{n}"), nodes=n, seq_per_s=s) for n, s in sizes]
     facts = [read(run) for run in runs]
     assert [f.name for f in name_and_compare([*facts, facts[0]])][2:] == ["on8", "on16 (2)"]
+    ends = ["a/log.csv", "b/log.csv", "b/log.csv", "r"]
+    assert distinct_names(["log", "log", "log", "r"], [Path(end) for end in ends]) == ends
     rows = scaling_rows(facts)
     assert [row.rate.nodes for row in rows] == [4, 8, 16]
     assert [row.efficiency for row in rows] == pytest.approx([1.0, 40 / 27.2, 54.3 / 54.4])

@@ -13,7 +13,7 @@ from PIL import Image
 
 from slurmllm.analysis.spikes.analysis import SpikeAnalysis
 from slurmllm.analysis.spikes.detection import analyze, select_steps
-from slurmllm.analysis.spikes.plot import binned, default_path, draw
+from slurmllm.analysis.spikes.plot import binned, draw
 from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.metrics.curves import Curve
 from slurmllm.core.run.records import SkippedBatches
@@ -236,4 +236,3 @@ def test_picture(losses: object, tmp_path: Path) -> None:
     with Image.open(tmp_path / "p.png") as image:
         assert image.size == (1200, 1260)
         assert np.asarray(image).std() > 5
-    assert default_path(curve) == Path("spikes-r.png")
