@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,16 @@ from slurmllm.core import errors
 
 if TYPE_CHECKING:
     from slurmllm.analysis.compare.result import BasisKind, Comparison
+    from slurmllm.analysis.status.logs import RunLogs
     from slurmllm.analysis.status.runs import RunState, RunStates
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.metrics.curves import Axis, Curve
+    from slurmllm.core.run.rundir import Stage
+    from slurmllm.launch.submit.deletion import CancelledRun
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.plan.output import Plan
     from slurmllm.plan.recipe_plan import Rank
+    from slurmllm.train.checkpoint.formats.model_folders import ExportedModel
 
 if "slurmllm.cli.main" not in sys.modules:
     # Python prints warnings of a program that configures no logging, and so does our command line.
@@ -56,11 +61,15 @@ def load_recipe(
     from slurmllm.core.config.resolve import local_cluster, resolve
     from slurmllm.launch.submit.inputs import data_settings
 
-    overrides = [  # JSON is YAML
+    chosen = local_cluster(cluster, local)
+    return resolve(name, chosen, _overrides(settings), data_settings(data))
+
+
+def _overrides(settings: Mapping[str, object] | None) -> list[str]:
+    return [  # JSON is YAML
         f"{path}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for path, value in (settings or {}).items()
     ]
-    return resolve(name, local_cluster(cluster, local), overrides, data_settings(data))
 
 
 def plan_run(
@@ -96,12 +105,16 @@ def plan_run(
 
     config = _config_of(recipe)
     counts = node_counts(map(str, [nodes] if isinstance(nodes, int) else nodes))
-    if rank not in ("speed", "lower"):
-        raise errors.UserError(f"rank {rank!r}: give speed or lower")
+    _check_choice("rank", rank, ("speed", "lower"))
     node_price = select_price(config, None if price is None else parse_price(price))
     count = None if tokens is None else parse_tokens(str(tokens))
     unsupported = load_environment(config.backend).unsupported
     return Plan(plan_recipe(config, counts, unsupported, node_price, count, rank))
+
+
+def _check_choice(name: str, value: str | None, choices: Iterable[str]) -> None:
+    if value is not None and value not in choices:
+        raise errors.UserError(f"{name} {value!r}: give {' or '.join(choices)}")
 
 
 def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
@@ -110,7 +123,7 @@ def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
 
 def submit_run(
     recipe: RunConfig | str,
-    nodes: int = 1,
+    nodes: int | str = 1,
     *,
     name: str | None = None,
     local: bool = False,
@@ -122,7 +135,7 @@ def submit_run(
 
     Args:
         recipe: Settings of its section `slurm` are the options of the jobs.
-        nodes: Nodes of the train job.
+        nodes: Nodes of the train job, or a range such as `2-4`: at least 2, at most 4.
         name: The run's name; by default the recipe's with the next free number.
         local: Train here, without Slurm, and return at the end; raise what ended a failed run.
         dry_run: Write and submit nothing; scripts and warnings are returned.
@@ -137,16 +150,20 @@ def submit_run(
         >>> run.exit_code, run.path.name
         (0, 'first')
     """
+    from slurmllm.core.config.directives import parse_nodes
+    from slurmllm.core.config.resolve import change
     from slurmllm.core.run.rundir import runs_root
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.launch import start_run
-    from slurmllm.launch.submit.prepare import RunRequest
+    from slurmllm.launch.submit.prepare import RunRequest, check_mode
 
-    if local and threading.current_thread() is not threading.main_thread():
-        raise errors.UserError("local=True: call it in the main thread, whose signals end the run")
+    fewest, most = parse_nodes(str(nodes))
+    options = {"slurm.min_nodes": ("nodes", fewest)}
+    check_mode(local, options)
+    config = _config_of(recipe, local)
     request = RunRequest(
-        config=_config_of(recipe, local),
-        nodes=nodes,
+        config=config if fewest is None else change(config, None, (), options),
+        nodes=most,
         root=runs_root(runs_dir),
         name=name,
         local=local,
@@ -154,8 +171,65 @@ def submit_run(
         dry_run=dry_run,
         slurm=None if local else SlurmClient(),
     )
-    run = start_run(request)
-    if dry_run or not local:
+    return _run_to_end(start_run(request))
+
+
+def resume_run(
+    run: str,
+    nodes: int | str | None = None,
+    *,
+    settings: Mapping[str, object] | None = None,
+    cluster: str | None = None,
+    from_scratch: bool = False,
+    local: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    runs_dir: str | Path | None = None,
+) -> SubmittedRun:
+    """Continue a run that was cancelled or has stopped, from its newest checkpoint.
+
+    Args:
+        nodes: Nodes of the train job, or a range such as `2-4`; by default as before.
+        settings: Dotted path → value to change, as of `--set`: not model, data, seed and global
+            batch.
+        cluster: Name or .yaml file of another profile.
+        from_scratch: Start again from step 0, without the checkpoints.
+        local: Continue here and return at the end, as a run that was started here always does.
+        dry_run: Write and submit nothing; scripts, warnings and changes are returned.
+        force: As of `submit_run`; also resume if a process of another machine may run it.
+
+    Examples:
+        >>> run = slurmllm.resume_run("first", settings={"train.steps": 25})
+        >>> run.exit_code, slurmllm.read_status("first").step
+        (0, 25)
+    """
+    from slurmllm.core.config.directives import parse_nodes
+    from slurmllm.core.config.load import load
+    from slurmllm.core.run.rundir import find_run, runs_root
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.prepare import RunRequest
+    from slurmllm.launch.submit.resume import Changes, continue_run
+
+    run_dir, most, options = find_run(run, runs_root(runs_dir)), 0, {}
+    if nodes is not None:
+        fewest, most = parse_nodes(str(nodes))
+        options = {"slurm.min_nodes": ("nodes", fewest)}
+    request = RunRequest(
+        config=load(run_dir.config, trusted=True),
+        nodes=most,
+        root=runs_root(runs_dir),
+        run=run_dir,
+        local=local,
+        force=force,
+        dry_run=dry_run,
+    )
+    changes = Changes(cluster, _overrides(settings), options, from_scratch)
+    return _run_to_end(continue_run(request, changes, SlurmClient()))
+
+
+def _run_to_end(run: SubmittedRun) -> SubmittedRun:
+    """Run a run that trains on this machine; raise what ended it."""
+    if run.sent is None or not run.sent.local:
         return run
     run = run.run_to_end()
     code = run.exit_code or errors.EXIT_OK
@@ -167,6 +241,55 @@ def submit_run(
         by_code = {kind.exit_code: kind for kind in (*kinds, *of_code)}
         raise by_code.get(code, errors.CodeError)(f"{run.name} stopped: {reason}; {fix}")
     return run
+
+
+def cancel_run(run: str, runs_dir: str | Path | None = None) -> CancelledRun:
+    """Cancel the jobs of a run, or of all runs of a sweep; `resume_run` continues them.
+
+    The workers save a checkpoint before they exit, if Slurm gives them the time.
+
+    Examples:
+        >>> slurmllm.cancel_run("first").jobs  # it has ended
+        ()
+    """
+    from slurmllm.core.run.rundir import find_run_or_sweep, runs_root
+    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.deletion import cancel_jobs
+
+    return cancel_jobs(find_run_or_sweep(run, runs_root(runs_dir)), SlurmClient())
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "source",
+    tokenizer: str | Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+    runs_dir: str | Path | None = None,
+) -> ExportedModel:
+    """Export a checkpoint as a Hugging Face model folder, which AutoModelForCausalLM loads.
+
+    Args:
+        checkpoint: A run, of which the newest checkpoint that verifies is exported, RUN@STEP, or a
+            checkpoint's folder.
+        out: Folder to create.
+        dtype: Type of the weights to write: `fp32`, `bf16`, or `source`, the stored one.
+        tokenizer: A tokenizer.json; by default the run's, or the imported one.
+        shard_bytes: Maximum size of a weight file.
+
+    Examples:
+        >>> model = slurmllm.export_checkpoint("first", "first-hf")
+        >>> "config.json" in model.files
+        True
+    """
+    from slurmllm.core.run.rundir import runs_root
+    from slurmllm.train.checkpoint.formats.exporting import export_model
+    from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
+
+    _check_choice("dtype", dtype, WEIGHT_TYPES)
+    file = None if tokenizer is None else Path(tokenizer)
+    return export_model(str(checkpoint), runs_root(runs_dir), Path(out), dtype, file, shard_bytes)
 
 
 def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
@@ -196,6 +319,41 @@ def read_statuses(runs_dir: str | Path | None = None) -> RunStates:
     from slurmllm.core.slurm.client import SlurmClient
 
     return RunStates(run_states(list_runs(runs_root(runs_dir)), SlurmClient()))
+
+
+def read_logs(
+    run: str,
+    *,
+    stage: Stage | None = None,
+    attempt: int | None = None,
+    rank: int | None = None,
+    all_ranks: bool = False,
+    lines: int | None = None,
+    runs_dir: str | Path | None = None,
+) -> RunLogs:
+    """Return the logs of a run: precompile stage, then train stage.
+
+    Args:
+        stage: Only `precompile` or `train`.
+        attempt: Only this attempt; of the train stage by default.
+        rank: A worker, in the newest attempt; by default rank 0 with the supervisor, in all.
+        all_ranks: The workers whose logs are in the run directory, merged by time.
+        lines: Only the last lines of each log.
+
+    Examples:
+        >>> print(slurmllm.read_logs("first", stage="train", lines=1))  # doctest: +ELLIPSIS
+        20...
+    """
+    from slurmllm.analysis.status.logs import RunLogs, log_batches, select_logs
+    from slurmllm.analysis.status.runs import state_text
+    from slurmllm.core.run.rundir import STAGES, find_run, runs_root
+    from slurmllm.core.slurm.client import SlurmClient
+
+    _check_choice("stage", stage, STAGES)
+    run_dir = find_run(run, runs_root(runs_dir))
+    selection = select_logs(run_dir, stage, attempt, rank, None, lines, all_ranks)
+    state = partial(state_text, run_dir, SlurmClient())
+    return RunLogs(chain.from_iterable(log_batches(selection, lines, state)))
 
 
 def read_curves(

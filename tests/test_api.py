@@ -25,10 +25,7 @@ from slurmllm.launch.submit import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 # In the order of their examples, which follow each other.
-FUNCTIONS = (
-    *(slurmllm.load_recipe, slurmllm.plan_run, slurmllm.submit_run, slurmllm.read_status),
-    *(slurmllm.read_statuses, slurmllm.read_curves, slurmllm.compare_runs),
-)
+FUNCTIONS = [getattr(slurmllm, name) for name in slurmllm.__all__ if name != "SlurmllmError"]
 
 
 def rehearsed(stdlib: tuple[Path, Path], **settings: object) -> slurmllm.RunConfig:
@@ -96,6 +93,17 @@ def test_a_plan_is_what_the_command_line_prints_and_its_best_layout_is_submitted
         plan.best(3)
 
 
+def test_a_run_is_resumed_and_its_logs_are_read(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    run = slurmllm.resume_run("a", settings={"train.steps": 14}, runs_dir=tmp_path)
+    assert (run.exit_code, run.prepared.changes) == (0, {"train.steps": (12, 14)})
+    logs = slurmllm.read_logs("a", stage="train", runs_dir=tmp_path)
+    arguments = ["logs", "a", "--stage", "train", "--runs-dir", str(tmp_path)]
+    assert f"{logs}\n" == CliRunner().invoke(cli, arguments).stdout
+    assert set(logs.to_pandas()["attempt"]) == {0, 1}
+    assert slurmllm.cancel_run("a", tmp_path).jobs == ()
+
+
 def test_tables(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curves = slurmllm.read_curves("a", runs_dir=runs)
     frame = curves.to_pandas()
@@ -125,15 +133,31 @@ def test_the_page_s_example_submits_jobs(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
     monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
     variables: dict[str, Any] = {}
-    example = (ROOT / "docs" / "api.md").read_text().split("```python")[1].split("```")[0]
-    exec(example, variables)
+    first, nightly = re.findall("```python\n(.+?)```", (ROOT / "docs/api.md").read_text(), re.S)
+    exec(first, variables)
     run = variables["run"]
     assert run.to_dict()["jobs"]["train"] == run.sent.train_job
     assert "--partition=gpu" in run.scripts["train"]
     assert run.prepared.mesh.tensor == variables["plan"].best(8).mesh.tensor
     assert variables["state"] == "queued"
-    assert repr(run) == "<SubmittedRun first on 8 nodes>"
-    assert repr(variables["plan"]) == "<Plan of llama3_8b on p5, nodes 4, 8>"
+    assert repr(run) == "<SubmittedRun first on 8 nodes: train job 2>"
+    plan = r"<Plan of llama3_8b on p5; 4 nodes: [\d.]+ seq/s, .* days .*; 8 nodes: .*>"
+    assert re.fullmatch(plan, repr(variables["plan"]))
+    layout = (
+        "<LayoutEstimate of llama3_8b on 8 nodes of p5: TP 2 × PP 1 × DP 32, micro batch 2, .* "
+    )
+    assert re.match(layout + "GiB, [0-9.]+ seq/s, MFU", repr(variables["plan"].best(8)))
+    run.prepared.run.stage_log("train").write_text("why\n")
+    cluster.finish("1", "NODE_FAIL")
+    exec(nightly, variables)
+    assert "#SBATCH --nodes=4-8\n" in (run.path / "scripts" / "train.sbatch").read_text()
+    cancelled = slurmllm.cancel_run("first").to_dict()["jobs"]
+    assert [(job["job"], job["action"]) for job in cancelled] == [
+        ("3", "cancelled"),
+        ("4", "cancelled"),
+    ]
+    ranged = slurmllm.submit_run(variables["config"], "2-8", dry_run=True)
+    assert "#SBATCH --nodes=2-8\n" in ranged.scripts["train"]
 
 
 def test_errors_are_raised_and_not_printed(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +168,9 @@ def test_errors_are_raised_and_not_printed(runs: Path, capfd: pytest.CaptureFixt
         (lambda: slurmllm.submit_run("tiny_neox", 0, runs_dir=runs), UserError, "nodes"),
         (lambda: slurmllm.read_status("c", runs_dir=runs), RunError, "no run 'c'"),
         (lambda: slurmllm.read_curves("c", runs_dir=runs), RunError, "no run 'c'"),
+        (lambda: slurmllm.resume_run("a", runs_dir=runs), RunError, "trained all its 12 steps"),
+        (lambda: slurmllm.export_checkpoint("a", "x", dtype="int4"), UserError, "source or fp32"),
+        (lambda: slurmllm.read_logs("a", stage="x"), UserError, "stage 'x': give precompile"),
         (lambda: compare(tolerance=-1), UserError, "0 or more"),
         (lambda: compare(tolerance=1, exact=True), UserError, "tolerance and exact exclude each"),
         (lambda: compare(exact=True, seeds=["b"]), UserError, "exact and seeds exclude each other"),
@@ -199,12 +226,12 @@ def test_the_import_is_light_and_no_function_loads_torch(runs: Path) -> None:
 def test_what_is_public_is_documented() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     described = set(re.findall(r"^::: slurmllm\.(?:\w+\.)*([A-Za-z_]+)$", page, re.MULTILINE))
-    assert described == {*slurmllm.__all__, "errors"} - {"SlurmllmError"}
-    assert {*slurmllm.__all__} <= {*dir(slurmllm)}
+    assert described == {*slurmllm._MODULES, "errors"} - {"SlurmllmError"}
+    assert {*slurmllm.__all__} < {*slurmllm._MODULES} <= {*dir(slurmllm)}
     for function in FUNCTIONS:
         _, _, example = (inspect.getdoc(function) or "").partition(">>>")
         assert f"slurmllm.{function.__name__}(" in example
-        assert function.__name__ in slurmllm.__all__
+        assert f"\n    {function.__name__} " in str(slurmllm.__doc__)
     with pytest.raises(AttributeError, match="no attribute 'plan_runs'"):
         _ = slurmllm.plan_runs  # type: ignore[attr-defined]
 

@@ -24,8 +24,6 @@ from slurmllm.core.format import (
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    import torch
-
     from slurmllm.core.config.command import CommandConfig
     from slurmllm.train.checkpoint.catalogue import CheckpointEntry
 
@@ -42,14 +40,6 @@ def _parse_size(ctx: click.Context, _: click.Parameter, size_text: str) -> int:
     raise UserError(f"--shard-size {size_text}: write a size such as 5GB, 500MB or 2GiB")
 
 
-def _torch_dtype(ctx: click.Context, _: click.Parameter, name: str) -> torch.dtype | None:
-    if name == "source":
-        return None
-    import torch  # takes seconds: not for --help
-
-    return torch.float32 if name == "fp32" else torch.bfloat16
-
-
 out = click.option(
     "--out", required=True, metavar="DIR", help="Folder to create; it must not exist yet."
 )
@@ -59,7 +49,6 @@ dtype = options.choice(
     "fp32 bf16 source",
     "Type of the weights to write; source keeps the stored dtype.",
     default="source",
-    callback=_torch_dtype,
 )
 shard_size = click.option(
     "--shard-size",
@@ -170,9 +159,7 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
 @dtype
 @shard_size
 @options.as_json
-def import_(
-    source: str, out: str, dtype: torch.dtype | None, shard_size: int, as_json: bool
-) -> None:
+def import_(source: str, out: str, dtype: str, shard_size: int, as_json: bool) -> None:
     """Import the Hugging Face model folder DIR as a checkpoint.
 
     DIR may be hf://ORG/NAME[@REVISION], a model of the hub, which is downloaded into its cache.
@@ -187,8 +174,9 @@ def import_(
     require_absent(target)
     folder = model_folder(source)  # before torch is imported, which takes seconds
     from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
+    from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
 
-    plan = plan_import(folder, dtype)
+    plan = plan_import(folder, WEIGHT_TYPES[dtype])
     with input_progress("importing", sum(plan.sizes_bytes)) as on_progress:
         manifest = run_import(plan, target, shard_size, on_progress)
     num_bytes = sum(file.bytes for file in manifest.files)
@@ -238,7 +226,7 @@ def export(
     source: str,
     out: str,
     run: str | None,
-    dtype: torch.dtype | None,
+    dtype: str,
     shard_size: int,
     tokenizer_file: Path | None,
     runs_dir: Path,
@@ -250,34 +238,20 @@ def export(
     folder. AutoModelForCausalLM and AutoTokenizer load the result.
     """
     from slurmllm.core.display.progress import input_progress
-    from slurmllm.train.checkpoint.folder import require_absent
-    from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
-    from slurmllm.train.checkpoint.formats.model_folders import checkpoint_tokenizer
+    from slurmllm.train.checkpoint.formats.exporting import export_model
 
-    target, began = Path(out), time.monotonic()
-    require_absent(target)
-    directory = _verified_checkpoint(source, run, runs_dir)
-    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
-    plan = plan_export(directory, tokenizer, dtype)
-    num_bytes = sum(plan.sizes_bytes)
-    with input_progress("exporting", num_bytes) as on_progress:
-        names = run_export(plan, target, shard_size, on_progress)
-    num_files = sum(name.endswith(".safetensors") for name in names)
-    fields = {
-        "checkpoint": str(directory),
-        "out": str(target),
-        "model": plan.model.model_dump(mode="json"),
-        "tokenizer": sorted(tokenizer.files),
-        "files": names,
-        "bytes": num_bytes,
-    }
+    began, name = time.monotonic(), source if run is None else f"{run}@{source}"
+    exported = export_model(
+        name, runs_dir, Path(out), dtype, tokenizer_file, shard_size, input_progress
+    )
+    num_files = sum(name.endswith(".safetensors") for name in exported.files)
     summary = (
-        f"{format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of weights in "
-        f"{format_plural(num_files, 'file')}, from {directory}"
+        f"{format_count(exported.num_parameters)} parameters, {format_bytes(exported.num_bytes)} "
+        f"of weights in {format_plural(num_files, 'file')}, from {exported.checkpoint}"
     )
     missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
-    more = () if tokenizer.files else (missing,)
-    _report(as_json, target, began, fields, summary, *more)
+    more = () if exported.tokenizer else (missing,)
+    _report(as_json, exported.path, began, exported.to_dict(), summary, *more)
 
 
 def _report(
@@ -288,25 +262,6 @@ def _report(
         options.echo_json({**fields, "seconds": round(seconds, 3)})
     else:
         click.echo("\n".join((f"{target}: {summary}, {seconds:.1f} s", *more)))
-
-
-def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
-    """Return the checkpoint folder that the arguments name, after verifying it."""
-    from slurmllm.train.checkpoint.catalogue import find_checkpoint, newest_verified, read_entry
-    from slurmllm.train.checkpoint.state import read_origin
-
-    directory = find_checkpoint(source if run is None else f"{run}@{source}", runs_dir)
-    if not isinstance(directory, Path):
-        directory, skipped = newest_verified(directory)
-        for line in skipped:
-            options.note(f"skipped a checkpoint that does not verify: {line}")
-        return directory
-    read_origin(directory)  # refuses other folders before their files are read
-    (entry,) = _verified([read_entry(directory)])
-    if entry.faults:
-        lines = "\n".join(f"  {fault}" for fault in entry.faults)
-        raise CheckpointError(f"{directory} does not verify; restore it, or name another:\n{lines}")
-    return directory
 
 
 def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:

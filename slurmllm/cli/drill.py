@@ -96,6 +96,7 @@ def drill(
     from slurmllm.analysis.drill.drill import Drill, LocalRunner, SlurmRunner
     from slurmllm.analysis.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.submit.resume import nodes_and_mode
 
     client, tolerances = SlurmClient(), Tolerances(exact=True)
     if tolerance is not None:
@@ -103,7 +104,7 @@ def drill(
             raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
     subject = _find(run, runs_dir, cluster, local, command, overrides)
-    count, here = options.nodes_and_mode(subject.last, nodes, local)
+    count, here = nodes_and_mode(subject.last, nodes, local)
     chosen = parse_kinds(kinds, count, not subject.config.recipe.worker.has_model)
     planned["overrides"] = subject.overrides
     plan = make_plan(subject.run, subject.config, count, here, chosen, **planned)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,14 @@ from slurmllm.cli import options
 from slurmllm.core.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
 from slurmllm.core.format import format_plural
 from slurmllm.core.run.rundir import RunDir, Stage, find_run
-from slurmllm.core.run.safe_files import open_regular
 
 if TYPE_CHECKING:
     from slurmllm.analysis.status.details import Culprit
-    from slurmllm.analysis.status.logs import LogSelection, MergedLogs, RankLine
+    from slurmllm.analysis.status.logs import LogSelection, RankLine
     from slurmllm.core.run.records import AttemptRecord
 
 _LOOK_S = 0.5  # between two reads of the files
 _ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
-_LONGEST_LINE = 1 << 20  # bytes, of a log on a node
 _FAILED_LINES = 30
 _LINES_AT_ONCE = 256  # in a write: a flush for every line takes longer than the merge
 _COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
@@ -100,27 +98,25 @@ def logs(
     -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
     in the run directory.
     """
-    from slurmllm.analysis.status.logs import LogSelection
+    from slurmllm.analysis.status.logs import log_batches, select_logs
+    from slurmllm.analysis.status.runs import state_text
+    from slurmllm.core.slurm.client import SlurmClient
 
     _check_options(ctx, stacks)
     run_dir = find_run(run, runs_dir)
-    stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
-    single = rank is not None or not (follow or all_ranks or ranks)  # worker
-    plain = single and rank is None and attempt is None  # rank 0, in all attempts
-    if single:
-        ranks = frozenset({rank or 0})
-    if attempt is not None or (single and not plain):
-        stages = stages[-1:]
-    # Earlier attempts can be long: the last lines are those of the newest attempt.
-    newest = (single or lines is not None) and not plain
-    selection = LogSelection(run_dir, stages, ranks, attempt, newest)
+    several = bool(follow or all_ranks or ranks)
+    selection = select_logs(run_dir, stage, attempt, rank, ranks, lines, several)
+    endings = _until_ended(run_dir) if follow else None
+    state = partial(state_text, run_dir, SlurmClient())
     try:
         if stacks:
             click.echo(_stacks(run_dir, rank), nl=False)
         elif failed:
             _print_failures(selection, lines or _FAILED_LINES, follow)
         else:
-            _print_logs(selection, lines, follow, (rank or 0) if single else None)
+            printer = _Printer(run_dir, selection.worker is None)
+            for rank_lines in log_batches(selection, lines, state, endings):
+                _echo(printer.texts(rank_lines))
     except KeyboardInterrupt:  # the usual way to leave
         if not follow:
             raise
@@ -134,122 +130,6 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
         raise UserError(f"--stacks combines only with --rank; leave out {names}")
     if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
         raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
-
-
-def _print_logs(selection: LogSelection, lines: int | None, follow: bool, rank: int | None) -> None:
-    """Print logs; `rank`: the only worker, whose lines have no labels."""
-    from slurmllm.analysis.status.logs import MergedLogs
-
-    run, merged = selection.run, MergedLogs(selection)
-    tried: set[tuple[Stage, int]] = set()
-    if rank and not follow and _print_from_node(selection, merged, tried, rank, lines, follow):
-        return
-    if rank is None and not follow:
-        _note_missing_logs(selection)
-    if not merged.any_file() and (message := _explain_no_log(selection, rank, follow)):
-        options.note(message)
-        return
-    for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
-        if path.is_file():
-            open_regular(path).close()  # `GrowingLog` ignores a file that cannot be read
-    printer = _Printer(run, rank is None)
-    for ended in _until_ended(run) if follow else [True]:
-        rank_lines = merged.poll_last(lines, ended) if lines else merged.poll(ended)
-        _echo(printer.texts(rank_lines))
-        if rank and not ended:
-            _print_from_node(selection, merged, tried, rank, lines, follow)
-        lines = None  # for the first look
-
-
-def _print_from_node(
-    selection: LogSelection,
-    merged: MergedLogs,
-    tried: set[tuple[Stage, int]],
-    rank: int,
-    lines: int | None,
-    follow: bool,
-) -> bool:
-    """Print a worker's log from the disk of its node; returns whether it is there.
-
-    `follow`: until the worker ends. `tried` gets the attempt, so that none is printed twice.
-    """
-    from slurmllm.analysis.status.logs import node_log_command, text_of
-    from slurmllm.core.slurm.setup import slurm_environment
-
-    command = None
-    with suppress(StorageError):  # a record that is damaged
-        record = selection.newest_attempt()
-        if record is not None and (record.stage, record.attempt) not in tried:
-            command = node_log_command(selection.run, record, rank, lines, follow)
-    if command is None or record is None:
-        return False
-    tried.add((record.stage, record.attempt))
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=slurm_environment())
-    except OSError as error:
-        raise SlurmError(f"{command[0]} cannot be started: {error}") from error
-    with process:
-        assert process.stdout is not None
-        try:
-            while line := process.stdout.readline(_LONGEST_LINE):
-                merged.skip(record.stage, record.attempt, rank)
-                click.echo(_coloured(text_of(line.removesuffix(b"\n"))))
-        finally:
-            if process.poll() is None:
-                process.terminate()  # srun survives a first Ctrl-C
-    return process.returncode == 0
-
-
-def _note_missing_logs(selection: LogSelection) -> None:
-    with suppress(StorageError):
-        record = selection.newest_attempt()
-        if record is None or record.ended_at is not None:
-            return
-        if ranks := selection.missing_ranks(record):
-            count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
-            command = f"slurmllm logs {selection.run.name} --rank {ranks[0]} -f"
-            note = f"collected when {attempt} {record.attempt} ends; `{command}` shows one"
-            options.note(f"without {count} on the disks of the nodes, {note}")
-
-
-def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> str | None:
-    """Return that the only worker printed nothing; None if a log may still be written.
-
-    Raises:
-        RunError: There are no such workers, or the log is still on its node.
-    """
-    from slurmllm.analysis.status.logs import node_of, ranks_with_logs
-    from slurmllm.core.run.records import NodeRecord
-
-    run, stage, record, node_record = selection.run, selection.stages[-1], None, None
-    with suppress(StorageError):
-        record = selection.newest_attempt()
-    node = node_of(record, rank) if record is not None and rank is not None else ""
-    if follow and record is None:
-        options.note(f"{run.name} has no logs yet: {_state_text(run)}")
-        return None
-    if follow and (rank is None or node):
-        return None
-    if record is None or not (rank and node):
-        attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage))
-        listed = "none" if record is None else ranks_with_logs(run, stage, record.attempt)
-        logs = f"such logs ({stage} attempts: {attempts}; ranks with a log: {listed})"
-        raise RunError(f"{run.name} has no {logs if attempts else 'logs yet'}: {_state_text(run)}")
-    worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
-    with suppress(StorageError):
-        node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))
-    if node_record is not None and rank in node_record.exit_codes:  # whose logs are collected
-        return f"{worker}: it printed nothing"
-    collector = f"whose launcher has not collected it; the next attempt on {node} does"
-    raise RunError(f"{worker}: its log is on the disk of {node}, {collector}")
-
-
-def _state_text(run: RunDir) -> str:
-    from slurmllm.analysis.status.runs import run_states
-    from slurmllm.core.slurm.client import SlurmClient
-
-    state = run_states([run], SlurmClient())[0]
-    return f"{state.state}, {state.reason or 'starting'}; see `slurmllm status {run.name}`"
 
 
 def _echo(texts: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from slurmllm.core.config.directives import parse_nodes
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
 from slurmllm.core.format import ABSENT, Texts, Values
@@ -23,7 +24,6 @@ from slurmllm.core.run.rundir import runs_root as runs_root_of
 
 if TYPE_CHECKING:
     from slurmllm.core.metrics.curves import Curve
-    from slurmllm.core.run.records import Submission
     from slurmllm.launch.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -251,23 +251,13 @@ JOB_OPTIONS = {
 }
 
 
-def _node_counts(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[int | None, int] | None:
-    """Parse `4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", value.strip())
-    fewest, largest = map(int, (match[1] or match[2], match[2])) if match else (0, 0)
-    if match is None or not 1 <= fewest <= largest:
-        fault = f"{value!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
-        raise click.BadParameter(fault, ctx, param)
-    return fewest if match[1] else None, largest
-
-
 node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
 num_nodes = functools.partial(count, _SHORT["nodes"], "--nodes")
-nodes = functools.partial(node_count, metavar="N[-M]", callback=_node_counts)
+nodes = functools.partial(
+    node_count,
+    metavar="N[-M]",
+    callback=lambda _, __, value: None if value is None else parse_nodes(value),
+)
 
 
 def job_options(names: str, **texts: str) -> Callable[[F], F]:
@@ -369,12 +359,6 @@ def refuse_job_options(job: Mapping[str, object]) -> None:
     for name, value in job.items():
         if value is not None:
             raise click.UsageError(f"--{name} applies to Slurm jobs; add --slurm")
-
-
-def nodes_and_mode(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
-    """Return nodes, and whether they are launchers on this machine, by default as before."""
-    count = nodes if nodes is not None else last.nodes if last else 1
-    return count, local or (last is not None and last.local and last.allocation is None)
 
 
 def note(message: object) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
-
-_NO_RANGE = "--nodes M-N: a range is for Slurm's jobs; give one number"
 
 
 @commands.grouped(
@@ -80,15 +78,15 @@ def submit(
     from slurmllm.core.config.resolve import local_cluster, resolve, shorten
     from slurmllm.launch.submit.inputs import data_settings
     from slurmllm.launch.submit.launch import start_run
+    from slurmllm.launch.submit.prepare import check_mode
     from slurmllm.launch.submit.sweep import resolve_cases
 
-    if shared.local and nodes[0] is not None:
-        raise click.UsageError(_NO_RANGE)
     if sweep.max_running is not None and shared.settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     if data == "builtin" and fetch:
         raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
     settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
+    check_mode(shared.local, settings)
     settings |= {**data_settings(data), "command.run": ("command line", command)}
     cases = sweeps.read_cases(sweep, shared.local)
     if not shared.dry_run:
@@ -348,9 +346,7 @@ def resume(
     """
     from slurmllm.core.config.load import load
     from slurmllm.core.slurm.client import SlurmClient
-    from slurmllm.launch.submit.launch import SubmittedRun, start
-    from slurmllm.launch.submit.resume import Changes, prepare_resume, require_ended
-    from slurmllm.launch.supervise.run_lock import locked
+    from slurmllm.launch.submit.resume import Changes, continue_run
 
     if shared.dry_run and included:
         raise click.UsageError("--include changes the run's jobs; leave out --dry-run")
@@ -362,25 +358,14 @@ def resume(
         unused |= {"--from-scratch": from_scratch, **dict(settings.values())}
         if _include(run_dir, client, included, unused, shared.as_json):
             return
-    require_ended(run_dir, client, shared.force)  # waits: its last processes need the lock
-    with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):
-        last = require_ended(run_dir, client, shared.force)
-        max_nodes, allocation = None if nodes is None else nodes[1], None
-        count, local = options.nodes_and_mode(last, max_nodes, shared.local)
-        if shared.in_allocation:
-            requested = max_nodes or (last.nodes if last else None)
-            refused = {"--local": shared.local, **dict(settings.values())}
-            local, (allocation, count) = False, _held_nodes(requested, refused)
-        if local and nodes is not None and nodes[0] is not None:
-            raise click.UsageError(_NO_RANGE)
-        config = load(run_dir.config, trusted=True)
-        request = replace(_request(config, count, shared, local), run=run_dir)
-        changes = Changes(cluster, overrides, settings, from_scratch)
-        prepared = prepare_resume(request, changes, last)
-        print_warnings(prepared)
-        if shared.dry_run:
-            submitted = SubmittedRun(prepared)
-        else:
-            commands.ignore_output_errors()
-            submitted = start(prepared, local or shared.in_allocation, allocation)
-    ctx.exit(_print_run(submitted, shared))
+    if not shared.dry_run:
+        commands.ignore_output_errors()
+    hold = None
+    if shared.in_allocation:
+        refused = {"--local": shared.local, **dict(settings.values())}
+        hold = partial(_held_nodes, refused=refused)
+    config = load(run_dir.config, trusted=True)
+    request = _request(config, 0 if nodes is None else nodes[1], shared, shared.local)
+    changes = Changes(cluster, overrides, settings, from_scratch)
+    request = replace(request, run=run_dir)
+    ctx.exit(_print_run(continue_run(request, changes, client, hold, print_warnings), shared))

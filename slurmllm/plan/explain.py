@@ -25,26 +25,6 @@ from slurmllm.plan.search import (
 _MOST_REASONS = 4  # for refused layouts
 
 
-def describe(candidate: LayoutEstimate) -> str:
-    """Return `TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, …`."""
-    recipe = candidate.config.recipe
-    nodes = recipe.parallel.shard_nodes
-    shards = f" over {format_plural(nodes, 'node')}" if nodes else ""
-    sequence = ", sequence parallel" if recipe.parallel.sequence else ""
-    checkpointing = recipe.train.checkpointing_text if recipe.train.recomputed else "no"
-    return (
-        f"{degrees(candidate)}, micro batch {candidate.mesh.micro_batch}, "
-        f"{checkpointing} checkpointing, ZeRO {recipe.parallel.zero}{shards}{sequence}"
-    )
-
-
-def degrees(candidate: LayoutEstimate) -> str:
-    """Return `TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` if interleaved."""
-    mesh = candidate.mesh
-    chunks = f" ({mesh.virtual_pipeline} chunks)" if mesh.virtual_pipeline > 1 else ""
-    return f"TP {mesh.tensor} × PP {mesh.pipeline}{chunks} × DP {mesh.data}"
-
-
 def describe_memory(memory: MemoryUse) -> str:
     """Return `14.1 of 15.75 GiB: activations 6.02, …`: the parts of at least 1 %, by size."""
     sizes = ", ".join(
@@ -52,7 +32,7 @@ def describe_memory(memory: MemoryUse) -> str:
         for name, size in sorted(memory.parts.items(), key=lambda named: -named[1])
         if size >= 0.01 * memory.peak
     )
-    return f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB: {sizes}"
+    return f"{memory}: {sizes}"
 
 
 def why_too_large(memory: MemoryUse) -> str:
@@ -67,19 +47,19 @@ def explain(
 ) -> Iterator[str]:
     """Yield lines on why the first of `fitting` is the best; `too_large` is sorted by memory."""
     best = fitting[0]
-    yield f"best: {describe(best)}: {_speed(best)}"
+    yield f"best: {best.description}: {_speed(best)}"
     tight = "tight: " if best.memory.tight else ""
     yield f"  memory: {tight}{describe_memory(best.memory)}"
     fastest = max(fitting, key=lambda layout: layout.seq_per_s)
     if fastest.memory.tight and fastest is not best:
-        yield f"faster, but ranked lower because tight: {describe(fastest)}: {_speed(fastest)}"
+        yield f"faster, but ranked lower because tight: {fastest.description}: {_speed(fastest)}"
     for layout in runners_up:
-        yield f"runner-up: {describe(layout)}: {_speed(layout)}"
+        yield f"runner-up: {layout.description}: {_speed(layout)}"
         yield f"  {_slowdown(best, layout)}"
     faster = [layout for layout in too_large if layout.seq_per_s > best.seq_per_s]
     if faster:
         yield (
-            f"faster, but too large: {describe(faster[0])}: {_speed(faster[0])}; "
+            f"faster, but too large: {faster[0].description}: {_speed(faster[0])}; "
             f"{why_too_large(faster[0].memory)}"
         )
 
@@ -116,7 +96,7 @@ def misfit_reasons(too_large: Sequence[LayoutEstimate], refused: Mapping[str, in
     """Return why no layout fits: the smallest one's memory, or the commonest broken rules."""
     if too_large:
         return [
-            f"closest to fitting: {describe(too_large[0])}: {why_too_large(too_large[0].memory)}"
+            f"closest to fitting: {too_large[0].description}: {why_too_large(too_large[0].memory)}"
         ]
     return [
         f"{format_plural(count, 'layout')}: {reason}" for reason, count in most_refused(refused)
@@ -241,7 +221,7 @@ def memory_shortfall(
         return []
     smallest = min(layouts, key=lambda layout: (layout.memory.peak, layout.mesh.nodes))
     lines = [
-        f"no number of nodes up to {LARGEST} is enough: {describe(smallest)} needs the least, on "
+        f"no number of nodes up to {LARGEST} is enough: {smallest.description} needs the least, on "
         f"{format_plural(smallest.mesh.nodes, 'node')} {why_too_large(smallest.memory)}"
     ]
     scores = score_bytes(smallest.config, smallest.mesh) if config.backend == "nxd" else 0

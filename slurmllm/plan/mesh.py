@@ -61,6 +61,12 @@ class Mesh:
         return self.data // self.replicate
 
     @property
+    def degrees(self) -> str:
+        """`TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` if interleaved."""
+        chunks = f" ({self.virtual_pipeline} chunks)" if self.virtual_pipeline > 1 else ""
+        return f"TP {self.tensor} × PP {self.pipeline}{chunks} × DP {self.data}"
+
+    @property
     def data_text(self) -> str:
         """`512`, or `512 (64 copies of 8 shards)`."""
         if self.replicate == 1:

@@ -26,7 +26,7 @@ from slurmllm.core.format import (
 )
 from slurmllm.plan.choose_layout import changes
 from slurmllm.plan.evidence import evidence, evidence_text, network_range
-from slurmllm.plan.explain import degrees, describe, figures, most_refused, why_too_large
+from slurmllm.plan.explain import figures, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
     NodePlan,
     RecipePlan,
@@ -59,8 +59,15 @@ class Plan:
 
     def __repr__(self) -> str:
         plan = self.recipe_plan
-        counts = ", ".join(str(node_plan.nodes) for node_plan in plan.node_plans)
-        return f"<Plan of {plan.config.recipe.name} on {plan.config.cluster.name}, nodes {counts}>"
+        bests = []
+        for point in plan.points():
+            best = "nothing fits"
+            if point.candidate is not None and point.forecast is not None:
+                speed = format_number(point.candidate.seq_per_s)
+                best = f"{speed} seq/s, {_answer(point.candidate, point.forecast)}"
+            bests.append(f"{format_plural(point.node_plan.nodes, 'node')}: {best}")
+        name = f"{plan.config.recipe.name} on {plan.config.cluster.name}"
+        return f"<Plan of {name}; {'; '.join(bests)}>"
 
     def best(self, nodes: int | None = None) -> LayoutEstimate:
         """Return the best layout on a number of nodes, by default the fewest with one that fits.
@@ -103,7 +110,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
         f"{mesh.global_batch:,} × {recipe.model.seq_len:,} tokens ({format_count(cost.tokens)}), "
         f"{recipe.train.precision}"
     )
-    degrees_text = degrees(best).replace("TP 1 × ", "").replace("PP 1 × ", "")
+    degrees_text = best.mesh.degrees.replace("TP 1 × ", "").replace("PP 1 × ", "")
     answer = _answer(best, forecast, f", {_UNKNOWN_COST}")
     click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}")
     if fixed := fixed_settings(plan.config):
@@ -215,7 +222,7 @@ def recipe_layout_text(node_plan: NodePlan) -> str:
     rank = f"{node_plan.recipe_rank} of {len(node_plan.fitting)}"
     return (
         f"the recipe's own layout is {rank} that fit, with {share} of the best one's seq/s: "
-        f"{describe(layout)}"
+        f"{layout.description}"
     )
 
 
@@ -295,7 +302,7 @@ def print_points(
                 for line in [*node_plan.misfit_reasons[:1], *node_plan.nearest]:
                     click.echo(f"{request}: {line}")
                 continue
-            answer = f"{_answer(point.candidate, point.forecast)}; on {describe(point.candidate)}"
+            answer = f"{_answer(point.candidate, point.forecast)}; on {point.candidate.description}"
             click.echo(f"{request}: {answer}; {recipe_layout_text(node_plan)}")
             lines = [*evidence(point.candidate).reasons, submit(plan, point.candidate)]
             epochs = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)

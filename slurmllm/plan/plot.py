@@ -17,7 +17,6 @@ from slurmllm.core.display.pictures import (
     rc_context,
 )
 from slurmllm.core.format import format_plural
-from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
 from slurmllm.plan.search import LayoutEstimate, MemoryUse
 
@@ -173,4 +172,4 @@ def _curve(plan: RecipePlan) -> PlanCurve:
 
 def _label(layout: LayoutEstimate) -> str:
     how = layout.config.recipe.train.checkpointing_text
-    return f"{degrees(layout)}, micro batch {layout.mesh.micro_batch}, {how}"
+    return f"{layout.mesh.degrees}, micro batch {layout.mesh.micro_batch}, {how}"

@@ -12,7 +12,6 @@ from slurmllm.core.format import format_plural
 from slurmllm.plan.evidence import evidence, generations, runs_on
 from slurmllm.plan.explain import (
     SettingSuggestion,
-    describe,
     differing_settings,
     explain,
     fitting_changes,
@@ -99,7 +98,7 @@ class NodePlan:
         smallest = {_degrees(layout): layout for layout in reversed(self.too_large)}
         layouts = [layout for layout in self.too_large if layout is smallest[_degrees(layout)]]
         return [
-            f"{describe(layout)}: {why_too_large(layout.memory)}"
+            f"{layout.description}: {why_too_large(layout.memory)}"
             for layout in layouts
             if _degrees(layout) not in fitting
         ]

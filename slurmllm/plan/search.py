@@ -18,6 +18,7 @@ from slurmllm.core.config.recipe import Checkpointing
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import RULES, divisors
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_gib, format_number, format_plural
 from slurmllm.plan.memory import worker_memory
 from slurmllm.plan.mesh import (
     Mesh,
@@ -257,6 +258,9 @@ class MemoryUse:
     parts: Mapping[str, int]  # Name → bytes at the peak; they add up to it
     limit: int  # device memory available to a model
 
+    def __str__(self) -> str:
+        return f"{format_gib(self.peak)} of {format_gib(self.limit)} GiB"
+
     @property
     def peak(self) -> int:
         return sum(self.parts.values())
@@ -279,6 +283,25 @@ class LayoutEstimate:
     memory: MemoryUse
     step: StepTime
     model_flops: float  # FLOPs of one step as in MFU: without recomputation and padding
+
+    def __repr__(self) -> str:
+        config, nodes = self.config, format_plural(self.mesh.nodes, "node")
+        speed = f"{format_number(self.seq_per_s)} seq/s, MFU {100 * self.mfu:.1f} %"
+        name = f"{config.recipe.name} on {nodes} of {config.cluster.name}"
+        return f"<LayoutEstimate of {name}: {self.description}; {self.memory}, {speed}>"
+
+    @property
+    def description(self) -> str:
+        """`TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, …`."""
+        recipe = self.config.recipe
+        nodes = recipe.parallel.shard_nodes
+        shards = f" over {format_plural(nodes, 'node')}" if nodes else ""
+        sequence = ", sequence parallel" if recipe.parallel.sequence else ""
+        checkpointing = recipe.train.checkpointing_text if recipe.train.recomputed else "no"
+        return (
+            f"{self.mesh.degrees}, micro batch {self.mesh.micro_batch}, "
+            f"{checkpointing} checkpointing, ZeRO {recipe.parallel.zero}{shards}{sequence}"
+        )
 
     @property
     def fits(self) -> bool:

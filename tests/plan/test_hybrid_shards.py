@@ -18,7 +18,7 @@ from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.choose_layout import choose_parallel, layout_text
 from slurmllm.plan.evidence import evidence
-from slurmllm.plan.explain import describe, explain, settings, why_too_large
+from slurmllm.plan.explain import explain, settings, why_too_large
 from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
 from slurmllm.plan.search import LayoutEstimate, SearchResult, predict, search
 from slurmllm.train.backends.environment import load_environment
@@ -105,7 +105,7 @@ def test_the_search_ranks_them() -> None:
     nodes = best.config.recipe.parallel.shard_nodes
     assert nodes is not None
     assert settings(best)["shard_nodes"] == nodes
-    assert f"over {nodes} node" in describe(best)
+    assert f"over {nodes} node" in best.description
     copies = f"({best.mesh.replicate} copies of {best.mesh.shard} shards)"
     assert copies in layout_text(best)
     support = evidence(best)
@@ -153,7 +153,7 @@ def test_any_order_is_explained_by_its_own_figures(data: st.DataObject) -> None:
     ranked = result.fitting[first:]
     best = ranked[0]
     lines = list(explain(ranked, ranked[1:3], result.too_large))
-    assert lines[0].startswith(f"best: {describe(best)}: {best.seq_per_s:.4g} seq/s")
+    assert lines[0].startswith(f"best: {best.description}: {best.seq_per_s:.4g} seq/s")
     assert sum(line.startswith("runner-up: ") for line in lines) == len(ranked[1:3])
     for line in lines:
         if "too much" in line:
@@ -163,7 +163,7 @@ def test_any_order_is_explained_by_its_own_figures(data: st.DataObject) -> None:
 @pytest.mark.parametrize("case", PLANS[1:3])
 def test_a_runner_up_is_slower_by_the_parts_that_are_named(case: tuple[str, int, str]) -> None:
     result = plan(*case)
-    by_name = {describe(item): item for item in result.fitting}
+    by_name = {item.description: item for item in result.fitting}
     lines = explain(result.fitting, result.fitting[1:3], result.too_large)
     best = result.fitting[0]
     for line, following in pairwise(lines):

@@ -269,7 +269,7 @@ class Comparison(Conclusion, ComparedSteps):
     html: str | None = None  # path of the page
 
     def __repr__(self) -> str:
-        return f"<Comparison: {self.verdict}, {self.reason}>"
+        return f"<Comparison of {self.a.name} and {self.b.name}: {self.verdict}, {self.reason}>"
 
     def to_dict(self) -> Json:
         """Return it for JSON; a number that is not finite is None."""

@@ -8,10 +8,12 @@ record of an attempt's ending follows all its lines.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
+import subprocess
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -19,20 +21,27 @@ from itertools import chain, groupby
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from slurmllm.core.errors import RunError
-from slurmllm.core.format import printable
+from slurmllm.core.display.tables import data_frame
+from slurmllm.core.errors import RunError, SlurmError, StorageError
+from slurmllm.core.format import Json, format_plural, printable
 from slurmllm.core.log import message_of, parse_line
 from slurmllm.core.run.records import AttemptRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.core.slurm.client import step_beside
+from slurmllm.core.slurm.setup import slurm_environment
 
+if TYPE_CHECKING:
+    import pandas
+
+log = logging.getLogger(__name__)
 _RANK = re.compile(r"^rank_(\d+)\.log$")
 _BLOCK_BYTES = 64 * 1024
 # A program without newlines must not fill the memory: a longer line is cut into pieces.
 _LONGEST_BYTES = 1024 * 1024
+_LONGEST_LINE = 1 << 20  # bytes, of a log on a node
 _LONGEST_TAIL_BYTES = 64 << 20  # without the lines that are looked for
 
 
@@ -114,6 +123,7 @@ class LogSelection:
     ranks: frozenset[int] | None = None  # None: all
     attempt: int | None = None  # the only attempt; None: all
     newest: bool = False  # of each stage only the newest attempt, and those that begin later
+    worker: int | None = None  # the rank of the only worker, whose lines have no labels
 
     def includes(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
@@ -134,6 +144,33 @@ class LogSelection:
         return sorted(set(ranks).difference(logs))
 
 
+def select_logs(
+    run: RunDir,
+    stage: Stage | None,
+    attempt: int | None,
+    rank: int | None,
+    ranks: frozenset[int] | None,
+    lines: int | None,
+    several: bool,
+) -> LogSelection:
+    """Return which logs `slurmllm logs` shows.
+
+    Args:
+        several: Whether those of several ranks: of `ranks`, or, if None, of all.
+        lines: How many of each log; None: all.
+    """
+    stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
+    single = rank is not None or not several  # worker
+    plain = single and rank is None and attempt is None  # rank 0, in all attempts
+    if single:
+        ranks = frozenset({rank or 0})
+    if attempt is not None or (single and not plain):
+        stages = stages[-1:]
+    # Earlier attempts can be long: the last lines are those of the newest attempt.
+    newest = (single or lines is not None) and not plain
+    return LogSelection(run, stages, ranks, attempt, newest, (rank or 0) if single else None)
+
+
 class RankLine(NamedTuple):
     """A line of a log, without its newline."""
 
@@ -141,6 +178,26 @@ class RankLine(NamedTuple):
     attempt: int
     rank: int
     text: str
+
+
+class RunLogs(tuple[RankLine, ...]):
+    """Lines of a run's logs, each with `stage`, `attempt`, `rank` and `text`; `str` joins them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<RunLogs: {format_plural(len(self), 'line')}>"
+
+    def __str__(self) -> str:
+        return "\n".join(line.text for line in self)
+
+    def to_dict(self) -> Json:
+        """Return them for JSON."""
+        return {"lines": [line._asdict() for line in self]}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each line."""
+        return data_frame(self.to_dict()["lines"])
 
 
 @dataclass
@@ -320,3 +377,119 @@ def node_log_command(
             )
         return tail
     return [*step_beside(record.job_id, [node]), *tail]
+
+
+def log_batches(
+    selection: LogSelection,
+    lines: int | None,
+    state: Callable[[], str],
+    endings: Iterable[bool] | None = None,
+) -> Iterator[Iterable[RankLine]]:
+    """Yield the lines of logs, as many at a time as there are.
+
+    Args:
+        lines: How many of each log, the last; None: all.
+        state: Returns the state of the run, for the error that there is no log.
+        endings: Yields whether the run has ended, to read on until then; None: to read once.
+
+    Raises:
+        RunError: there are no such logs, or they are on another machine.
+    """
+    run, rank, follow = selection.run, selection.worker, endings is not None
+    merged = MergedLogs(selection)
+    printed: set[tuple[Stage, int]] = set()  # attempts whose log was read on its node
+    if rank and not follow and (yield from _on_node(selection, merged, printed, lines, follow)):
+        return
+    if rank is None and not follow:
+        _warn_of_missing_logs(selection)
+    if not merged.any_file() and (message := _explain_no_log(selection, follow, state)):
+        log.warning("%s", message)
+        return
+    for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
+        if path.is_file():
+            open_regular(path).close()  # `GrowingLog` ignores a file that cannot be read
+    for ended in [True] if endings is None else endings:
+        yield merged.poll_last(lines, ended) if lines else merged.poll(ended)
+        if rank and not ended:
+            yield from _on_node(selection, merged, printed, lines, follow)
+        lines = None  # for the first look
+
+
+def _on_node(
+    selection: LogSelection,
+    merged: MergedLogs,
+    printed: set[tuple[Stage, int]],
+    lines: int | None,
+    follow: bool,
+) -> Generator[Iterable[RankLine], None, bool]:
+    """Yield the lines of the only worker's log on the disk of its node; return whether it is there.
+
+    `follow`: until the worker ends. `printed` gets the attempt, so that none is read twice.
+    """
+    rank = selection.worker
+    assert rank is not None
+    command = None
+    with suppress(StorageError):  # a record that is damaged
+        record = selection.newest_attempt()
+        if record is not None and (record.stage, record.attempt) not in printed:
+            command = node_log_command(selection.run, record, rank, lines, follow)
+    if command is None or record is None:
+        return False
+    printed.add((record.stage, record.attempt))
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=slurm_environment())
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be started: {error}") from error
+    with process:
+        assert process.stdout is not None
+        try:
+            while line := process.stdout.readline(_LONGEST_LINE):
+                merged.skip(record.stage, record.attempt, rank)
+                content = text_of(line.removesuffix(b"\n"))
+                yield [RankLine(record.stage, record.attempt, rank, content)]
+        finally:
+            if process.poll() is None:
+                process.terminate()  # srun survives a first Ctrl-C
+    return process.returncode == 0
+
+
+def _warn_of_missing_logs(selection: LogSelection) -> None:
+    with suppress(StorageError):
+        record = selection.newest_attempt()
+        if record is None or record.ended_at is not None:
+            return
+        if ranks := selection.missing_ranks(record):
+            count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
+            command = f"slurmllm logs {selection.run.name} --rank {ranks[0]} -f"
+            note = f"collected when {attempt} {record.attempt} ends; `{command}` shows one"
+            log.warning("without %s on the disks of the nodes, %s", count, note)
+
+
+def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], str]) -> str | None:
+    """Return that the only worker printed nothing; None if a log may still be written.
+
+    Raises:
+        RunError: There are no such workers, or the log is still on its node.
+    """
+    run, stage, rank = selection.run, selection.stages[-1], selection.worker
+    record, node_record = None, None
+    with suppress(StorageError):
+        record = selection.newest_attempt()
+    node = node_of(record, rank) if record is not None and rank is not None else ""
+    if follow and record is None:
+        log.warning("%s has no logs yet: %s", run.name, state())
+        return None
+    if follow and (rank is None or node):
+        return None
+    if record is None or not (rank and node):
+        attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage))
+        listed = "none" if record is None else ranks_with_logs(run, stage, record.attempt)
+        logs = f"such logs ({stage} attempts: {attempts}; ranks with a log: {listed})"
+        raise RunError(f"{run.name} has no {logs if attempts else 'logs yet'}: {state()}")
+    worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
+    with suppress(StorageError):
+        node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))
+    if node_record is not None and rank in node_record.exit_codes:  # whose logs are collected
+        return f"{worker}: it printed nothing"
+    collector = f"whose launcher has not collected it; the next attempt on {node} does"
+    raise RunError(f"{worker}: its log is on the disk of {node}, {collector}")

@@ -22,7 +22,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load, read_summary, summarize
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import SlurmError, SlurmllmError, StorageError
-from slurmllm.core.format import Json, format_names, format_plural
+from slurmllm.core.format import Json, format_days, format_names, format_number, format_plural
 from slurmllm.core.metrics.row_reader import (
     json_number,
     last_row,
@@ -111,7 +111,10 @@ class RunState:
     details: Details | None = None  # only of a run that was read by itself
 
     def __repr__(self) -> str:
-        return f"<RunState {self.name}: {self.state}, step {self.step_text}>"
+        speed = "" if self.seq_per_s is None else f", {format_number(self.seq_per_s)} seq/s"
+        left = "" if self.eta_s is None else f", {format_days(self.eta_s / 3600)} left"
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"<RunState {self.name}: {self.state}, step {self.step_text}{speed}{left}{reason}>"
 
     @property
     def step_text(self) -> str:
@@ -197,6 +200,12 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         return replace(state, details=read_details(run, state.attempts, state.state, config))
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
+
+
+def state_text(run: RunDir, client: SlurmClient) -> str:
+    """Return the state of a run with its reason, for messages."""
+    state = run_states([run], client)[0]
+    return f"{state.state}, {state.reason or 'starting'}; see `slurmllm status {run.name}`"
 
 
 def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:

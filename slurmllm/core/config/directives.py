@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slurmllm.core.errors import UserError
+
 # Options for which a user's SBATCH_ACCOUNT, … count; no other variable is an option.
 USER_DEFAULTS = ("account", "partition", "qos", "reservation")
 Options = dict[str, str | bool]  # option → value; True for one without a value
@@ -56,6 +58,17 @@ _FROM_FILE = """
     qos reservation segment sockets-per-node spread-job switches thread-spec threads-per-core
     time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
 """
+
+
+def parse_nodes(nodes: str) -> tuple[int | None, int]:
+    """Parse `4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", nodes.strip())
+    fewest, most = map(int, (match[1] or match[2], match[2])) if match else (0, 0)
+    if match is None or not 1 <= fewest <= most:
+        raise UserError(
+            f"--nodes {nodes!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
+        )
+    return fewest if match[1] else None, most
 
 
 def user_defaults() -> dict[str, str]:

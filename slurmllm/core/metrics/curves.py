@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.core.display.tables import data_frame
+from slurmllm.core.format import format_names, format_plural
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import MetricsRow, SkippedBatches
 
@@ -139,7 +140,8 @@ class Curve:
     invented_steps: str = ""  # why its steps are none that the training counted; empty: they are
 
     def __repr__(self) -> str:
-        return f"<Curve {self.name}: {len(self.steps)} steps of {', '.join(self.columns)}>"
+        metrics = format_names(list(self.columns), 4)
+        return f"<Curve {self.name}: {format_plural(len(self.steps), 'step')} of {metrics}>"
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Return the steps that have a metric, and its values; both empty if no row has it."""

@@ -1,24 +1,140 @@
-"""The deletion of a run or a sweep: what goes, what stays, and why it may not be deleted."""
+"""Cancel a run or a sweep, or delete it: what goes, what stays, and why it may not go."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.core.config.load import load
-from slurmllm.core.errors import ConfigError, RunError, StorageError
-from slurmllm.core.run.records import JobsRecord, SweepRecord, runs_of
+from slurmllm.core.errors import ConfigError, RunError, StorageError, UserError
+from slurmllm.core.format import Json
+from slurmllm.core.run.records import JobsRecord, Submission, SweepRecord, runs_of
 from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
-from slurmllm.core.run.safe_files import os_error_text, user_name
+from slurmllm.core.run.safe_files import os_error_text, untrusted_error, user_name
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.launch.submit.resume import require_ended
-from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.launch.supervise.run_lock import locked
+from slurmllm.launch.supervise.run_state import is_active, process_elsewhere
+from slurmllm.train.checkpoint.foreign import command_of, list_trainer_checkpoints
+
+log = logging.getLogger(__name__)
+
+
+class CancelledJob(NamedTuple):
+    """A job of a run, or the process of a run on this machine, and what was done to it."""
+
+    run: str
+    job: str | None  # of Slurm
+    pid: int | None  # of a run on this machine
+    action: str  # cancelled; `save and exit` or `exit`, as a process was asked; `asked before`
+
+
+@dataclass(frozen=True)
+class CancelledRun:
+    """What was cancelled of a run or a sweep."""
+
+    name: str
+    jobs: tuple[CancelledJob, ...]
+
+    def to_dict(self) -> Json:
+        """Return it for JSON."""
+        return {"run": self.name, "jobs": [job._asdict() for job in self.jobs]}
+
+
+def cancel_jobs(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
+    """Cancel all jobs of a run or a sweep, those that run last: no lane may start another one.
+
+    Raises:
+        RunError: it runs on another machine, or somebody else may have written its record.
+        UserError: the process of a run on this machine belongs to another user.
+    """
+    with ExitStack() as locks:
+        try:
+            locks.enter_context(locked(RunDir(target.path), "cancel"))
+        except StorageError as error:  # a full disk must not keep its jobs
+            log.warning("%s; cancelling without the lock", error)
+        return _cancel(target, client)
+
+
+def _cancel(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
+    runs = [target] if isinstance(target, RunDir) else target.graph_runs()
+    if isinstance(target, SweepDir):
+        cases = SweepRecord.load(target.record).cases
+        runs = [*runs, *(target.run(case.run) for case in cases)]
+    jobs, cancelled = dict[str, RunDir](), list[CancelledJob]()
+    for run in runs:
+        last = JobsRecord.of(run).last
+        if last is None:
+            continue
+        if process := process_elsewhere(run, client):
+            raise RunError(f"{run.name}: {process} may run it; `slurmllm cancel {run.name}` there")
+        if not last.local or last.pid is None:
+            jobs |= dict.fromkeys(last.own_jobs, run)
+        elif is_active(run, client):
+            _require_own_record(run)
+            action = _cancel_process(run, last, last.pid)
+            cancelled.append(CancelledJob(run.name, None, last.pid, action))
+    queue = client.queue(list(jobs)) if jobs else {}
+    active = [job for job in reversed(jobs) if job in queue and queue[job].active]
+    active.sort(key=lambda job: queue[job].state != "PENDING")
+    for job in active:
+        _require_own_record(jobs[job])
+    if active:
+        client.cancel(active)
+    for run in dict.fromkeys(jobs[job] for job in active):
+        _record_cancellation(run)
+    cancelled += [CancelledJob(jobs[job].name, job, None, "cancelled") for job in active]
+    return CancelledRun(target.name, tuple(cancelled))
+
+
+def _record_cancellation(run: RunDir) -> None:
+    """Record the cancellation, if the directory takes it: without accounting only that tells."""
+    try:
+        JobsRecord.change_last(run, cancelled_at=time.time())
+    except StorageError as error:
+        log.warning("the cancellation is not recorded: %s", error)
+
+
+def _require_own_record(run: RunDir) -> None:
+    """Raise RunError if others may have written what is to be cancelled."""
+    if why := untrusted_error(run.jobs.stat()):
+        raise RunError(
+            f"{run.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
+            "cancel it; an administrator uses `scancel`"
+        )
+
+
+def _cancel_process(run: RunDir, submission: Submission, pid: int) -> str:
+    """Ask the process of a local run to save and exit, once: a second signal would end it."""
+    _signal(pid, 0)
+    if submission.cancelled_at is not None:
+        return "asked before"
+    _record_cancellation(run)  # before the signal: the process reads the reason when it ends
+    _signal(pid, signal.SIGTERM)
+    command = command_of(run)
+    saves = command is None or command.stop_signal is not None
+    return "save and exit" if saves else "exit"
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a local run's process; 0 only checks the permission."""
+    try:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+    except PermissionError as error:
+        raise UserError(
+            f"process {pid} belongs to another user; only who started a local run can cancel it"
+        ) from error
 
 
 class Deletion(NamedTuple):

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from slurmllm.core.config.directives import as_arguments
 from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError
+from slurmllm.core.format import format_plural
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
@@ -53,7 +54,13 @@ class SubmittedRun:
     exit_code: int | None = None  # of a run on this machine that has ended
 
     def __repr__(self) -> str:
-        return f"<SubmittedRun {self.name} on {self.prepared.mesh.nodes} nodes>"
+        outcome = "dry run" if self.sent is None else "on this machine"
+        if self.exit_code is not None:
+            outcome = f"exit code {self.exit_code}"
+        elif self.sent is not None and not self.sent.local:
+            outcome = f"train job {self.sent.train_job}"
+        nodes = format_plural(self.prepared.mesh.nodes, "node")
+        return f"<SubmittedRun {self.name} on {nodes}: {outcome}>"
 
     @property
     def name(self) -> str:
@@ -137,16 +144,16 @@ def start_run(
         claimed = lambda run: locks.enter_context(locked(run, "submit"))  # noqa: E731
         prepared = prepare(replace(request, claimed=claimed))
         on_prepared(prepared)
-        if request.dry_run:
-            return SubmittedRun(prepared)
-        return start(prepared, request.local or allocation is not None, allocation)
+        return start(prepared, request, allocation)
 
 
-def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
-    return SubmittedRun(
-        prepared,
-        record_local(prepared, allocation=allocation) if at_once else submit_jobs(prepared),
-    )
+def start(prepared: PreparedRun, request: RunRequest, allocation: str | None) -> SubmittedRun:
+    """Submit a run's jobs, or record that this process runs its stages, unless it is a dry run."""
+    if request.dry_run:
+        return SubmittedRun(prepared)
+    if request.local or allocation is not None:
+        return SubmittedRun(prepared, record_local(prepared, allocation=allocation))
+    return SubmittedRun(prepared, submit_jobs(prepared))
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.errors import ConfigError, StorageError
+from slurmllm.core.errors import ConfigError, StorageError, UserError
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.core.slurm.client import SlurmClient
@@ -71,7 +72,7 @@ class RunRequest:
     """A run to prepare."""
 
     config: RunConfig
-    nodes: int  # nodes of the train stage
+    nodes: int  # nodes of the train stage; of a resume, 0: as before
     root: Path  # folder of all runs
     folder: Path | None = None  # parent of a new run, if not `root`: the directory of a sweep
     run: RunDir | None = None  # the run to resume; None for a new one
@@ -143,6 +144,14 @@ class PreparedRun:
     def refusals(self) -> list[str]:
         """The faults of all errors of a dry run."""
         return [fault for error in (*self.refused, *self.unstartable) for fault in error.faults]
+
+
+def check_mode(local: bool, options: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise UserError if a run with these options cannot train on this machine, or from here."""
+    if local and options.get("slurm.min_nodes", ("", None))[1] is not None:
+        raise UserError("--nodes M-N: a range is for Slurm's jobs; give one number")
+    if local and threading.current_thread() is not threading.main_thread():
+        raise UserError("local=True: call it in the main thread, whose signals end the run")
 
 
 class RunLayout(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from slurmllm.core.config.load import read_summary, summarize
+from slurmllm.core.config.load import load, read_summary, summarize
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.config.resolve import RunConfig, change, changed_settings
 from slurmllm.core.errors import RunError
@@ -15,8 +16,10 @@ from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient, wait_for
-from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
+from slurmllm.launch.submit.launch import SubmittedRun, start
+from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, check_mode, prepare
 from slurmllm.launch.supervise.exclusion import to_avoid
+from slurmllm.launch.supervise.run_lock import locked
 from slurmllm.launch.supervise.run_state import (
     is_active,
     process_elsewhere,
@@ -72,6 +75,48 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
             f"`slurmllm cancel {run.name}` first"
         )
     return last
+
+
+def nodes_and_mode(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
+    """Return nodes, and whether they are launchers on this machine, by default as before."""
+    count = nodes or (last.nodes if last else 1)
+    return count, local or (last is not None and last.local and last.allocation is None)
+
+
+def continue_run(
+    request: RunRequest,
+    changes: Changes,
+    client: SlurmClient,
+    hold: Callable[[int | None], tuple[str, int]] | None = None,
+    on_prepared: Callable[[PreparedRun], object] = lambda _: None,
+) -> SubmittedRun:
+    """Prepare a run to be continued, and submit its jobs or record that this process runs it.
+
+    Args:
+        request: The run, and nodes and mode if they change; its configuration is read again.
+        hold: Returns the Slurm job whose nodes run the stages, and how many of the requested ones.
+        on_prepared: Called before anything is submitted.
+
+    Raises:
+        SlurmllmError: as `require_ended`, `prepare_resume` and `submit_jobs` do.
+    """
+    assert request.run is not None
+    run = request.run
+    require_ended(run, client, request.force)  # waits: its last processes need the lock
+    with nullcontext() if request.dry_run else locked(run, "resume"):
+        last = require_ended(run, client, request.force)
+        count, local = nodes_and_mode(last, request.nodes, request.local)
+        allocation = None
+        if hold is not None:
+            local = False
+            allocation, count = hold(request.nodes or (last.nodes if last else None))
+        check_mode(local, changes.options)
+        slurm = None if local or allocation is not None else client
+        config = load(run.config, trusted=True)
+        request = replace(request, config=config, nodes=count, local=local, slurm=slurm)
+        prepared = prepare_resume(request, changes, last)
+        on_prepared(prepared)
+        return start(prepared, request, allocation)
 
 
 def prepare_resume(request: RunRequest, changes: Changes, last: Submission | None) -> PreparedRun:

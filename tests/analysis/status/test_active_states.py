@@ -153,7 +153,9 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def test_status_and_cancel_on_a_full_disk(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_cancel_on_a_full_disk(
+    full_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     slurm = FakeSlurm()
     job = slurm.submit("#SBATCH --nodes=1\n")
     slurm.start(job)
@@ -167,8 +169,8 @@ def test_status_and_cancel_on_a_full_disk(full_disk: Path, monkeypatch: pytest.M
     result = call("cancel", "r", "--runs-dir", full_disk)
     assert result.exit_code == 0, result.output
     assert slurm.jobs[job].state == "CANCELLED"
-    assert "cancelling without the lock" in result.output
-    assert "the cancellation is not recorded" in result.output
+    assert "cancelling without the lock" in caplog.text
+    assert "the cancellation is not recorded" in caplog.text
     filling.unlink()
     assert "storage full" not in run_state(run, slurm).reason
 

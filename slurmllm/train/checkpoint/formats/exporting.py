@@ -5,6 +5,9 @@ Memory holds one output file at a time; the optimizer's state is never read.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +17,15 @@ from torch import Tensor
 
 from slurmllm.core.config.huggingface import CONFIG, config_faults, write_config
 from slurmllm.core.config.recipe import ModelConfig
-from slurmllm.core.errors import ConfigError, DataError, StorageError
+from slurmllm.core.errors import CheckpointError, ConfigError, DataError, StorageError
 from slurmllm.core.format import format_plural
-from slurmllm.train.checkpoint.folder import atomic_folder, fsync_file
+from slurmllm.train.checkpoint.catalogue import (
+    find_checkpoint,
+    newest_verified,
+    read_entry,
+    verify_entry,
+)
+from slurmllm.train.checkpoint.folder import atomic_folder, fsync_file, require_absent
 from slurmllm.train.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
@@ -30,11 +39,14 @@ from slurmllm.train.checkpoint.formats.model_folders import (
     GENERATION,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    ExportedModel,
     TokenizerFiles,
+    checkpoint_tokenizer,
     copy_files,
     write_tokenizer_config,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import (
+    WEIGHT_TYPES,
     TensorFiles,
     plan_shards,
     write_index,
@@ -45,6 +57,8 @@ from slurmllm.train.checkpoint.state import Origin, read_origin
 
 if TYPE_CHECKING:
     from slurmllm.core.display.progress import OnProgress
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,64 @@ class ExportPlan(TensorPlan):
             region = tuple(slice(0, size) for size in mapping.shape)
             ours = self.weights.read(mapping.ours, region).to(dtype)
         return dict(zip(mapping.theirs, mapping.layout.split(self.model, ours), strict=True))
+
+
+def export_model(
+    source: str,
+    root: Path,
+    out: Path,
+    dtype: str,
+    tokenizer_file: Path | None,
+    shard_bytes: int,
+    progress: Callable[[str, int], AbstractContextManager[OnProgress]] = lambda *_: nullcontext(
+        lambda _: None
+    ),
+) -> ExportedModel:
+    """Export a checkpoint, after verifying it.
+
+    Args:
+        source: As for `find_checkpoint`, with `root`.
+        dtype: A name of `WEIGHT_TYPES`.
+        tokenizer_file: A tokenizer.json; None: the imported one, or the run's.
+        shard_bytes: As for `run_export`.
+        progress: Shows what is done, and how many bytes.
+    """
+    require_absent(out)
+    directory = _verified_checkpoint(source, root, progress)
+    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
+    plan = plan_export(directory, tokenizer, WEIGHT_TYPES[dtype])
+    num_bytes = sum(plan.sizes_bytes)
+    with progress("exporting", num_bytes) as on_progress:
+        files = run_export(plan, out, shard_bytes, on_progress)
+    return ExportedModel(
+        path=out,
+        checkpoint=directory,
+        model=plan.model,
+        tokenizer=tuple(sorted(tokenizer.files)),
+        files=tuple(files),
+        num_bytes=num_bytes,
+        num_parameters=plan.num_parameters,
+    )
+
+
+def _verified_checkpoint(
+    source: str, root: Path, progress: Callable[[str, int], AbstractContextManager[OnProgress]]
+) -> Path:
+    """Return the checkpoint folder that the arguments name, after verifying it."""
+    directory = find_checkpoint(source, root)
+    if not isinstance(directory, Path):
+        directory, skipped = newest_verified(directory)
+        for line in skipped:
+            log.warning("skipped a checkpoint that does not verify: %s", line)
+        return directory
+    read_origin(directory)  # refuses other folders before their files are read
+    entry = read_entry(directory)
+    with progress("verifying", entry.num_bytes) as on_progress:
+        entry = verify_entry(entry, on_progress)
+    if entry.faults:
+        lines = "\n".join(f"  {fault}" for fault in entry.faults)
+        raise CheckpointError(f"{directory} does not verify; restore it, or name another:\n{lines}")
+    return directory
 
 
 def plan_export(

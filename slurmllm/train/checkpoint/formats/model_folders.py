@@ -6,13 +6,16 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import DataError, InfrastructureError, StorageError, UserError
+from slurmllm.core.format import Json, format_bytes, format_count
 from slurmllm.core.run.rundir import RunDir, is_run
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_settings, read_tokenizer
@@ -47,6 +50,34 @@ class TokenizerFiles(NamedTuple):
     end_token: str | None = None  # that token
     num_ids: int = 0  # largest id + 1, 0 if the tokenizer was not loaded
     generation: Path | None = None  # the model's generation_config.json
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """A Hugging Face model folder that was written from a checkpoint."""
+
+    path: Path  # the folder
+    checkpoint: Path  # the checkpoint's folder
+    model: ModelConfig
+    tokenizer: tuple[str, ...]  # names of its files; empty: none is known
+    files: tuple[str, ...]  # names of all files
+    num_bytes: int  # of the weights
+    num_parameters: int
+
+    def __repr__(self) -> str:
+        size = f"{format_count(self.num_parameters)} parameters, {format_bytes(self.num_bytes)}"
+        return f"<ExportedModel {self.path}: {size}>"
+
+    def to_dict(self) -> Json:
+        """Return it for JSON, as `slurmllm checkpoint export --json` prints it."""
+        return {
+            "checkpoint": str(self.checkpoint),
+            "out": str(self.path),
+            "model": self.model.model_dump(mode="json"),
+            "tokenizer": list(self.tokenizer),
+            "files": list(self.files),
+            "bytes": self.num_bytes,
+        }
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:

@@ -34,6 +34,8 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+# Types to write, by their names of the command line; None keeps each tensor's own
+WEIGHT_TYPES = {"source": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
