@@ -153,4 +153,5 @@ def test_a_configuration_of_slurm_that_is_not_there(monkeypatch: pytest.MonkeyPa
     """scontrol itself looks for it for a minute."""
     monkeypatch.setattr(SlurmClient, "missing_commands", lambda self: [])
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
-    assert "$SLURM_CONF names /nowhere/slurm.conf, which" in call("init", "--yes").stderr
+    for command in ("init --yes", "health --nodes 2 --cluster a100_ib"):
+        assert "$SLURM_CONF names /nowhere/slurm.conf, which" in call(*command.split()).stderr

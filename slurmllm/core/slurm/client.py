@@ -194,6 +194,9 @@ def step_beside(job_id: str, nodes: Sequence[str]) -> list[str]:
     return ["srun", *allocation, *count, *shared]
 
 
+ELSEWHERE = "run slurmllm on a node of the Slurm cluster"
+
+
 class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
@@ -461,6 +464,12 @@ def step_options(options: Sequence[str] | None = None) -> list[str]:
     return options if sized else ["--mem=0", *options]
 
 
+def check_configuration_file() -> None:
+    """Raise SlurmError if $SLURM_CONF is no file, for which a command would wait for a minute."""
+    if (conf := os.environ.get("SLURM_CONF")) and not Path(conf).exists():
+        raise SlurmError(f"$SLURM_CONF names {conf}, which does not exist; unset or correct it")
+
+
 def _rows(command: list[str], columns: int, *, accounting: bool = False) -> list[list[str]]:
     """Return the rows that a command prints, with `|` between columns; others are left out.
 
@@ -492,10 +501,7 @@ def _run(
     `through_sigterm`: it survives the end of the job that it is called from.
     """
     if shutil.which(command[0]) is None:
-        raise SlurmError(
-            f"{command[0]} is not on the PATH; run slurmllm on a node of the Slurm cluster, or "
-            "add --local to train on this machine"
-        )
+        raise SlurmError(f"{command[0]} is not on the PATH; {ELSEWHERE}")
     options.setdefault("env", slurm_environment())
     if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
         options["cwd"] = options.get("cwd") or "/"
@@ -503,6 +509,7 @@ def _run(
         options["preexec_fn"] = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options |= {"capture_output": True, "text": True, "errors": "replace"}
     try:
+        check_configuration_file()
         done = subprocess.run(command, timeout=timeout_s, **options)
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error}") from error

@@ -277,8 +277,6 @@ def survey(client: SlurmClient) -> Survey:
     """
     if "scontrol" in client.missing_commands():
         raise SlurmError(f"no Slurm here: scontrol is not on the PATH; {_ELSEWHERE}")
-    if (path := os.environ.get("SLURM_CONF")) and not Path(path).exists():  # it would wait 60 s
-        raise SlurmError(f"$SLURM_CONF names {path}, which does not exist; unset or correct it")
     site = Site(client)
     try:
         partitions = {name: row for name, row in site.partitions.items() if row.nodes}

@@ -28,7 +28,7 @@ from slurmllm.core.format import format_plural
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
-from slurmllm.core.slurm.client import ENDED_STATES, SlurmClient, UnansweredError
+from slurmllm.core.slurm.client import ELSEWHERE, ENDED_STATES, SlurmClient, UnansweredError
 from slurmllm.core.slurm.setup import new_job_environment
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.submit.render import precompile_nodes
@@ -227,6 +227,9 @@ def submit_jobs(
         prepared, local=False, restart=choose_restart(slurm.restart, earlier.last, client), **fields
     )
     try:
+        if "sbatch" in client.missing_commands():
+            fix = f"{ELSEWHERE}, or add --local to train on this machine"
+            raise SlurmError(f"sbatch is not on the PATH; {fix}")
         srun = as_arguments(slurm.directives.srun)
         if container is not None and container.srun_runs_it:
             srun = ["--container-image=any", *srun]

@@ -25,7 +25,12 @@ from slurmllm.core.errors import ConfigError, SlurmError, UserError
 from slurmllm.core.run.records import JobsRecord, NodeNames
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import login_name
-from slurmllm.core.slurm.client import AccountingRow, SlurmClient, step_options
+from slurmllm.core.slurm.client import (
+    AccountingRow,
+    SlurmClient,
+    check_configuration_file,
+    step_options,
+)
 from slurmllm.core.slurm.container import (
     CONTAINER,
     CONTAINER_PYTHON,
@@ -378,6 +383,7 @@ def allocate_nodes(
             "salloc is not on the PATH; run this on a node of the Slurm cluster, or add --local "
             "to use this machine"
         )
+    check_configuration_file()
     salloc_options["partition"] = salloc_options.get("partition") or config.cluster.partition
     salloc_options["time"] = salloc_options.get("time") or "15"
     if nodes is not None or not salloc_options.get("nodelist"):

@@ -119,7 +119,7 @@ def test_every_command_of_the_client_starts_without_them(
         monkeypatch.setenv(f"{name.upper()}_FORMAT", "%x")
         monkeypatch.setenv(f"{name.upper()}_CLUSTERS", "other")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    monkeypatch.setenv("SLURM_CONF", "/c")
+    monkeypatch.setenv("SLURM_CONF", "/etc")
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -132,7 +132,7 @@ def test_every_command_of_the_client_starts_without_them(
     real.accounting("7")
     real.node_states()
     real.check_srun(["--mpi=none"])
-    assert set((tmp_path / "seen").read_text().splitlines()) == {"SLURM_CONF=/c"}
+    assert set((tmp_path / "seen").read_text().splitlines()) == {"SLURM_CONF=/etc"}
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: Inputs) -> No
 
 
 def test_an_interrupted_sweep_names_what_it_has_not_started(
-    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmllm.launch.submit.sweep.run_locally", lambda *_: 130)
     options = ("--local", "--nodes=2", "--name=s", "--precompile=never", "--sweep=train.seed=1,2")
