@@ -196,15 +196,12 @@ def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -
 
 def _check(choices: _Choices, count: int) -> None:
     """Raise UserError if the options contradict each other, or are not for `count` runs."""
+    from slurmllm.analysis.compare.result import check_tolerances
+
     exact, seeds = choices.exact, choices.seeds
-    for option, value in (
-        ("--tolerance", choices.tolerance),
-        ("--grad-norm-tolerance", choices.grad_norm_tolerance),
-    ):
-        if value is not None and exact:
-            raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
-        if value is not None and not 0 <= value < float("inf"):
-            raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
+    limits = {"--tolerance": choices.tolerance}
+    limits["--grad-norm-tolerance"] = choices.grad_norm_tolerance
+    check_tolerances(limits, "--exact" if exact else "")
     if exact and choices.require not in (None, "identical"):
         raise UserError(f"--exact requires identical runs; leave out --require {choices.require}")
     if len(choices.precisions(count)) != count:

@@ -92,7 +92,7 @@ def drill(
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration,
     5 the others recovered, and some got no fault before their last step: not tested.
     """
-    from slurmllm.analysis.compare.result import Tolerances
+    from slurmllm.analysis.compare.result import Tolerances, check_tolerances
     from slurmllm.analysis.drill.drill import Drill, LocalRunner, SlurmRunner
     from slurmllm.analysis.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.core.slurm.client import SlurmClient
@@ -100,8 +100,7 @@ def drill(
 
     client, tolerances = SlurmClient(), Tolerances(exact=True)
     if tolerance is not None:
-        if not 0 <= tolerance < float("inf"):
-            raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
+        check_tolerances({"--tolerance": tolerance})
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
     subject = _find(run, runs_dir, cluster, local, command, overrides)
     count, here = nodes_and_mode(subject.last, nodes, local)

@@ -125,3 +125,9 @@ class OutOfMemoryError(CodeError):
     """A run that ended because a device's or the host's memory was full."""
 
     exit_code = EXIT_OUT_OF_MEMORY
+
+
+def by_exit_code(code: int) -> type[SlurmllmError]:
+    """Return the most general class of errors with an exit code; CodeError for others."""
+    kinds = (UserError, InfrastructureError, StorageError, DivergenceError, OutOfMemoryError)
+    return next((kind for kind in kinds if kind.exit_code == code), CodeError)

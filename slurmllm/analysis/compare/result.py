@@ -66,6 +66,15 @@ class Tolerances(Record):
         return self.grad_norm if metric == "grad_norm" else self.loss
 
 
+def check_tolerances(values: Mapping[str, float | None], exact: str = "") -> None:
+    """Raise UserError if the value of an option is no tolerance, or contradicts option `exact`."""
+    for option, value in values.items():
+        if value is not None and exact:
+            raise UserError(f"{option} {value:g} and {exact} exclude each other; give one of them")
+        if value is not None and not 0 <= value < float("inf"):
+            raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
+
+
 class Basis(Record):
     """What a verdict is measured by."""
 

@@ -21,9 +21,8 @@ from itertools import chain, groupby
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import RunError, SlurmError, StorageError
 from slurmllm.core.format import Json, format_plural, printable
 from slurmllm.core.log import message_of, parse_line
@@ -32,9 +31,6 @@ from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.core.slurm.client import step_beside
 from slurmllm.core.slurm.setup import slurm_environment
-
-if TYPE_CHECKING:
-    import pandas
 
 log = logging.getLogger(__name__)
 _RANK = re.compile(r"^rank_(\d+)\.log$")
@@ -194,10 +190,6 @@ class RunLogs(tuple[RankLine, ...]):
     def to_dict(self) -> Json:
         """Return them for JSON."""
         return {"lines": [line._asdict() for line in self]}
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """Return a row for each line."""
-        return data_frame(self.to_dict()["lines"])
 
 
 @dataclass

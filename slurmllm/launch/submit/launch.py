@@ -54,13 +54,9 @@ class SubmittedRun:
     exit_code: int | None = None  # of a run on this machine that has ended
 
     def __repr__(self) -> str:
-        outcome = "dry run" if self.sent is None else "on this machine"
-        if self.exit_code is not None:
-            outcome = f"exit code {self.exit_code}"
-        elif self.sent is not None and not self.sent.local:
-            outcome = f"train job {self.sent.train_job}"
         nodes = format_plural(self.prepared.mesh.nodes, "node")
-        return f"<SubmittedRun {self.name} on {nodes}: {outcome}>"
+        mode = "a dry run" if self.sent is None else f"train job {self.sent.train_job or 'here'}"
+        return f"<SubmittedRun {self.name} on {nodes}, {mode}>"
 
     @property
     def name(self) -> str:
