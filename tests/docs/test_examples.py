@@ -110,22 +110,14 @@ def _shape(line: str) -> str:
 def test_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = 0
-    section = (
-        (ROOT / "docs" / "site.md")
-        .read_text("utf-8")
-        .partition("\n## Hardware")[2]
-        .partition("\n## ")[0]
-    )
-    for language, text in _BLOCK.findall(section):
+    page = (ROOT / "docs" / "site.md").read_text("utf-8")
+    for language, text in _BLOCK.findall(page.split("## Hardware")[1].split("## Measure")[0]):
         if language == "yaml":
             name = text.splitlines()[0].removeprefix("# ")
-            # The comment is not a line of the file: messages name lines.
             Path(name).write_text(text.partition("\n")[2], encoding="utf-8")
             continue
         command, *shown = text.splitlines()
-        program, *arguments = shlex.split(command.removeprefix("$ "))
-        assert program == "slurmllm"
-        done = call(*arguments)
+        done = call(*shlex.split(command.removeprefix("$ slurmllm ")))
         assert done.exit_code == (2 if shown[0].startswith("error: ") else 0), done.output
         printed = {_shape(line) for line in done.output.splitlines()}
         for line in shown:
