@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
 
+# In the order in which they are printed
+_FACTS = "run directory jobs graphs command mesh planner data next"
+
 
 @commands.grouped(
     common="nodes name set cluster data fetch smoke steps dry-run local",
@@ -219,9 +222,19 @@ def _print_scripts(prepared: PreparedRun, summary: Values) -> None:
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
 
 
-def _print_facts(facts: Mapping[str, str | None]) -> None:
-    for name, fact in facts.items():
-        if fact is not None:
+def _print_facts(prepared: PreparedRun, **more: str | None) -> None:
+    """Print what is known of a run, and `more`, a fact a line."""
+    facts = {
+        "run": prepared.run.name,
+        "directory": str(prepared.run.path),
+        "graphs": _graphs_text(prepared),
+        "data": _epochs_text(prepared),
+        **more,
+    }
+    if prepared.fit is not None and prepared.fit.chosen:
+        facts["planner"] = prepared.fit.line()
+    for name in _FACTS.split():
+        if (fact := facts.get(name)) is not None:
             click.echo(f"{name:<10} {fact}")
 
 
@@ -237,24 +250,14 @@ def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
         degrees = f"{prepared.config.workers_per_node} of the command on each node"
     first = f"precompile job {precompile}, then " if precompile else ""
     _print_facts(
-        {
-            "run": run.name,
-            "directory": str(run.path),
-            "jobs": f"{first}train job {submission.train_job}",
-            "graphs": _graphs_text(prepared),
-            "command": command,
-            "mesh": f"{mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}",
-            "planner": _choice_text(prepared),
-            "data": _epochs_text(prepared),
-            "next": f"slurmllm status {run.name}",
-        }
+        prepared,
+        jobs=f"{first}train job {submission.train_job}",
+        command=command,
+        mesh=f"{mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}",
+        next=f"slurmllm status {run.name}",
     )
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
-
-
-def _choice_text(prepared: PreparedRun) -> str | None:
-    return prepared.fit.line() if prepared.fit is not None and prepared.fit.chosen else None
 
 
 def _epochs_text(prepared: PreparedRun) -> str | None:
@@ -290,8 +293,7 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
 
     prepared, run = submitted.prepared, submitted.prepared.run
     if not as_json:
-        facts = {"run": run.name, "directory": str(run.path), "planner": _choice_text(prepared)}
-        _print_facts({**facts, "graphs": _graphs_text(prepared), "data": _epochs_text(prepared)})
+        _print_facts(prepared)
     submitted = submitted.run_to_end(quiet=as_json)
     code, resume = submitted.exit_code or EXIT_OK, f"slurmllm resume {run.name}"
     if as_json:
