@@ -131,14 +131,11 @@ def _print_end(prepared: PreparedSweep, codes: Mapping[str, int]) -> None:
         state, verb = ("stopped", "status") if any(codes.values()) else ("done", "compare")
         click.echo(f"{state:<10} slurmllm {verb} {name}")
         return
-    commands = [
-        f"slurmllm resume {run.run.name}" if run.run.name in codes else start_command(run.run)
-        for run in prepared.runs
-        if codes.get(run.run.name, EXIT_INTERRUPTED) == EXIT_INTERRUPTED
-    ]
-    for command in commands[1:]:
-        options.note(f"not started  {command}")
-    options.note(f"interrupted  {commands[0]}")
+    runs = (run.run for run in prepared.runs)
+    interrupted, *not_started = [r for r in runs if codes.get(r.name) in (None, EXIT_INTERRUPTED)]
+    for run in not_started:
+        options.note(f"not started  {start_command(run)}")
+    options.note(f"interrupted  {start_command(interrupted)}")
 
 
 def _print_prepared(

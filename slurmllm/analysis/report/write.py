@@ -7,7 +7,6 @@ the page's content security policy forbids every other request. The template esc
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -237,7 +236,7 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
 def default_path(runs: Sequence[RunFacts]) -> Path:
     """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
     named_runs = runs[:_MAX_NAMES] if len(runs) > 1 else ()
-    names = [re.sub(r"[^A-Za-z0-9._-]", "_", facts.name)[:_MAX_NAME] for facts in named_runs]
+    names = [facts.name[:_MAX_NAME] for facts in named_runs]
     if len(runs) > _MAX_NAMES:
         names.append(f"and-{len(runs) - _MAX_NAMES}-more")
     paths = (facts.path for facts in runs if facts.kind == "run")

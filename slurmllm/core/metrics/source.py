@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -288,15 +287,14 @@ def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
     """Return the names of sources; of equal ones the shortest ends of their paths that differ."""
     parts = [str(path.absolute()).split("/") for path in paths]
     distinct = [*names]
-    for name in {name for name, count in Counter(names).items() if count > 1}:
-        equal = [index for index, other in enumerate(names) if other == name]
-        ends: dict[int, str] = {}
-        length = 0
-        while len({*ends.values()}) < len({paths[index].absolute() for index in equal}) > 1:
+    for index, source in enumerate(parts):
+        same = [path for path, name in zip(parts, names, strict=True) if name == names[index]]
+        namesakes = [path for path in same if path != source]
+        length = 1
+        while any(path[-length:] == source[-length:] for path in namesakes):
             length += 1
-            ends = {index: "/".join(parts[index][-length:]) for index in equal}
-        for index, end in ends.items():
-            distinct[index] = end.encode(errors="replace").decode()
+        if namesakes:
+            distinct[index] = "/".join(source[-length:]).encode(errors="replace").decode()
     return distinct
 
 

@@ -233,11 +233,7 @@ def submit_jobs(
         for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
             log.warning("%s", line)
         if not earlier.submissions and not fields:  # the directory of a sweep is new
-            # Of a `submit` of this name that was killed before it recorded them.
-            names = [f"{run.name}-{stage}" for stage in STAGES]
-            if jobs := client.jobs_with_output(names, [*map(run.stage_log, STAGES)]):
-                log.warning("cancelling job %s of a submit that was killed", ", ".join(jobs))
-                client.cancel(jobs)
+            _cancel_unrecorded(run, client)
         for stage in stages or prepared.stages:
             submission = submission.model_copy(
                 update={f"{stage}_job": _sbatch(prepared, stage, submission, client)}
@@ -261,6 +257,14 @@ def submit_jobs(
             remove_unsubmitted(run)
         raise
     return submission
+
+
+def _cancel_unrecorded(run: RunDir, client: SlurmClient) -> None:
+    """Cancel the jobs of a `submit` of this name that was killed before it recorded them."""
+    names = [f"{run.name}-{stage}" for stage in STAGES]
+    if jobs := client.jobs_with_output(names, [*map(run.stage_log, STAGES)]):
+        log.warning("cancelling job %s of a submit that was killed", ", ".join(jobs))
+        client.cancel(jobs)
 
 
 def _sbatch(

@@ -353,9 +353,9 @@ def start_command(run: RunDir) -> str:
         command += f" --nodes {nodes}" if nodes > 1 else ""
     with suppress(StorageError):
         sweep = SweepDir(run.path.parent)
-        members = [*runs_of(sweep), *sweep.graph_runs()] if sweep.record.is_file() else []
-        if any(last.local for member in members if (last := JobsRecord.of(member).last)):
-            command += " --local"
+        submissions = (JobsRecord.of(r).last for r in (*sweep.graph_runs(), *runs_of(sweep)))
+        first = next(filter(None, submissions), None)
+        command += " --local" if first and first.local else ""
     return command
 
 

@@ -171,7 +171,7 @@ def test_an_interrupted_sweep_names_what_it_has_not_started(
     monkeypatch.setattr("slurmllm.launch.submit.sweep.run_locally", lambda *_: 130)
     options = ("--local", "--nodes=2", "--name=s", "--precompile=never", "--sweep=train.seed=1,2")
     ended, last = invoke("submit", "tiny_neox", *inputs, *options), "slurmllm resume s-seed"
-    lines = [f"not started  {last}2 --nodes 2 --local", f"interrupted  {last}1"]
+    lines = [f"not started  {last}2 --nodes 2 --local", f"interrupted  {last}1 --nodes 2 --local"]
     assert (ended.exit_code, ended.stderr.splitlines()[-2:]) == (130, lines)
     assert f"never submitted; `{last}2 --nodes 2 --local` starts it" in call("compare", "s")
 
