@@ -28,6 +28,7 @@ from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.launch.graphs import reuse
 from slurmllm.launch.graphs.archive import load_manifest
 from slurmllm.launch.submit.inputs import (
+    data_folder,
     locate,
     missing_data,
     plugin_faults,
@@ -242,7 +243,9 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
         located = locate(config, request.root)
         missing = missing_data(config, request.root, located)
         if request.fetch is not None and located.missing:
-            log.warning("--fetch would download the data first: %s", missing[0])
+            sets = " and ".join(located.missing)
+            folder = data_folder(config, request.root)
+            log.warning("--fetch would download the data set %s to %s first", sets, folder)
             if "corpus" in located.values:
                 missing = []  # without a corpus among them, it would fail after the download
         if missing:
