@@ -286,7 +286,10 @@ def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     command = _command("submit", plan, layout.mesh.nodes)
     settings = changes(plan.config, layout, chosen=layout is plan.choice(layout.mesh.nodes))
     if plan.forecaster.tokens is not None:
-        settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
+        steps = plan.forecaster.forecast(layout).cost.steps
+        settings.append(f"train.steps={steps}")
+        if steps < (plan.config.recipe.optim.decay_steps or 0):
+            settings.append(f"optim.decay_steps={steps}")
     for setting in settings:
         command += ["--set", setting]
     if locate(plan.config, runs_root()).missing:

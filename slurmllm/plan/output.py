@@ -120,7 +120,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     print_table(*layouts)
     click.echo("\nwhere a step goes, %")
     print_table(*shares)
-    click.echo(f"\n{recipe_layout_text(node_plan)}")
+    click.echo(f"\n{recipe_layout_text(plan, node_plan)}")
     if node_plan.too_large:
         click.echo(f"does not fit: {format_plural(len(node_plan.too_large), 'layout')}")
         for line in node_plan.meshes_too_large[:_NEAREST]:
@@ -149,7 +149,10 @@ def _answer(layout: LayoutEstimate, forecast: TrainingForecast, unknown_cost: st
     cost, spares = forecast.cost, layout.config.recipe.slurm.spare_nodes
     if forecast.lost_time is None:
         return f"does not finish; {forecast.reason}"
-    time = format_days(cost.hours, evidence(layout).hours_interval(cost.hours))
+    known = evidence(layout)
+    time = format_days(cost.hours, known.hours_interval(cost.hours))
+    if known.status == "beyond":
+        time += ", beyond all published runs"
     with_spares = f" with {format_plural(spares, 'spare node')}" if spares else ""
     dollars = unknown_cost if cost.usd is None else f", ${cost.usd:,.0f}"
     return f"{time}, {format_estimate(cost.node_hours)} node hours{with_spares}{dollars}"
@@ -211,8 +214,8 @@ def _cells(layout: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]
     }
 
 
-def recipe_layout_text(node_plan: NodePlan) -> str:
-    """Return the rank of the recipe's own layout, or why it cannot be used."""
+def recipe_layout_text(plan: RecipePlan, node_plan: NodePlan) -> str:
+    """Return rank, time and cost of the recipe's own layout, or why it cannot be used."""
     layout = node_plan.recipe_layout
     if layout is None:
         return "the recipe leaves the layout to the planner"
@@ -220,9 +223,10 @@ def recipe_layout_text(node_plan: NodePlan) -> str:
         return f"the recipe's own layout cannot be used: {node_plan.recipe_fault}"
     share = format_percent(layout.seq_per_s / node_plan.fitting[0].seq_per_s, 1)
     rank = f"{node_plan.recipe_rank} of {len(node_plan.fitting)}"
+    answer = _answer(layout, plan.forecaster.forecast(layout))
     return (
         f"the recipe's own layout is {rank} that fit, with {share} of the best one's seq/s: "
-        f"{layout.description}"
+        f"{layout.description}; {answer}"
     )
 
 
@@ -303,7 +307,7 @@ def print_points(
                     click.echo(f"{request}: {line}")
                 continue
             answer = f"{_answer(point.candidate, point.forecast)}; on {point.candidate.description}"
-            click.echo(f"{request}: {answer}; {recipe_layout_text(node_plan)}")
+            click.echo(f"{request}: {answer}; {recipe_layout_text(plan, node_plan)}")
             lines = [*evidence(point.candidate).reasons, submit(plan, point.candidate)]
             epochs = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
             for line in filter(None, [*lines, epochs]):

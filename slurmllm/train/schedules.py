@@ -89,6 +89,19 @@ def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
     raise ConfigError(f"{after.name}: the schedule differs in trained steps", [fault])
 
 
+def unfinished_decay(recipe: Recipe) -> list[str]:
+    """Return a warning if the run ends before the decay of its learning rate."""
+    optim, steps = recipe.optim, recipe.train.steps
+    if optim.decay == "constant" or optim.decay_steps is None or optim.decay_steps <= steps:
+        return []
+    last = learning_rate(optim, steps, steps)
+    return [
+        f"optim.decay_steps: the learning rate decays until step {optim.decay_steps}, and the run "
+        f"ends at step {steps}, with {last:.3g} (min_lr {optim.min_lr:g}); --set "
+        f"optim.decay_steps={steps} ends the decay there"
+    ]
+
+
 def moved_decay_end(before: Recipe, after: Recipe, trained: int) -> str | None:
     """Return a warning if a resume moves the end of a decay that has begun, else None.
 

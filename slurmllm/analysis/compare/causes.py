@@ -255,7 +255,7 @@ def _of_settings(
             explains = not (
                 forward and setting.step >= first and setting.kind in ("lr", "optimizer")
             )
-        alone = len(strong) == 1 and not (setting.weak or setting.shifted)
+        alone = len(strong) == 1 and not (setting.weak or setting.uncertain)
         confidence = ("certain" if alone else "likely") if explains else "possible"
         yield Cause(kind=setting.kind, confidence=confidence, step=step, evidence=setting.text)
 

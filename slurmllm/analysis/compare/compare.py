@@ -293,7 +293,7 @@ def _contrary_settings(rules: _Rules) -> Texts:
     return tuple(
         setting.text
         for setting in rules.settings
-        if not (setting.weak or setting.shifted) and setting.kind != rules.basis.kind
+        if not (setting.weak or setting.uncertain) and setting.kind != rules.basis.kind
     )
 
 

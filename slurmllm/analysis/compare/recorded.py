@@ -58,7 +58,9 @@ class SettingDifference:
     text: str
     kind: Kind
     weak: bool = False  # changes roundings at most
-    shifted: bool = False  # the same one step apart, so that it may be in the log only
+    # A schedule that is the same one step apart, so that it may be in the log only; a mesh on which
+    # another project's trainer may or may not have the same batch.
+    uncertain: bool = False
 
 
 def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
@@ -164,7 +166,7 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
         began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
         if (changed := describe_schedule_change(curve, 0, began)) is not None:
             sentence += f": the schedule of {letter} was changed {changed}"
-    return SettingDifference(step, sentence, "lr", shifted=shifted)
+    return SettingDifference(step, sentence, "lr", uncertain=shifted)
 
 
 def _is_shifted(lr: Points, tolerance: float) -> bool:
@@ -229,6 +231,7 @@ def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
 def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDifference]:
     """Find settings that both runs have and that can change what they compute."""
     groups: dict[tuple[Kind, bool], list[str]] = {}
+    is_command = a.settings.get("command.run") is not None
     for key in sorted(a.settings.keys() & b.settings.keys()):
         values = a.settings[key], b.settings[key]
         kind = _kind_of_setting(key, a, b) if values[0] != values[1] else None
@@ -245,7 +248,8 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
     for (kind, weak), differences in groups.items():
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
         sentence = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"
-        yield SettingDifference(first, sentence, kind, weak)
+        uncertain = is_command and kind == "mesh"
+        yield SettingDifference(first, sentence, kind, weak and not uncertain, uncertain)
 
 
 def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:

@@ -35,7 +35,7 @@ __all__ = ["locate", "parse_tags", "read_curve"]
 
 # Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger and llm.c
 _LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "main.log")
-_CLUSTER_SETTINGS = ("name", "device", "instance_type")
+_CLUSTER_SETTINGS = ("name", "device", "devices_per_node", "instance_type")
 _KINDS = (
     "a run's name or directory, a TensorBoard event file or a folder of them, or a .jsonl, .json, "
     ".csv, .tsv, .log, .txt or .out file"

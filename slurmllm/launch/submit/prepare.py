@@ -59,6 +59,7 @@ from slurmllm.plan.mesh import (
 from slurmllm.train.backends.environment import load_environment, needs_precompile
 from slurmllm.train.checkpoint.catalogue import usable_steps
 from slurmllm.train.checkpoint.foreign import saved_steps
+from slurmllm.train.schedules import unfinished_decay
 
 if TYPE_CHECKING:
     from slurmllm.plan.choose_layout import FitCheck
@@ -307,6 +308,8 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
     jobs = (config, layout.run, layout.nodes, compiles)
     warnings, limit_faults = check_jobs(request.slurm, *jobs)
     warnings = [*(fit.warnings if fit is not None else ()), *warnings]
+    if config.recipe.worker.has_model:
+        warnings += unfinished_decay(config.recipe)
     if config.is_beta:
         warnings.append("TorchNeuron, by which backend native uses a Trainium, is a public beta")
     return Checks({"fit": fit, "warnings": warnings, "compiles": compiles}, errors, limit_faults)
