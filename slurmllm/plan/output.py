@@ -112,7 +112,8 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     )
     degrees_text = best.mesh.degrees.replace("TP 1 × ", "").replace("PP 1 × ", "")
     answer = _answer(best, forecast, f", {_UNKNOWN_COST}")
-    click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}")
+    beyond = "; beyond all published runs" if evidence(best).status == "beyond" else ""
+    click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}{beyond}")
     if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
     layouts, shares = layout_tables(plan, top)
@@ -149,10 +150,7 @@ def _answer(layout: LayoutEstimate, forecast: TrainingForecast, unknown_cost: st
     cost, spares = forecast.cost, layout.config.recipe.slurm.spare_nodes
     if forecast.lost_time is None:
         return f"does not finish; {forecast.reason}"
-    known = evidence(layout)
-    time = format_days(cost.hours, known.hours_interval(cost.hours))
-    if known.status == "beyond":
-        time += ", beyond all published runs"
+    time = format_days(cost.hours, evidence(layout).hours_interval(cost.hours))
     with_spares = f" with {format_plural(spares, 'spare node')}" if spares else ""
     dollars = unknown_cost if cost.usd is None else f", ${cost.usd:,.0f}"
     return f"{time}, {format_estimate(cost.node_hours)} node hours{with_spares}{dollars}"

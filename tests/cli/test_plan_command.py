@@ -85,6 +85,7 @@ def test_the_answer_comes_first_then_the_best_of_each_mesh_and_the_recipes_own()
     assert days / low == pytest.approx(best["seq_per_s_interval"][1] / best["seq_per_s"])
     answer = f"{days:.1f} days ({low:.1f}–{high:.1f}), {96 * days:.0f} node hours, "
     answer += f"${best['usd']:,.0f}; on TP 8 × PP 4 × DP 4, micro batch 2"
+    answer += "; beyond all published runs"
     head, layouts, shares = done.stdout.split("\n\n")[:3]
     assert head.splitlines()[1] == answer
     second = next(c for c in others if (c["tensor"], c["pipeline"]) != (8, 4))
@@ -110,7 +111,7 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_is_submitted_too() -> None:
     done = plan("gpt3_125m", "--nodes", "1", "train.micro_batch=auto", "--tokens", "20B")
-    end = "--set train.micro_batch=auto --set train.steps=38147 --fetch"
+    end = "auto --set train.steps=38147 --set optim.decay_steps=38147 --fetch"
     assert done.stdout.rstrip().endswith(end)
     options = ("train.micro_batch=null", "train.global_batch=512", "env.HF_TOKEN=abc")
     texts = "--set train.micro_batch=null --set train.global_batch=512 --set env.HF_TOKEN "
