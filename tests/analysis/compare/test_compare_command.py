@@ -183,7 +183,7 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
 
 
-def test_a_value_of_a_newer_version_is_left_out(run_command, make_run: MakeRun) -> None:
+def test_values_and_names_that_are_unusual(run_command, make_run: MakeRun) -> None:
     rows = make_rows(1, 9)
     make_run("good", rows)
     rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
@@ -191,10 +191,7 @@ def test_a_value_of_a_newer_version_is_left_out(run_command, make_run: MakeRun) 
     shown = printed(run_command("good", "odd", "--no-plot"))
     assert "attempt_000.jsonl:4: param_norm is {'mean'" in shown
     assert "a newer version of slurmllm may have written the file" in shown
-
-
-def test_a_run_and_itself_whose_name_looks_like_markup(run_command, make_run: MakeRun) -> None:
-    make_run("[red]a[/]", make_rows(1, 3))
+    make_run("[red]a[/]", make_rows(1, 3))  # a name that looks like markup
     shown = printed(run_command("runs/[red]a[/]", "runs/[red]a[/]", "--no-plot"))
     assert "A and B are the same: " in shown
     assert "[red]a[/]" in shown

@@ -55,10 +55,8 @@ def test_json(spikes, spiky: RunDir) -> None:
     assert set(run) == set(SpikeAnalysis.model_fields)
     assert (run["name"], run["state"], run["count"], run["one_step"]) == ("spiky", "passing", 2, 1)
     assert run["durations"] == {"1": 1, "2": 1}
-    assert [(s["step"], s["duration"], s["restart"]) for s in run["spikes"]] == [
-        (60, 1, None),
-        (101, 2, 101),
-    ]
+    found = [(s["step"], s["duration"], s["restart"]) for s in run["spikes"]]
+    assert found == [(60, 1, None), (101, 2, 101)]
     assert set(run["spikes"][0]) == set(Spike.model_fields)
     assert answer(spikes("spiky", "--threshold", 1, "--json", "--no-plot"))[0]["count"] == 1
     late = answer(spikes("spiky", "--from-step", 70, "--window", 30, "--json", "--no-plot"))[0]
@@ -72,22 +70,12 @@ def test_table(spikes, spiky: RunDir) -> None:
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "spiky: steps 1–200" in lines
     assert "last one step 50.0%" in lines
-    definition = (
-        "a step whose loss is more than 0.1 above the mean of the 20 logged steps before it"
-    )
-    assert f"loss spike: {definition}" in lines
+    definition = "loss is more than 0.1 above the mean of the 20 logged steps before it"
+    assert f"loss spike: a step whose {definition}" in lines
     assert "60 1 1.638 4.812 1 × 1.08 -" in lines
     assert any(line.startswith("101 2 ") and line.endswith("restart at 101") for line in lines)
-    assert any(
-        line.startswith("loss: passing: 2 spikes in 180 steps (11.1 per 1,000)") for line in lines
-    )
+    assert "\nloss: passing: 2 spikes in 180 steps (11.1 per 1,000)" in shown
     assert not spiky.reports.exists()
-
-
-def test_a_log_whose_name_is_no_utf8(spikes, tmp_path: Path) -> None:
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.csv"))
-    path.write_text("step,loss\n" + "".join(f"{step},3.0\n" for step in range(99)))
-    assert json.loads(spikes(path, "--json", "--no-plot").stdout)["runs"][0]["path"] == str(path)
 
 
 def test_metrics(spikes, make_run: MakeRun) -> None:
@@ -103,10 +91,8 @@ def test_metrics(spikes, make_run: MakeRun) -> None:
 def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile) -> None:
     file = make_file("other", rows(1, 100))
     document = answer(spikes(spiky.path, file, "--plot", "both.png", "--json"))
-    assert [(run["name"], run["state"]) for run in document] == [
-        ("spiky", "passing"),
-        ("other", "calm"),
-    ]
+    states = {run["name"]: run["state"] for run in document}
+    assert states == {"spiky": "passing", "other": "calm"}
     assert [run["plot"] for run in document] == ["both.png", "both.png"]
     assert Path("both.png").is_file()
 
@@ -118,6 +104,9 @@ def test_other_frameworks_and_strict_json(spikes, tmp_path: Path, make_run: Make
     assert [(s["step"], s["height"]) for s in run["spikes"]] == [(60, 2.0)]
     assert (run["plot"], [*Path.cwd().glob("*.png")]) == (None, [])
     assert run["grad_norm"] is None
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.csv"))  # no UTF-8
+    path.write_text("step,loss\n" + "".join(f"{step},3.0\n" for step in range(99)))
+    assert json.loads(spikes(path, "--json", "--no-plot").stdout)["runs"][0]["path"] == str(path)
     make_run("nan", [make_row(step, loss=math.nan, grad_norm=math.inf) for step in range(1, 50)])
     (run,) = answer(spikes("nan", "--json", "--no-plot"))
     assert (run["state"], run["not_finite_steps"], run["growth"]) == ("not_finite", 49, None)
