@@ -135,7 +135,8 @@ def compare(
         for option in options.given(ctx):
             if option not in ("a", "--runs-dir", "--json"):
                 raise UserError(
-                    f"{a} is a sweep, for which only a table is printed; leave out {option}"
+                    f"{a} is a sweep, for which only a table is printed; leave out {option}, or "
+                    f"draw the curves with `slurmllm report {a}`"
                 )
         print_table_of(sweep, as_json)
         return

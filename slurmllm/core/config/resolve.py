@@ -214,6 +214,9 @@ def resolve(
     Raises:
         ConfigError: with all faults of recipe, profile and overrides.
     """
+    if (clusters_dir() / f"{recipe}.yaml").is_file():
+        fix = f"`slurmllm recipes RECIPE --cluster {recipe} --explain` shows it with a recipe"
+        raise ConfigError(f"{recipe} is a cluster profile; {fix}")
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", _NO_RECIPE)
     tree = read_recipe(recipe_path, recipes_dir())
     chosen, source = choose_cluster(cluster)
