@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from pathlib import Path
 
 from end_to_end.bench import PATIENCE_S, Bench
 
@@ -15,16 +16,17 @@ MEGATRON = (
     "sleep 0.3; done"
 )
 
-SAVES = """
-import signal, sys, time
-def save(*_):
-    print("saved", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGUSR1, save)
-for step in range(1, 1000):
+# Around the example of docs/any_trainer.md, section "Time limit"
+SCRIPT = """
+import signal, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+device, first, steps = "cpu", 1, 1000
+def train(step):
     print("step", step, "loss", 1 / step, flush=True)
     time.sleep(0.1)
+save = lambda step: print("saved", flush=True)
 """
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "any_trainer.md"
 
 
 def test_megatrons_steps_are_those_of_the_last_rank(bench: Bench) -> None:
@@ -37,13 +39,12 @@ def test_megatrons_steps_are_those_of_the_last_rank(bench: Bench) -> None:
 
 
 def test_the_signal_to_save_goes_to_what_torchrun_started(bench: Bench) -> None:
-    """torchrun itself would end at SIGUSR1."""
     script = bench.runs / "saves.py"
-    script.write_text(SAVES)
-    run = f"{sys.executable} -m torch.distributed.run --nproc-per-node 1 {script}"
-    progress = r"step (?P<step>\d+) loss (?P<loss>\S+)"
-    command = {"run": run, "save_signal": "USR1", "progress": progress}
+    example = PAGE.read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    script.write_text(SCRIPT + example)
+    run = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 {script}"
     file = bench.runs / "saves.yaml"
+    command = {"run": run, "save_signal": "USR1"}
     file.write_text(json.dumps({"extends": "trainers/plain", "command": command}))
     process = bench.start("submit", str(file), "--local", "--name=saves")
     bench.until((bench.runs / "saves/metrics/attempt_000.jsonl").is_file, "no step", 60)
