@@ -236,9 +236,9 @@ class Drill:
         return run
 
     def _state(self, run: RunDir) -> str:
-        """Return state and reason of a copy that has ended; `done` if it made all steps."""
+        """Return state and reason of a copy that has ended; `done` if it made all its steps."""
         state = run_state(run, self.client)
-        if self.plan.is_limited and self._made_all_steps(run):
+        if state.state == "done" or (self.plan.is_limited and self._made_all_steps(run)):
             return "done"
         return f"{state.state} ({state.reason})" if state.reason else state.state
 
