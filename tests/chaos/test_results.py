@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.chaos.test_plans import TOOLS
+from chaos.test_plans import TOOLS
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import click
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (
     masked_crc32c,
 )
 

@@ -91,7 +91,7 @@ def make_step(config: RunConfig, device: str) -> Callable[[Tokens, Tokens], Tens
         inputs = (send(torch.from_numpy(part), torch.device(device)) for part in (tokens, labels))
         with torch.autocast(device, torch.bfloat16, enabled=recipe.train.precision != "fp32"):
             loss: Tensor = loss_of(*inputs)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -304,7 +304,7 @@ def collectives(
     """
     for span, ranks in groups(nodes, workers).items():
         # Collective over all ranks; a rank that skips it blocks the others.
-        group, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
         members = len(ranks[0])
         for size in sizes:
             yield _item("all_reduce", span, members, size, group, device)

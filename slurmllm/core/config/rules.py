@@ -387,7 +387,7 @@ def lead_fits_time(lead_s: int, time: str | int) -> str | None:
 def replica_can_be_opened(location: str | None) -> str | None:
     if location is None or has_password(location):
         return None
-    from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
+    from fsspec.registry import get_filesystem_class
 
     try:
         protocol, separator, _ = known_address(location).partition("://")

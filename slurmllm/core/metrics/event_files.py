@@ -92,8 +92,8 @@ class EventReader(LogReader):
     def __init__(self, path: Path) -> None:
         # Only needed here: TensorBoard's stub of TensorFlow takes 0.15 s to import.
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (
             masked_crc32c,
         )
 
@@ -207,7 +207,7 @@ class EventReader(LogReader):
 
 def _tensor_scalar(value: Any) -> float | None:
     """Return the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
-    from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
+    from tensorboard.util.tensor_util import make_ndarray
 
     # One value may stand for a tensor of any shape: 60 bytes of a file for terabytes of memory.
     if any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):

@@ -64,7 +64,7 @@ def address_of(url: str, anonymous: bool = False, alternative: str = MIRROR) -> 
         anonymous: Whether another one wrote the address: no credentials are sent, and its server
             does not redirect into the network of this machine.
     """
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     protocol, _, location = url.partition("://")
     if protocol == "s3" and anonymous and importlib.util.find_spec("s3fs") is None:

@@ -170,7 +170,7 @@ def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
     """Open the recipe's replica, if any; StorageError if no installed file system can open it."""
     if (location := config.replica) is None:
         return None
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     with _storage_errors("open", location):
         file_system, root = url_to_fs(location)

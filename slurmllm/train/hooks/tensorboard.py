@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import BinaryIO
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams import metadata as hparams_metadata
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # type: ignore[import-untyped]
-from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
-from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.metrics.curves import TAGS

@@ -38,7 +38,7 @@ class Saying(LocalAllocation):
         super().__init__()
         self.script = script
 
-    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    def ask(self, command: Sequence[str]) -> Sequence[subprocess.Popen[bytes]]:
         return super().ask([sys.executable, "-c", self.script])
 
 

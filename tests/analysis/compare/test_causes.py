@@ -1,7 +1,7 @@
 """Each departure with its cause, in runs of which only the curves and the settings are made up."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from slurmllm.core.metrics.curves import Setting
 from slurmllm.core.metrics.source import read_curve
 
 K = 61
+Compared = Callable[..., Comparison]
 RECIPE: dict[str, Setting] = {
     **{"train.seed": 1, "train.precision": "fp32", "train.steps": 120, "train.micro_batch": 2},
     **{"optim.lr": 1e-3, "optim.grad_clip": 1.0, "model.num_layers": 2, "parallel.tensor": 1},
@@ -38,7 +39,7 @@ def changed(**factors: Any) -> list[Row]:
 
 
 @pytest.fixture
-def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
+def compared(make_file: MakeFile) -> Compared:
     def run(
         b: list[Row],
         settings: Mapping[str, Setting] | None = None,
@@ -55,11 +56,11 @@ def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
     return run
 
 
-def drift(size: float):  # type: ignore[no-untyped-def]
+def drift(size: float) -> Callable[[int], float]:
     return lambda since: 1 + size * (since + 1) / 60
 
 
-def scattered(size: float, mean: float = 0.0):  # type: ignore[no-untyped-def]
+def scattered(size: float, mean: float = 0.0) -> Callable[[int], float]:
     random = np.random.default_rng(0)
     return lambda since: 1 + mean + size * random.standard_normal()
 
@@ -67,7 +68,9 @@ def scattered(size: float, mean: float = 0.0):  # type: ignore[no-untyped-def]
 def diagnosed(comparison: Comparison) -> tuple[str, int]:
     assert not comparison.match
     first = comparison.causes[0]
-    assert (comparison.diagnosis.kind, comparison.diagnosis.step) == (first.kind, first.step)
+    diagnosis = comparison.diagnosis
+    assert diagnosis
+    assert (diagnosis.kind, diagnosis.step) == (first.kind, first.step)
     assert (first.evidence in comparison.reason) == (first.confidence != "possible")
     return first.kind, first.step
 
@@ -89,7 +92,7 @@ def test_the_corner_of_a_warm_up_between_logged_points_is_no_cause(make_file: Ma
     assert lr.step == 20  # of 10 it is the corner that makes up for it
 
 
-def test_a_bad_rank(compared) -> None:
+def test_a_bad_rank(compared: Compared) -> None:
     rows = changed(
         grad_norm=(K, lambda _: 1.03), loss=(K + 1, drift(2e-3)), param_norm=(K, drift(1e-4))
     )
@@ -113,7 +116,7 @@ def test_a_bad_rank(compared) -> None:
     ],
 )
 def test_a_gradient_norm_before_the_loss(
-    compared, size: float, growth: float, digits: int | None, later: float, kind: str
+    compared: Compared, size: float, growth: float, digits: int | None, later: float, kind: str
 ) -> None:
     rows = changed(grad_norm=(K, lambda s: 1 + size * (1 + growth * s)), loss=(K + 2, drift(2e-2)))
     reference = make_rows(1, 120)
@@ -159,7 +162,7 @@ def test_a_seed_explains_no_factor(
     assert sentence in comparison.causes[0].evidence
 
 
-def test_another_batch_or_update_at_one_step(compared) -> None:
+def test_another_batch_or_update_at_one_step(compared: Compared) -> None:
     rows = changed(grad_norm=(K, drift(0.5)), loss=(K, drift(0.3)), param_norm=(K, drift(1e-4)))
     comparison = compared(rows)
     assert diagnosed(comparison) == ("model", K)
@@ -175,7 +178,7 @@ def test_another_batch_or_update_at_one_step(compared) -> None:
     assert diagnosed(compared(rows)) == ("lr", K)
 
 
-def test_a_learning_rate_or_one_metric_alone(compared) -> None:
+def test_a_learning_rate_or_one_metric_alone(compared: Compared) -> None:
     rows = changed(lr=(K, lambda _: 2.0), loss=(K + 1, drift(0.1)), grad_norm=(K + 1, drift(0.2)))
     others = {"optim.lr": 2e-3, "name": "b", "slurm.time": "2:00:00", "train.log_every": 1}
     comparison = compared(rows, others | {"checkpoint.keep": 9})
@@ -187,7 +190,7 @@ def test_a_learning_rate_or_one_metric_alone(compared) -> None:
     assert "the training is the same" in comparison.reason
 
 
-def test_data_in_another_order_and_other_weights(compared) -> None:
+def test_data_in_another_order_and_other_weights(compared: Compared) -> None:
     rows = changed(loss=(1, scattered(0.1, 0.06)), grad_norm=(1, scattered(0.3)))
     assert diagnosed(compared(rows)) == ("batches", 1)
     assert diagnosed(compared(rows, {"train.seed": 2})) == ("seed", 1)
@@ -205,7 +208,9 @@ def test_data_in_another_order_and_other_weights(compared) -> None:
         ("train.micro_batch", 4, "mesh", "meshes differ (micro_batch 2 and 4)"),
     ],
 )
-def test_settings_of_runs(compared, setting: str, value: Setting, kind: str, message: str) -> None:
+def test_settings_of_runs(
+    compared: Compared, setting: str, value: Setting, kind: str, message: str
+) -> None:
     first = 2 if kind == "optimizer" else 1  # another update shows in the next step's loss
     rows = changed(
         loss=(first, drift(0.02)), grad_norm=(first, drift(0.05)), param_norm=(1, drift(1e-3))
@@ -217,7 +222,7 @@ def test_settings_of_runs(compared, setting: str, value: Setting, kind: str, mes
     assert comparison.settings == (message,)
 
 
-def test_settings_and_curves_that_were_bit_identical_until_late(compared) -> None:
+def test_settings_and_curves_that_were_bit_identical_until_late(compared: Compared) -> None:
     rows = changed(grad_norm=(K, drift(0.1)), loss=(K, drift(0.1)), param_norm=(K, drift(1e-4)))
     assert "precision differs" not in compared(rows, {"train.precision": "bf16"}).reason
     for row in rows:
@@ -251,14 +256,14 @@ def without(rows: list[Row], *columns: str) -> list[Row]:
 
 
 @pytest.fixture
-def asked(make_file: MakeFile):  # type: ignore[no-untyped-def]
+def asked(make_file: MakeFile) -> Compared:
     def run(a: list[Row], b: list[Row], columns: str = "four", every: int = 1) -> Comparison:
         left_out = (*WITHOUT.get(columns, ()), "tokens")
         curves = []
         for name, rows in (("a", a), ("b", b)):
             rows = [row for row in rows if row["step"] % every == 0]
             curves.append(read_curve(make_file(name, without(rows, *left_out))))
-        return compare(*curves)
+        return compare(curves[0], curves[1])
 
     return run
 
@@ -268,7 +273,7 @@ def first(comparison: Comparison) -> tuple[str, str, int]:
     return cause.kind, cause.confidence, cause.step
 
 
-def test_a_rank_dropped_from_step_1_is_no_other_data(asked) -> None:
+def test_a_rank_dropped_from_step_1_is_no_other_data(asked: Compared) -> None:
     b = changed(
         grad_norm=(1, lambda since: 0.6 + 0.1 * np.sin(since)),
         loss=(2, drift(0.02)),
@@ -286,7 +291,7 @@ def test_a_rank_dropped_from_step_1_is_no_other_data(asked) -> None:
 
 
 @pytest.mark.parametrize("columns", ["four", "three"])
-def test_a_norm_logged_after_clipping_is_another_log(asked, columns: str) -> None:
+def test_a_norm_logged_after_clipping_is_another_log(asked: Compared, columns: str) -> None:
     b = [row | {"grad_norm": min(row["grad_norm"], 0.85)} for row in make_rows(1, 120)]
     assert first(asked(make_rows(1, 120), b, columns)) == ("logging", "certain", 1)
 
@@ -294,13 +299,15 @@ def test_a_norm_logged_after_clipping_is_another_log(asked, columns: str) -> Non
 @pytest.mark.parametrize(
     ("digits", "cause"), [(5, ("logging", "certain")), (1, ("model", "possible"))]
 )
-def test_norms_of_few_digits_prove_that_losses_far_apart_are_logged(asked, digits, cause) -> None:
+def test_norms_of_few_digits_prove_that_losses_far_apart_are_logged(
+    asked: Compared, digits: int, cause: tuple[str, str]
+) -> None:
     a = [row | {"grad_norm": round(row["grad_norm"], digits)} for row in make_rows(1, 120)]
     b = [row | {"loss": row["loss"] * (1.002 + 1e-4 * (i % 3))} for i, row in enumerate(a)]
     assert first(asked(a, b, "three"))[:2] == cause
 
 
-def test_a_factor_of_the_norm_and_weight_decay_off_from_the_start(asked) -> None:
+def test_a_factor_of_the_norm_and_weight_decay_off_from_the_start(asked: Compared) -> None:
     comparison = asked(make_rows(1, 120), changed(grad_norm=(1, lambda _: 2.0)))
     assert first(comparison)[:2] == ("logging", "likely")
     assert {"gradient", "mesh", "batches"} < set(kinds(comparison))
@@ -311,7 +318,7 @@ def test_a_factor_of_the_norm_and_weight_decay_off_from_the_start(asked) -> None
     assert first(asked(make_rows(1, 120), later, "three"))[1] == "possible"
 
 
-def test_factors_of_a_noisy_loss(asked) -> None:
+def test_factors_of_a_noisy_loss(asked: Compared) -> None:
     a = noisy(make_rows(1, 120))
     b = noisy(make_rows(1, 120), 1)
     for row in b:
@@ -327,7 +334,7 @@ def test_factors_of_a_noisy_loss(asked) -> None:
     assert first(asked(a, b, "loss")) == ("logging", "likely", 1)
 
 
-def test_points_ten_steps_apart_and_the_loss_by_itself_name_nothing(asked) -> None:
+def test_points_ten_steps_apart_and_the_loss_by_itself_name_nothing(asked: Compared) -> None:
     b = changed(grad_norm=(K, drift(0.5)), loss=(K + 1, drift(0.3)), param_norm=(K, drift(1e-3)))
     comparison = asked(make_rows(1, 120), b, every=10)
     assert {cause.confidence for cause in comparison.causes} == {"possible"}
@@ -339,7 +346,7 @@ def test_points_ten_steps_apart_and_the_loss_by_itself_name_nothing(asked) -> No
     assert {"lr", "gradient", "logging"} < set(kinds(comparison))
 
 
-def test_weights_rounded_after_each_update(asked) -> None:
+def test_weights_rounded_after_each_update(asked: Compared) -> None:
     random = np.random.default_rng(2)
     b = changed(
         param_norm=(1, lambda _: 1 + 2e-4 * random.standard_normal()),
@@ -350,7 +357,9 @@ def test_weights_rounded_after_each_update(asked) -> None:
 
 
 @pytest.mark.parametrize("count", [lambda s: s + 30, lambda s: 4 * s, lambda s: s + s // 7])
-def test_the_same_losses_at_other_steps_are_another_count(asked, count) -> None:
+def test_the_same_losses_at_other_steps_are_another_count(
+    asked: Compared, count: Callable[[int], int]
+) -> None:
     rows = noisy(make_rows(1, 120))
     moved = [row | {"step": count(row["step"])} for row in rows[10:100]]
     comparison = asked(rows, moved)
@@ -360,7 +369,7 @@ def test_the_same_losses_at_other_steps_are_another_count(asked, count) -> None:
 
 
 @pytest.mark.parametrize("spike", [math.inf, 1e9, 1.2e4])
-def test_a_first_loss_that_is_huge_proves_no_other_count(asked, spike: float) -> None:
+def test_a_first_loss_that_is_huge_proves_no_other_count(asked: Compared, spike: float) -> None:
     """The digits of one value say nothing of the others."""
     rows, moved = noisy(make_rows(1, 120)), noisy(make_rows(1, 120))
     rows[0]["loss"] = spike
@@ -373,7 +382,7 @@ def test_a_first_loss_that_is_huge_proves_no_other_count(asked, spike: float) ->
     }
 
 
-def test_a_step_that_a_resume_counts_twice(asked) -> None:
+def test_a_step_that_a_resume_counts_twice(asked: Compared) -> None:
     rows = noisy(make_rows(1, 120))
     moved = rows[:60] + [row | {"step": row["step"] + 1} for row in rows[59:119]]
     assert first(asked(rows, moved))[:2] == ("logging", "certain")

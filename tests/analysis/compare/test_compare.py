@@ -1,6 +1,7 @@
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 from slurmllm.train.schedules import learning_rate
 
+Compared = Callable[..., Comparison]
+
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
     return [
@@ -28,11 +31,11 @@ def departed(rows: list[Row], share: float, first: int) -> list[Row]:
 
 
 @pytest.fixture
-def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
-    def run(a: list[Row], b: list[Row], **options: object) -> Comparison:
-        curves = [read_curve(make_file(name, rows)) for name, rows in (("a", a), ("b", b))]
-        tolerances = Tolerances(**options.pop("tolerances", {}))  # type: ignore[arg-type]
-        return compare(*curves, tolerances, **options)  # type: ignore[arg-type]
+def compared(make_file: MakeFile) -> Compared:
+    def run(a: list[Row], b: list[Row], **options: Any) -> Comparison:
+        tolerances = Tolerances(**options.pop("tolerances", {}))
+        curves = (read_curve(make_file("a", a)), read_curve(make_file("b", b)))
+        return compare(*curves, tolerances, **options)
 
     return run
 
@@ -80,7 +83,7 @@ def test_a_schedule_changed_at_a_resume_is_not_the_fault_of_the_resume(make_run:
     assert "at the resume of attempt 1 or before (certain)" in unrecorded
 
 
-def test_a_departure_is_found_at_its_step_by_the_tolerance(compared) -> None:
+def test_a_departure_is_found_at_its_step_by_the_tolerance(compared: Compared) -> None:
     result = compared(make_rows(1, 50), scaled(make_rows(1, 50), "loss", -0.012, 37))
     assert (result.verdict, result.match) == ("differ", False)
     assert result.reason.startswith("loss diverges at step 37: 1.2e-2 relative, tolerance 1e-3")
@@ -104,12 +107,12 @@ def test_a_departure_is_found_at_its_step_by_the_tolerance(compared) -> None:
     assert within.reason.startswith("loss within 1e-3 (5e-4 at most) and grad_norm within 1e-2")
     beyond = compared(a, b, tolerances={"loss": 4e-4})
     assert beyond.reason.startswith("loss diverges at step 11: 5e-4 relative, tolerance 4e-4")
-    norm = scaled(make_rows(1, 50), "grad_norm", 5e-3, 11)
-    assert compared(a, norm).match
-    assert not compared(a, norm, tolerances={"grad_norm": 4e-3}).match
+    other = scaled(make_rows(1, 50), "grad_norm", 5e-3, 11)
+    assert compared(a, other).match
+    assert not compared(a, other, tolerances={"grad_norm": 4e-3}).match
 
 
-def test_exact_tells_one_bit_and_zero_from_minus_zero(compared) -> None:
+def test_exact_tells_one_bit_and_zero_from_minus_zero(compared: Compared) -> None:
     a, b = [make_row(1, grad_norm=0.0)], [make_row(1, grad_norm=-0.0)]
     assert compared(a, b, tolerances={"grad_norm": 0.0}).match
     assert not compared(a, b, tolerances={"exact": True}).match
@@ -128,7 +131,7 @@ def with_rates(rates: Sequence[float]) -> list[Row]:
     return [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
 
 
-def test_rates_that_are_the_same_one_step_apart_are_never_certain(compared) -> None:
+def test_rates_that_are_the_same_one_step_apart_are_never_certain(compared: Compared) -> None:
     """Some log the rate of the step, others that of the next one, with five digits."""
     optim = OptimConfig.model_validate({"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10})
     rates = [float(f"{learning_rate(optim, 100, step):.5g}") for step in range(1, 52)]
@@ -145,7 +148,9 @@ def test_rates_that_are_the_same_one_step_apart_are_never_certain(compared) -> N
 
 
 @pytest.mark.parametrize(("every", "digits"), [(1, 4), (10, 9)])
-def test_rates_of_other_schedules_are_not_one_step_apart(compared, every: int, digits: int) -> None:
+def test_rates_of_other_schedules_are_not_one_step_apart(
+    compared: Compared, every: int, digits: int
+) -> None:
     """Rates that print alike, or whose points are ten steps apart, show no step."""
     peaks = (3e-4, 4e-4) if every == 1 else (1e-3, 1e-3)
     rates = [[round(peak * min(1, (n + 1) / 30), digits) for n in range(51)] for peak in peaks]
@@ -155,7 +160,7 @@ def test_rates_of_other_schedules_are_not_one_step_apart(compared, every: int, d
     assert "apart" not in compared(a, departed(b, 0.05, 4 * every)).settings[0]
 
 
-def test_another_batch_or_skipped_tokens_are_the_cause(compared) -> None:
+def test_another_batch_or_skipped_tokens_are_the_cause(compared: Compared) -> None:
     rows = departed(scaled(make_rows(1, 50), "tokens", 1.0, 1), 0.05, 1)
     result = compared(make_rows(1, 50), rows)
     assert result.reason.endswith("cause (certain): tokens per step differ (4,096 and 8,192)")
@@ -167,7 +172,7 @@ def test_another_batch_or_skipped_tokens_are_the_cause(compared) -> None:
     assert result.warnings == (f"the curves match although {result.settings[0]}",)
 
 
-def test_different_lengths_compare_the_common_steps(compared) -> None:
+def test_different_lengths_compare_the_common_steps(compared: Compared) -> None:
     result = compared(make_rows(1, 50), make_rows(11, 60))
     assert result.match
     assert (result.steps_compared, result.first_step, result.last_step) == (40, 11, 50)
@@ -189,7 +194,7 @@ def test_different_lengths_compare_the_common_steps(compared) -> None:
     assert compared(make_rows(1, 50), rows, from_step=40).metrics["loss"].departures == 11
 
 
-def test_no_common_step_is_unusable(compared) -> None:
+def test_no_common_step_is_unusable(compared: Compared) -> None:
     with pytest.raises(RunError, match="no step in common: a has 1–5, b has 6–9"):
         compared(make_rows(1, 5), make_rows(6, 9))
     with pytest.raises(RunError, match="no common step from 10 to the last"):
@@ -202,7 +207,7 @@ def without(rows: list[Row], metric: str) -> list[Row]:
     return [{name: value for name, value in row.items() if name != metric} for row in rows]
 
 
-def test_no_loss_is_unusable_and_no_gradient_norm_a_warning(compared) -> None:
+def test_no_loss_is_unusable_and_no_gradient_norm_a_warning(compared: Compared) -> None:
     with pytest.raises(RunError, match="no loss in"):
         compared(make_rows(1, 5), without(make_rows(1, 5), "loss"))
     odd, even = make_rows(1, 6), make_rows(1, 6)
@@ -218,7 +223,9 @@ def test_no_loss_is_unusable_and_no_gradient_norm_a_warning(compared) -> None:
 
 
 @pytest.mark.parametrize(("value", "exact"), [(math.nan, True), (math.inf, False)])
-def test_values_that_are_no_finite_number_differ(compared, value: float, exact: bool) -> None:
+def test_values_that_are_no_finite_number_differ(
+    compared: Compared, value: float, exact: bool
+) -> None:
     rows = make_rows(1, 50)
     rows[9]["loss"] = value
     result = compared(make_rows(1, 50), rows, tolerances={"exact": exact})
@@ -245,7 +252,7 @@ def test_values_that_are_no_finite_number_differ(compared, value: float, exact: 
     )
 
 
-def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
+def test_the_verdict_does_not_depend_on_the_order(compared: Compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 45), "loss", 2e-3, 8)
     result, other = compared(a, b), compared(b, a)
     assert (result.verdict, result.reason) == (other.verdict, other.reason)
@@ -271,11 +278,13 @@ def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
     other = {"path": "b.arrow", "fingerprint": "34cd", "documents": 9, "weight": 1.0}
     result = compare(a, curve("b", 0.05, corpora=[other], seed=2))
     differences = ("corpora a.arrow (12ab) and b.arrow (34cd)", "seed 1 and 2")
+    assert result.data
     assert (result.data.same, result.data.differences) == (False, differences)
     cause = f"they did not see the same data: {', '.join(differences)}"
     assert result.reason.endswith(f"; cause (certain): {cause}")
     moved = {"path": "/elsewhere/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 7.0}
     result = compare(a, curve("c", 0, corpora=[moved]))
+    assert result.data
     assert result.data.same
     assert not result.settings
 
@@ -294,14 +303,16 @@ def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
     assert result.reason.endswith("; cause (certain): B skipped batches 26–30")
     assert result.overlaps["b"].rows == 0, "rows that were undone are not made again"
     assert not result.warnings
+    assert result.data
     assert result.data.differences == ("B skipped batches 26–30",)
     assert compare(curve("c", skip), curve("d", skip)).match
     third = compare(curve("e"), curve("f", skip), letter="C")
     assert third.reason.endswith("; cause (certain): C skipped batches 26–30")
+    assert third.data
     assert third.data.differences == ("C skipped batches 26–30",)
 
 
-def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> None:
+def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared: Compared) -> None:
     def rows(seed: int, departed: bool) -> list[Row]:
         random = np.random.default_rng(seed)
         noisy = make_rows(1, 1500)
@@ -314,5 +325,5 @@ def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> No
     result = compared(rows(1, False), rows(2, True))
     assert result.verdict == "differ"
     onset = result.metrics["loss"].onset_step
-    assert abs(onset - 900) <= 5
+    assert onset == pytest.approx(900, abs=5)
     assert [cause.step for cause in result.causes] == [onset]

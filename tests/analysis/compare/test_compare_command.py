@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from command_line import call, printed, refused
-from training_rows import MakeFile, MakeRun, make_row, make_rows
+from core.metrics.test_other_shapes import LOSSES, WriteLog, points, write
+from core.metrics.test_tensorboard_logs import event, scalar, write_events
+from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm import compare_runs
 from slurmllm.cli.compare import _parse_shifts, compare
@@ -15,16 +18,16 @@ from slurmllm.cli.main import cli
 from slurmllm.cli.options import LogOptions
 from slurmllm.core.errors import RunError, SlurmllmError, StorageError, UserError
 from slurmllm.core.run.rundir import RunDir
-from tests.core.metrics.test_other_shapes import LOSSES, WriteLog, points, write
-from tests.core.metrics.test_tensorboard_logs import event, scalar, write_events
 
+Run = Callable[..., Result]
+ThreeRuns = tuple[RunDir, RunDir, RunDir]
 METRICS = ("loss", "grad_norm")
 STRICT = (["--exact"], ["--require", "identical"], ["--require", "match"])
 __all__ = ["write"]  # a fixture
 
 
 @pytest.fixture
-def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURMLLM_RUNS", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
@@ -38,7 +41,7 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignor
 
 
 @pytest.fixture
-def three_runs(make_run: MakeRun) -> tuple[RunDir, RunDir, RunDir]:
+def three_runs(make_run: MakeRun) -> ThreeRuns:
     other = [make_row(step, loss=9.0) if step >= 37 else make_row(step) for step in range(1, 51)]
     return (
         make_run("unbroken", make_rows(1, 50)),
@@ -56,13 +59,13 @@ def refusal(result: Result, kind: type[SlurmllmError] = RunError) -> str:
 
 
 def parsed(result: Result) -> dict[str, Any]:
-    # What is no JSON, such as NaN, is no dictionary's key.
-    answer: dict[str, Any] = json.loads(result.stdout, parse_constant={}.__getitem__)
+    strict: dict[str, None] = {}  # what is no JSON, such as NaN, is no key of it
+    answer: dict[str, Any] = json.loads(result.stdout, parse_constant=strict.__getitem__)
     return answer
 
 
 @pytest.mark.usefixtures("three_runs")
-def test_match_is_0_and_differ_is_1(run_command) -> None:
+def test_match_is_0_and_differ_is_1(run_command: Run) -> None:
     shown = printed(run_command("unbroken", "requeued"))
     assert "identical: loss and grad_norm are bit-identical at all 50 steps compared" in shown
     assert "10 steps recomputed after a restart, with the same values" in shown
@@ -72,7 +75,9 @@ def test_match_is_0_and_differ_is_1(run_command) -> None:
     assert "picture" not in differ.stdout
 
 
-def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_runs) -> None:
+def test_json_holds_everything_and_nothing_else_is_printed(
+    run_command: Run, three_runs: ThreeRuns
+) -> None:
     result = run_command("unbroken", "other", "--json")
     assert result.exit_code == 1
     answer = parsed(result)
@@ -96,7 +101,7 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
 
 
 @pytest.mark.usefixtures("three_runs")
-def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
+def test_a_required_verdict(run_command: Run, make_run: MakeRun) -> None:
     make_run("close", [row | {"loss": row["loss"] * 1.0001} for row in make_rows(1, 50)])
     for other, codes in (("requeued", [0, 0, 0]), ("close", [1, 0, 0]), ("other", [1, 1, 1])):
         for level, code in zip(("identical", "match", "equivalent"), codes, strict=True):
@@ -111,7 +116,9 @@ def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
         )
 
 
-def test_runs_by_directory_by_file_and_under_another_root(run_command, three_runs) -> None:
+def test_runs_by_directory_by_file_and_under_another_root(
+    run_command: Run, three_runs: ThreeRuns
+) -> None:
     unbroken, requeued, _ = three_runs
     for arguments in (
         (unbroken.path, requeued.path),
@@ -127,7 +134,7 @@ def test_runs_by_directory_by_file_and_under_another_root(run_command, three_run
     assert copied.exit_code == 0
 
 
-def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> None:
+def test_a_picture_nobody_asked_for_is_no_failure(run_command: Run, three_runs: ThreeRuns) -> None:
     three_runs[0].reports.write_text("in the way")
     result = run_command("unbroken", "requeued", "--json")
     assert result.exit_code == 0
@@ -153,12 +160,14 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
         (("--shift", "B=1", "--shift", "B=2"), "B has a shift already"),
     ],
 )
-def test_options_that_make_no_sense(run_command, options: tuple[str, ...], expected: str) -> None:
+def test_options_that_make_no_sense(
+    run_command: Run, options: tuple[str, ...], expected: str
+) -> None:
     message = refusal(run_command("unbroken", "other", *options), UserError)
     assert re.search(expected, message)
 
 
-def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile) -> None:
+def test_unusable_input_is_2(run_command: Run, make_run: MakeRun, make_file: MakeFile) -> None:
     make_run("good", make_rows(1, 9))
     make_run("silent")
     make_run("empty", [])
@@ -183,7 +192,7 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
 
 
-def test_values_and_names_that_are_unusual(run_command, make_run: MakeRun) -> None:
+def test_values_and_names_that_are_unusual(run_command: Run, make_run: MakeRun) -> None:
     rows = make_rows(1, 9)
     make_run("good", rows)
     rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
@@ -198,7 +207,7 @@ def test_values_and_names_that_are_unusual(run_command, make_run: MakeRun) -> No
 
 
 @pytest.mark.usefixtures("three_runs")
-def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Path) -> None:
+def test_several_runs_are_each_compared_with_the_first(run_command: Run, tmp_path: Path) -> None:
     result = run_command("unbroken", "requeued", "other", "--json", "--plot", "p.png")
     assert result.exit_code == 1
     answer = parsed(result)
@@ -223,7 +232,9 @@ def seeded(number: int, factor: float = 1.0) -> list[dict[str, Any]]:
     ]
 
 
-def test_seeds_of_a_side_are_its_tolerance(run_command, make_run: MakeRun, tmp_path: Path) -> None:
+def test_seeds_of_a_side_are_its_tolerance(
+    run_command: Run, make_run: MakeRun, tmp_path: Path
+) -> None:
     for number in range(5):
         make_run(f"s{number}", seeded(number))
     make_run("worse", seeded(9, 1.05))
@@ -249,7 +260,7 @@ def test_seeds_of_a_side_are_its_tolerance(run_command, make_run: MakeRun, tmp_p
 
 
 def test_a_recorded_setting_that_differs_is_no_silent_success(
-    run_command, make_run: MakeRun
+    run_command: Run, make_run: MakeRun
 ) -> None:
     make_run("a", make_rows(1, 50))
     make_run("b", [row | {"lr": row["lr"] / 2} for row in make_rows(1, 50)])
@@ -261,7 +272,9 @@ def test_a_recorded_setting_that_differs_is_no_silent_success(
     assert run_command("a", "b", "--no-plot", "--ignore", "data").exit_code == 1
 
 
-def test_the_last_line_is_the_command_that_judges_by_the_noise(run_command, tmp_path: Path) -> None:
+def test_the_last_line_is_the_command_that_judges_by_the_noise(
+    run_command: Run, tmp_path: Path
+) -> None:
     random = Random(3)
     for name, size, seed in (("a", 0.0, 1), ("b", 1.5e-3, 1), ("c", 0.0, 2)):
         batches = Random(seed)
@@ -276,13 +289,15 @@ def test_the_last_line_is_the_command_that_judges_by_the_noise(run_command, tmp_
     assert noisy.endswith(
         f"slurmllm compare {a} {b} --no-plot --precision bf16_mixed,bf16_mixed"
     ), noisy
-    seed = run_command(a, c, "--no-plot")
-    assert f"slurmllm compare {a} {c} --no-plot --seed RUN" in seed.stdout.splitlines()[-1]
-    assert "independent scatter" in seed.stdout
+    other = run_command(a, c, "--no-plot")
+    assert f"slurmllm compare {a} {c} --no-plot --seed RUN" in other.stdout.splitlines()[-1]
+    assert "independent scatter" in other.stdout
     assert run_command(a, b, "--no-plot", "--as", "tolerance").stdout.count("--precision") == 0
 
 
-def test_another_frameworks_log_by_tokens(run_command, make_run: MakeRun, tmp_path: Path) -> None:
+def test_another_frameworks_log_by_tokens(
+    run_command: Run, make_run: MakeRun, tmp_path: Path
+) -> None:
     make_run("ours", make_rows(1, 50))
     rows = [
         f"{r['step']},{r['loss']},{r['grad_norm']},{r['tokens']}" for r in make_rows(1, 50)[::2]
@@ -307,14 +322,14 @@ def test_more_sources_than_letters() -> None:
 
 
 @pytest.fixture
-def full_rows() -> list[dict[str, Any]]:
+def full_rows() -> list[Row]:
     random = Random(3)
     values = [(random.uniform(2, 3), random.uniform(1, 2)) for _ in range(40)]
     return [make_row(step, loss=a, grad_norm=b) for step, (a, b) in enumerate(values, start=1)]
 
 
 def test_exact_cannot_be_decided_by_float32_or_printed_digits(
-    run_command, make_run: MakeRun, full_rows, tmp_path: Path
+    run_command: Run, make_run: MakeRun, full_rows: list[Row], tmp_path: Path
 ) -> None:
     make_run("whole", full_rows)
     deleted = make_run("deleted", full_rows)

@@ -17,6 +17,7 @@ from slurmllm.core.metrics.curves import Curve, Floats, Ints, Setting
 from slurmllm.core.metrics.source import read_curve
 
 Values = NDArray[np.float64]
+Settings = Mapping[str, Setting]
 
 
 def curve_of(tmp_path: Path, name: str, losses: Values, first: int, lines: str = "{}") -> Curve:
@@ -137,7 +138,7 @@ def test_batches_one_ahead_and_other_noise_are_no_shift(tmp_path: Path) -> None:
         rows = (f"{t},{losses[t + ahead]},{1e-4 * t}" for t in range(100))
         path.write_text("n,nll,lr\n" + "\n".join(rows))
         curves.append(read_curve(path, {"step": "n", "loss": "nll"}))
-    comparison = compare(*curves)
+    comparison = compare(curves[0], curves[1])
     assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("differ", 0, 0)
     a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
     for seed in range(1, 9):
@@ -248,7 +249,9 @@ def test_our_own_runs_refuse_what_does_nothing(tmp_path: Path) -> None:
         assert (code, "does nothing" in output) == (2, True), output
 
 
-def curve(name: str, steps: Ints, settings: Mapping[str, Setting] = {}, **columns: Floats) -> Curve:
+def curve(
+    name: str, steps: Ints, settings: Mapping[str, Setting] = {}, **columns: NDArray[Any]
+) -> Curve:
     attempts = np.zeros(len(steps), dtype=np.int64)
     return Curve(name, Path(name), steps, attempts, columns, settings=settings)
 
@@ -272,6 +275,7 @@ def test_intervals_that_do_not_are_interpolated_at_the_sparser(interval: int, ot
     higher = curve("h", every(other), loss=smooth(every(other), 1.02))
     differ = compare(a, higher)
     assert not differ.match
+    assert differ.diagnosis
     assert differ.diagnosis.kind == "unknown"
 
 
@@ -309,4 +313,5 @@ def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
     by_step = compare(a, b)
     assert not by_step.match
     assert any("compare --by tokens" in warning for warning in by_step.warnings)
+    assert by_step.diagnosis
     assert by_step.diagnosis.kind == "batches"

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from departures.answers import curve as curve_of
 
 from slurmllm.analysis.compare.alignment import Points
 from slurmllm.analysis.compare.compare import compare
 from slurmllm.analysis.compare.result import Comparison, Tolerances
-from slurmllm.core.metrics.curves import Floats
+from slurmllm.core.metrics.curves import Floats, SourceKind
 from slurmllm.core.metrics.source import read_curve
 
 N, K = 120, 61
 Rows = list[tuple[float, float]]  # loss and gradient norm of each step
+Write = Callable[..., Path]
 
 
 def trained(factor: Callable[[int], float] = lambda step: 1.0, scatter: float = 0.0) -> Rows:
@@ -69,7 +71,9 @@ def jump(*steps: int, by: float = 1.25) -> Callable[[int], float]:
 
 @pytest.mark.parametrize("write", [jsonl, megatron])
 @pytest.mark.parametrize(("steps", "at"), [((25,), "step 25"), ((40, 41, 60), "steps 40–41, 60")])
-def test_differences_after_which_values_are_the_same_again(a, tmp_path, write, steps, at) -> None:
+def test_differences_after_which_values_are_the_same_again(
+    a: Path, tmp_path: Path, write: Write, steps: tuple[int, ...], at: str
+) -> None:
     other = write(tmp_path / f"b.{'log' if write is megatron else 'jsonl'}", trained(jump(*steps)))
     result = of_files(a, other)
     assert result.verdict == "differ"
@@ -79,7 +83,7 @@ def test_differences_after_which_values_are_the_same_again(a, tmp_path, write, s
     assert f"up to step {steps[0] - 1}" in result.reason
 
 
-def test_differences_under_roundings_or_with_few_values_after_them(a, tmp_path) -> None:
+def test_differences_under_roundings_or_with_few_values_after_them(a: Path, tmp_path: Path) -> None:
     b = jsonl(tmp_path / "b.jsonl", trained(jump(70, 71), scatter=1e-6))
     result = of_files(a, b)
     assert causes(result) == [("transient", "likely", 70)]
@@ -101,7 +105,7 @@ def test_differences_under_roundings_or_with_few_values_after_them(a, tmp_path) 
     ],
     ids=["from-identical", "early-in-roundings", "late-in-roundings"],
 )
-def test_a_jump_is_no_rounding(a, tmp_path, factor) -> None:
+def test_a_jump_is_no_rounding(a: Path, tmp_path: Path, factor: Callable[[int], float]) -> None:
     kinds = [
         cause.kind for cause in of_files(a, jsonl(tmp_path / "b.jsonl", trained(factor))).causes
     ]
@@ -109,14 +113,14 @@ def test_a_jump_is_no_rounding(a, tmp_path, factor) -> None:
     assert not {"rounding", "precision", "transient"} & set(kinds)
 
 
-def test_roundings_are_named_only_if_the_largest_difference_is_one(a, tmp_path) -> None:
+def test_roundings_are_named_only_if_the_largest_difference_is_one(a: Path, tmp_path: Path) -> None:
     small = of_files(a, jsonl(tmp_path / "b.jsonl", trained(scatter=1e-6)), exact=True)
     assert causes(small)[0] == ("rounding", "likely", 1)
     rows = trained(jump(N), scatter=1e-6)
     with_jump = of_files(a, jsonl(tmp_path / "c.jsonl", rows), exact=True)
     assert "rounding" not in [cause.kind for cause in with_jump.causes]
     few = [read_curve(tmp_path / f"{name}.jsonl").take(np.arange(4)) for name in "ab"]
-    assert compare(*few, Tolerances(exact=True)).causes[0].confidence == "possible"
+    assert compare(few[0], few[1], Tolerances(exact=True)).causes[0].confidence == "possible"
 
 
 NAN = float("nan")
@@ -130,7 +134,9 @@ NAN = float("nan")
         (jsonl, 1e-6, "; the first difference is at step 1"),
     ],
 )
-def test_a_run_that_is_not_finite_to_its_end(a, tmp_path, write, scatter: float, same: str) -> None:
+def test_a_run_that_is_not_finite_to_its_end(
+    a: Path, tmp_path: Path, write: Write, scatter: float, same: str
+) -> None:
     rows = trained(scatter=scatter)[: K - 1] + [(NAN, NAN)] * (N - K + 1)
     other = write(tmp_path / f"b.{'log' if write is megatron else 'jsonl'}", rows)
     result = of_files(a, other)
@@ -144,7 +150,9 @@ def test_a_run_that_is_not_finite_to_its_end(a, tmp_path, write, scatter: float,
 
 
 @pytest.mark.parametrize(("norm", "kind"), [(1.0, "logging"), (NAN, "gradient")])
-def test_finite_gradient_norms_rule_out_weights_that_are_not(tmp_path, norm, kind) -> None:
+def test_finite_gradient_norms_rule_out_weights_that_are_not(
+    tmp_path: Path, norm: float, kind: str
+) -> None:
     rows = trained()
     bad = [(NAN, of_step * norm) for _, of_step in rows[K - 1 :]]
     result = of_files(
@@ -159,7 +167,9 @@ APART = (8.34, 8.10, 7.88, 7.66, 7.2, 7.0, 6.95, 6.9, 6.8, 6.7, 6.65, 6.6)
 
 @pytest.mark.parametrize("begin", [0, 1])
 @pytest.mark.parametrize("same", [1, 2, 3, 4])
-def test_the_onset_is_an_unequal_point_and_its_figure_is_of_there(tmp_path, begin, same) -> None:
+def test_the_onset_is_an_unequal_point_and_its_figure_is_of_there(
+    tmp_path: Path, begin: int, same: int
+) -> None:
     other = [*SHORT[:same], *APART[same:]]
     for name, losses in (("a", SHORT), ("b", other)):
         rows = ({"step": begin + i, "loss": loss} for i, loss in enumerate(losses))
@@ -177,7 +187,7 @@ def test_the_onset_is_an_unequal_point_and_its_figure_is_of_there(tmp_path, begi
     assert {cause.step for cause in result.causes} == {at}
 
 
-def test_the_onset_is_a_point_whose_printed_digits_differ(a, tmp_path) -> None:
+def test_the_onset_is_a_point_whose_printed_digits_differ(a: Path, tmp_path: Path) -> None:
     b = megatron(tmp_path / "b.log", trained(lambda step: 1 + 5e-4 * max(0, step - 30)))
     result = of_files(a, b)
     onset = min(metric.onset_step or N for metric in result.metrics.values())
@@ -198,7 +208,9 @@ def resumed(first: int, size: float, scatter: float = 0.0) -> Rows:
 
 @pytest.mark.parametrize("write", [jsonl, megatron])
 @pytest.mark.parametrize("first", [51, 52])
-def test_a_log_that_was_resumed_where_the_curves_part(a, tmp_path, write, first: int) -> None:
+def test_a_log_that_was_resumed_where_the_curves_part(
+    a: Path, tmp_path: Path, write: Write, first: int
+) -> None:
     other = write(
         tmp_path / ("b.log" if write is megatron else "b.jsonl"), resumed(first, 3e-3), RESUMED
     )
@@ -211,7 +223,9 @@ def test_a_log_that_was_resumed_where_the_curves_part(a, tmp_path, write, first:
     assert {"optimizer", "data", "unknown"} <= {cause.kind for cause in result.causes}
 
 
-def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(a, tmp_path) -> None:
+def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(
+    a: Path, tmp_path: Path
+) -> None:
     noisy = resumed(53, 2e-3, scatter=1e-6)
     assert causes(of_files(a, jsonl(tmp_path / "b.jsonl", noisy, RESUMED)))[0][0] == "resume"
     late = of_files(a, jsonl(tmp_path / "c.jsonl", resumed(80, 3e-3), RESUMED))
@@ -225,8 +239,8 @@ def test_a_resume_under_roundings_is_possible_and_one_long_before_is_none(a, tmp
     assert "resume" not in [cause.kind for cause in compare(read_curve(a), exact).causes]
 
 
-def values(*numbers: float) -> Floats:
-    return np.array(numbers)
+def values(*numbers: float | np.float32) -> Floats:
+    return np.array(numbers, dtype=np.float64)
 
 
 @pytest.mark.parametrize(
@@ -241,24 +255,25 @@ def values(*numbers: float) -> Floats:
         (values(1e-3, 1e-3, 1e-3), values(1.2e-3, 1.2e-3, 1.2e-3), "jsonl", [0, 0, 0]),
         (values(1.0, 2.0, 3.0), values(1.0, 2.0, 3.1), "jsonl", [1, 1, 0]),
         (values(2.345, 1.234, np.inf), values(2.345, np.nan, 1.0), "text", [1, 0, 0]),
-        (values(0.1, 0.7, np.nan), values(np.float32(0.1), 0.7, 1.0), "tensorboard", [1, 1, 0]),
+        (
+            values(0.1, 0.7, np.nan),
+            values(np.float32(0.1), 0.7, 1.0),
+            "tensorboard",
+            [1, 1, 0],
+        ),
     ],
 )
-def test_values_are_compared_by_the_digits_that_are_printed(a, b, kind, same) -> None:
-    curve = replace(read_curve_of_nothing(), kind="jsonl")
+def test_values_are_compared_by_the_digits_that_are_printed(
+    a: Floats, b: Floats, kind: SourceKind, same: list[int]
+) -> None:
+    curve = replace(curve_of("x", {"loss": np.zeros(1)}), kind="jsonl")
     points = Points(np.arange(3), np.arange(3.0), a, b)
     printed = points.as_printed(curve, replace(curve, kind=kind))
     assert (printed.a == printed.b).tolist() == [bool(flag) for flag in same]
     assert np.array_equal(printed.a, a, equal_nan=True)
 
 
-def read_curve_of_nothing():  # type: ignore[no-untyped-def]
-    from departures.answers import curve
-
-    return curve("x", {"loss": np.zeros(1)})
-
-
-def test_norms_of_few_digits_that_are_the_same_as_printed_match(a, tmp_path) -> None:
+def test_norms_of_few_digits_that_are_the_same_as_printed_match(a: Path, tmp_path: Path) -> None:
     rows = [(loss, round(norm, 1)) for loss, norm in trained()]
     (tmp_path / "b.csv").write_text(
         "step,loss,grad_norm\n" + "".join(f"{i},{x!r},{y}\n" for i, (x, y) in enumerate(rows, 1))

@@ -4,12 +4,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import training_rows
 from command_line import call, refused
 from fake_slurm import FakeSlurm
 from made_records import save_attempt, save_manifest
+from present import present
 
 from slurmllm.analysis.compare.result import Tolerances
 from slurmllm.analysis.drill.checks import DrillReport, DrillResult, check_recovery
@@ -46,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "broken")
     write_rows(run, 0, 1, BROKEN, 100.0)
     write_rows(run, 1, SAVED + 1, STEPS, 125.0)
-    times = {"started_at": 90.0, "ended_at": 110.0}
+    times: dict[str, Any] = {"started_at": 90.0, "ended_at": 110.0}
     steps = {"last_step": BROKEN, "checkpoint_after": SAVED}
     save_attempt(run, nodes=("local0",), ending="node_failure", **times, **steps)
     times = {"started_at": 111.0, "ended_at": 140.0}
@@ -76,7 +78,7 @@ def test_a_run_that_recovered_exactly(run: RunDir, reference: Path) -> None:
     assert result.passed, result.faults
     assert (result.ending, result.attempts, result.at_step) == ("node_failure", 2, BROKEN)
     assert result.steps_lost == result.steps_recomputed == BROKEN - SAVED
-    parts = result.recovery.model_dump()
+    parts = present(result.recovery).model_dump()
     assert sum(parts.values()) == 2 * parts.pop("total_s") == 40.0
     assert list(parts.values()) == [1.0, 5.0, 0.5, 0.25, 3.25, 8.0, 2.0]
 

@@ -162,7 +162,7 @@ def test_a_signal_ahead_reaches_the_supervisor_alone(
 ) -> None:
     # Nor the job of the shell that a local run was started from.
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setattr(injector.subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "run", None)
     supervisor, launcher = spawn("supervise"), spawn("launch", "local0")
     metrics(run, 3)
     assert inject(run, spec("time_limit", node="local0")).pids == (supervisor.pid,)

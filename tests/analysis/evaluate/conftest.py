@@ -106,7 +106,7 @@ class JobHere:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # those of the harness and what it imports
-            self._outcome = function(*arguments)
+            self._outcome: JobOutcome = function(*arguments)
 
     def done(self) -> bool:
         return True

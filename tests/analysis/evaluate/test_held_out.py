@@ -88,8 +88,8 @@ def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) ->
     other = tmp_path / "other" / text.name
     other.parent.mkdir()
     other.write_text("no such thing was ever seen\n" * 80)
-    asked = ("--task", "validation", "--limit", 3, "--json", "--validation-corpus")
-    output = [json.loads(evaluate(run, *asked, path).stdout) for path in (other, text)]
+    by_path = ("--task", "validation", "--limit", 3, "--json", "--validation-corpus")
+    output = [json.loads(evaluate(run, *by_path, path).stdout) for path in (other, text)]
     losses = [values["suites"][0]["rows"][0]["scores"]["180"] for values in output]
     assert losses == [pytest.approx(losses[0]), row["scores"]["180"]]
     assert losses[0] != losses[1]

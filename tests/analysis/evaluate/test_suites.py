@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from matplotlib.figure import Figure
@@ -219,8 +220,9 @@ def test_the_validation_loss_is_drawn_over_the_training_loss(
     losses, perplexities = drawn[0].axes[:2]
     training, scores = losses.get_lines()
     assert training.get_label() == "training loss"
-    assert list(training.get_xdata())[-1] == list(scores.get_xdata())[-1] == 40 * 4096
-    assert list(training.get_ydata()) == list(curve.columns["loss"])
+    ends = [np.asarray(line.get_xdata())[-1] for line in (training, scores)]
+    assert ends == [40 * 4096, 40 * 4096]
+    assert np.array_equal(training.get_ydata(), curve.columns["loss"])
     assert len(perplexities.get_lines()) == 1
     draw(shown, "a", tmp_path / "p.png")
     assert len(drawn[1].axes[0].get_lines()) == 1

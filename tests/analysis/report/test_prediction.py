@@ -27,12 +27,18 @@ from slurmllm.plan.step import StepTime
 
 HARDWARE = Hardware(
     source="made up",
-    **{"bf16_tflops": 0.05, "fp32_tflops": 0.05, "memory_gib": 2, "reserved_gib": 0.5},
-    **{"memory_gb_s": 10, "node_link_gb_s": 2, "network_gb_s": 2, "attention_efficiency": 0.5},
-    **dict.fromkeys(
-        ("matrix_efficiency", "memory_efficiency", "node_link_efficiency", "network_efficiency"),
-        0.8,
-    ),
+    bf16_tflops=0.05,
+    fp32_tflops=0.05,
+    memory_gib=2,
+    reserved_gib=0.5,
+    memory_gb_s=10,
+    node_link_gb_s=2,
+    network_gb_s=2,
+    attention_efficiency=0.5,
+    matrix_efficiency=0.8,
+    memory_efficiency=0.8,
+    node_link_efficiency=0.8,
+    network_efficiency=0.8,
 )
 # Seconds of each part: the step is their sum.
 PARTS = StepTime(

@@ -216,8 +216,8 @@ def test_the_name_of_a_page_of_many_runs() -> None:
 
 
 def test_scores_stand_beside_published_ones() -> None:
-    figures = {"scores": {10: 0.5, 20: 0.625}, "errors": {20: 0.01}, "references": {"Pythia": 0.75}}
-    row = ScoreRow(group="", name="piqa", shots=0, metric="acc", **figures)
+    scores, references = {10: 0.5, 20: 0.625}, {"Pythia": 0.75}
+    row = ScoreRow("", "piqa", 0, "acc", scores, {20: 0.01}, references)
     table = scores_table(ScoreTable("pythia", (row,), (10, 20), {20: 10**9}, {"Pythia": "a paper"}))
     assert table.headings[-3:] == ("step 10", "step 20", "Pythia")
     assert table.rows[0][-3:] == ("0.5", "0.625 ± 0.01", "0.75 (-12.5 SE)")

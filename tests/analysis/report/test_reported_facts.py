@@ -13,6 +13,7 @@ from command_line import call
 from fake_slurm import FakeSlurm
 from hypothesis import given
 from hypothesis import strategies as st
+from present import present
 from reported_runs import make_reported_run
 from training_rows import make_row, write_rows
 
@@ -34,7 +35,7 @@ def read(run: RunDir, price: float = 7.59) -> RunFacts:
 def test_the_row_of_awss_table(tmp_path: Path) -> None:
     # Table 1 of the post: GPT-NeoX 20B on 4 nodes at $7.59: 13.6 seq/s are 3.3 M tokens/$.
     facts = read(make_reported_run(RunDir(tmp_path / "r"), seq_per_s=13.6))
-    rate = facts.rate
+    rate = present(facts.rate)
     assert (rate.nodes, rate.workers, rate.steps, rate.first_steps) == (4, 128, 60, 60)
     assert rate.seq_per_s_first_500 == pytest.approx(13.6)
     assert rate.usd_per_hour == pytest.approx(30.36)
@@ -44,7 +45,7 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     assert rate.mfu == pytest.approx(13.6 * model_flops(model, 1) / (128 * 95e12))
     assert facts.usd == pytest.approx(7.59 * facts.used.node_hours if facts.used else 0)
     assert facts.tokens_per_usd_bought == pytest.approx(60 * 256 * 2048 / (facts.usd or 1))
-    assert facts.tokens_per_usd_bought < rate.tokens_per_usd
+    assert present(facts.tokens_per_usd_bought) < present(rate.tokens_per_usd)
     assert (facts.state, facts.restarts, facts.steps) == ("done", 1, 60)
     assert facts.parameters == 20_552_994_816
     (checkpoint,) = facts.saved
@@ -55,7 +56,7 @@ def test_the_first_500_steps_alone(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "r")
     rows = [make_row(s, seq_per_s=10.0 if s <= 500 else 20.0) for s in range(1, 1001)]
     write_rows(run.metrics(0), rows)
-    rate = read(run).rate
+    rate = present(read(run).rate)
     assert (rate.first_steps, rate.seq_per_s_first_500, rate.seq_per_s) == (500, 10.0, 15.0)
     assert (rate.nodes, rate.mfu, rate.tokens_per_usd) == (None, None, None)
 

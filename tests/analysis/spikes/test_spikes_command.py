@@ -1,6 +1,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from training_rows import MakeFile, MakeRun, Row, make_row
 from slurmllm.analysis.spikes.analysis import Spike, SpikeAnalysis
 from slurmllm.core.run.rundir import RunDir
 
+Spikes = Callable[..., Result]
+
 
 def rows(first: int, last: int, attempt: int = 0, **spikes: float) -> list[Row]:
     """Rows of a falling loss; `s30=2.0` adds 2 at step 30."""
@@ -22,7 +25,7 @@ def rows(first: int, last: int, attempt: int = 0, **spikes: float) -> list[Row]:
 
 
 @pytest.fixture
-def spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spikes:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURMLLM_RUNS", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
@@ -43,14 +46,14 @@ def spiky(make_run: MakeRun) -> RunDir:
 
 def answer(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.stderr
-    # What is no JSON, such as NaN, is no dictionary's key.
-    document = json.loads(result.stdout, parse_constant={}.__getitem__)
+    strict: dict[str, None] = {}  # what is no JSON, such as NaN, is no key of it
+    document = json.loads(result.stdout, parse_constant=strict.__getitem__)
     assert set(document) == {"runs"}
     runs: list[dict[str, Any]] = document["runs"]
     return runs
 
 
-def test_json(spikes, spiky: RunDir) -> None:
+def test_json(spikes: Spikes, spiky: RunDir) -> None:
     (run,) = answer(spikes("spiky", "--json"))
     assert set(run) == set(SpikeAnalysis.model_fields)
     assert (run["name"], run["state"], run["count"], run["one_step"]) == ("spiky", "passing", 2, 1)
@@ -65,7 +68,7 @@ def test_json(spikes, spiky: RunDir) -> None:
     assert Path(run["plot"]).is_file()
 
 
-def test_table(spikes, spiky: RunDir) -> None:
+def test_table(spikes: Spikes, spiky: RunDir) -> None:
     shown = printed(spikes("spiky", "--no-plot"))
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "spiky: steps 1–200" in lines
@@ -78,7 +81,7 @@ def test_table(spikes, spiky: RunDir) -> None:
     assert not spiky.reports.exists()
 
 
-def test_metrics(spikes, make_run: MakeRun) -> None:
+def test_metrics(spikes: Spikes, make_run: MakeRun) -> None:
     rows = [make_row(step, grad_norm=4.0 if step == 80 else 2.0) for step in range(1, 151)]
     make_run("r", rows)
     (both,) = answer(spikes("r", "--json", "--no-plot"))
@@ -88,7 +91,7 @@ def test_metrics(spikes, make_run: MakeRun) -> None:
     assert "80 1 2 4 1 × 2 -" in " ".join(spikes("r", "--no-plot").stdout.split())
 
 
-def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile) -> None:
+def test_several_runs_in_one_picture(spikes: Spikes, spiky: RunDir, make_file: MakeFile) -> None:
     file = make_file("other", rows(1, 100))
     document = answer(spikes(spiky.path, file, "--plot", "both.png", "--json"))
     states = {run["name"]: run["state"] for run in document}
@@ -97,7 +100,9 @@ def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile)
     assert Path("both.png").is_file()
 
 
-def test_other_frameworks_and_strict_json(spikes, tmp_path: Path, make_run: MakeRun) -> None:
+def test_other_frameworks_and_strict_json(
+    spikes: Spikes, tmp_path: Path, make_run: MakeRun
+) -> None:
     losses = [f"{step},{4.0 if step == 60 else 2.0}" for step in range(1, 101)]
     (tmp_path / "log.csv").write_text("\n".join(["step,my_loss", *losses]) + "\n")
     (run,) = answer(spikes("log.csv", "--tag", "loss=my_loss", "--json"))
@@ -126,7 +131,7 @@ def test_other_frameworks_and_strict_json(spikes, tmp_path: Path, make_run: Make
     ],
 )
 @pytest.mark.usefixtures("spiky")
-def test_unusable_input_is_2(spikes, arguments: list[str], message: str) -> None:
+def test_unusable_input_is_2(spikes: Spikes, arguments: list[str], message: str) -> None:
     result = spikes(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -134,7 +139,7 @@ def test_unusable_input_is_2(spikes, arguments: list[str], message: str) -> None
 
 
 @pytest.mark.usefixtures("spiky")
-def test_only_a_picture_asked_for_must_succeed(spikes, spiky: RunDir) -> None:
+def test_only_a_picture_asked_for_must_succeed(spikes: Spikes, spiky: RunDir) -> None:
     spiky.reports.write_text("no folder")
     (run,) = answer(spikes("spiky", "--json"))
     assert run["plot"] is None

@@ -3,7 +3,7 @@
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from command_line import call, refused
 from fake_slurm import FakeSlurm
 from made_records import make_run, save_attempt, save_submission
+from present import present
 
 from slurmllm.analysis.status.runs import run_state, run_states
 from slurmllm.core.errors import RunError
@@ -27,10 +28,10 @@ from slurmllm.core.slurm.client import QueuedJob
 from slurmllm.launch.submit.resume import require_ended
 from slurmllm.launch.supervise.attempts import process_identity
 
-LOCAL = {"local": True, "pid": 7, "process": "boot 1", "host": "login2"}
+LOCAL: dict[str, Any] = {"local": True, "pid": 7, "process": "boot 1", "host": "login2"}
 
 
-def make(folder: Path, name: str = "r", **sent: object) -> RunDir:
+def make(folder: Path, name: str = "r", **sent: Any) -> RunDir:
     run = make_run(folder / name)
     if sent:
         save_submission(run, **sent)
@@ -45,8 +46,8 @@ class OneState(FakeSlurm):
         state, _, reason = state.partition(":")
         self.row = (state, reason or "None", "n1", "", "", comment)
 
-    def queue(self, job_ids: object) -> dict[str, QueuedJob]:
-        return {job: QueuedJob(job, *self.row) for job in job_ids}  # type: ignore[attr-defined]
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        return {job: QueuedJob(job, *self.row) for job in job_ids}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_run_that_ends_while_slurm_answers(
     run = make(tmp_path, train_job="7")
 
     class Ending(OneState):
-        def queue(self, job_ids: object) -> dict[str, QueuedJob]:
+        def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
             ending = "done" if action == "finish" else "code_error"
             save_attempt(run, job_id="7", ended_at=9.0, ending=ending, action=action)
             rows = super().queue(job_ids)
@@ -224,7 +225,7 @@ def test_a_failed_node_that_trains_is_not_excluded(
     slurm = OneState("RUNNING")
     monkeypatch.setattr("slurmllm.core.slurm.client.SlurmClient", lambda: slurm)
     assert f"excluded       {shown}" in call("status", "r", "--runs-dir", tmp_path).stdout
-    details = run_state(run, slurm).details
+    details = present(run_state(run, slurm).details)
     assert (details.excluded, details.not_excluded).index((failed,)) == (nodes == ("n3",))
 
 

@@ -90,11 +90,18 @@ FILES: dict[str, Callable[[RunDir], Path]] = {
     "log": lambda run: run.stage_log("train"),
 }
 REQUIRED = ("config", "jobs", "attempt", "skips", "metrics")  # damage to them is the run's
+
+
+def make_sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, PLENTY)
+
+
 KINDS: dict[str, Callable[[Path], object]] = {
     "fifo": os.mkfifo,
     "folder": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
-    "sparse": lambda path: (path.touch(), os.truncate(path, PLENTY)),
+    "sparse": make_sparse,
     "deep": lambda path: path.write_text(DEEP),
     "digits": lambda path: path.write_text('{"step": ' + "9" * 5000 + "}\n"),
     "line": lambda path: path.write_text('{"step": 1, "note": "' + "x" * (20 << 20)),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 from made_records import make_run, save_attempt, save_manifest, save_skips, save_submission
+from present import present
 from training_rows import make_row, write_rows
 
 from slurmllm.analysis.status.runs import node_hours, run_state, run_states
@@ -27,7 +28,7 @@ class CountingSlurm(FakeSlurm):
 
     def __init__(self, silent: bool = False) -> None:
         super().__init__()
-        self.silent, self.queues, self.accounts = silent, 0, 0
+        self.silent, self.queues, self.accountings = silent, 0, 0
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
         self.queues += 1
@@ -36,7 +37,7 @@ class CountingSlurm(FakeSlurm):
         return {job: QueuedJob(job, "RUNNING", "None", "n[1-2]") for job in job_ids if job == "7"}
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
-        self.accounts += 1
+        self.accountings += 1
         return []
 
 
@@ -79,8 +80,9 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     # 60 steps of 2 s, and of 10 s of waiting for a save in 20 steps.
     assert state.eta_s == pytest.approx(60 * 2.5)
     assert state.finish_at == pytest.approx(now + 150, abs=5)
-    assert (state.last_checkpoint.step, state.restarts) == (30, 1)
-    assert state.last_checkpoint.age_s == pytest.approx(60, abs=5)
+    checkpoint = present(state.last_checkpoint)
+    assert (checkpoint.step, state.restarts) == (30, 1)
+    assert checkpoint.age_s == pytest.approx(60, abs=5)
     assert state.node_hours == pytest.approx(0.5 + 2.0 + 1.0, abs=0.01)
     assert state.usd == pytest.approx(20 * state.node_hours)
 
@@ -147,7 +149,7 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     lines = run.metrics(0).read_text().splitlines()
     lines[-2] = lines[-2].replace('"step_time_s": 2.0', '"step_time_s": 300.0')
     run.metrics(0).write_text("\n".join(lines))
-    pace = read_pace(run, [])
+    pace = present(read_pace(run, []))
     assert (pace.step_s, pace.seq_per_s, pace.seconds(10)) == (2.0, 4.0, 20.0)
 
 
@@ -158,7 +160,7 @@ def test_rates_are_medians_of_rows_that_came_at_once_too(tmp_path: Path) -> None
     lines = [line.replace('"step_time_s"', '"_"') for line in lines]
     last = last.replace('"seq_per_s": 4.0', '"seq_per_s": 1.0')
     run.metrics(0).write_text("\n".join([*lines, last, ""]))
-    assert read_pace(run, []).seq_per_s == 4.0
+    assert present(read_pace(run, [])).seq_per_s == 4.0
 
 
 def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     for step in (10, 20):
         save_manifest(run, step)
     save_skips(run, onset=15)
-    assert run_state(run, CountingSlurm()).last_checkpoint.step == 10
+    assert present(run_state(run, CountingSlurm()).last_checkpoint).step == 10
 
 
 def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: P
     states = {state.name: state for state in run_states(runs, slurm)}
     shown = [state.state for state in states.values()]
     assert shown == ["done", "stopped", "training", "damaged", "damaged"]
-    assert (slurm.queues, slurm.accounts) == (1, 0)
+    assert (slurm.queues, slurm.accountings) == (1, 0)
     assert states["stop"].reason == "code_error: why"
     assert "jobs.json is damaged" in states["damaged"].reason
     silent = {state.name: state for state in run_states(runs, CountingSlurm(silent=True))}
@@ -244,7 +246,7 @@ def test_a_damaged_manifest_of_graphs_is_a_line_of_status(tmp_path: Path, folder
         run.graphs_manifest.mkdir()
     else:
         run.graphs_manifest.write_text('{"complete": true,')
-    details = run_state(run, CountingSlurm()).details
+    details = present(run_state(run, CountingSlurm()).details)
     assert (details.graphs, details.micro_batch) == (None, None)
     (line,) = details.uncompiled
     assert "manifest.json" in line

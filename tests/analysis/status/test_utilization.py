@@ -37,8 +37,8 @@ HOUR_S = 3600.0
 
 def attempt(number: int, started: float, ended: float | None, **changed: Any) -> AttemptRecord:
     """An attempt on four nodes; open where it has no end."""
-    fields = {"started_at": started, "ended_at": ended}
-    fields["ending"] = None if ended is None else "node_failure"
+    ending = None if ended is None else "node_failure"
+    fields = {"started_at": started, "ended_at": ended, "ending": ending}
     return make_attempt(number, nodes=("n1", "n2", "n3", "n4"), **(fields | changed))
 
 
@@ -180,7 +180,7 @@ def histories(draw: st.DrawFn) -> RunHistory:
     attempts, made, waited, spans = [], {}, {}, []
     for number in range(draw(st.integers(0, 4))):
         started = draw(_SECONDS)
-        ended = draw(st.none() | st.floats(0, 1e5).map(lambda s, begin=started: begin + s))
+        ended = draw(st.none() | st.floats(0, 1e5).map(started.__add__))
         stage = draw(st.sampled_from(["train", "precompile"]))
         fields = {
             "job_id": draw(st.sampled_from([None, "1"])),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from command_line import call
 from made_records import save_attempt, save_submission
+from present import present
 from training_rows import make_rows, write_rows
 
 from slurmllm.analysis.track import sync as sending
@@ -30,7 +31,6 @@ from slurmllm.core.config.trackers import missing_for_trackers
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
-from slurmllm.launch.supervise import notify
 from slurmllm.launch.supervise.notify import Tracking
 
 KEY = "cAnArY" + "0" * 34
@@ -68,7 +68,8 @@ class Memory(Tracker):
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "TRACKERS", {"wandb": Memory})
     monkeypatch.setattr(sending, "missing_for_trackers", lambda *_: [])
-    for name, value in {"got": [], "states": [], "newest": None, "fails_after": None}.items():
+    fresh: dict[str, Any] = {"got": [], "states": [], "newest": None, "fails_after": None}
+    for name, value in fresh.items():
         monkeypatch.setattr(Memory, name, value)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")  # restored after what `sync` sets
@@ -155,7 +156,7 @@ def test_only_one_process_sends(run: RunDir, config: RunConfig) -> None:
     )
     command = [sys.executable, "-c", hold, str(run.trackers / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
+        assert present(other.stdout).readline() == b"held\n"
         with pytest.raises(RunError, match="another process sends the metrics of demo"):
             send(run, config)
         other.communicate(b"\n")
@@ -166,14 +167,15 @@ def test_the_description_has_the_commit_and_no_key(run: RunDir, config: RunConfi
     save_submission(run, train_job="7", git_commit="ab-dirty")
     write_rows(run.metrics(0), make_rows(1, 2))
     send(run, config)
-    assert Memory.about.notes == {
+    about = present(Memory.about)
+    assert about.notes == {
         "slurmllm.run_dir": str(run.path),
         "slurmllm.analysis.report": str(run.path / "reports" / "report.html"),
         "slurmllm.jobs": "7",
         "slurmllm.git_commit": "ab-dirty",
     }
-    assert Memory.about.config["env.WANDB_API_KEY"] == "***"
-    assert Memory.about.config["optim.lr"] == config.recipe.optim.lr
+    assert about.config["env.WANDB_API_KEY"] == "***"
+    assert about.config["optim.lr"] == config.recipe.optim.lr
 
 
 def test_states(run: RunDir) -> None:
@@ -234,7 +236,7 @@ def test_a_child_that_fails_is_a_warning(
     save(config, run)
     tracking = Tracking(run, config)
     tracking.start("train")
-    tracking._child.wait()
+    present(tracking._child).wait()
     tracking.stop(requeued=False)
     assert "may lack the last steps" in caplog.text
     assert "no API key here" in run.track_log.read_text()
@@ -243,13 +245,14 @@ def test_a_child_that_fails_is_a_warning(
 def test_one_child_sends_all_attempts_of_a_job(
     run: RunDir, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = list[Any]()
+    started: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
-    monkeypatch.setattr(
-        notify.subprocess,
-        "Popen",
-        lambda _, **rest: started.append(start(["sleep", "60"], **rest)) or started[-1],
-    )
+
+    def start_sleep(_: object, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(["sleep", "60"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_sleep)
     tracking = Tracking(run, config)
     tracking.start("precompile")
     for _ in range(3):

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from core.metrics.test_formats import LINES
 
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.metrics.tags import PATTERN_EXAMPLE, log_formats
 from slurmllm.core.metrics.text_logs import TextReader
 from slurmllm.core.run.error_patterns import table
-from tests.core.metrics.test_formats import LINES
 
 LONG = 1 << 13  # characters
 MOST_S = 0.25  # of processor time; quadratic time takes a second

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core.metrics.test_formats import LINES
+from core.metrics.test_tensorboard_logs import event, scalar, write_events
 from training_rows import Row
 
 from slurmllm.core.config.command import CommandConfig
@@ -25,8 +27,6 @@ from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.progress import TrainerProgress, check_progress
 from slurmllm.launch.supervise.trainer import TrainerObserver
-from tests.core.metrics.test_formats import LINES
-from tests.core.metrics.test_tensorboard_logs import event, scalar, write_events
 
 LOGS = Path(__file__).parents[2] / "core" / "metrics" / "formats"
 CASES = [(case["format"], case["text"], case["first"], case["values"]) for case in LINES]

@@ -194,7 +194,7 @@ class Cuda(Accelerator):
         )
 
     def pin(self, memory: Tensor) -> str | None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()
         error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         return f"cudaHostRegister returned {error}" if error else None
 

@@ -105,7 +105,7 @@ class NativeBackend(Backend):
         )
         if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
             pairs = [[ranks[0], ranks[-1]] for ranks in pipelines(mesh)]
-            self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]
+            self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)
         torch.manual_seed(self.config.recipe.train.seed + worker.rank)
 
     def build(self, model_factory: ModelFactory) -> None:

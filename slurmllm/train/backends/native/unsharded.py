@@ -64,7 +64,7 @@ class UnshardedWeights:
                     used = nn.Parameter(stored.detach().to(dtype))
                     used.untyped_storage().resize_(0)
                 weight = _Weight(module, name, stored, used)
-                used.register_post_accumulate_grad_hook(self._collector(weight))  # type: ignore[no-untyped-call]
+                used.register_post_accumulate_grad_hook(self._collector(weight))
                 self._weights.append(weight)
         self._converted = [w for w in self._weights if w.used is not w.stored]
         self.copies = {weight.stored: weight.used.detach() for weight in self._converted}

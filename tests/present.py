@@ -1,0 +1,13 @@
+"""Types of what a test knows to be there."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def present(value: T | None) -> T:
+    """Return `value`; fail if it is None."""
+    assert value is not None
+    return value
