@@ -135,10 +135,10 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
     if run.sent is not None and run.sent.local:
         return _run_and_report(run, shared.as_json)
     if run.sent is None:
-        verb, summary = click.get_current_context().info_name, run.to_dict()
+        summary = run.to_dict()
         for error in run.prepared.refused:
             for reason in error.faults:
-                options.warn(f"{verb} would refuse this: {reason}")
+                options.warn(f"{click.get_current_context().info_name} would refuse this: {reason}")
         if shared.as_json:
             options.echo_json(summary, indent=None)
         else:
@@ -167,12 +167,15 @@ def _include(
 
     active = is_active(run_dir, client)  # then its jobs will use the nodes
     if active and (names := [name for name, value in unused.items() if value]):
-        reason = f"run {run_dir.name} is queued or running, so only --include can change it"
-        raise UserError(f"{reason}: leave out {names[0]}, or cancel the run first")
+        raise UserError(
+            f"run {run_dir.name} is queued or running, so only --include can change it: leave out "
+            f"{names[0]}, or cancel the run first"
+        )
     include_nodes(run_dir, client, included)
     if active and as_json:
-        fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
-        options.echo_json(fields, indent=None)
+        options.echo_json(
+            {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}, indent=None
+        )
     return active
 
 
