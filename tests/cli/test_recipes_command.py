@@ -50,7 +50,7 @@ def test_cluster_profiles(tmp_path: Path) -> None:
     assert {"p4de", "p5e", "p5en", "p6-b200", "trn1n", "trn2", "a100_ib", "h100_ib"} < set(rows)
     assert rows["mine"]["network_gb_s"] == 100
     assert "network_efficiency" in rows["mine"]["assumed"]
-    assert "tested on trn1" in rows["trn2"]["planning_only"]
+    assert "for trn1 and trn1n" in rows["trn2"]["planning_only"]
     assert rows["p5en"]["memory_gib"] == rows["p5e"]["memory_gib"] == 139.8
     assert rows["trn2"]["devices_per_node"] * rows["trn2"]["memory_gib"] == 1536  # trn2-arch.rst
     lines = {line.split()[0]: line for line in recipes(*arguments).stdout.splitlines()}
