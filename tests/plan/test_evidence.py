@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from present import present
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.evidence import (
@@ -32,8 +33,8 @@ def test_how_near_a_layout_is_to_published_ones() -> None:
     item = layout("neox_20b", 16, "train.global_batch=16384")
     result = evidence(item)
     assert (result.status, result.reasons) == ("interpolated", [])
-    assert (result.nearest.model, result.nearest.nodes) == ("GPT-NeoX-20B", 16)
-    lower, upper = result.interval
+    assert (present(result.nearest).model, present(result.nearest).nodes) == ("GPT-NeoX-20B", 16)
+    lower, upper = present(result.interval)
     assert lower < 54.3 < upper, "as AWS published"
     assert lower * upper == pytest.approx(item.seq_per_s**2)
     fast = layout("neox_20b", 4, "train.global_batch=16384", "cluster.hardware.memory_gb_s=2000")
@@ -50,7 +51,7 @@ def test_how_near_a_layout_is_to_published_ones() -> None:
 def test_the_interval_is_wider_the_farther_away() -> None:
     def width(nodes: int) -> float:
         result = evidence(layout("neox_20b", nodes, f"train.global_batch={1024 * nodes}"))
-        return math.log(result.interval[1] / result.interval[0])
+        return math.log(present(result.interval)[1] / present(result.interval)[0])
 
     assert width(4) == pytest.approx(width(16))
     assert width(128) == pytest.approx(1.5 * width(64)), "an octave more than any row"
@@ -70,7 +71,10 @@ def test_a_network_slower_than_published_ones_is_outside() -> None:
     assert not any("network" in reason for reason in fast.reasons)
     assert "network_gb_s 100 is a factor of 2 outside the published runs" in half.reasons
     assert (half.status, slow.status) == ("extrapolated", "beyond")
-    widths = [math.log(result.interval[1] / result.interval[0]) for result in (fast, half, slow)]
+    widths = [
+        math.log(present(result.interval)[1] / present(result.interval)[0])
+        for result in (fast, half, slow)
+    ]
     assert widths[1:] == pytest.approx([1.5 * widths[0], 2 * widths[0]])
     assert not any("network" in reason for reason in evidence(layout("gpt3_1.3b", 1)).reasons)
 
@@ -78,14 +82,14 @@ def test_a_network_slower_than_published_ones_is_outside() -> None:
 def test_evidence_goes_by_the_devices_not_by_the_profile(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("extends: p5\nname: mine\n")
     of_p5 = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
-    assert of_p5.nearest.profile == "p5"
+    assert present(of_p5.nearest).profile == "p5"
     for profile in ("h100_ib", str(tmp_path / "mine.yaml")):
         other = evidence(layout("gpt3_1.3b", 2, cluster=profile))
         assert (other.status, other.nearest) == (of_p5.status, of_p5.nearest)
     # As `calibrate` measures p5: the devices are the same.
     measured = ("cluster.hardware.bf16_tflops=1000", "cluster.hardware.memory_gib=79.2")
     assert evidence(layout("gpt3_1.3b", 2, *measured, cluster="p5")).nearest == of_p5.nearest
-    assert evidence(layout("gpt3_1.3b", 2, cluster="a100_ib")).nearest.profile == "p4de"
+    assert present(evidence(layout("gpt3_1.3b", 2, cluster="a100_ib")).nearest).profile == "p4de"
 
 
 def test_the_generation_of_the_software_is_named() -> None:
@@ -112,7 +116,7 @@ def test_nine_of_ten_left_out_rows_are_inside() -> None:
 def test_assumed_networks_and_software_of_different_years() -> None:
     batch = "train.global_batch=1024"
     span = network_range(layout("llama2_7b", 16, batch))
-    assert span[0] < layout("llama2_7b", 16, batch).seq_per_s < span[1]
+    assert present(span)[0] < layout("llama2_7b", 16, batch).seq_per_s < present(span)[1]
     assert network_range(layout("llama2_7b", 1, batch)) is None, "no network"
     assert network_range(layout("gpt3_1.3b", 2, cluster="p5")) is None, "not assumed"
 

@@ -12,6 +12,7 @@ import pytest
 from amounts import amount
 from hypothesis import given
 from hypothesis import strategies as st
+from present import present
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.config.validate import PLANNER
@@ -111,7 +112,10 @@ def test_the_search_ranks_them() -> None:
     support = evidence(best)
     assert "no published run keeps copies of its shards (parallel.shard_nodes)" in support.reasons
     whole = evidence(next(e for e in result.fitting if e.mesh.replicate == 1))
-    assert support.interval[1] / support.interval[0] > whole.interval[1] / whole.interval[0]
+    assert (
+        present(support.interval)[1] / present(support.interval)[0]
+        > present(whole.interval)[1] / present(whole.interval)[0]
+    )
 
 
 def test_auto_may_choose_them() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from present import present
 
 from slurmllm.core.config.profiles import available
 from slurmllm.core.config.resolve import clusters_dir, resolve
@@ -25,6 +26,7 @@ def cluster(name: str, *overrides: str) -> Any:
 def test_the_price_is_the_users_else_the_profiles() -> None:
     assert select_price(cluster("p5"), 19.25) == NodePrice(19.25)
     result = select_price(cluster("p4d"), None)
+    assert result
     assert (result.usd, result.date) == (21.957642, "2026-11-09")
     assert str(result).startswith("$21.96 per node hour, 2026-11-09 (github.com")
     assert select_price(cluster("local"), None) is None
@@ -34,12 +36,12 @@ def test_the_price_is_the_users_else_the_profiles() -> None:
 
 
 def test_owned_nodes_are_paid_while_a_run_waits(tmp_path: Path) -> None:
-    assert not select_price(cluster("p5"), None).bills_waiting
+    assert not present(select_price(cluster("p5"), None)).bills_waiting
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: p5\ndevices_per_node: 4\nprice: {on_demand: 20, date: 2026-11-20}\n")
-    assert all(select_price(cluster(str(mine)), usd).bills_waiting for usd in (None, 12.0))
+    assert all(present(select_price(cluster(str(mine)), usd)).bills_waiting for usd in (None, 12.0))
     mine.write_text(mine.read_text() + "instance_type: p5.4xlarge\n")
-    assert not select_price(cluster(str(mine)), None).bills_waiting
+    assert not present(select_price(cluster(str(mine)), None)).bills_waiting
 
 
 @pytest.mark.parametrize("value", ["", "$3", "-1", "nan", "inf", "0", "3y", "21,50"])
@@ -125,7 +127,7 @@ def test_losses_are_bought_and_waits_where_nodes_are_paid_while_waiting() -> Non
     paid = cost(layout, None, RESERVED, 0.9, 0.8, waits_are_paid=True)
     assert (free.waiting_usd, paid.hours) == (0, free.hours)
     assert paid.usd == pytest.approx(paid.hours * 4 * RESERVED)
-    assert paid.waiting_usd == pytest.approx(paid.usd - free.usd)
+    assert paid.waiting_usd == pytest.approx(present(paid.usd) - present(free.usd))
 
 
 def test_counts_of_tokens() -> None:
