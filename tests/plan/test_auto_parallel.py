@@ -10,6 +10,7 @@ import pytest
 from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from present import present
 
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig, change, resolve
@@ -153,11 +154,11 @@ def test_a_mesh_far_from_the_best_is_warned_of() -> None:
     result = fit_of(configured(*WASTEFUL), 8)
     assert result.refusals == ()
     (message,) = result.warnings
-    assert result.candidate.seq_per_s < SLOW * result.best.seq_per_s
+    assert result.candidate.seq_per_s < SLOW * present(result.best).seq_per_s
     assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", message)
     better = fit_of(with_options(message, *WASTEFUL), 8)
     assert better.warnings == ()
-    assert better.candidate.seq_per_s == pytest.approx(result.best.seq_per_s)
+    assert better.candidate.seq_per_s == pytest.approx(present(result.best).seq_per_s)
     # What training is like is not the planner's to change.
     assert "train." not in message
 
@@ -204,4 +205,4 @@ def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
     assert result.candidate.mesh.micro_batch > 1
     assert not any("train." in message for message in result.warnings)
     unsupported = load_environment(config.backend).unsupported
-    assert check_fit(config, 4, unsupported, measured=1).candidate.mesh.micro_batch == 1
+    assert present(check_fit(config, 4, unsupported, measured=1)).candidate.mesh.micro_batch == 1

@@ -8,6 +8,7 @@ import pytest
 from amounts import amount
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from present import present
 
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.choose_layout import check_fit
@@ -93,7 +94,7 @@ def test_what_ran_fits_and_what_did_not_does_not(row: str) -> None:
     config, mesh = layout(row)
     stage = mesh.tensor * mesh.data
     peaks = [sum(neuron_memory(config, mesh, stage * p).values()) for p in range(mesh.pipeline)]
-    assert (max(peaks) <= config.cluster.hardware.usable_bytes) == (row in _RAN)
+    assert (max(peaks) <= present(config.cluster.hardware).usable_bytes) == (row in _RAN)
 
 
 def test_activations_as_korthikanti_without_dropout() -> None:
@@ -224,8 +225,8 @@ def test_a_dense_mask_that_is_large() -> None:
     (warning,) = dense_mask_warning(resolve("llama3_8b", "local", LONG))
     assert "32.00 of 7.50 GiB" in warning
     assert warning.endswith("--set data.mask=none, or a smaller model.seq_len")
-    layout = ("parallel={tensor: 4}", "train.micro_batch=1")
-    layout += ("train.activation_checkpointing=selective", "train.compile=false")
+    layout = ["parallel={tensor: 4}", "train.micro_batch=1"]
+    layout += ["train.activation_checkpointing=selective", "train.compile=false"]
     config = resolve("llama3_8b", "p5", [*LONG, *layout])
     for force in (False, True):
         fit = check_fit(config, 2, lambda _: [], force=force)
