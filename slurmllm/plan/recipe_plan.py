@@ -95,12 +95,13 @@ class NodePlan:
     def meshes_too_large(self) -> list[str]:
         """The meshes of which no layout fits, those closest to fitting first."""
         fitting = {_degrees(layout) for layout in self.fitting}
-        smallest = {_degrees(layout): layout for layout in reversed(self.too_large)}
-        layouts = [layout for layout in self.too_large if layout is smallest[_degrees(layout)]]
+        smallest: dict[tuple[int, int], LayoutEstimate] = {}
+        for layout in self.too_large:
+            smallest.setdefault(_degrees(layout), layout)
         return [
             f"{layout.description}: {why_too_large(layout.memory)}"
-            for layout in layouts
-            if _degrees(layout) not in fitting
+            for degrees, layout in smallest.items()
+            if degrees not in fitting
         ]
 
 

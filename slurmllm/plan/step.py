@@ -79,16 +79,6 @@ def tensor_group(mesh: Mesh) -> Group:
     return group(1, mesh.tensor, mesh.devices_per_node)
 
 
-def shard_group(mesh: Mesh) -> Group:
-    """Return the data-parallel workers that share out a copy of a stage's weights."""
-    return group(mesh.tensor, mesh.shard, mesh.devices_per_node)
-
-
-def copies_group(mesh: Mesh) -> Group:
-    """Return the workers that hold the same shard, one in each copy."""
-    return group(mesh.tensor * mesh.shard, mesh.replicate, mesh.devices_per_node)
-
-
 def rate(members: Group, hardware: Hardware) -> float:
     """Return bandwidth at which each worker of a group sends, bytes/s."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
@@ -322,12 +312,14 @@ class _Step:
 
         `layer` is for how long a layer computes in a micro batch, forward and backward.
         """
-        members, copies = shard_group(self.mesh), copies_group(self.mesh)
-        zero = self.recipe.parallel.zero
-        micro_batches = self.mesh.accumulation
+        mesh, zero = self.mesh, self.recipe.parallel.zero
+        micro_batches, per_node = mesh.accumulation, mesh.devices_per_node
+        # The workers that share out a copy of a stage's weights; those with the same share of it.
+        members = group(mesh.tensor, mesh.shard, per_node)
+        copies = group(mesh.tensor * mesh.shard, mesh.replicate, per_node)
         # How often a step gathers all weights, and reduces and scatters all gradients.
         gathers = scatters = 1
-        if not self.nxd and self.mesh.pipeline == 1 and zero > 1:
+        if not self.nxd and mesh.pipeline == 1 and zero > 1:
             gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
         if self.fsdp_disabled:
             width = self.formats
@@ -346,7 +338,7 @@ class _Step:
             total = gathers * weights + scatters * gradients
             if not self.nxd:  # a collective for each layer
                 hops = (gathers + scatters) * latency_s(members, self.hardware)
-                share = numbers * self.formats.reduced / self.mesh.shard
+                share = numbers * self.formats.reduced / mesh.shard
                 total += all_reduce_s(share, copies, self.hardware)
                 hops += 2 * latency_s(copies, self.hardware)
                 total += (self.layers - 1) * hops

@@ -145,7 +145,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     lower = b if shift > 0 else a  # the one whose steps are counted from 0
     reason = "so that the values of both coincide"
     if shift == usual and lower.convention is not None:
-        reason = f"{lower.convention.format} counts steps from 0"
+        reason = f"{lower.convention.name} counts steps from 0"
     return (max(-shift, 0), max(shift, 0)), reason
 
 

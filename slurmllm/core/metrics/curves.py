@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
 
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.format import format_names, format_plural
@@ -85,12 +86,13 @@ class DamageWarning(str):
         return f"{self}{first if len(self.lines) > 1 else ''}"
 
 
-@dataclass(frozen=True)
-class Convention:
-    """How a log counts steps and averages the loss."""
+class Convention(BaseModel):
+    """How a format of logs counts steps and averages the loss."""
 
-    format: str
-    steps_from: int | None = None  # number of the first optimizer step; None if not known
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    steps_from: Literal[0, 1] | None = None  # number of the first optimizer step; None: not known
     counts: StepUnit = "steps"
     loss_is_mean: bool = False  # of all steps since the row before
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from slurmllm.core.errors import RunError
+from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import DamageWarning, SourceKind
 from slurmllm.core.metrics.log_series import Log, LogReader, Rows, TagSeries
 from slurmllm.core.metrics.tags import Tags
@@ -75,10 +76,9 @@ def training_files(source: Path) -> list[Path]:
     if not folders:
         raise RunError(f"no metrics in {source}: no TensorBoard event files there or below")
     if len(folders) > 1:
-        listed = ", ".join(str(folder.relative_to(source)) for folder in folders[:20])
-        more = f" and {len(folders) - 20} more" if len(folders) > 20 else ""
+        listed = format_names([str(folder.relative_to(source)) for folder in folders], 20)
         raise RunError(
-            f"{source} holds the event files of several runs: {listed}{more}; name one, such as "
+            f"{source} holds the event files of several runs: {listed}; name one, such as "
             f"{folders[0]}"
         )
     return event_files(folders[0])

@@ -25,10 +25,10 @@ from slurmllm.core.metrics.tags import (
     LogFormat,
     TagChoice,
     Tags,
+    choose_step_key,
     choose_tags,
     find_format,
     per_device,
-    step_keys,
 )
 from slurmllm.core.metrics.text_logs import TextReader
 
@@ -194,18 +194,16 @@ class MetricNames:
     def _choose(self, log_format: LogFormat | None) -> None:
         self._chosen_at = self._total
         self._names = len(self._counts)
-        candidates = step_keys(self._counts, self._tags)
-        top = max((self._counts[key] for key in candidates), default=0)
-        steps = [key for key in candidates if 2 * self._counts[key] >= top]
-        if not steps:
+        step = choose_step_key(self._counts, self._tags)
+        if step is None:
             self.problem = "its rows have no step"
             return
-        counts = {tag: count for tag, count in self._counts.items() if tag != steps[0]}
+        counts = {tag: count for tag, count in self._counts.items() if tag != step}
         try:
             self._choice = choose_tags(counts, self._tags, self._source, log_format)
         except RunError as error:
             self.problem = str(error) if self._total else ""
             return
-        self._step = steps[0]
+        self._step = step
         self.problem = ""
         self.format = self._choice.format

@@ -50,8 +50,7 @@ def curve_of_log(
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
     starts = _attempt_starts(loss, log.starts)
     block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
-    convention = None if choice.format is None else choice.format.convention
-    if convention is not None and convention.counts == "samples":
+    if choice.format is not None and choice.format.counts == "samples":
         block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
     read = {"", *choice.tags.values()}
     warnings = [  # damage to a column that is not read is none
@@ -75,7 +74,7 @@ def curve_of_log(
     curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
     return replace(
         curve,
-        convention=convention,
+        convention=choice.format,
         overlap_rows=overlap_rows,
         overlap_identical=identical if overlap_rows else None,
         overlap_max_rel_diff=max_difference if overlap_rows else None,

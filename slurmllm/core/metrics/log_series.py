@@ -20,10 +20,10 @@ from slurmllm.core.metrics.tags import (
     METRICS,
     LogFormat,
     Tags,
+    choose_step_key,
     common_names,
     find_tags,
     list_tags,
-    step_keys,
 )
 
 Numbers = dict[str, float]
@@ -200,8 +200,9 @@ class RowCollector:
 
     def _select_steps(self, path: Path, tags: Tags) -> tuple[str, Ints, Sequence[str]]:
         """Return the key of the step, the step of each row (-1: none), and warnings."""
-        candidates = step_keys(self._columns, tags)
-        if not candidates:
+        counts = {key: len(rows) for key, (rows, _) in self._columns.items()}
+        step_key = choose_step_key(counts, tags)
+        if step_key is None:
             names = [tags["step"]] if "step" in tags else common_names("step")
             epochs = self._columns.get("epoch", ((), ()))[1]
             key = "epoch" if epochs and all(map(float.is_integer, epochs)) else "KEY"
@@ -209,10 +210,6 @@ class RowCollector:
                 f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
                 f"{list_tags(self._columns)}; name the step's key with --tag step={key}"
             )
-        # Some rows may lack the preferred key: take the first candidate that occurs at least half
-        # as often as the most frequent one.
-        counts = {key: len(self._columns[key][0]) for key in candidates}
-        step_key = next(key for key in candidates if 2 * counts[key] >= max(counts.values()))
         numbers, values = self._columns[step_key]
         rows = np.frombuffer(numbers, np.int64)
         steps = np.frombuffer(values)

@@ -222,12 +222,9 @@ def with_evaluations(
     for name in names:
         metric = f"{VAL_LOSS}/{name}" if VAL_LOSS in columns else VAL_LOSS
         by_step = {step: e.values[name] for step, e in evaluations.items() if name in e.values}
-        steps = np.array(sorted(by_step), np.int64)
-        rows = np.searchsorted(curve.steps, steps)
-        matches = rows < len(curve.steps)
-        matches[matches] = curve.steps[rows[matches]] == steps[matches]
+        rows = np.isin(curve.steps, list(by_step))
         values = np.full(len(curve.steps), np.nan)
-        values[rows[matches]] = [by_step[step] for step in steps[matches].tolist()]
+        values[rows] = [by_step[step] for step in curve.steps[rows].tolist()]
         columns[metric] = values
         absent[metric] = np.isnan(values)
     return replace(curve, columns=columns, absent=absent, texts=tuple(names))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import Convention, Curve, Setting
 from slurmllm.core.metrics.event_files import event_files, event_folders, is_event_file
 from slurmllm.core.metrics.log_curve import curve_of_log
@@ -223,7 +224,7 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
             curve = with_evaluations(curve, read_evaluations(run, files), add_rows=command)
         except RunError as error:
             curve = replace(curve, warnings=(*curve.warnings, str(error)))
-    return replace(curve, convention=Convention("slurmllm", steps_from=1), **records)
+    return replace(curve, convention=Convention(name="slurmllm", steps_from=1), **records)
 
 
 def _unknown_files(folder: Path, files: Sequence[Path]) -> list[str]:
@@ -233,10 +234,9 @@ def _unknown_files(folder: Path, files: Sequence[Path]) -> list[str]:
     unknown = sorted(names - {path.name for path in files})
     if not unknown:
         return []
-    more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
     return [
-        f"{folder}: ignoring {', '.join(unknown[:3])}{more}; metrics are attempt_NNN.jsonl: the "
-        "file may be of a newer version of slurmllm"
+        f"{folder}: ignoring {format_names(unknown, 3)}; metrics are attempt_NNN.jsonl: the file "
+        "may be of a newer version of slurmllm"
     ]
 
 

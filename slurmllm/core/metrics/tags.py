@@ -45,26 +45,16 @@ class LineFormat(BaseModel):
     counts: StepUnit = "steps"
 
 
-class LogFormat(BaseModel):
+class LogFormat(Convention):
     """What is known of a framework's logs; see formats.yaml."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
     source: str
-    steps_from: Literal[0, 1] | None = None
-    counts: StepUnit = "steps"
-    loss_is_mean: bool = False
     printed_by: Literal["first", "last"] = "first"
     mark: str = ""
     tags: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     recognized_by: tuple[str, ...] = ()  # names of the loss; all of them if empty
     file: str = ""
     lines: tuple[LineFormat, ...] = ()
-
-    @property
-    def convention(self) -> Convention:
-        return Convention(self.name, self.steps_from, self.counts, self.loss_is_mean)
 
 
 def log_formats() -> Mapping[str, LogFormat]:
@@ -225,6 +215,16 @@ def choose_tags(
             f"--tag loss={tag}"
         )
     return TagChoice(chosen, rivals, framework, tuple(missing))
+
+
+def choose_step_key(counts: Mapping[str, int], requested: Tags) -> str | None:
+    """Choose the key of the step by how often keys occur: some rows may lack the likeliest.
+
+    It is the first that occurs at least half as often as the most frequent one; None without any.
+    """
+    candidates = step_keys(counts, requested)
+    most = max((counts[key] for key in candidates), default=0)
+    return next((key for key in candidates if 2 * counts[key] >= most), None)
 
 
 def step_keys(tags: Collection[str], requested: Tags) -> list[str]:

@@ -251,9 +251,7 @@ class _LineReader:
         """Read a line; return False if it is of another format."""
         for head, pair, epochs_from in self._patterns:
             match = head.search(line)
-            values = None if match is None else _head_values(match, stamp, epochs_from)
-            # What a group such as `\S+` of a user's pattern holds instead of a number is damage.
-            unread = [] if match is None else _unread_texts(match)
+            values, unread = _read_head(match, stamp, epochs_from) if match else (None, [])
             if unread and values is None:
                 self.rows.add((), number, unread)
             if values is None and not self.row:
@@ -381,14 +379,20 @@ def _has_step(names: tuple[str, ...]) -> bool:
     return bool(step_keys(names, {}))
 
 
-def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
-    """Return the values of a line's head, and its time; None if the step is not a number."""
-    groups = {name: value for name, value in match.groupdict().items() if value is not None}
+def _read_head(
+    match: re.Match[str], stamp: str, epochs_from: int
+) -> tuple[Numbers | None, list[tuple[str, str]]]:
+    r"""Return the values of a line's head, with its time; None if the step is not a number.
+
+    Also what a group such as `\S+` of a user's pattern holds instead of a number: it is damage.
+    """
+    groups = {name: value for name, value in match.groupdict().items() if value}
     numbers = ((name, parse_value(name, value)) for name, value in groups.items())
     values = {name: number for name, number in numbers if number is not None}
+    unread = [item for item in groups.items() if item[0] in METRICS and item[0] not in values]
     if "step" in match.re.groupindex:
         if "step" not in values:
-            return None
+            return None, unread
         epoch = values.pop("epoch", epochs_from)
         values["step"] += (epoch - epochs_from) * values.pop("total", 0.0)
     with suppress(ValueError):
@@ -396,12 +400,7 @@ def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers 
             values["time"] = float(calendar.timegm(time.strptime(groups["asctime"])))
         elif stamp_match := _TIMESTAMP.search(stamp):
             values["time"] = datetime.fromisoformat(stamp_match[0]).replace(tzinfo=UTC).timestamp()
-    return values
-
-
-def _unread_texts(match: re.Match[str]) -> list[tuple[str, str]]:
-    groups = ((name, value) for name, value in match.groupdict().items() if name in METRICS)
-    return [(name, value) for name, value in groups if value and parse_value(name, value) is None]
+    return values, unread
 
 
 @cache

@@ -42,7 +42,7 @@ def test_a_frameworks_lines(example: dict[str, Any], tmp_path: Path) -> None:
     curve = read_curve(path)
     assert curve.steps.tolist() == list(steps)
     assert example["values"].items() <= first_row(curve).items()
-    assert (curve.convention.format, curve.convention.steps_from) == (example["format"], first)
+    assert (curve.convention.name, curve.convention.steps_from) == (example["format"], first)
     assert not curve.invented_steps
     assert all("is the value of one device" in warning for warning in curve.warnings)
 
@@ -86,7 +86,7 @@ def test_loggers(name: str, steps: range, convention: tuple[str, int, str], tmp_
     assert curve.steps.tolist() == list(steps)
     assert curve.series("loss")[1].tolist() == LOSSES
     read = curve.convention
-    assert (read.format, read.steps_from, read.counts) == convention
+    assert (read.name, read.steps_from, read.counts) == convention
 
 
 def test_a_block_goes_on_after_an_indented_line_without_a_number(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_olmos_files_of_one_step(tmp_path: Path) -> None:
     curve = read_curve(locate(str(tmp_path), ROOT))
     assert curve.steps.tolist() == [10, 20]
     assert curve.columns["loss"].tolist() == [13.0, 23.0]
-    assert curve.convention.format == "OLMo-core"
+    assert curve.convention.name == "OLMo-core"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_json_lines(key: str, row: dict[str, float], name: str, tmp_path: Path) 
     path.write_text("".join(json.dumps({key: step, **row}) + "\n" for step in (1, 2)))
     curve = read_curve(path)
     assert curve.columns["loss"].tolist() == [2.5, 2.5]
-    assert curve.convention.format == name
+    assert curve.convention.name == name
 
 
 def test_a_pattern_of_the_user(tmp_path: Path) -> None:
