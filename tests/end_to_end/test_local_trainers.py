@@ -16,7 +16,6 @@ MEGATRON = (
     "sleep 0.3; done"
 )
 
-# Around the example of docs/any_trainer.md, section "Time limit"
 SCRIPT = """
 import signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")

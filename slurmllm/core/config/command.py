@@ -100,8 +100,8 @@ class CommandConfig(Section):
     """Its checkpoints: a path with {step}, and * for other parts; they are only read, unless
     checkpoint.keep is set, which takes a path below {run}/."""
     completion_file: str | None = None
-    """File in a checkpoint that completes it. Left out: a checkpoint is complete when it has not
-    changed for ten seconds."""
+    """File in a checkpoint that completes it. Left out: a whole file of torch.save is complete, and
+    another checkpoint when it has not changed for ten seconds."""
     progress: str | None = None
     """Where its steps are read: a format of text (torchtitan, megatron, …) or a regular expression
     with the groups step and loss, for the output of rank 0 (megatron: of the last one); or a file
