@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
-from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint.catalogue import (
@@ -122,17 +121,8 @@ def find_resumable(
 
 
 def _on_first(control: ControlPlane, work: Callable[[], T]) -> T:
-    """Return rank 0's result on all workers, or raise its StorageError on all (collective)."""
-    result: T | None = None
-    fault: StorageError | None = None
-    if control.rank == 0:
-        try:
-            result = work()
-        except StorageError as error:
-            fault = error
-    if first := control.first(fault):
-        raise first
-    return control.broadcast(result)
+    """Return rank 0's result on all workers, or raise its error on all (collective)."""
+    return control.broadcast(control.agree(lambda: work() if control.rank == 0 else None))
 
 
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
@@ -158,20 +148,13 @@ def first_fault(directory: Path, control: ControlPlane) -> str | None:
 
     Pickles are checked by who loads them, directly before.
     """
-    manifest: CheckpointManifest | None = None
-    fault: str | None = None
-    if control.rank == 0:
-        try:
-            manifest = read_manifest(directory)
-        except StorageError as error:
-            fault = str(error)
-    # Every worker reads a part of the files: one alone takes minutes for a large checkpoint. The
-    # manifest is read by rank 0 alone: another node may not see it yet on a shared file system.
-    workers = range(control.world_size)
-    shares = [manifest.files[rank :: len(workers)] if manifest else None for rank in workers]
-    share = control.scatter(shares)
-    if share is None:
-        return control.broadcast(fault)
+    try:
+        # By rank 0 alone: another node may not see it yet on a shared file system.
+        manifest = _on_first(control, partial(read_manifest, directory))
+    except StorageError as error:
+        return str(error)
+    # Every worker reads a part of the files: one alone takes minutes for a large checkpoint.
+    share = manifest.files[control.rank :: control.world_size]
     parts = control.gather(file_faults(directory, share))
     lines = None if parts is None else [line for report in parts for line in report]
     return "; ".join(control.broadcast(lines)) or None

@@ -167,20 +167,15 @@ class Save:
 
 def _agree(backend: ShardBackend, work: Callable[[], T]) -> T:
     """Run a part of the save on every worker; if one fails, all raise. Results stay local."""
-    result: list[T] = []
-    fault: NodeError | StorageError | None = None
-    try:
-        result.append(work())
-    except (NodeError, StorageError) as error:
-        fault = error
-    except OSError as error:
-        worker = backend.worker
-        reason = error.strerror or error
-        fault = StorageError(f"{reason} (rank {worker.rank} on {worker.node})")
-    # Reached whatever happened: a worker that raised before would leave the others waiting.
-    if first := backend.control.first(fault):
-        raise first
-    return result[0]
+
+    def run() -> T:
+        try:
+            return work()
+        except OSError as error:
+            worker, reason = backend.worker, error.strerror or error
+            raise StorageError(f"{reason} (rank {worker.rank} on {worker.node})") from error
+
+    return backend.control.agree(run)
 
 
 def refuse_if_superseded(run: RunDir, attempt: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from slurmllm.core.errors import CodeError, ConfigError, NodeError
+from slurmllm.core.errors import CodeError, ConfigError, NodeError, SlurmllmError
 from slurmllm.train.control.relay import OPERATION_S
 from slurmllm.train.control.rendezvous import own_secret
 from slurmllm.train.control.wire import (
@@ -90,7 +90,20 @@ class ControlPlane:
         (first,) = self.all_reduce([sender], "min")
         if first == self.world_size:
             return None
-        return self._broadcast_from(first, value)
+        return self.broadcast(value, first)
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Return the result of this worker's `work`; an error of one worker is raised on all."""
+        results: list[T] = []
+        fault: SlurmllmError | None = None
+        try:
+            results.append(work())
+        except SlurmllmError as error:
+            fault = error
+        # Reached whatever happened: a worker that raised before would leave the others waiting.
+        if first := self.first(fault):
+            raise first
+        return results[0]
 
     def gather(self, value: T) -> list[T] | None:
         """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
@@ -99,23 +112,11 @@ class ControlPlane:
             return None
         return [pickle.loads(parts[rank]) for rank in range(self.world_size)]  # noqa: S301
 
-    def broadcast(self, value: T | None) -> T:
-        """Return the picklable value of rank 0 on every worker."""
-        return self._broadcast_from(0, value)
-
-    def _broadcast_from(self, rank: int, value: T | None) -> T:
+    def broadcast(self, value: T | None, rank: int = 0) -> T:
+        """Return the picklable value of one worker on every worker."""
         payload = pickle.dumps(value) if self.rank == rank else b""
         received: T = pickle.loads(self._wait(Kind.BROADCAST, payload))  # noqa: S301 (this attempt)
         return received
-
-    def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this worker's of the picklable values that rank 0 has for all, by rank."""
-        payload = b""
-        if self.rank == 0 and values is not None:
-            payload = b"".join(encode_part(i, pickle.dumps(v)) for i, v in enumerate(values))
-        received = decode_parts(self._wait(Kind.SCATTER, payload))[self.rank]
-        value: T = pickle.loads(received)  # noqa: S301 (of this attempt)
-        return value
 
     def close(self) -> None:
         """Leave as planned; operations in which others still wait for this worker fail."""

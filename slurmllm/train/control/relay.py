@@ -37,7 +37,6 @@ from slurmllm.train.control.wire import (
     combine,
     prove,
     read_claim,
-    shares,
 )
 
 RENDEZVOUS_S = 600.0  # until all have connected: nodes start minutes apart
@@ -105,10 +104,6 @@ class Relay:
         nodes = [Peer(Role.NODE, node) for node in other_nodes]
         # In this order contributions are combined, whatever the order in which they arrive.
         self._expected = (*workers, *nodes)
-        self._owners = {worker.number: worker for worker in workers}
-        for node in nodes:
-            ranks = Position(node.number, position.names, position.per_node).workers()
-            self._owners |= dict.fromkeys(ranks, node)
         self._operation_s = OPERATION_S + (_ROOT_MARGIN_S if nodes else 0.0)
         self._below: dict[Peer, Connection] = {}
         self._peers: dict[Connection, Peer] = {}
@@ -364,12 +359,11 @@ class Relay:
             self._deliver(result)
 
     def _deliver(self, result: Frame) -> None:
-        parts = shares(result.kind, result.payload, self._owners)
-        encoded = result.encode() if parts is None else b""
+        whole, empty = result.encode(), result._replace(payload=b"").encode()
         for peer, connection in self._below.items():
-            if parts is not None:
-                encoded = result._replace(payload=parts.get(peer, b"")).encode()
-            self._send(connection, encoded)
+            # Nobody but rank 0 reads the values that are gathered.
+            is_read = result.kind is not Kind.GATHER or peer == (Role.WORKER, 0)
+            self._send(connection, whole if is_read else empty)
 
     def _leave(self, peer: Peer) -> None:
         self._drop(self._below[peer])

@@ -7,7 +7,6 @@ Contributions to an operation are bytes, and relays unpickle none of them:
     SUM, MAX, MIN   a JSON list of numbers, element by element
     GATHER          values by rank; only rank 0 gets them
     BROADCAST       the value of one worker; nothing from the others
-    SCATTER         values by rank, from rank 0; every worker gets its own
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import IntEnum
 from secrets import token_bytes
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from slurmllm.core.errors import NodeError
 
-K = TypeVar("K")
 MAX_PAYLOAD_BYTES = 1 << 30
 _PART = struct.Struct("!IQ")  # rank, bytes
 _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
@@ -52,7 +50,6 @@ class Kind(IntEnum):
     MIN = 3
     GATHER = 5
     BROADCAST = 6
-    SCATTER = 7
     FAULT = 16  # the payload is why no operation can complete any more
     LEAVE = 17  # the sender ends as planned
     MISUSE = 18  # as FAULT; the cause is the code of the workers
@@ -165,21 +162,6 @@ def decode_parts(payload: bytes) -> dict[int, bytes]:
         parts[rank] = payload[offset : offset + length]
         offset += length
     return parts
-
-
-def shares(kind: Kind, result: bytes, owners: Mapping[int, K]) -> Mapping[K, bytes] | None:
-    """Return who gets which part of a result; None if everyone gets all of it.
-
-    `owners` maps a rank to who gets this worker's part.
-    """
-    if kind is Kind.GATHER:
-        return {owners[0]: result} if 0 in owners else {}
-    if kind is not Kind.SCATTER:
-        return None
-    by_owner: dict[K, list[bytes]] = {}
-    for rank, value in decode_parts(result).items():
-        by_owner.setdefault(owners[rank], []).append(encode_part(rank, value))
-    return {owner: b"".join(parts) for owner, parts in by_owner.items()}
 
 
 # How both ends of a connection prove that they belong to this start of the attempt.

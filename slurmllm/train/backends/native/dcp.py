@@ -26,10 +26,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from slurmllm.core.config.recipe import ModelConfig
-from slurmllm.core.errors import SlurmllmError, StorageError
+from slurmllm.core.errors import StorageError
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.native.device import Device
 from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
@@ -58,6 +58,8 @@ from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ALIGNMENT = 64  # bytes, of a copy in host memory
 _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
@@ -270,25 +272,15 @@ class DcpSave(ShardWrite):
 
     def finish(self) -> list[str]:
         """Write `.metadata` on rank 0 (collective)."""
-        fault: SlurmllmError | None = None
-        places: list[Place] = []
+        self._index.collect(self._places.result())
+        if self._control.rank:
+            return []
         try:
-            places = self._places.result()
-        except SlurmllmError as error:
-            fault = error
-        self._index.collect(places, fault)
-        names = [METADATA] if self._control.rank == 0 else []
-        for name in names:
-            try:
-                with self._written.create(self._directory / name) as stream:
-                    stream.write(self._index.content())
-            except OSError as error:
-                fault = self._storage_error(error)
-            except SlurmllmError as error:
-                fault = error
-        if first := self._control.first(fault):
-            raise first
-        return names
+            with self._written.create(self._directory / METADATA) as stream:
+                stream.write(self._index.content())
+        except OSError as error:
+            raise self._storage_error(error) from error
+        return [METADATA]
 
     def _storage_error(self, error: OSError) -> StorageError:
         reason = error.strerror or error
@@ -312,26 +304,22 @@ def load(
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
-    table = _read_table(directory, control)
-    fault: SlurmllmError | None = None
-    try:
+    table = _agree(control, lambda: _read_table(directory) if control.rank == 0 else None)
+    (table,) = control.broadcast((table,))
+
+    def read_shards() -> None:
         if table is None:
             _read_nxd_shards(state, open_training(directory, config))
-        else:
-            # Each worker that wrote the checkpoint has a random state.
-            writers = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
-            if len(writers) == control.world_size:
-                mine, now = _random_key(control.rank), _random_state(model)
-                stored = [kind for kind in now if f"{RANDOM}.{mine}.{kind}" in table.stored]
-                state[RANDOM] = {mine: {kind: now[kind] for kind in stored}}
-            _read_shards(state, DcpFiles(directory, table))
-    except StorageError as error:
-        fault = StorageError(f"{error} (rank {control.rank})")
-    except SlurmllmError as error:
-        fault = error
-    # Exchanged, so that no worker waits in a later collective for one that failed here.
-    if first := control.first(fault):
-        raise first
+            return
+        # Each worker that wrote the checkpoint has a random state.
+        writers = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
+        if len(writers) == control.world_size:
+            mine, now = _random_key(control.rank), _random_state(model)
+            stored = [kind for kind in now if f"{RANDOM}.{mine}.{kind}" in table.stored]
+            state[RANDOM] = {mine: {kind: now[kind] for kind in stored}}
+        _read_shards(state, DcpFiles(directory, table))
+
+    _agree(control, read_shards)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     random_state = state.get(RANDOM, {}).get(_random_key(control.rank), {})
     for kind, module in _random_modules(model).items():
@@ -339,19 +327,19 @@ def load(
             module.set_rng_state(random_state[kind])
 
 
-def _read_table(directory: Path, control: ControlPlane) -> ChunkTable | None:
-    """Read `.metadata` on rank 0 for all workers (collective); None for a checkpoint of NxD."""
-    table: ChunkTable | StorageError | None = None
-    if control.rank == 0:
+def _agree(control: ControlPlane, work: Callable[[], T]) -> T:
+    def run() -> T:
         try:
-            if read_layout(directory) is None:
-                table = read_metadata(directory)
+            return work()
         except StorageError as error:
-            table = StorageError(f"{error} (rank 0)")
-    (table,) = control.broadcast((table,))
-    if isinstance(table, StorageError):
-        raise table
-    return table
+            raise StorageError(f"{error} (rank {control.rank})") from error
+
+    return control.agree(run)
+
+
+def _read_table(directory: Path) -> ChunkTable | None:
+    """Read `.metadata`; None for a checkpoint of NxD."""
+    return read_metadata(directory) if read_layout(directory) is None else None
 
 
 @torch.no_grad()

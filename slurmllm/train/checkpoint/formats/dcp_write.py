@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurmllm.core.errors import CodeError, SlurmllmError
+from slurmllm.core.errors import CodeError
 from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
@@ -92,18 +92,12 @@ class SaveIndex:
         self._parts: Sequence[bytes] | None = None  # of all workers, on rank 0
         self._content: bytes | None = None
 
-    def collect(self, places: Sequence[Place], fault: SlurmllmError | None = None) -> None:
+    def collect(self, places: Sequence[Place]) -> None:
         """Pass on to rank 0 what has changed since the last save (collective).
 
-        `places` are of this worker's chunks, in their order. A worker's `fault` is raised on all.
+        `places` are of this worker's chunks, in their order.
         """
-        states = int(fault is not None), int(places != self._places)
-        failed, changed = self._control.all_reduce(states, "max")
-        if failed:
-            first = self._control.first(fault)
-            assert first is not None
-            raise first
-        if changed:
+        if any(self._control.all_reduce([int(places != self._places)], "max")):
             self._places, self._content = places, None
             self._parts = self._control.gather(pack_part(self._chunks, places))
 
