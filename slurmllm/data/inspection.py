@@ -192,9 +192,8 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
         batch = stream.next_batch()
     untrained = np.zeros_like(batch.tokens, bool) if batch.untrained is None else batch.untrained
     sequences = []
-    for number, (ids, prompt) in enumerate(zip(batch.inputs, untrained[:, :-1], strict=True)):
-        if number == count:
-            break
+    rows = zip(range(count), batch.inputs, untrained[:, :-1], strict=False)
+    for number, ids, prompt in rows:
         bounds = [0, *(np.flatnonzero(np.diff(prompt)) + 1).tolist(), len(ids)]
         parts = tuple(
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.data.sources.base import document_hash, prompt_hash
+from slurmllm.data.sources.base import document_hash, prompt_content
 from slurmllm.data.spec import State, StreamSpec, merge_states
 from slurmllm.data.stream import PackedStream
 
@@ -36,7 +36,7 @@ def write_prompts(path: Path, rows: Sequence[tuple[str, str]], *, ids: bool = Tr
     prompts, completions = ([row[i] for row in rows] for i in (0, 1))
     columns: dict[str, Any] = {"prompt": prompts, "completion": completions}
     if ids:
-        hashes = [prompt_hash(p.encode(), c.encode()) for p, c in rows]
+        hashes = [document_hash(prompt_content(p.encode(), c.encode())) for p, c in rows]
         columns["id"] = pa.array(hashes, pa.uint64())
     return write_table(path, columns)
 

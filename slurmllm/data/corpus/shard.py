@@ -308,7 +308,7 @@ def spans(column: pa.LargeStringArray | pa.LargeListArray) -> tuple[Integers, me
 def digest(documents: Documents) -> tuple[Digests, Digests]:
     """Return high and low 64 bits of each document's xxh3-128, uint64 [documents] twice.
 
-    The low half is `document_hash` of a text, and `prompt_hash` of a prompt and its completion.
+    The low half is `document_hash` of a text, or of `prompt_content`.
     """
     texts = []
     for column in documents:

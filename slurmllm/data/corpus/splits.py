@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmllm.core.display.progress import OnNote
@@ -41,43 +41,35 @@ def select_data(
 
     `files` are each file, and whether it is plain text. Without `split`, `train` of several.
     """
-    if not files:
-        return []
-    tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
-    data = [path for path, _ in files if not _is_documentation(path)]
+    every = [path for path, _ in files]
+    data = [path for path in every if not _DOCUMENTATION.fullmatch(path.name)]
+    tables = {path for path, is_text in files if not is_text}.intersection(data)
     if tables:
         data = [path for path in data if path.suffix not in _CODE]
+    if not data:
+        return every
     splits = _splits(folder)
     unnamed = {str(path.absolute()) for path in data}.difference(*splits.values())
     is_code = all(path.suffix in _CODE for path in data)
     if not tables and split is None and (is_code or (unnamed and not {DEFAULT} < splits.keys())):
         splits = {}  # plain texts and code may be called anything
-    documentation = {path for path, _ in files} - {*data}
-    if not data:
-        return [path for path, _ in files]
-    if documentation and not tables and not splits:
-        on_note(f"{list_some([*documentation], folder)}: documentation that is read as text too")
-        return [path for path, _ in files]
-    if documentation:
-        left_out = list_some([*documentation], folder)
+    if documentation := {*every} - {*data}:
+        left_out = list_some(documentation, folder)
+        if not tables and not splits:
+            on_note(f"{left_out}: documentation that is read as text too")
+            return every
         on_note(f"left out {left_out}: documentation; name it to read it")
     if split == ALL or not splits:
         return data
     if unnamed and not _configured_patterns(folder):
-        splits.setdefault(DEFAULT, _of_no_split(folder, unnamed, splits, split))
+        if split is None:
+            raise DataError(
+                f"{folder}: the names of some files contain a split, and others, such as "
+                f"{min(unnamed)}, do not; choose with --split ({', '.join(sorted(splits))}, or "
+                f"{ALL} for every file)"
+            )
+        splits.setdefault(DEFAULT, unnamed)
     return _of_split(folder, data, splits, split, on_note)
-
-
-def _of_no_split(
-    folder: str, unnamed: set[str], splits: Mapping[str, object], split: str | None
-) -> set[str]:
-    """Return files whose names name no split, which are of `train`, if one was asked for."""
-    if split is not None:
-        return unnamed
-    raise DataError(
-        f"{folder}: the names of some files contain a split, and others, such as {min(unnamed)}, "
-        f"do not; choose with --split ({', '.join(sorted(splits))}, or {ALL} for every file)"
-    )
 
 
 def _of_split(
@@ -162,12 +154,8 @@ def _configured_patterns(folder: str) -> Any:
     return None if name is None else configs[name].get("data_files")
 
 
-def list_some(paths: Sequence[AnyPath | str], folder: str | None = None) -> str:
+def list_some(paths: Collection[AnyPath | str], folder: str | None = None) -> str:
     first = min(map(str, paths))
     if folder is not None:
         first = first.removeprefix(f"{folder}/")
     return first if len(paths) == 1 else f"{len(paths):,} files such as {first}"
-
-
-def _is_documentation(path: AnyPath) -> bool:
-    return _DOCUMENTATION.fullmatch(path.name) is not None

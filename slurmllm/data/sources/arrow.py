@@ -41,7 +41,7 @@ class ArrowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = corpus_files(path)
-        self._batches: list[pa.RecordBatch] = []
+        self.batches: list[pa.RecordBatch] = []
         self._layouts: list[str] = []
         file = path
         try:
@@ -61,7 +61,7 @@ class ArrowFile:
                 f"is it another format? {FIX.capitalize()}"
             ) from error
         # [batches + 1], the index of each batch's first row
-        self.first: list[int] = np.cumsum([0, *(b.num_rows for b in self._batches)]).tolist()
+        self.first: list[int] = np.cumsum([0, *(b.num_rows for b in self.batches)]).tolist()
         if len(self) == 0:
             raise DataError(f"{path} has no documents; {FIX} from files with text")
 
@@ -83,11 +83,8 @@ class ArrowFile:
                     f"{file} is compressed, so it cannot be mapped, and takes more than "
                     f"{_LARGEST_COPY / 1e6:,.0f} MB of memory; {FIX}"
                 )
-            self._batches.append(batch)
+            self.batches.append(batch)
         self._layouts.append(mapped.layout)
-
-    def batch(self, index: int) -> pa.RecordBatch:
-        return self._batches[index]
 
     def __len__(self) -> int:
         return self.first[-1]
@@ -104,9 +101,9 @@ class ArrowFile:
 
     def ids(self) -> Callable[[int], int] | None:
         """Return the function from a row to the hash that `data build` wrote, None without them."""
-        if self._type("id") != pa.uint64() or self.batch(0).column("id").null_count:
+        if self._type("id") != pa.uint64() or self.batches[0].column("id").null_count:
             return None  # or an `id` of another tool
-        hashes = lru_cache(_OPEN_BATCHES)(lambda batch: _values(self.batch(batch).column("id")))
+        hashes = lru_cache(_OPEN_BATCHES)(lambda batch: _values(self.batches[batch].column("id")))
 
         def hash_of(row: int) -> int:
             batch = bisect_right(self.first, row) - 1
@@ -188,7 +185,7 @@ class ValueColumn:
 
     def _open(self, batch: int) -> _View:
         """Open the column of a batch, not copied where it can be mapped."""
-        array = self._file.batch(batch).column(self._name)
+        array = self._file.batches[batch].column(self._name)
         rows = array if array.null_count else None
         kind = array.type
         count = len(array)

@@ -126,10 +126,6 @@ def document_hash(utf8: bytes | memoryview) -> int:
     return xxhash.xxh3_128_intdigest(utf8) & _LOW_64
 
 
-def prompt_hash(prompt: bytes | memoryview, completion: bytes | memoryview) -> int:
-    return document_hash(prompt_content(prompt, completion))
-
-
 def prompt_content(prompt: bytes | memoryview, completion: bytes | memoryview) -> bytes:
     """Return what is hashed: the prompt's length first, so that the cut between the two counts."""
     return b"".join((len(prompt).to_bytes(8, "little"), prompt, completion))

@@ -25,7 +25,7 @@ from slurmllm.data.sources.base import (
     Source,
     document_hash,
     joined,
-    prompt_hash,
+    prompt_content,
 )
 from slurmllm.data.tokenizer import TokenEncoder, special_tokens
 
@@ -74,7 +74,7 @@ class _ArrowSource(Source):
 
     def content_hash(self, document: int) -> int:
         contents = [column.data(document) for column in self._columns]
-        return document_hash(*contents) if len(contents) == 1 else prompt_hash(*contents)
+        return document_hash(contents[0] if len(contents) == 1 else prompt_content(*contents))
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """Return the corpus's ids if it has them, else compute them from the texts."""

@@ -37,7 +37,6 @@ Reduction = Literal["sum", "max", "min"]
 Pending = Callable[
     [], list[Any]
 ]  # called once, waits for the numbers; NodeError if a worker failed
-_KINDS = {"sum": Kind.SUM, "max": Kind.MAX, "min": Kind.MIN}
 _MARGIN_S = 60.0  # the relay, which knows whom it waits for, reports a time-out first
 T = TypeVar("T")
 
@@ -71,7 +70,7 @@ class ControlPlane:
 
     def reduce(self, values: Sequence[float], by: Reduction) -> Pending:
         """Begin to reduce the workers' lists of numbers, element by element."""
-        number = self._start(_KINDS[by], encode_numbers(values))
+        number = self._start(Kind[by.upper()], encode_numbers(values))
         return lambda: list(json.loads(self._receive(number)))
 
     def all_reduce(self, values: Sequence[float], by: Reduction) -> list[Any]:

@@ -381,9 +381,7 @@ class Relay:
         peer = self._drop(connection)
         if connection is self._above:
             self._above = None
-        name = (
-            f"the launcher of {self.position.names[0]}" if peer is None else self._describe([peer])
-        )
+        name = self._describe([peer or Peer(Role.NODE, 0)])
         reason = "" if isinstance(error, ConnectionResetError) else f" ({error})"
         self._fail(f"Connection closed by peer: {name}{reason}")
 

@@ -37,7 +37,7 @@ from slurmllm.data.corpus.build import (
 from slurmllm.data.corpus.inputs import find_inputs
 from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.work_folder import WorkFolder, output_files
-from slurmllm.data.sources.base import document_hash, prompt_hash
+from slurmllm.data.sources.base import document_hash, prompt_content
 from slurmllm.data.tokenizer import TokenEncoder
 
 PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endoftext|>"]
@@ -148,7 +148,8 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     batch = corpus(tmp_path)
     assert batch.schema.names == ["prompt", "completion", "id", "source"]
     assert list(zip(*batch.to_pydict().values(), strict=True)) == [
-        (p, c, prompt_hash(p.encode(), c.encode()), str(tmp_path / "a.jsonl")) for p, c in rows[:2]
+        (p, c, document_hash(prompt_content(p.encode(), c.encode())), str(tmp_path / "a.jsonl"))
+        for p, c in rows[:2]
     ]
     assert (built.manifest.empty, built.manifest.duplicates) == (1, 1)
 

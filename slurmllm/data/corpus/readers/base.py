@@ -7,7 +7,7 @@ either raises, or counts the error and returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,29 +42,26 @@ def line_blocks(
     on_error: OnError,
     *,
     begin: bytes = b"",
-    feed: bytes = b"\n",
-    longest: int | None = None,
 ) -> Iterator[bytes]:
     """Yield blocks that end after a line feed, or with the file; `begin` was read before.
 
-    A block has about CHUNK_BYTES, or is one longer line. A line of more than `longest` bytes, by
-    default LARGEST_DOCUMENT, is an error, and becomes an empty line.
+    A block has about CHUNK_BYTES, or is one longer line. A line of more than LARGEST_DOCUMENT is an
+    error, and becomes an empty line.
     """
-    longest = longest or LARGEST_DOCUMENT
     held: list[bytes] = []  # the beginning of a line
     lines = 0
     skipping = False
     for data in itertools.chain([begin], stream.blocks(CHUNK_BYTES)):
         if skipping:
-            index = data.find(feed)
+            index = data.find(b"\n")
             if index < 0:
                 continue
             data = data[index:]
             skipping = False
-        end = data.rfind(feed) + 1
-        lines += data.count(feed)
-        if not end and sum(map(len, held)) + len(data) > longest:
-            on_error(f"{stream.file.name}:{lines + 1}: {too_large('line', longest)}")
+        end = data.rfind(b"\n") + 1
+        lines += data.count(b"\n")
+        if not end and sum(map(len, held)) + len(data) > LARGEST_DOCUMENT:
+            on_error(f"{stream.file.name}:{lines + 1}: {too_large('line')}")
             held = []
             skipping = True
             continue
@@ -76,10 +73,8 @@ def line_blocks(
         yield last
 
 
-def too_large(kind: str, limit: int | None = None) -> str:
-    return (
-        f"a {kind} of more than {(limit or LARGEST_DOCUMENT) >> 20} MiB, the largest that is read"
-    )
+def too_large(kind: str) -> str:
+    return f"a {kind} of more than {LARGEST_DOCUMENT >> 20} MiB, the largest that is read"
 
 
 def valid_utf8(block: bytes) -> bool:
@@ -97,22 +92,15 @@ def _is_valid(column: pa.LargeStringArray) -> bool:
 
 
 def good_rows(
-    columns: list[pa.Array],
-    keys: tuple[str, ...],
-    first_row: int,
-    on_row: Callable[[int, str], None],
+    batch: pa.RecordBatch, keys: tuple[str, ...], name: str, first_row: int, on_error: OnError
 ) -> Documents:
-    """Return the rows of a table that are UTF-8; others are errors. Null is an empty text.
-
-    `on_row` is called with row (that of the first is `first_row`) and reason of each error, in the
-    order of the rows.
-    """
+    """Return the rows of a file `name` that are UTF-8; others are errors. Null is an empty text."""
     large = pa.large_string()
     binary = pa.large_binary()
     # Reinterpreted: a cast to string would check the bytes first, and raise without the row.
     texts = [
         reinterpret(column, large) if column.type == binary else column.cast(large)
-        for column in columns
+        for column in map(batch.column, keys)
     ]
     texts = [values.fill_null("") if values.null_count else values for values in texts]
     if all(map(_is_valid, texts)):
@@ -121,7 +109,7 @@ def good_rows(
     for row in range(len(keep)):
         for key, values in zip(keys, texts, strict=True):
             if keep[row] and not _is_valid(values.slice(row, 1)):
-                on_row(first_row + row, f"of column {key!r} is not UTF-8")
+                on_error(f"{name}: row {first_row + row} of column {key!r} is not UTF-8")
                 keep[row] = False
     mask = pa.array(keep)
     return tuple(reinterpret(reinterpret(values, binary).filter(mask), large) for values in texts)

@@ -51,7 +51,7 @@ def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> 
     row = 0
     try:
         for batch in read(stream, options):
-            yield _documents(batch, options, row + 1, name, on_error)
+            yield good_rows(batch, options.keys, name, row + 1, on_error)
             row += batch.num_rows
     except _NoColumnError as error:
         on_error(f"{name}: {error}", "file")
@@ -120,15 +120,6 @@ def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
         if value_type not in (pa.string(), pa.large_string(), pa.string_view()):
             raise _NoColumnError(f"column {key!r} is {kind}, not strings; {SEE_KEYS}")
     return list(dict.fromkeys(options.keys))
-
-
-def _documents(
-    batch: pa.RecordBatch, options: ReadOptions, first_row: int, name: str, on_error: OnError
-) -> Documents:
-    def on_row(row: int, reason: str) -> None:
-        on_error(f"{name}: row {row} {reason}")
-
-    return good_rows([batch.column(key) for key in options.keys], options.keys, first_row, on_row)
 
 
 def _check_bounds(column: pa.Array) -> None:
