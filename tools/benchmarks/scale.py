@@ -291,14 +291,15 @@ def _save_decision(control: ControlPlane) -> None:
 
 def _resume_decision(control: ControlPlane) -> None:
     """What `checkpoint.resume.find_resumable` exchanges for one checkpoint that verifies."""
-    world, shares = control.world_size, None
     control.broadcast(None if control.rank else ([100, 200, 300], {}, [], {}, []))
-    if control.rank == 0:
-        shares = [
-            [CheckpointFile(path=f"shard_{rank:05d}.distcp", bytes=1 << 30, sha256="0" * 64)]
-            for rank in range(world)
+    control.first(None)
+    ranks = range(0 if control.rank else control.world_size)
+    control.broadcast(
+        [
+            CheckpointFile(path=f"shard_{rank:05d}.distcp", bytes=1 << 30, sha256="0" * 64)
+            for rank in ranks
         ]
-    control.scatter(shares)
+    )
     faults: list[str] = []
     control.gather(faults)
     control.broadcast(faults)

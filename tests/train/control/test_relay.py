@@ -27,7 +27,6 @@ def all_operations(plane: ControlPlane) -> list[object]:
         expected = [(other, "x" * other) for other in ranks] if rank == 0 else None
         assert plane.gather((rank, "x" * rank)) == expected
         assert plane.broadcast(("from", rank)) == ("from", 0)
-        assert plane.scatter([other * 3 for other in ranks] if rank == 0 else None) == rank * 3
         pending = [plane.reduce([rank + number], "max") for number in range(4)]
         assert plane.broadcast(rank) == 0  # while four reductions are under way
         results = [reduction() for reduction in reversed(pending)]
@@ -42,7 +41,7 @@ def test_every_operation_on_every_gang(nodes: int, per_node: int) -> None:
         assert [rank for rank, *_ in results] == list(range(nodes * per_node))
         # A message in each direction for each operation, whatever the number of workers.
         assert {messages for _, messages, _ in results} == {
-            2 * 3 * 15
+            2 * 3 * 14
         }  # `first` of a value takes two
 
 
@@ -77,9 +76,7 @@ def test_long_values_and_a_slow_reader() -> None:
             time.sleep(1.0)  # the others must not wait for it, nor the relay block
         assert plane.broadcast(block if plane.rank == 0 else None) == block
         gathered = plane.gather(block[: 8 << 20])
-        assert (gathered is None) == (plane.rank > 0)
-        part = plane.scatter([bytes([rank]) * (4 << 20) for rank in range(4)])
-        return part == bytes([plane.rank]) * (4 << 20)
+        return (gathered is None) == (plane.rank > 0)
 
     with gang(2, 2) as workers:
         assert workers.run(work) == [True] * 4
