@@ -84,7 +84,7 @@ class WorkerProcess:
         self.pid = self._process.pid
         # Kills the worker when this object is deleted or the interpreter exits.
         self._finalizer = weakref.finalize(self, _end_child, self._process, os.getpid())
-        self._send((spec, PREFETCH_BATCHES, os.getpid()))
+        self._send((spec, os.getpid()))
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         """Send `positions` and `counts` (sequences drawn so far) for `SlotGroup`."""
@@ -150,10 +150,10 @@ def main() -> NoReturn:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that a stray print cannot break the messages
 
-    spec, prefetch, parent_pid = _receive()
+    spec, parent_pid = _receive()
     threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
     # Bounded: tokenizing pauses when it is this many batches ahead.
-    outgoing: queue.Queue[object] = queue.Queue(maxsize=prefetch)
+    outgoing: queue.Queue[object] = queue.Queue(maxsize=PREFETCH_BATCHES)
     threading.Thread(target=_write_messages, args=(out, outgoing), daemon=True).start()
     try:
         sources, _ = open_all(spec)

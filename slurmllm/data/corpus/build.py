@@ -17,6 +17,7 @@ import numpy as np
 
 from slurmllm.core.display.progress import OnNote, OnStage
 from slurmllm.core.errors import CodeError, DataError, NodeError, SlurmError, StorageError
+from slurmllm.core.format import format_plural
 from slurmllm.core.run.records import Record
 from slurmllm.data.corpus.inputs import FormatOption, InputFile
 from slurmllm.data.corpus.join import (
@@ -387,7 +388,7 @@ def _join(
         # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
         work.remove_except(())
         raise DataError(
-            f"no text in {len(names)} input file{'s' if len(names) != 1 else ''} ({empty} empty "
+            f"no text in {format_plural(len(names), 'input file')} ({empty} empty "
             f"documents, {bad} unreadable); no corpus was written. The first input "
             f"is {names[0]}: see --format and --text-key"
         )

@@ -28,6 +28,10 @@ def intersection(a: Region, b: Region) -> Region:
     return tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs)
 
 
+def sizes_of(region: Region) -> list[int]:
+    return [bounds.stop - bounds.start for bounds in region]
+
+
 def shifted(region: Region, origin: Region) -> Region:
     """Return a region as counted from the start of another one."""
     pairs = zip(region, origin, strict=True)

@@ -13,6 +13,7 @@ import pickle
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import BytesIO
 from typing import Any, Literal, TypeVar
 
 from slurmllm.core.errors import CodeError, ConfigError, NodeError, SlurmllmError
@@ -26,9 +27,7 @@ from slurmllm.train.control.wire import (
     Peer,
     Role,
     combine,
-    decode_parts,
     encode_numbers,
-    encode_part,
     prove,
 )
 
@@ -106,10 +105,10 @@ class ControlPlane:
 
     def gather(self, value: T) -> list[T] | None:
         """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
-        parts = decode_parts(self._wait(Kind.GATHER, encode_part(self.rank, pickle.dumps(value))))
+        values = BytesIO(self._wait(Kind.GATHER, pickle.dumps(value)))
         if self.rank:
             return None
-        return [pickle.loads(parts[rank]) for rank in range(self.world_size)]  # noqa: S301
+        return [pickle.load(values) for _ in range(self.world_size)]  # noqa: S301
 
     def broadcast(self, value: T | None, rank: int = 0) -> T:
         """Return the picklable value of one worker on every worker."""

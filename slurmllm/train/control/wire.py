@@ -5,7 +5,7 @@ Both ends prove by one HMAC of both their nonces that they belong to this start 
 Contributions to an operation are bytes, and relays unpickle none of them:
 
     SUM, MAX, MIN   a JSON list of numbers, element by element
-    GATHER          values by rank; only rank 0 gets them
+    GATHER          the workers' values in the order of their ranks; only rank 0 gets them
     BROADCAST       the value of one worker; nothing from the others
 """
 
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from slurmllm.core.errors import NodeError
 
 MAX_PAYLOAD_BYTES = 1 << 30
-_PART = struct.Struct("!IQ")  # rank, bytes
 _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
 # Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
 _RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
@@ -142,26 +141,11 @@ def combine(kind: Kind, contributions: Iterable[bytes]) -> bytes:
             return lists[0]
         columns = zip(*map(json.loads, lists), strict=True)
         return encode_numbers(reduction(column) for column in columns)
-    return b"".join(contributions)  # values by rank, or one worker's value
+    return b"".join(contributions)  # the workers' values, or that of one
 
 
 def encode_numbers(numbers: Iterable[float]) -> bytes:
     return json.dumps([*numbers]).encode()
-
-
-def encode_part(rank: int, value: bytes) -> bytes:
-    return _PART.pack(rank, len(value)) + value
-
-
-def decode_parts(payload: bytes) -> dict[int, bytes]:
-    """Rank → value."""
-    parts, offset = {}, 0
-    while offset < len(payload):
-        rank, length = _PART.unpack_from(payload, offset)
-        offset += _PART.size
-        parts[rank] = payload[offset : offset + length]
-        offset += length
-    return parts
 
 
 # How both ends of a connection prove that they belong to this start of the attempt.

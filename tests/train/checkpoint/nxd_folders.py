@@ -227,7 +227,7 @@ def write_dcp(folder: Path, tensors: Mapping[tuple[str, ...], Tensor], workers: 
                 places.append(write_chunk(stream, file_name(rank, 0), rows))
     index = SaveIndex(ControlPlane(), chunks)
     index.collect(places)
-    (folder / METADATA).write_bytes(index.content())
+    (folder / METADATA).write_bytes(index.content)
 
 
 def write_native(folder: Path, whole: Whole, workers: int) -> None:

@@ -277,7 +277,7 @@ class DcpSave(ShardWrite):
             return []
         try:
             with self._written.create(self._directory / METADATA) as stream:
-                stream.write(self._index.content())
+                stream.write(self._index.content)
         except OSError as error:
             raise self._storage_error(error) from error
         return [METADATA]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import format_plural
 from slurmllm.core.run.host_memory import Memory, host_memory
 from slurmllm.train.backends.native.environment import missing_torch_neuron
 
@@ -187,10 +188,9 @@ class Cuda(Accelerator):
                 f"cluster.device: cuda: PyTorch {torch.__version__} finds no GPU on {host}; run "
                 "on a node that has some (without --local, in a job), and see `nvidia-smi` there"
             )
-        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
         return (
-            f"cluster.devices_per_node: local rank {local_rank} has no GPU: {host} has {gpus}; "
-            f"--set cluster.devices_per_node={count}"
+            f"cluster.devices_per_node: local rank {local_rank} has no GPU: {host} has "
+            f"{format_plural(count, 'GPU')}; --set cluster.devices_per_node={count}"
         )
 
     def pin(self, memory: Tensor) -> str | None:

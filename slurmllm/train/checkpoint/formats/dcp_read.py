@@ -27,7 +27,7 @@ from slurmllm.train.checkpoint.formats.pickles import (
     read_metadata,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.train.checkpoint.shards import Region, intersection, shifted
+from slurmllm.train.checkpoint.shards import Region, intersection, shifted, sizes_of
 from slurmllm.train.checkpoint.state import MOMENTS
 
 # Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
@@ -70,7 +70,7 @@ class DcpFiles:
         region = region or tuple(slice(0, size) for size in stored.shape)
         rows = self._rows(key, region)
         try:
-            out = torch.empty([bounds.stop - bounds.start for bounds in region], dtype=stored.dtype)
+            out = torch.empty(sizes_of(region), dtype=stored.dtype)
         except RuntimeError as error:  # a damaged size
             raise StorageError(f"cannot read {key} from {self.directory}: {error}") from error
         self._copy([_Copy(row, out, region, key) for row in rows], key)
@@ -108,7 +108,7 @@ class DcpFiles:
         offsets, sizes = np.split(stored.rows[:, :-3], 2, axis=1)
         common = np.minimum(stop, offsets + sizes) - np.maximum(start, offsets)
         overlaps = common.clip(min=0).prod(axis=1)  # values of each chunk in the region
-        num_values = math.prod(bounds.stop - bounds.start for bounds in region)
+        num_values = math.prod(sizes_of(region))
         # A gap between the chunks would leave uninitialized values.
         if overlaps.sum() < num_values:
             raise StorageError(

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from slurmllm.core.errors import CodeError
 from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
+from slurmllm.train.checkpoint.shards import sizes_of
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
 from slurmllm.train.model.private_names import CHECKPOINT_INDEX
@@ -69,7 +70,7 @@ def make_chunk(path: Keys, tensor: Tensor) -> Chunk:
         local.dtype,
         tuple(tensor.shape),
         tuple(bounds.start for bounds in region),
-        tuple(bounds.stop - bounds.start for bounds in region),
+        tuple(sizes_of(region)),
         local.requires_grad,
         local.is_pinned(),
     )
@@ -89,25 +90,18 @@ class SaveIndex:
     def __init__(self, control: ControlPlane, chunks: Sequence[Chunk]) -> None:
         self._control, self._chunks = control, chunks
         self._places: Sequence[Place] | None = None
-        self._parts: Sequence[bytes] | None = None  # of all workers, on rank 0
-        self._content: bytes | None = None
+        self.content = b""  # of `.metadata`, on rank 0
 
     def collect(self, places: Sequence[Place]) -> None:
-        """Pass on to rank 0 what has changed since the last save (collective).
+        """Set `content` on rank 0 if it has changed since the last save (collective).
 
-        `places` are of this worker's chunks, in their order.
+        `places` are of this worker's chunks, in their order. A CodeError if chunks are missing.
         """
         if any(self._control.all_reduce([int(places != self._places)], "max")):
-            self._places, self._content = places, None
-            self._parts = self._control.gather(pack_part(self._chunks, places))
-
-    def content(self) -> bytes:
-        """Return the content of `.metadata` on rank 0; CodeError if chunks are missing."""
-        if self._content is None:
-            assert self._parts is not None, "the places are collected"
-            self._content = pickle.dumps(build_metadata(self._parts))
-            self._parts = None
-        return self._content
+            self._places = places
+            parts = self._control.gather(pack_part(self._chunks, places))
+            if parts is not None:
+                self.content = pickle.dumps(build_metadata(parts))
 
 
 def pack_part(chunks: Sequence[Chunk], places: Sequence[Place]) -> bytes:

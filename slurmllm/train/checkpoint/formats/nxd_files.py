@@ -27,7 +27,7 @@ from slurmllm.core.run.safe_files import open_regular
 from slurmllm.plan.parameters import Shape, parameter_shapes, share_of
 from slurmllm.train.checkpoint.formats.pickles import check_torch_file
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.train.checkpoint.shards import Region, intersection, shifted
+from slurmllm.train.checkpoint.shards import Region, intersection, shifted, sizes_of
 from slurmllm.train.checkpoint.state import MOMENTS
 
 LAYOUT = "nxd_layout.json"
@@ -187,7 +187,7 @@ class NxdFiles:
     ) -> Tensor:
         """Copy the region from the files that overlap it."""
         region = region or tuple(slice(0, size) for size in stored.shape)
-        out = torch.empty([bounds.stop - bounds.start for bounds in region], dtype=stored.dtype)
+        out = torch.empty(sizes_of(region), dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
         missing = out.numel()
         for name, stored_key, stored_part in sources:

@@ -21,7 +21,7 @@ from slurmllm.train.checkpoint.formats.safetensors_files import (
     TensorFiles,
     open_safetensors,
 )
-from slurmllm.train.checkpoint.shards import Region, WeightReader
+from slurmllm.train.checkpoint.shards import Region, WeightReader, sizes_of
 from slurmllm.train.checkpoint.state import INDEX, MODEL, TRAIN_STATE, Origin, require_model
 
 # Parameters with one row per vocabulary entry, and possibly padding rows after them.
@@ -48,7 +48,8 @@ class TrainingFiles(TensorFiles, Protocol):
 def open_weights(origin: Origin) -> TensorFiles:
     """Open a checkpoint's weights, under our names and in our layout; StorageError if damaged."""
     directory = origin.directory
-    if origin.imported is None or is_backend_format(directory):
+    has_shards = any((directory / name).is_file() for name in (LAYOUT, METADATA))
+    if origin.imported is None or has_shards:
         return backend_files(origin)
     path = directory / INDEX
     try:
@@ -61,10 +62,6 @@ def open_weights(origin: Origin) -> TensorFiles:
     if faults:
         raise StorageError("\n".join([f"{directory} is damaged:", *(f"  {f}" for f in faults)]))
     return files
-
-
-def is_backend_format(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in (LAYOUT, METADATA))
 
 
 def backend_files(origin: Origin) -> TrainingFiles:
@@ -134,7 +131,7 @@ def read_padded(
     Of one in VOCABULARY, `vocabulary_rows` are in the file. Raises a StorageError if the region
     exceeds what is stored.
     """
-    size = [bounds.stop - bounds.start for bounds in region]
+    size = sizes_of(region)
     rows = size[0]
     if name in VOCABULARY:
         rows = min(max(vocabulary_rows - region[0].start, 0), rows)
