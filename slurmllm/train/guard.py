@@ -33,7 +33,7 @@ from slurmllm.core.run.records import SkippedBatches, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.worker_files import EventLog
 from slurmllm.train.backends.base import Backend
-from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
+from slurmllm.train.checkpoint.catalogue import read_rollbacks, usable_steps
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +275,4 @@ class Guard:
         )
 
     def _newest_before(self, step: int) -> int | None:
-        invalid = invalidated_checkpoints(self._run)
-        steps = self._run.checkpoint_steps()
-        return max((s for s in steps if s < step and s not in invalid), default=None)
+        return max((s for s in usable_steps(self._run) if s < step), default=None)

@@ -44,6 +44,7 @@ from slurmllm.data.corpus.work_folder import (
     refuse_existing,
     writing,
 )
+from slurmllm.data.sources.tokenized import with_ending
 
 if TYPE_CHECKING:
     from slurmllm.core.slurm.arrays import SlurmOptions
@@ -179,8 +180,7 @@ def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
     """Return the corpus, or of `NAME`, `NAME.bin` or `NAME.idx` the files of token ids."""
     if not tokenize:
         return (out,)
-    prefix = out.with_suffix("") if out.suffix in (".bin", ".idx") else out
-    return tuple(prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx"))
+    return with_ending(out, ".bin"), with_ending(out, ".idx")
 
 
 def refuse_outputs(outputs: Sequence[Path], overwrite: bool) -> None:

@@ -165,10 +165,11 @@ def is_megatron(path: Path) -> bool:
     """Return whether a path names such files: one of the two, or their common prefix."""
     if path.suffix in (".idx", ".bin"):
         return True
-    return bool(path.name) and _with(path, ".idx").is_file()  # `.` and an empty path have no name
+    # `.` and an empty path have no name.
+    return bool(path.name) and with_ending(path, ".idx").is_file()
 
 
-def _with(path: Path, ending: str) -> Path:
+def with_ending(path: Path, ending: str) -> Path:
     stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
     return stem.with_name(stem.name + ending)
 
@@ -183,8 +184,8 @@ class MegatronSource(TokenizedSource):
 
     def __init__(self, path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
         super().__init__(encoder, vocab_size)
-        self.path = _with(path, ".bin")
-        self._index = _with(path, ".idx")
+        self.path = with_ending(path, ".bin")
+        self._index = with_ending(path, ".idx")
         for file in (self._index, self.path):
             if not file.is_file():
                 if self.path.is_file() and (refusal := foreign_format(self.path)):

@@ -257,10 +257,10 @@ def find_checkpoint(name: str, root: Path) -> RunDir | Path:
 def newest_verified(run: RunDir, checksums: bool = True) -> tuple[Path, list[str]]:
     """Return the newest checkpoint that verifies, or whose sizes do, and a line for newer ones."""
     skipped: list[str] = []
-    invalidated = {run.checkpoint(step): why for step, why in invalidated_checkpoints(run).items()}
+    invalidated = invalidated_checkpoints(run)
     for entry in reversed(list_checkpoints(run)):
-        if entry.directory in invalidated:
-            skipped.append(f"{entry.directory.name}: {invalidated[entry.directory]}")
+        if entry.step in invalidated:
+            skipped.append(f"{entry.directory.name}: {invalidated[entry.step]}")
             continue
         entry = verify_entry(entry, checksums=checksums)
         if not entry.faults:

@@ -50,8 +50,7 @@ class Replica:
     file_system: Any  # an fsspec file system
 
     def path(self, step: int, name: str = "") -> str:
-        folder = f"{self.folder}/step_{step:08d}"
-        return f"{folder}/{name}" if name else folder
+        return f"{self.folder}/step_{step:08d}/{name}".removesuffix("/")
 
     def url(self, step: int) -> str:
         url: str = self.file_system.unstrip_protocol(self.path(step))

@@ -13,12 +13,9 @@ from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.train.checkpoint.catalogue import (
-    first_attempt_used,
     invalidated_checkpoints,
-    invalidation_reason,
     lost_attempts,
     missing_checkpoint_messages,
-    read_rollbacks,
     recorded_saves,
     refuse_unknown,
 )
@@ -127,20 +124,19 @@ def _on_first(control: ControlPlane, work: Callable[[], T]) -> T:
 
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
     """Return the steps of the replicas that a run may resume from, oldest first."""
-    rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
     # An older run of the same name, whose folder was removed, may have left replicas.
     created_at = JobsRecord.of(run).created_at
-    usable = []
+    manifests = {}
     for step in replica.steps():
         try:
             manifest = replica.manifest(step)
         except StorageError as error:  # of a copy that was cut off; the others are whole
             log.warning("%s", error)
             continue
-        earlier = manifest.saved_at < created_at or manifest.attempt < begin
-        if not earlier and not invalidation_reason(step, manifest.attempt, rollbacks):
-            usable.append(step)
-    return usable
+        if manifest.saved_at >= created_at:
+            manifests[step] = manifest
+    invalidated = invalidated_checkpoints(run, manifests)
+    return [step for step in manifests if step not in invalidated]
 
 
 def first_fault(directory: Path, control: ControlPlane) -> str | None:

@@ -38,14 +38,15 @@ class Layers:
     def __init__(
         self, config: ModelConfig, tensor: int, dtype: torch.dtype, *, sequence: bool
     ) -> None:
-        self.config, self.tensor, self.dtype, self.sequence = config, tensor, dtype, sequence
+        self.config, self.tensor, self.dtype = config, tensor, dtype
+        self._sequence = sequence and tensor > 1
         self._options: dict[str, Any] = {
             "dtype": dtype,
             # NxD's default of fp32 drops the reduced gradient of a bf16 layer (issue in the source
             # since 0.11: `LinearWithAsyncCommunication.backward` reduces a copy).
             "reduce_dtype": dtype,
-            "sequence_parallel_enabled": sequence and tensor > 1,
-            "sequence_dimension": SEQUENCE_DIMENSION if sequence and tensor > 1 else None,
+            "sequence_parallel_enabled": self._sequence,
+            "sequence_dimension": SEQUENCE_DIMENSION if self._sequence else None,
         }
 
     def column(self, linear: nn.Linear, rows: int | None = None) -> Any:
@@ -62,7 +63,7 @@ class Layers:
             embedding.num_embeddings,
             embedding.embedding_dim,
             dtype=self.dtype,
-            sequence_parallel_enabled=self.sequence and self.tensor > 1,
+            sequence_parallel_enabled=self._sequence,
             sequence_dimension=SEQUENCE_DIMENSION,
         )
 
