@@ -99,12 +99,13 @@ def classify_error(error: BaseException) -> ErrorClass:
     if name == "OutOfMemoryError":
         fix = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
         return ErrorClass(name, f"{message}; {fix}", CodeError.blame, EXIT_OUT_OF_MEMORY)
-    if meaning in ("lost_peer", "device", "node", "port"):
-        return ErrorClass(name, message, NodeError.blame, NodeError.exit_code)
+    kind: type[SlurmllmError] = CodeError
     disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
-    if disk_error or meaning in ("storage", "storage_lasting"):
-        return ErrorClass(name, message, StorageError.blame, StorageError.exit_code)
-    return ErrorClass(name, message, CodeError.blame, CodeError.exit_code)
+    if meaning in ("lost_peer", "device", "node", "port"):
+        kind = NodeError
+    elif disk_error or meaning in ("storage", "storage_lasting"):
+        kind = StorageError
+    return ErrorClass(name, message, kind.blame, kind.exit_code)
 
 
 def is_of_compiler(error: BaseException) -> bool:

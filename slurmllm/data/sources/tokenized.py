@@ -264,13 +264,12 @@ class MegatronSource(TokenizedSource):
             raise DataError(f"{self._index} has no documents; make it from files that hold text")
         self._type = np.dtype(MEGATRON_TYPES[code])
         # Mapped, not read: an index of a billion documents takes gigabytes.
-        data = np.memmap(index, np.uint8, mode="r")
         begin = MEGATRON_HEADER.size
-        self._sizes = data[begin : begin + 4 * sequences].view("<i4")
-        begin += 4 * sequences
-        self._offsets = data[begin : begin + 8 * sequences].view("<i8")
-        begin += 8 * sequences
-        self._bounds = data[begin : begin + 8 * bounds].view("<i8")
+        self._sizes = np.memmap(index, "<i4", "r", begin, (sequences,))
+        begin += self._sizes.nbytes
+        self._offsets = np.memmap(index, "<i8", "r", begin, (sequences,))
+        begin += self._offsets.nbytes
+        self._bounds = np.memmap(index, "<i8", "r", begin, (bounds,))
         if self._bounds[0] != 0 or self._bounds[-1] != sequences:
             raise DataError(
                 f"the documents of {self._index} reach from sequence {self._bounds[0]} to "

@@ -100,8 +100,9 @@ class Relay:
         self.position, self.path = position, path
         self._root, self._secret = root, secret
         workers = [Peer(Role.WORKER, rank) for rank in position.workers()]
-        other_nodes = range(1, len(position.names)) if position.index == 0 else ()
-        nodes = [Peer(Role.NODE, node) for node in other_nodes]
+        nodes = [Peer(Role.NODE, node) for node in range(1, len(position.names))]
+        if position.index:
+            nodes = []  # all connect to the root
         # In this order contributions are combined, whatever the order in which they arrive.
         self._expected = (*workers, *nodes)
         self._operation_s = OPERATION_S + (_ROOT_MARGIN_S if nodes else 0.0)

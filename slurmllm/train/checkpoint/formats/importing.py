@@ -191,12 +191,15 @@ def run_import(
         sizes = plan.sizes_bytes
         shards = plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors")
         described: list[CheckpointFile] = []
-
-        def on_file(name: str) -> None:
-            """Hash a file of many GB while it is in the page cache."""
-            described.append(describe(folder, name))
-
-        weight_map = write_shards(folder, shards, sizes, plan.convert, on_progress, on_file)
+        weight_map = write_shards(
+            folder,
+            shards,
+            sizes,
+            plan.convert,
+            on_progress,
+            # A file of many GB is hashed while it is in the page cache.
+            on_file=lambda name: described.append(describe(folder, name)),
+        )
         write_index(folder / INDEX, weight_map, sum(sizes))
         types = {str(plan.dtype_of(mapping)).removeprefix("torch.") for mapping in plan.mappings}
         eos = plan.config.eos_token_id
