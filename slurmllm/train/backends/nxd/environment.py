@@ -118,7 +118,7 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
         # Our launcher replaces torchrun. Only with this variable does torch-xla give each worker
         # the core of its LOCAL_RANK and pass the world size to the runtime.
         "TORCHELASTIC_RUN_ID": Variable("slurmllm", "torch-xla: workers as under torchrun"),
-        "NEURON_CC_FLAGS": Variable(" ".join(flags), "neox_20b.sh, HLAT, NxDT"),
+        "NEURON_CC_FLAGS": Variable(" ".join(flags), "neox_20b.sh, HLAT, NxDT; --auto-cast: ours"),
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
         "NEURON_RT_EXEC_TIMEOUT": Variable("4000", "HLAT, s: outlasts a graph a peer compiles"),
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(str(in_flight), script),
