@@ -6,7 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.core.config.resolve import RunConfig
@@ -187,34 +187,35 @@ def check_fit(
         varied = [path for path in VARIED if path != _MICRO_BATCH]
         fitting = search(config, nodes, unsupported, varied).fitting
     candidate = fitting[0] if fitting else predict(config, mesh)
-    check = FitCheck(candidate, chosen, warnings=tuple(dense_mask_warning(config)))
+    warnings = dense_mask_warning(config)
     needs = why_too_large(candidate.memory)
     too_large = f"{layout_text(candidate)} is predicted to need {needs}"
     # A rehearsal computes nothing and so holds no model.
     if config.backend == "rehearsal" or (chosen and candidate.fits):
-        return check
-    if check.rough:
-        warnings = (f"{too_large}, by rough figures",) if chosen else ()
-        return replace(check, warnings=(*check.warnings, *warnings))
+        return FitCheck(candidate, chosen, None, (), tuple(warnings))
+    if known_hardware(config).rough:
+        if chosen:
+            warnings.append(f"{too_large}, by rough figures")
+        return FitCheck(candidate, chosen, None, (), tuple(warnings))
     best = _best_layout(config, nodes, unsupported, _kept_training(config))
-    check = replace(check, best=best)
-    if not candidate.fits:
-        if force:
-            return replace(check, warnings=(*check.warnings, too_large))
-        if best is not None:
-            fixes = [_suggest_layout(config, best)]
-        else:
-            fixed = _fixed_training(config) + _BATCH * resumes
-            fixes = _suggest_fixes(config, nodes, unsupported, fixed)
-        return replace(check, refusals=(too_large, *check.warnings, *fixes), warnings=())
-    if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
-        share = 100 * candidate.seq_per_s / best.seq_per_s
-        slow = (
-            f"{layout_text(candidate)}: {_rate_text(candidate)}, {share:.0f} % of the best on "
-            f"these nodes: {_set_options(config, best)} ({_rate_text(best)})"
+    if candidate.fits:
+        if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
+            share = 100 * candidate.seq_per_s / best.seq_per_s
+            warnings.append(
+                f"{layout_text(candidate)}: {_rate_text(candidate)}, {share:.0f} % of the best on "
+                f"these nodes: {_set_options(config, best)} ({_rate_text(best)})"
+            )
+    elif force:
+        warnings.append(too_large)
+    else:
+        fixed = _fixed_training(config) + _BATCH * resumes
+        fixes = (
+            _suggest_fixes(config, nodes, unsupported, fixed)
+            if best is None
+            else [_suggest_layout(config, best)]
         )
-        return replace(check, warnings=(*check.warnings, slow))
-    return check
+        return FitCheck(candidate, chosen, best, (too_large, *warnings, *fixes))
+    return FitCheck(candidate, chosen, best, (), tuple(warnings))
 
 
 def _suggest_fixes(

@@ -257,16 +257,17 @@ class _Attempt:
         first_s -= begun * (self.begun_s - self.trains_s)
         noticed_s = failing * noticing.start_up_s + (1 - failing - begun) * noticing.training_s
         stopping_s = fmean(durations.stopping) + (begun - leaving) * noticing.training_s
-        parts: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0)
-        parts["preflight"] = self._within(0.0, checked_s)
-        parts["cache"] = self._within(checked_s, cached_s)
-        parts["start_up"] = self._within(cached_s, self.trains_s) + first_s + noticed_s
-        parts["first_step"] = begun * fmean(durations.first_step)
-        parts["productive"] = saved_s + leaving * last_s
-        parts["recomputation"] = lost_s - under_way_s
-        parts["saving"] = waited_s + leaving * self.save.total_s
-        parts["idle"] = under_way_s + stopping_s
-        return parts
+        return {
+            **dict.fromkeys(TIME_PARTS, 0.0),
+            "preflight": self._within(0.0, checked_s),
+            "cache": self._within(checked_s, cached_s),
+            "start_up": self._within(cached_s, self.trains_s) + first_s + noticed_s,
+            "first_step": begun * fmean(durations.first_step),
+            "productive": saved_s + leaving * last_s,
+            "recomputation": lost_s - under_way_s,
+            "saving": waited_s + leaving * self.save.total_s,
+            "idle": under_way_s + stopping_s,
+        }
 
     def _saves(self) -> tuple[float, float]:
         """Return the expected seconds in waits for saves, and in steps that are in a checkpoint.

@@ -159,14 +159,12 @@ def draw(plans: Sequence[RecipePlan], top: int) -> Figure:
 
 def _curve(plan: RecipePlan) -> PlanCurve:
     points = [(p.candidate, p.forecast) for p in plan.points() if p.candidate and p.forecast]
-    dollars = [forecast.usd for _, forecast in points if forecast.usd is not None]
-    hours = [forecast.hours for _, forecast in points if forecast.hours is not None]
+    figures = {name: [getattr(f, name) for _, f in points] for name in ("usd", "hours")}
     return PlanCurve(
         label=plan.config.recipe.name,
         nodes=[layout.mesh.nodes for layout, _ in points],
         tokens_per_s=[layout.tokens_per_s for layout, _ in points],
-        usd=dollars if len(dollars) == len(points) else None,
-        hours=hours if len(hours) == len(points) else None,
+        **{name: None if None in values else values for name, values in figures.items()},
     )
 
 

@@ -188,7 +188,7 @@ def test_a_profile_changes_no_number(tmp_path: Path) -> None:
     run = Gang(make_run(tmp_path / "run", data, *OPTIONS, *profile), world=2, env=env).finish()
     assert curve(run) == curve(plain)
     for rank in (0, 1):
-        with gzip.open(run.profile(0, rank).trace) as stream:
+        with gzip.open(run.trace(0, rank)) as stream:
             names = {event.get("name") for event in json.load(stream)["traceEvents"]}
         expected = ("step 3", "step 4", "forward", "backward", "optimizer")
         assert {f"slurmllm.{name}" for name in expected} <= names

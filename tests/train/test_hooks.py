@@ -107,7 +107,7 @@ def train(job: Any) -> Callable[[int, int], ProfilingHook]:
 
 
 def profiled(job: Any) -> tuple[int, int]:
-    with gzip.open(job.run.profile(2, 1).trace) as stream:
+    with gzip.open(job.run.trace(2, 1)) as stream:
         names = {event.get("name", "") for event in json.load(stream)["traceEvents"]}
     assert "slurmllm.forward" in names
     steps = [int(name.split()[1]) for name in names if name.startswith("slurmllm.step ")]
@@ -168,7 +168,7 @@ def test_training_is_bit_identical_and_each_rank_has_a_trace(tmp_path: Path) -> 
     assert len(curve(run)) == 6
     assert not reference.profiles.exists()
     for rank in (0, 1):
-        with gzip.open(run.profile(0, rank).trace) as stream:
+        with gzip.open(run.trace(0, rank)) as stream:
             names = {event.get("name") for event in json.load(stream)["traceEvents"]}
         parts = ("step 3", "step 4", "data", "forward", "backward", "optimizer")
         assert {"aten::mm", "[memory]", *(f"slurmllm.{part}" for part in parts)} <= names

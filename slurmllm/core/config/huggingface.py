@@ -219,13 +219,24 @@ def write_config(
 ) -> None:
     """Write a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
-    values: Values = {"architectures": [dialect.causal], "model_type": dialect.model_type}
-    resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
-    for name, (key, _) in dialect.keys.items():
-        values[key] = resolved.get(name, getattr(model, name))
-    values[dialect.keys["activation"][0]] = ACTIVATION_NAMES[model.activation][0]
-    values.update(dialect.written)
-    values.update({key: getattr(model, name) for name, key in dialect.rotary_keys.items()})
+    resolved = {
+        **dict(model),
+        "num_kv_heads": model.kv_heads,
+        "head_dim": model.head_width,
+        "activation": ACTIVATION_NAMES[model.activation][0],
+    }
+    # Token ids even if None: otherwise transformers takes those of its own tokenizers.
+    values: Values = {
+        "architectures": [dialect.causal],
+        "model_type": dialect.model_type,
+        **{key: resolved[name] for name, (key, _) in dialect.keys.items()},
+        **dialect.written,
+        **{key: resolved[name] for name, key in dialect.rotary_keys.items()},
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
     if FAMILIES[model.family].positions == "rotary":
         values["rope_parameters"] = {
             "rope_type": "default",
@@ -237,7 +248,4 @@ def write_config(
         scaling["rope_type"] = model.rope_scaling.kind
         values["rope_parameters"] |= scaling
         values["rope_scaling"] = scaling
-    # Written even if None: otherwise transformers takes the ids of its own tokenizers.
-    values.update(bos_token_id=bos_token_id, eos_token_id=eos_token_id)
-    values.update(torch_dtype=dtype, use_cache=True)
     path.write_text(json.dumps(dict(sorted(values.items())), indent=2) + "\n", encoding="utf-8")

@@ -404,6 +404,9 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
     if recipe.profile.steps is not None and recipe.profile.steps[1] > steps:
         first, last = recipe.profile.steps
         values["profile.steps"] = (max(1, steps - (last - first)), steps)
-    fixed = {path for path in values if config.origins.get(path, "").startswith("--set")}
-    options = {path: (option, values[path]) for path in values if path not in fixed}
-    return change(config, None, (), {**options, "train.steps": (option, steps)})
+    options = {
+        path: (option, value)
+        for path, value in values.items()
+        if not config.origins.get(path, "").startswith("--set")
+    }
+    return change(config, None, (), options)

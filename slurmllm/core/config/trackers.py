@@ -23,13 +23,11 @@ def tracking_uri(config: RunConfig) -> str | None:
 
 def missing_for_trackers(config: RunConfig, names: Sequence[TrackerName]) -> list[str]:
     """Return what these trackers need and this machine does not have, a line each with the fix."""
-    faults = []
-    for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
-            faults.append(
-                f"trackers: {name}: its package is not installed here; "
-                f"`pip install 'slurmllm[{name}]'`"
-            )
+    faults = [
+        f"trackers: {name}: its package is not installed here; `pip install 'slurmllm[{name}]'`"
+        for name in names
+        if importlib.util.find_spec(PACKAGES[name]) is None
+    ]
     if "mlflow" in names and not tracking_uri(config):
         faults.append(
             "cluster.trackers.tracking_uri: not set; it names MLflow's server, such as "

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.format import format_names, format_plural
+from slurmllm.core.metrics.row_reader import json_number
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import MetricsRow, SkippedBatches
 
@@ -187,10 +188,8 @@ class Curve:
 
     def positive_setting(self, key: str) -> float | None:
         """Return a setting that is a number above 0; other versions may have stored any type."""
-        value = self.settings.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        return float(value) if value > 0 else None
+        value = json_number(self.settings.get(key))
+        return value if value is not None and value > 0 else None
 
     def take(self, rows: Ints | Flags) -> Curve:
         """Return the curve of some rows; gaps and overlaps stay those of all."""

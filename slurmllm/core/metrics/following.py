@@ -45,26 +45,22 @@ class FollowedOutput:
     """The output of a process."""
 
     def __init__(self, reader: TextReader) -> None:
-        self._text = reader
+        self.reader = reader
         self._fed_at = math.inf
 
     @property
     def format(self) -> LogFormat | None:
-        return self._text.format
-
-    @property
-    def numbered(self) -> bool:
-        return bool(self._text.numbered)
+        return self.reader.format
 
     def feed(self, output: bytes) -> None:
         self._fed_at = time.monotonic()
-        self._text.feed(output)
+        self.reader.feed(output)
 
     def read(self, last: bool = False) -> Rows:
         if last or time.monotonic() - self._fed_at > _PAUSE_S:
-            self._text.flush(last)
+            self.reader.flush(last)
             self._fed_at = math.inf
-        return self._text.take()
+        return self.reader.take()
 
 
 class FollowedPath:

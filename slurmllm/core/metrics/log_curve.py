@@ -186,8 +186,7 @@ def _merge_tags(
         index = np.searchsorted(steps, metric_steps)
         columns[metric] = np.full(len(steps), np.nan)
         columns[metric][index] = values
-        absent[metric] = np.ones(len(steps), bool)
-        absent[metric][index] = False
+        absent[metric] = ~np.isin(steps, metric_steps)
         row_attempts[index] = np.maximum(row_attempts[index], attempts)
     return RowBlock(steps, row_attempts, columns, absent), (rows, identical, largest)
 

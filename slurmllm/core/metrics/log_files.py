@@ -79,8 +79,7 @@ class LogFile:
         elif self.reader.is_document:
             self.reader = make_reader(self._path, self._tags)
             self._offset = 0
-        with open_log(self._path, []) as stream:
-            self._offset = feed(self.reader, stream, self._offset)
+        self._offset = feed(self.reader, self._path, [], self._offset)
         if last or self.reader.is_document or state == self._state:
             self.reader.flush(last or self.reader.is_document)  # or nothing new for a while
         self._state = state
@@ -104,20 +103,20 @@ class LogFile:
         return head if head.endswith(b"\n") else b""
 
 
-def feed(reader: LogReader, stream: BinaryIO, offset: int = 0) -> int:
-    """Have a reader read from an offset to the end, and return where that is."""
-    stream.seek(offset)
-    while chunk := stream.read(_CHUNK_BYTES):
-        reader.feed(chunk)
-    return stream.tell()
+def feed(reader: LogReader, path: Path, warnings: list[str], offset: int = 0) -> int:
+    """Have a reader read a file from an offset to its end, and return where that is."""
+    with open_log(path, warnings) as stream:
+        stream.seek(offset)
+        while chunk := stream.read(_CHUNK_BYTES):
+            reader.feed(chunk)
+        return stream.tell()
 
 
 def read_file(path: Path, tags: Tags, pattern: str | None = None) -> Log:
     """Read a file to its end; raise RunError without rows or steps, OSError if it is unreadable."""
     reader = make_reader(path, tags, pattern)
     warnings = list[str]()
-    with open_log(path, warnings) as stream:
-        feed(reader, stream)
+    feed(reader, path, warnings)
     reader.flush(last=True)
     return reader.log(path, tags, warnings)
 
@@ -130,21 +129,20 @@ def read_events(source: Path, tags: Tags) -> Log:
     for path in files:
         if path != files[0]:
             reader.begin_file(path)
-        with open_log(path, warnings) as stream:
-            feed(reader, stream)
+        feed(reader, path, warnings)
         reader.flush(last=True)
     return reader.log(source, tags, warnings)
 
 
-def split_log_files(folder: Path) -> list[Path]:
-    """Return TensorBoard's tables of a tag each, and OLMo-core's files of a step each, by step."""
-    by_step = {}
+def split_log_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return OLMo-core's files of a step each, by step, and TensorBoard's tables of a tag each."""
+    files = []
     for path in folder.iterdir():
         if step := _STEP_JSON.fullmatch(path.name):
-            by_step[path] = int(step["step"])
+            files.append((int(step["step"]), path))
         elif TAG_CSV.fullmatch(path.name):
-            by_step[path] = 0
-    return sorted(by_step, key=lambda path: (by_step[path], path))
+            files.append((0, path))
+    return sorted(files)
 
 
 def read_split_log(folder: Path, tags: Tags) -> Log:
@@ -152,11 +150,11 @@ def read_split_log(folder: Path, tags: Tags) -> Log:
     rows = RowCollector()
     warnings = list[str]()
     series = {}
-    for path in split_log_files(folder):
-        if step := _STEP_JSON.fullmatch(path.name):
+    for step, path in split_log_files(folder):
+        if path.suffix == ".json":
             row = parse_row(read_limited(path))
             if isinstance(row, dict):
-                rows.add([("step", float(step["step"])), *json_numbers(row)])
+                rows.add([("step", float(step)), *json_numbers(row)])
             else:
                 warnings.append(DamageWarning(f"{path} is not complete JSON; skipped it"))
             continue

@@ -127,16 +127,19 @@ class RowCollector:
         for key, (numbers, values) in self._columns.items():
             for number, value in zip(numbers, values, strict=True):
                 rows[number][key] = value
-        ranks = [""] * len(rows)
-        if "rank" in self._texts:
-            numbers, codes, codes_of = self._texts["rank"]
-            names = list(codes_of)
-            for number, code in zip(numbers, codes, strict=True):
-                ranks[number] = names[code]
-        if self._rank is None and ranks:
-            self._rank = ranks[0]
+        ranks = dict(self._cells("rank"))
+        if self._rank is None and rows:
+            self._rank = ranks.get(0, "")
         self._clear()
-        return [row for row, rank in zip(rows, ranks, strict=True) if row and rank == self._rank]
+        return [
+            row for number, row in enumerate(rows) if row and ranks.get(number, "") == self._rank
+        ]
+
+    def _cells(self, key: str) -> list[tuple[int, str]]:
+        """Return row and text of the cells of a column."""
+        rows, codes, codes_of = self._texts.get(key, ((), (), {}))
+        texts = list(codes_of)
+        return [(row, texts[code]) for row, code in zip(rows, codes, strict=True)]
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -241,11 +244,8 @@ class RowCollector:
 
     def _mixed_columns(self, path: Path, step_key: str) -> Iterator[str]:
         """Yield warnings of texts in columns of numbers; without a step, the row is left out."""
-        for key in self._columns if self._texts else ():
-            text_rows, codes, codes_of = self._texts.get(key, ((), (), {}))
-            texts = list(codes_of)
-            cells = [(row, texts[code]) for row, code in zip(text_rows, codes, strict=True)]
-            cells = [(row, cell) for row, cell in cells if cell.lower() not in MISSING]
+        for key in self._columns:
+            cells = [(row, cell) for row, cell in self._cells(key) if cell.lower() not in MISSING]
             if cells and key != "rank":
                 lines = [self._lines[row] for row, _ in cells]
                 location = f"{path}:{lines[0]}" if lines[0] else str(path)

@@ -84,19 +84,17 @@ def merge_rows(
     used, replaced, winners = select_latest(all_steps, all_attempts)
     steps = all_steps[used]
     attempts = all_attempts[used]
-    if replaced.size:  # a row that is written again, with more of the step, is no overlap
-        after = (replaced + 1) % len(all_steps)
-        anew = all_steps[after] == all_steps[replaced]
-        anew &= all_attempts[after] == all_attempts[replaced]
-        replaced = replaced[~anew]
-        winners = winners[~anew]
+    # A row that is written again, with more of the step, is no overlap.
+    after = (replaced + 1) % len(all_steps)
+    no_overlap = all_steps[after] == all_steps[replaced]
+    no_overlap &= all_attempts[after] == all_attempts[replaced]
     # Steps that were undone by a roll-back are computed again with other data: they must differ.
-    for skip in skips if replaced.size else ():
+    for skip in skips:
         undone = all_steps[replaced] > (skip.roll_back_to or 0)
         undone &= all_attempts[replaced] <= skip.attempt
-        undone &= all_attempts[winners] > skip.attempt
-        replaced = replaced[~undone]
-        winners = winners[~undone]
+        no_overlap |= undone & (all_attempts[winners] > skip.attempt)
+    replaced = replaced[~no_overlap]
+    winners = winners[~no_overlap]
     schedules = _new_schedules(columns.get("lr"), all_steps, all_attempts, replaced, winners)
     for schedule in schedules:
         other = all_attempts[winners] == schedule.attempts[1]

@@ -62,9 +62,9 @@ def line_error(path: Path, line: int, fault: str) -> RunError:
     )
 
 
-def read_error(path: Path, error: OSError) -> RunError:
+def read_error(path: Path, error: OSError, kind: str = "metrics file") -> RunError:
     return RunError(
-        f"cannot read {error.filename or path}: {os_error_text(error)}; a metrics file must be "
+        f"cannot read {error.filename or path}: {os_error_text(error)}; a {kind} must be "
         "readable: check its permissions and the file system"
     )
 
@@ -106,13 +106,9 @@ def row_fault(row: Any) -> str | None:
 def last_row(run: RunDir) -> Row | None:
     """Read the newest row of a run as written; None if the run has made no step."""
     try:
-        for path in reversed(run.metrics_files()):
-            row = last_row_of(path)
-            if row is not None:
-                return row
+        return next(filter(None, map(last_row_of, reversed(run.metrics_files()))), None)
     except OSError as error:
         raise read_error(run.path, error) from error
-    return None
 
 
 def last_row_of(path: Path) -> Row | None:

@@ -133,10 +133,7 @@ def read_curve(
             return read_run(source, lenient, by_file)
         return curve_of_log(log, run_name(log.path, source.is_file()), tags, where)
     except OSError as error:
-        raise RunError(
-            f"cannot read {error.filename or source}: {os_error_text(error)}; a log must be "
-            "readable: check its permissions and the file system"
-        ) from error
+        raise read_error(source, error, "log") from error
 
 
 def read_log(source: Path, tags: Tags, pattern: str | None = None) -> Log | None:

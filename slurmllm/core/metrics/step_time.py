@@ -23,7 +23,13 @@ from pydantic import ValidationError
 
 from slurmllm.core.errors import RunError
 from slurmllm.core.format import format_plural
-from slurmllm.core.metrics.row_reader import last_rows, line_error, read_events, read_rows
+from slurmllm.core.metrics.row_reader import (
+    json_number,
+    last_rows,
+    line_error,
+    read_events,
+    read_rows,
+)
 from slurmllm.core.run.records import WAITS, AttemptRecord, MetricsRow, Submission, first_problem
 from slurmllm.core.run.rundir import RunDir
 
@@ -170,11 +176,9 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
 
 
 def finite_number(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
+    value = json_number(row.get(name))
     # A number beyond 2**53 is damage, and a large integer is no float.
-    return float(value) if abs(value) < 2**1000 else None
+    return value if value is not None and abs(value) < 2**1000 else None
 
 
 def _read_rows(path: Path) -> list[MetricsRow]:

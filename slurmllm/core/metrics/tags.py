@@ -11,13 +11,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from slurmllm.core.errors import RunError, UserError
+from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
@@ -69,10 +69,9 @@ def common_names(metric: str) -> tuple[str, ...]:
 @cache
 def all_formats() -> Mapping[str, LogFormat]:
     """Return the formats, and the names and lines that mean the same in all frameworks."""
-    import yaml  # our own runs' metrics need none
+    from slurmllm.core.run.error_patterns import read_table  # our own runs' metrics need no yaml
 
-    content = resources.files("slurmllm.core.metrics").joinpath("formats.yaml").read_text("utf-8")
-    formats = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    formats = read_table(Path(__file__).with_name("formats.yaml"))
     return {name: LogFormat(name=name, **values) for name, values in formats.items()}
 
 
@@ -238,11 +237,8 @@ def per_device(tag: str) -> bool:
     return tag in _PER_DEVICE or any(name in tag for name in ("/device", "per_device", "per_gpu"))
 
 
-def list_tags(tags: Collection[str], limit: int = 20) -> str:
-    if not tags:
-        return "none at all"
-    listed = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:limit])
-    return listed + (f" and {len(tags) - limit} more" if len(tags) > limit else "")
+def list_tags(tags: Collection[str]) -> str:
+    return format_names([repr(tag)[1:-1] for tag in sorted(tags)], 20) or "none at all"
 
 
 def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:

@@ -65,18 +65,21 @@ class Row(NamedTuple):
     example: str
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table that is part of the package, by libyaml if it is there."""
+def read_table(path: Path) -> Any:
+    """Return a table that is part of the package, by libyaml if it is there."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return list(yaml.load(path.read_text("utf-8"), Loader=loader))  # noqa: S506 - both are safe
+    return yaml.load(path.read_text("utf-8"), Loader=loader)  # noqa: S506 - both are safe
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return list(read_table(path))
 
 
 @cache
 def table() -> tuple[Row, ...]:
-    rows = read_rows(Path(__file__).with_suffix(".yaml"))
     return tuple(
         Row(row.get("pattern") or _STATUS % row["status"], *(row[name] for name in Row._fields[1:]))
-        for row in rows
+        for row in read_rows(Path(__file__).with_suffix(".yaml"))
     )
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, Literal, TypeVar, TypeVarTuple, get_args
 
 from slurmllm.core.errors import RunError, StorageError
 from slurmllm.core.run.safe_files import os_error_text, write_whole
 
 K = TypeVar("K")
 V = TypeVar("V")
+Keys = TypeVarTuple("Keys")
 Stage = Literal["precompile", "train"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
@@ -100,13 +101,13 @@ class FixedPath:
 
 
 @dataclass(frozen=True)
-class PathOf(Generic[K]):
+class PathOf(Generic[*Keys]):
     """A function that returns the file of a node, a rank, a step or the like in a directory."""
 
     form: str
 
-    def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Callable[[K], Path]:
-        return lambda key: owner.path / self.form.format(key)
+    def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Callable[[*Keys], Path]:
+        return lambda *keys: owner.path / self.form.format(*keys)
 
 
 @dataclass(frozen=True)
@@ -129,19 +130,6 @@ class AttemptDir:
     @property
     def number(self) -> int:
         return int(self.path.name)
-
-
-class ProfileFiles:
-    """The files of one worker's profile in one attempt.
-
-    Attributes:
-        trace: The profiler's trace, in Chrome's format.
-        snapshot: CUDA's memory snapshot.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.trace = folder / f"rank_{rank:05d}.trace.json.gz"
-        self.snapshot = folder / f"rank_{rank:05d}.memory.pickle"
 
 
 @dataclass(frozen=True)
@@ -183,6 +171,13 @@ class RunDir:
     events = PathOf[int]("events/attempt_{:03d}.jsonl")  # of an attempt (`Event`)
     tracker = PathOf[str]("trackers/{}.json")  # the run's run there (`track.sync.TrackerRecord`)
     evaluation_suite = PathOf[str]("evaluations/suites/{}.yaml")  # the user's (`Suite`)
+    # Scores of a checkpoint, by its checksum, in a task (`EvaluationRecord`)
+    evaluation = PathOf[str, str]("evaluations/{:.16}/{}.json")
+    # By name and attempt: a plugin's output, JSON lines (`HookContext.write`)
+    hook_rows = PathOf[str, int]("hooks/{}/attempt_{:03d}.jsonl")
+    # By attempt and rank: the profiler's trace, in Chrome's format; CUDA's memory snapshot
+    trace = PathOf[int, int]("profiles/attempt_{:03d}/rank_{:05d}.trace.json.gz")
+    memory_snapshot = PathOf[int, int]("profiles/attempt_{:03d}/rank_{:05d}.memory.pickle")
 
     @property
     def name(self) -> str:
@@ -191,7 +186,7 @@ class RunDir:
     def outputs(self) -> list[Path]:
         """Return what another project's trainer has written into the directory."""
         parts = (item for item in vars(RunDir).values() if isinstance(item, FixedPath | PathOf))
-        ours = {"attempts", "hooks", "core", *(item.form.partition("/")[0] for item in parts)}
+        ours = {"attempts", "core", *(item.form.partition("/")[0] for item in parts)}
         ours -= {self.checkpoints.name}
         entries = (entry for entry in _entries(self.path) if entry.name not in ours)
         # Temporary files and core files are none.
@@ -230,17 +225,6 @@ class RunDir:
 
     def metrics_files(self) -> list[Path]:
         return [path for _, path in _numbered(self.path / "metrics", _METRICS)]
-
-    def hook_rows(self, hook: str, attempt: int) -> Path:
-        """Return the output of a plugin's hook in an attempt, JSON lines (`HookContext.write`)."""
-        return self.path / "hooks" / hook / f"attempt_{attempt:03d}.jsonl"
-
-    def profile(self, attempt: int, rank: int) -> ProfileFiles:
-        return ProfileFiles(self.profiles / f"attempt_{attempt:03d}", rank)
-
-    def evaluation(self, checksum: str, key: str) -> Path:
-        """Return the scores of a checkpoint, by its checksum, in a task (`EvaluationRecord`)."""
-        return self.evaluations / checksum[:16] / f"{key}.json"
 
     def evaluation_files(self) -> list[Path]:
         return sorted(self.evaluations.glob("*/*.json"))

@@ -107,7 +107,7 @@ class TrainerProgress:
         if self.rows:
             if log_format is not None and log_format.counts != "steps":
                 return f"{log_format.name} counts {log_format.counts}, not steps"
-            if isinstance(self._source, FollowedOutput) and self._source.numbered:
+            if isinstance(self._source, FollowedOutput) and self._source.reader.numbered:
                 return (
                     "no progress bar between the rows shows the step, they are numbered 1, 2, …: "
                     "give `progress` the trainer's trainer_state.json or event folder"

@@ -93,12 +93,12 @@ class ProfilingHook(Hook):
         self._drop()
         job.phases.begin("saving", job.step)  # peers wait meanwhile
         began, rank = time.monotonic(), job.worker.rank
-        files = job.run.profile(job.attempt, rank)
+        trace = job.run.trace(job.attempt, rank)
         with diagnostic(f"the profile of rank {rank}"):
             profiler.stop()
-            files.trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.parent.mkdir(parents=True, exist_ok=True)
             if self._memory and (history := self._device.memory_history):
-                history._dump_snapshot(str(files.snapshot))
+                history._dump_snapshot(str(job.run.memory_snapshot(job.attempt, rank)))
                 history._record_memory_history(enabled=None)
-            profiler.export_chrome_trace(str(files.trace))
-            log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)
+            profiler.export_chrome_trace(str(trace))
+            log.info("profile written in %.1f s: %s", time.monotonic() - began, trace)

@@ -344,14 +344,13 @@ def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
     profile = ("profile.steps=[3, 4]", "profile.memory=true")
     run = Gang(make_run(tmp_path / "run", data, *options, *profile)).finish()
     assert curve(run) == curve(plain)
-    files = run.profile(0, 0)
-    with gzip.open(files.trace) as stream:
+    with gzip.open(run.trace(0, 0)) as stream:
         events = json.load(stream)["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
     assert {f"slurmllm.{name}" for name in ("step 3", "step 4", "forward", "backward")} <= {
         event.get("name") for event in events
     }
-    assert files.snapshot.stat().st_size > 0
+    assert run.memory_snapshot(0, 0).stat().st_size > 0
 
 
 def test_marks_take_the_time_of_the_device() -> None:
