@@ -309,9 +309,7 @@ class Alignment:
         self.axis: Axis = axis
         self.letter = letter
         self.curves = a, b
-        self.one_sided: set[str] = (
-            set()
-        )  # metrics read by `points_of` that one curve lacks at a step
+        self.one_sided = set[str]()  # metrics read by `points_of` that one curve lacks at a step
         for label, curve in (("A", a), (letter, b)):
             if not np.isfinite(curve.positions(axis)).any():
                 needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"

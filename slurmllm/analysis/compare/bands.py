@@ -22,7 +22,6 @@ from scipy.ndimage import median_filter
 from slurmllm.analysis.compare.alignment import Alignment, Points
 from slurmllm.analysis.compare.divergence import (
     extrapolated,
-    largest,
     roughness,
     scatter,
     t_quantile,
@@ -153,7 +152,7 @@ def _limit(units: Floats, width: int, chance: float) -> float:
     far = abs(means) * np.sqrt(seeds / (seeds - 1))
     if width == 1:
         rows = far[: 1 if seeds == 2 else seeds]  # two seeds are as far off from each other
-        top = largest(rows.ravel(), 512)
+        top = np.sort(rows, axis=None)[::-1][:512]
         rank = min(_TELLS, len(top)) - 1
         beyond = extrapolated(top, rows.size, rank, (rank + 1) / (len(rows) * _HEAVY))
     else:  # beyond the furthest of the seeds, by a larger factor the fewer there are

@@ -264,6 +264,7 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
     points: Counter[Kind] = Counter()
     for name in clues:
         points.update(clue_table()[name].points)
+    step = observation.first or 0
     if observation.sudden or not observation.below(ROUNDED, slice(EARLY_POINTS)):
         del points["precision"], points["rounding"]
     causes: list[Cause] = []
@@ -278,19 +279,12 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
             letter=letter,
         )
         if kind == "gradient" and not causes:
-            evidence += _describe_nodes(observation.first or 0, b, letter)
+            row = int(np.searchsorted(b.steps, step))
+            attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
+            if nodes := b.nodes.get(attempt):
+                names = format_names(nodes, 8)
+                evidence += f"; attempt {attempt} of {letter} on {names} made it"
+            evidence += "; check the nodes with `slurmllm health`"
         confidence = "likely" if not causes and sum_of_points >= _LIKELY else "possible"
-        causes.append(
-            Cause(kind=kind, confidence=confidence, step=observation.first or 0, evidence=evidence)
-        )
+        causes.append(Cause(kind=kind, confidence=confidence, step=step, evidence=evidence))
     return causes
-
-
-def _describe_nodes(step: int, b: Curve, letter: str) -> str:
-    row = int(np.searchsorted(b.steps, step))
-    attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
-    nodes, description = b.nodes.get(attempt, ()), ""
-    if nodes:
-        names = format_names(nodes, 8)
-        description = f"; attempt {attempt} of {letter} on {names} made it"
-    return f"{description}; check the nodes with `slurmllm health`"

@@ -113,7 +113,12 @@ def compare(
         UserError: a precision that the basis needs is unknown.
     """
     tolerances = tolerances or Tolerances()
-    _require_loss(a, b)
+    for curve in (a, b):
+        if "loss" not in curve.columns:
+            tags = list_tags(curve.tags or curve.columns)
+            raise RunError(
+                f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
+            )
     matches = match_steps(a, b, shifts, by_step=axis == "step")
     a, b = matches[0].used, matches[1].used
     alignment = Alignment(a, b, axis, from_step, to_step, letter)
@@ -137,15 +142,6 @@ def compare(
         warnings += seed_band.warnings
     rules = _Rules(tolerances, measure, settings, limits, band)
     return _conclude(matches, alignment, metrics, rules, warnings)
-
-
-def _require_loss(*curves: Curve) -> None:
-    for curve in curves:
-        if "loss" not in curve.columns:
-            tags = list_tags(curve.tags or curve.columns)
-            raise RunError(
-                f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
-            )
 
 
 @dataclass(frozen=True)
@@ -200,19 +196,27 @@ def _conclude(
     """Compare the metrics; return verdict and causes. `warnings` are those of the steps before."""
     a, b = alignment.curves
     band = rules.band
-    changed = _first_change([metrics[name].points for name in rules.limits])
+    deciding = [metrics[name].points for name in rules.limits]
+    # The first step at which a metric is not bit-identical
+    changes = np.concatenate([points.steps[~points.same][:1] for points in deciding])
+    changed = min(changes.tolist(), default=math.inf)
     described = {
         name: statistics(metric.points, metric.signed, name not in RATES)
         for name, metric in metrics.items()
     }
-    results = _compare_metrics(metrics, described, alignment, changed, rules)
+    results = {
+        name: _compare_metric(name, metrics[name], described[name], alignment, changed, rules)
+        for name in rules.limits
+    }
     verdict = _verdict(results, changed == math.inf and not alignment.one_sided & set(METRICS))
     if verdict == "match" and band is not None:
         verdict = "equivalent"
     match = verdict != "differ"
     causes: tuple[Cause, ...] = ()
     if not match or (verdict == "equivalent" and band is None):
-        causes = _explain(alignment, metrics, rules, results)
+        printed = {name: metric.printed for name, metric in metrics.items()}
+        visible = {name: metric.visible for name, metric in metrics.items()}
+        causes = explain(alignment, printed, visible, rules.settings, results, rules.basis.kind)
     commands = sentences.command_differences(a, b)
     contrary = _contrary_settings(rules) if match else ()
     warnings = commands + warnings + [f"the curves match although {text}" for text in contrary]
@@ -250,42 +254,6 @@ def _conclude(
             "warnings": tuple(warnings),
         }
     )
-
-
-def _compare_metrics(
-    metrics: Mapping[str, _Metric],
-    described: Mapping[str, Statistics],
-    alignment: Alignment,
-    changed: float,
-    rules: _Rules,
-) -> dict[str, MetricComparison]:
-    results = {}
-    for name, limit in rules.limits.items():
-        of_seeds = None if rules.band is None else rules.band.metrics[name]
-        results[name] = _compare_metric(
-            metrics[name],
-            limit,
-            described[name],
-            alignment,
-            changed,
-            exact=rules.tolerances.exact,
-            band=of_seeds,
-        )
-    return results
-
-
-def _first_change(metrics: Sequence[Points]) -> float:
-    """Return the first step at which a metric is not bit-identical; inf if there is none."""
-    changes = np.concatenate([points.steps[~points.same][:1] for points in metrics])
-    return min(changes.tolist(), default=math.inf)
-
-
-def _explain(
-    alignment: Alignment, metrics: Mapping[str, _Metric], rules: _Rules, results: Metrics
-) -> tuple[Cause, ...]:
-    printed = {name: metric.printed for name, metric in metrics.items()}
-    visible = {name: metric.visible for name, metric in metrics.items()}
-    return explain(alignment, printed, visible, rules.settings, results, rules.basis.kind)
 
 
 def _contrary_settings(rules: _Rules) -> Texts:
@@ -411,16 +379,16 @@ def _lasting_fields(detected: DivergenceResult, steps: Ints) -> Json:
 
 
 def _compare_metric(
+    name: str,
     metric: _Metric,
-    limits: PrecisionLimits,
     described: Statistics,
     alignment: Alignment,
     changed: float,
-    *,
-    exact: bool,
-    band: result.BandOfMetric | None,
+    rules: _Rules,
 ) -> MetricComparison:
     """Apply the limits, or the band of seeds, to a metric. `changed`: first step of other bits"""
+    limits, exact = rules.limits[name], rules.tolerances.exact
+    band = None if rules.band is None else rules.band.metrics[name]
     points, r = _comparable(metric, alignment, exact)
     steps, finite, unequal = points.steps, np.isfinite(r), metric.visible != 0
     detected, correlation = DivergenceResult(), None

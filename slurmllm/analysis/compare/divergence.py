@@ -353,19 +353,13 @@ def medians_of_windows(r: Floats, width: int) -> tuple[Ints, Floats]:
     return begins, np.median(windows, axis=1)
 
 
-def largest(sizes: Floats, count: int) -> Floats:
-    """Return the largest values in falling order. [count, or as many as there are]"""
-    count = min(len(sizes), count)
-    return np.sort(np.partition(sizes, -count)[-count:])[::-1]
-
-
 def tail_limit(sizes: Floats, chance: float) -> float:
     """Return what noise does not exceed, but for a chance, of points that are noise but for some.
 
     Up to a thirty-second of the points, those furthest off, may be anything else.
     """
     furthest = max(4, len(sizes) // 32)
-    top = largest(sizes, max(64, 2 * furthest + 1))
+    top = np.sort(sizes)[::-1][: max(64, 2 * furthest + 1)]
     return extrapolated(top, len(sizes), furthest, (furthest + 1) / chance)
 
 

@@ -133,12 +133,6 @@ class LogSelection:
                 return AttemptRecord.find(self.run.attempt(stage, number).record)
         return None
 
-    def missing_ranks(self, record: AttemptRecord) -> list[int]:
-        """Return the selected ranks whose log files are missing from the run directory."""
-        logs = ranks_with_logs(self.run, record.stage, record.attempt)
-        ranks = filter(self.includes, range(1, record.world_size))
-        return sorted(set(ranks).difference(logs))
-
 
 def select_logs(
     run: RunDir,
@@ -450,7 +444,9 @@ def _warn_of_missing_logs(selection: LogSelection) -> None:
         record = selection.newest_attempt()
         if record is None or record.ended_at is not None:
             return
-        if ranks := selection.missing_ranks(record):
+        logs = ranks_with_logs(selection.run, record.stage, record.attempt)
+        selected = filter(selection.includes, range(1, record.world_size))
+        if ranks := sorted(set(selected).difference(logs)):
             count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
             command = f"slurmllm logs {selection.run.name} --rank {ranks[0]} -f"
             note = f"collected when {attempt} {record.attempt} ends; `{command}` shows one"

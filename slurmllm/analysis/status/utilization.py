@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ Parts = dict[TimePart, float]
 _SLACK_S = 2.0  # sacct reports whole seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class AllocationTime:
     """The time of one allocation, by part."""
 
@@ -79,22 +79,20 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
         if in_training:
             measured = _measured(attempt, (start, end), history, last_step, typical_s)
         parts_s, overlap_s = _fill(measured, end - start)
-        time = AllocationTime(
-            number, attempt.stage, attempt.ending, nodes, start, end, parts_s, spare_nodes=spare
-        )
+        time = AllocationTime(number, attempt.stage, attempt.ending, nodes, start, end, parts_s)
+        time.overlap_s, time.spare_nodes = overlap_s, spare
         if completed is not None:
-            steps = int(np.count_nonzero(completed.numbers <= last_step))
-            time = replace(time, steps=steps, steps_lost=len(completed) - steps)
-        allocations.append(replace(time, overlap_s=overlap_s))
+            time.steps = int(np.count_nonzero(completed.numbers <= last_step))
+            time.steps_lost = len(completed) - time.steps
+        allocations.append(time)
     opened = {id(incarnation) for incarnation in incarnations}
-    allocations += [_without_attempt(job) for job in history.incarnations if id(job) not in opened]
+    for job in history.incarnations:
+        if id(job) not in opened:  # it ended before the supervisor opened an attempt
+            kind: TimePart = "precompile" if job.stage == "precompile" else "start_up"
+            parts_s, _ = _fill({kind: job.end - job.start}, job.end - job.start)
+            time = AllocationTime(None, job.stage, None, job.nodes, job.start, job.end, parts_s)
+            allocations.append(time)
     return sorted(allocations, key=lambda allocation: allocation.start)
-
-
-def _without_attempt(job: Incarnation) -> AllocationTime:
-    kind: TimePart = "precompile" if job.stage == "precompile" else "start_up"
-    parts_s, _ = _fill({kind: job.end - job.start}, job.end - job.start)
-    return AllocationTime(None, job.stage, None, job.nodes, job.start, job.end, parts_s)
 
 
 def _incarnations(

@@ -250,8 +250,8 @@ class Tracker(ABC):
 
     url = ""  # of the run, once it is open
 
-    @abstractmethod
-    def __init__(self, config: RunConfig) -> None: ...
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
 
     @abstractmethod
     def open(self, run_id: str, about: Description) -> str:
@@ -271,9 +271,7 @@ class Tracker(ABC):
 class Wandb(Tracker):
     """Weights & Biases."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._trackers = config.cluster.trackers
-        self._run: Any = None
+    _run: Any = None
 
     def open(self, run_id: str, about: Description) -> str:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -282,8 +280,8 @@ class Wandb(Tracker):
 
         about.files.mkdir(exist_ok=True)
         self._run = wandb.init(
-            project=self._trackers.project,
-            entity=self._trackers.entity,
+            project=self._config.cluster.trackers.project,
+            entity=self._config.cluster.trackers.entity,
             id=run_id or None,
             resume="allow",
             name=about.name,
@@ -329,10 +327,7 @@ class Mlflow(Tracker):
         "cancelled": "KILLED",
     }
 
-    def __init__(self, config: RunConfig) -> None:
-        self._project = config.cluster.trackers.project
-        self._uri = tracking_uri(config) or ""
-        self._run_id = ""
+    _run_id = ""
 
     def open(self, run_id: str, about: Description) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -340,8 +335,9 @@ class Mlflow(Tracker):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         import mlflow
 
-        mlflow.set_tracking_uri(self._uri)
-        mlflow.set_experiment(self._project)
+        uri = tracking_uri(self._config) or ""
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_experiment(self._config.cluster.trackers.project)
         run = mlflow.active_run()  # of a try that failed below
         if run is None:
             run = mlflow.start_run(run_id=run_id or None, run_name=None if run_id else about.name)
@@ -357,9 +353,9 @@ class Mlflow(Tracker):
         tags |= {key: value for key, value in params.items() if logged.get(key, value) != value}
         for key, value in tags.items():
             mlflow.set_tag(key, value)
-        if self._uri.startswith("http"):
+        if uri.startswith("http"):
             page = f"#/experiments/{run.info.experiment_id}/runs/{self._run_id}"
-            self.url = f"{self._uri.rstrip('/')}/{page}"
+            self.url = f"{uri.rstrip('/')}/{page}"
         return self._run_id
 
     def log(self, steps: Sequence[StepValues]) -> None:
