@@ -233,16 +233,14 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     return None
 
 
-def _same_rows(
-    a: Floats, b: Floats, kind_a: SourceKind, kind_b: SourceKind
-) -> tuple[int, int] | None:
+def _same_rows(a: Floats, b: Floats, *kinds: SourceKind) -> tuple[int, int] | None:
     """Return rows of A and B, one of them the first, from which on all values are the same."""
     begins = [(int(row), 0) for row in np.flatnonzero(np.isclose(a, b[0], 1e-2))]
     begins += [(0, int(row)) for row in np.flatnonzero(np.isclose(b, a[0], 1e-2))]
     for row_a, row_b in begins[:_MAX_BEGINS]:
         count = min(len(a) - row_a, len(b) - row_b)
         values, compared = a[row_a : row_a + count], b[row_b : row_b + count]
-        digits = _digits(values, compared, kind_a, kind_b)
+        digits = _digits(values, compared, *kinds)
         same = np.isfinite(values) & (abs(values - compared) <= digits)
         if same.all() and len(np.unique(values)) >= _MIN_POINTS:
             return row_a, row_b

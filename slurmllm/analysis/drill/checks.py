@@ -150,7 +150,10 @@ def check_recovery(
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
     missed = "the injector never started there" if injection is None else injection.missed
     untested = "no fault was injected" if missed else ""
-    faults = [*_ending_faults(kind, None if untested else hit, state)]
+    faults = [] if state == "done" else [f"did not finish: {state}"]
+    expected = FAULTS[kind].expected
+    if hit is not None and not untested and expected and hit.ending != expected:
+        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
     recomputed, resume = 0, None
     try:
         curve = read_curve(run.path)
@@ -196,14 +199,6 @@ def _steps_lost(run: RunDir, hit: AttemptRecord, resume: Resumption | None) -> i
     if hit.steps_lost is None and hit.last_step is not None:
         return max(0, hit.last_step - (hit.checkpoint_after or 0))
     return hit.steps_lost
-
-
-def _ending_faults(kind: FaultKind, hit: AttemptRecord | None, state: str) -> Iterator[str]:
-    if state != "done":
-        yield f"did not finish: {state}"
-    expected = FAULTS[kind].expected
-    if hit is not None and expected and hit.ending != expected:
-        yield f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}"
 
 
 def _came_too_late(kind: FaultKind, curve: Curve, hit: AttemptRecord, steps: int) -> bool:

@@ -78,9 +78,8 @@ class EvaluationPlan:
 
     def is_cached(self, target: EvaluationTarget, model: ModelRef, force: bool) -> bool:
         """Return whether a model has all scores that may be computed; never with `force`."""
-        permitted = self.permitted()
-        job = self.job(target.store, model, permitted)
-        return not force and all(is_cached(job, task) for task in permitted)
+        job = self.job(target.store, model, self.permitted())
+        return not force and all(is_cached(job, task) for task in job.tasks)
 
     def job(self, store: RunDir, model: ModelRef, tasks: tuple[TaskRequest, ...]) -> JobRequest:
         return JobRequest(store.path, model, tasks, self.validation, self.settings)

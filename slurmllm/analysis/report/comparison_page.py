@@ -105,7 +105,7 @@ def _difference(
             axes = CurvePositions(a).select_steps(a, points.steps[rows])
             figure.add(run_line(runs, number, len(rows)), axes, values[rows])
     title = LABELS[metric].split(" (")[0].capitalize()
-    if not figure:
+    if not figure.traces:
         reason = "every difference is 0" if bit_identical else "none is a finite number above 0"
         return Paragraph(reason, strong=title)
     note = f"Dashed: the tolerance, {limit:.2g}." if limit else ""

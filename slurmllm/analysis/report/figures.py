@@ -63,14 +63,11 @@ class CurveFigure:
     top: float | None = None
     log: bool = False
     limit: float = 0.0
-    _traces: list[Json] = field(default_factory=list)
+    traces: list[Json] = field(default_factory=list)
     _axes: list[Axes] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self._traces)
-
     def add(self, trace: Json, axes: Axes, y: Floats) -> None:
-        self._traces.append({"type": "scatter", "y": packed(y), **trace})
+        self.traces.append({"type": "scatter", "y": packed(y), **trace})
         self._axes.append(axes)
 
     def finish(self) -> Json:
@@ -80,7 +77,7 @@ class CurveFigure:
             name: [packed(axes[name]) if name in axes else [] for axes in self._axes]
             for name in names
         }
-        for trace, x in zip(self._traces, positions[names[0]], strict=True):
+        for trace, x in zip(self.traces, positions[names[0]], strict=True):
             trace["x"] = x
         linear: Json = {"yaxis.type": "linear", "yaxis.autorange": self.top is None}
         y_axis: Json = {
@@ -98,7 +95,7 @@ class CurveFigure:
             [_button("linear", "relayout", linear), _button("log", "relayout", logarithmic)],
         ]
         return _figure(
-            self._traces,
+            self.traces,
             {"title": {"text": _AXIS_TITLES[names[0]]}},
             y_axis,
             hovermode="x unified",
@@ -359,7 +356,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
                 look = _LOOK["layer"] | {"name": name, "fillcolor": color}
                 axes = positions[number].means(_MAX_PIECES, slice(None))
                 figure.add(look, axes, piece_means(seconds, _MAX_PIECES))
-        if figure:
+        if figure.traces:
             title, note = f"Step time by parts: {runs[number].name}", ", ".join(shares)
             name = f"parts-{number}"
             yield PlotData(name, title, "curves", figure.finish(), f"Of all steps: {note}.")
@@ -376,7 +373,7 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}
         axes = positions[number].select_steps(facts.curve, [event.step for event in measured])
         figure.add(run_line(runs, number, len(peaks)) | {"mode": "lines+markers"}, axes, peaks)
-    if figure:
+    if figure.traces:
         limits_text = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
         note = "The worker with the highest peak."
         if limits:

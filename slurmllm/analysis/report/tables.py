@@ -58,6 +58,19 @@ _SCALING: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "tokens/$": ("tokens_per_usd", format_count),
     "scaling": ("scaling_efficiency", lambda share: format_percent(share, 1)),
 }
+# Heading → field of `Utilization`, and the form of its values; without a price no dollars
+_UTILIZATION: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "effective utilization": ("effective", format_percent),
+    "wall time, h": ("wall_hours", format_hours),
+    "  in the queue": ("queue_hours", format_hours),
+    "goodput: productive": ("goodput", format_percent),
+    "uptime: steps and saves": ("uptime", format_percent),
+    "train attempts": ("attempts", str),
+    "steps": ("steps", str),
+    "  recomputed or lost": ("steps_lost", str),
+    "dollars": ("usd", format_dollars),
+    "  not productive": ("wasted_usd", format_dollars),
+}
 Figures = dict[str, str | None]  # by heading
 RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
 
@@ -330,23 +343,14 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
         columns["total"] = sum_utilization(list(used.values()))
     every = columns.values()
     rows: list[Texts] = [("node hours", *(format_hours(u.node_hours) for u in every))]
-    for name in TIME_PARTS:
-        if any(u.parts[name] for u in every):
-            cells = (f"{format_hours(u.parts[name])}  {100 * u.shares[name]:5.2f} %" for u in every)
-            rows.append((f"  {name.replace('_', ' ')}", *cells))
-    rows += [
-        ("effective utilization", *(format_percent(u.effective) for u in every)),
-        ("wall time, h", *(format_hours(u.wall_hours) for u in every)),
-        ("  in the queue", *(format_hours(u.queue_hours) for u in every)),
-        ("goodput: productive", *(format_percent(u.goodput) for u in every)),
-        ("uptime: steps and saves", *(format_percent(u.uptime) for u in every)),
-        ("train attempts", *(str(u.attempts) for u in every)),
-        ("steps", *(str(u.steps) for u in every)),
-        ("  recomputed or lost", *(str(u.steps_lost) for u in every)),
-    ]
-    if any(u.usd is not None for u in every):
-        rows.append(("dollars", *(format_dollars(u.usd) for u in every)))
-        rows.append(("  not productive", *(format_dollars(u.wasted_usd) for u in every)))
+    for part in TIME_PARTS:
+        if any(u.parts[part] for u in every):
+            cells = (f"{format_hours(u.parts[part])}  {100 * u.shares[part]:5.2f} %" for u in every)
+            rows.append((f"  {part.replace('_', ' ')}", *cells))
+    for heading, (name, form) in _UTILIZATION.items():
+        values = [getattr(u, name) for u in every]
+        if any(value is not None for value in values) or form != format_dollars:
+            rows.append((heading, *map(form, values)))
     return Table(("", *columns), rows)
 
 

@@ -115,6 +115,7 @@ def _analysis(
     ratios = np.array([spike.grad_norm_ratio for spike in spikes], dtype=np.float64)
     highest = sorted(spikes, key=lambda spike: -spike.height)[:_MAX_SPIKES]
     rows, bad = np.isin(curve.steps, steps), ~np.isfinite(values)
+    intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
     stretches = islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
     return SpikeAnalysis(
         **dict(_count_spikes(spikes, judged, steps[-window:])),
@@ -130,7 +131,7 @@ def _analysis(
         judged=judged,
         first_step=int(steps[0]),
         last_step=int(steps[-1]),
-        interval=_usual_interval(steps),
+        interval=int(intervals[np.argmax(frequencies)]) if len(intervals) else 1,
         noise=noise_of(values),
         spikes=tuple(sorted(highest, key=lambda spike: spike.step)),
         not_finite_steps=int(np.count_nonzero(bad)),
@@ -260,13 +261,6 @@ def _latest_near(steps: Ints, events: Sequence[int], first: Ints, last: Ints) ->
     latest = np.searchsorted(places, last, side="right") - 1
     near = (latest >= 0) & (places[np.maximum(latest, 0)] >= first - _NEAR_STEPS)
     return [events[i] if is_near else None for i, is_near in zip(latest, near, strict=True)]
-
-
-def _usual_interval(steps: Ints) -> int:
-    if len(steps) < 2:
-        return 1
-    intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
-    return int(intervals[np.argmax(frequencies)])
 
 
 def _warnings(analysis: SpikeAnalysis) -> Iterator[str]:

@@ -94,7 +94,7 @@ def read_history(
         read_attempts([path for path in files if path not in metrics], True, metrics)
     for path in files:
         number = int(path.stem.removeprefix("attempt_"))
-        if len(steps_of_file := _read_steps(path, metrics, warnings)):
+        if steps_of_file := _read_steps(path, metrics, warnings):
             steps[number] = _each_step(steps_of_file, resumed.get(number, 0))
     waited_s: dict[int, float] = {}
     evaluated_s: dict[int, float] = {}
@@ -152,12 +152,12 @@ def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence
         return ()
 
 
-def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
+def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps | None:
     try:
         blocks, left_out = metrics.get(path) or read_attempts([path], lenient=True)
     except RunError as error:  # a damaged file must not hide the other attempts
         warnings.append(str(error))
-        return Steps(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
+        return None
     warnings += left_out
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(block.steps for block in blocks)])
     columns, absent = join_columns(blocks)

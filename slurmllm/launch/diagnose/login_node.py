@@ -129,11 +129,9 @@ def installed_version(distribution: str) -> str | None:
 
 def at_least(version: str, minimum: str) -> bool:
     """Whether a version such as `2.13.0+cpu` is not older than another."""
-    numbers = [re.match(r"[\d.]*", name) for name in (version, minimum)]
-    parts = [
-        [int(number) for number in match[0].split(".") if number] for match in numbers if match
-    ]
-    return parts[0] >= parts[1]
+    begins = (re.split(r"[^\d.]", name)[0] for name in (version, minimum))
+    here, needed = ([int(part) for part in begin.split(".") if part] for begin in begins)
+    return here >= needed
 
 
 def in_series(version: str, series: str) -> bool:
@@ -143,29 +141,22 @@ def in_series(version: str, series: str) -> bool:
 
 def packages_finding() -> Finding:
     """The requirements of slurmllm's own metadata."""
-    try:
-        requirements = importlib.metadata.requires("slurmllm") or []
-        version = importlib.metadata.version("slurmllm")
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version("slurmllm")
+    if version is None:
         return warn(
             "packages", "slurmllm runs from a folder and is not installed", fix="pip install ."
         )
-    missing = []
-    count = 0
-    for requirement in requirements:
-        match = re.match(r"[A-Za-z0-9_.-]+", requirement)
-        if "extra" in requirement or match is None or match[0] == "torch":
-            continue  # torch has its own check
-        count += 1
-        if installed_version(match[0]) is None:
-            missing.append(match[0])
+    requirements = importlib.metadata.requires("slurmllm") or []
+    names = [re.split(r"[^\w.-]", line)[0] for line in requirements if "extra" not in line]
+    names = [name for name in names if name != "torch"]  # which has its own check
+    missing = [name for name in names if installed_version(name) is None]
     if missing:
         return unfit(
             "packages",
             f"missing: {', '.join(missing)}",
             fix="pip install slurmllm again, in this environment",
         )
-    return ok("packages", f"slurmllm {version} and the {count} packages that it requires")
+    return ok("packages", f"slurmllm {version} and the {len(names)} packages that it requires")
 
 
 def torch_finding(cluster: Cluster) -> Finding:
