@@ -167,17 +167,16 @@ def products(
             count = max(1, min(_LAYERS, _COLD_BYTES // ((m * k + n * k + m * n) * width)))
             layers = itertools.cycle(
                 [
-                    (
-                        torch.randn(m, k, device=device, dtype=kind),
-                        torch.randn(n, k, device=device, dtype=kind),
-                        torch.randn(m, n, device=device, dtype=kind),
-                    )
+                    [
+                        torch.randn(shape, device=device, dtype=kind)
+                        for shape in ((m, k), (n, k), (m, n))
+                    ]
                     for _ in range(count)
                 ]
             )
 
             # Bound as a default: the loop assigns `layers` again before the items are timed.
-            def work(layers: Iterator[tuple[Tensor, Tensor, Tensor]] = layers) -> None:
+            def work(layers: Iterator[list[Tensor]] = layers) -> None:
                 x, weight, gradient = next(layers)
                 torch.mm(x, weight.T)
                 torch.mm(gradient, weight)

@@ -40,6 +40,7 @@ from slurmllm.train.backends.native.runtime import NativeBackend
 from slurmllm.train.backends.process_group import init_process_group
 from slurmllm.train.model.decoder import build_model
 
+Measurements = dict[str, Callable[[], Iterable[Item]]]
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
 _LIMIT = timedelta(seconds=120)
 # The median ignores the first steps, which allocate and compile.
@@ -91,9 +92,7 @@ def main(task_json: str) -> None:
     dist.destroy_process_group()
 
 
-def _measurements(
-    task: Task, scale: Scale, device: torch.device
-) -> dict[str, Callable[[], Iterable[Item]]]:
+def _measurements(task: Task, scale: Scale, device: torch.device) -> Measurements:
     """Return name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
     widths = scale.widths
@@ -106,7 +105,7 @@ def _measurements(
         return {"matrix products": lambda: measuring.products(device, sizes)}
     if task.device == "cuda":  # of the other precision only the peak is needed
         sizes["fp32" if precision == "bf16" else "bf16"] = [feed_forward[-1]]
-    measurements: dict[str, Callable[[], Iterable[Item]]] = {
+    measurements: Measurements = {
         "matrix products": lambda: measuring.products(device, sizes),
         "attention": lambda: [measuring.attention(model, precision, device, batch)],
         "memory": lambda: [measuring.copy(device, scale.copied_bytes)],

@@ -27,7 +27,7 @@ from slurmllm.analysis.compare.result import (
     Metrics,
 )
 from slurmllm.core.format import format_names
-from slurmllm.core.metrics.curves import Curve, Floats
+from slurmllm.core.metrics.curves import Curve
 
 _LIKELY = 6  # points from which the first cause is likely, not only possible
 _ROUNDING_KINDS: tuple[Kind, ...] = ("precision", "mesh", "rounding")
@@ -37,7 +37,6 @@ _ORDER = ("data", "model", "batches", "seed", "precision", "lr", "optimizer", "m
 def explain(
     alignment: Alignment,
     points: Mapping[str, Points],
-    differences: Mapping[str, Floats],
     settings: Sequence[SettingDifference],
     results: Metrics,
     basis: BasisKind,
@@ -46,7 +45,6 @@ def explain(
 
     Args:
         points: Columns at the compared points.
-        differences: Signed relative differences of these; NaN if a value is not finite.
         settings: Recorded settings that differ.
         basis: By which the verdict was measured.
     """
@@ -65,7 +63,7 @@ def explain(
     decisive = [setting for setting in settings if setting.kind != basis]
     if all(setting.weak for setting in decisive):
         decisive = list(settings)
-    observation = Observation(points, differences, min(onsets, default=None))
+    observation = Observation(points, min(onsets, default=None))
     return _rank(alignment, observation, decisive, basis != "seeds" and not after_scatter)
 
 

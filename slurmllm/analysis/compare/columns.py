@@ -17,7 +17,7 @@ import yaml
 from slurmllm.analysis.compare.alignment import Points, num_digits, ranges
 from slurmllm.analysis.compare.divergence import largest_rise
 from slurmllm.analysis.compare.result import Cause, Confidence, Kind
-from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges, median
+from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges, median, signed_difference
 from slurmllm.core.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
@@ -74,13 +74,12 @@ class Observation:
         before: The point before it; None if it is the first point.
     """
 
-    def __init__(
-        self, points: Mapping[str, Points], differences: Mapping[str, Floats], onset: int | None
-    ) -> None:
+    def __init__(self, points: Mapping[str, Points], onset: int | None) -> None:
         self.onset = onset
         self.points = {name: points[name] for name in _TRAINED if name in points}
         self.lr = points.get("lr")
-        self.r = {name: differences[name] for name in self.points}
+        # Signed relative differences; NaN if a value is not finite.
+        self.r = {name: signed_difference(p.a, p.b) for name, p in self.points.items()}
         self.finite = all(bool(np.isfinite(r).all()) for r in self.r.values())
         self.starts = {
             name: int(self.points[name].steps[np.argmax(r != 0)])

@@ -215,8 +215,7 @@ def _conclude(
     causes: tuple[Cause, ...] = ()
     if not match or (verdict == "equivalent" and band is None):
         printed = {name: metric.printed for name, metric in metrics.items()}
-        visible = {name: metric.visible for name, metric in metrics.items()}
-        causes = explain(alignment, printed, visible, rules.settings, results, rules.basis.kind)
+        causes = explain(alignment, printed, rules.settings, results, rules.basis.kind)
     commands = sentences.command_differences(a, b)
     contrary = _contrary_settings(rules) if match else ()
     warnings = commands + warnings + [f"the curves match although {text}" for text in contrary]

@@ -147,9 +147,11 @@ def check_recovery(
 ) -> DrillResult:
     """Compare a run that had a fault, and has ended, with the reference."""
     attempts = load_attempts(run, "train")
-    hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
-    missed = "the injector never started there" if injection is None else injection.missed
-    untested = "no fault was injected" if missed else ""
+    if injection is None:
+        never = "the injector never started there"
+        injection = Injection(kind=kind, attempt=-1, node="", time=0.0, missed=never)
+    hit = next((a for a in attempts if a.attempt == injection.attempt), None)
+    untested = "no fault was injected" if injection.missed else ""
     faults = [] if state == "done" else [f"did not finish: {state}"]
     expected = FAULTS[kind].expected
     if hit is not None and not untested and expected and hit.ending != expected:
@@ -172,20 +174,20 @@ def check_recovery(
         faults += _checkpoint_faults(run, steps)
     if untested:
         fix = "; use more --steps" if state == "done" else ""
-        faults.insert(0, untested + fix + (f" ({missed})" if missed else ""))
+        faults.insert(0, untested + fix + (f" ({injection.missed})" if injection.missed else ""))
     return DrillResult(
         kind=kind,
         run=run.name,
         passed=not faults,
         faults=tuple(faults),
         tested=not untested,
-        at_step=None if injection is None else injection.step,
-        node="" if injection is None else injection.node,
+        at_step=injection.step,
+        node=injection.node,
         ending=None if hit is None else hit.ending,
         attempts=len(attempts),
         steps_lost=None if hit is None else _steps_lost(run, hit, resume),
         steps_recomputed=recomputed,
-        recovery=None if injection is None or untested else recovery_times(run, injection),
+        recovery=None if untested else recovery_times(run, injection),
         resume=resume,
     )
 

@@ -197,8 +197,8 @@ def _directive_lines(
     if kind.features:
         comments[f"--constraint={kind.features[0]}"] = f"features: {', '.join(kind.features)}"
     yield "directives:" if options else "# directives:", "further options of sbatch"
-    yield from ((f"  - {option}", comment) for option, comment in options.items())
-    yield from ((f"  # - {option}", comment) for option, comment in comments.items())
+    for sign, lines in (("-", options), ("# -", comments)):
+        yield from ((f"  {sign} {option}", comment) for option, comment in lines.items())
 
 
 def _charges(
