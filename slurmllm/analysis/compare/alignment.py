@@ -162,9 +162,9 @@ def _scatter(a: Curve, b: Curve) -> float:
     if len(values) < _MIN_POINTS:
         return 0.0
     deviations = values[1:-1] - (values[2:] + values[:-2]) / 2
-    turns = np.mean(np.sign(deviations[1:]) != np.sign(deviations[:-1]))
+    turns = (np.sign(deviations[1:]) != np.sign(deviations[:-1])).mean()
     size = median(abs(deviations))
-    digit = np.min(np.diff(np.unique(values)), initial=np.inf)  # rounding scatters too
+    digit = np.diff(np.unique(values)).min(initial=np.inf)  # rounding scatters too
     level = median(abs(values))
     return size if turns > 0.4 and size > max(2 * digit, 1e-6 * level) else 0.0
 
@@ -254,8 +254,8 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     """
     steps, values = coarse.series("loss")
     fine_steps, losses = fine.series("loss")
-    ends = np.searchsorted(fine_steps, steps, side="right")
-    begins = np.append(np.searchsorted(fine_steps, steps[:1] - ratio, side="right"), ends[:-1])
+    ends = fine_steps.searchsorted(steps, side="right")
+    begins = np.append(fine_steps.searchsorted(steps[:1] - ratio, side="right"), ends[:-1])
     logged = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
     # The first mean may lack steps before the finer log begins, unless the training began there.
     first = argmax(logged)
@@ -263,7 +263,7 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     if np.count_nonzero(logged) < 2:
         return None
     ends, begins, values = ends[logged], begins[logged], values[logged]
-    total = np.append(0.0, np.cumsum(losses))  # NaN from the first NaN on: compared as not finite
+    total = np.append(0.0, losses.cumsum())  # NaN from the first NaN on: compared as not finite
     mean = (total[ends] - total[begins]) / (ends - begins)
     apart = abs(np.stack((mean, losses[ends - 1])) - values)
     apart = apart[:, np.isfinite(apart).all(axis=0)]
@@ -277,7 +277,7 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     clear = len(mean) >= _MIN_POINTS and to_mean < _CLOSE * to_point and to_point > _CLOSE * scatter
     if not (by_format or (clear and scatter)):
         return None
-    rows = np.searchsorted(fine.steps, fine_steps[ends - 1])
+    rows = fine.steps.searchsorted(fine_steps[ends - 1])
     taken = fine.take(rows)
     return replace(taken, columns={**taken.columns, "loss": mean})
 
@@ -340,7 +340,7 @@ class Alignment:
         self.steps, self.positions = steps[self._sparser][sparser], places[self._sparser][sparser]
         if axis != "step" and self._sparser == 1:
             # A's step during which it reached that position
-            reached = np.searchsorted(places[0], self.positions)
+            reached = places[0].searchsorted(self.positions)
             self.steps = steps[0][np.minimum(reached, len(steps[0]) - 1)]
 
     @property
@@ -378,7 +378,7 @@ class Alignment:
         if len(places) < 2:
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         usable &= (self.positions >= places[0]) & (self.positions <= places[-1])
-        right = np.clip(np.searchsorted(places, self.positions), 1, len(places) - 1)
+        right = places.searchsorted(self.positions).clip(1, len(places) - 1)
         widths = places[right] - places[right - 1]
         usable &= widths <= _MAX_GAP * np.median(np.diff(places))
         other = np.interp(self.positions, places, denser.columns[metric][rows[present]])
@@ -441,7 +441,7 @@ def ranges(picked: Ints, among: Ints) -> Ranges:
     """Return steps as ranges; steps are neighbours if no step of `among` is between them."""
     if not picked.size:
         return ()
-    places = np.searchsorted(among, picked)
+    places = among.searchsorted(picked)
     ends = np.flatnonzero(np.append(np.diff(places) != 1, True))
     begins = np.append(0, ends[:-1] + 1)
     return tuple((int(picked[i]), int(picked[j])) for i, j in zip(begins, ends, strict=True))

@@ -106,8 +106,8 @@ def _point_to_point(deviations: Floats) -> Floats:
         return spread
     squares = (np.diff(deviations, axis=1) ** 2).sum(axis=0) / (2 * (count - 1))
     width = min(points - 1, max(32, points // 8))
-    total = np.concatenate(([0.0], np.cumsum(squares)))
-    begin = np.clip(np.arange(points) - width // 2, 0, points - 1 - width)
+    total = np.concatenate(([0.0], squares.cumsum()))
+    begin = (np.arange(points) - width // 2).clip(0, points - 1 - width)
     local: Floats = np.sqrt(np.maximum(total[begin + width] - total[begin], 0.0) / width)
     return np.maximum(local, 1e-3 * median(local))
 
@@ -213,7 +213,7 @@ class SeedBand:
         finite = np.isfinite(points.a) & np.isfinite(points.b)
         for name, alignment in zip(self.names[1:], self._aligned, strict=True):
             seed_points = alignment.points_of(metric)
-            indices = np.searchsorted(seed_points.steps, steps)
+            indices = seed_points.steps.searchsorted(steps)
             indices[indices == len(seed_points.steps)] = 0
             logged = np.isin(steps, seed_points.steps)
             if np.count_nonzero(logged) < 2:

@@ -179,9 +179,9 @@ def _resume(observation: Observation, curves: Sequence[tuple[str, Curve]]) -> li
         restarts = curve.restarts.tolist()
         # The rows before and after a restart are the same: it is no cause.
         for restart in () if curve.overlap_identical and len(restarts) == 1 else restarts:
-            row = int(np.searchsorted(steps, restart))
+            row = int(steps.searchsorted(restart))
             for start, slack in starts if row else ():
-                points = -row if start is None else int(np.searchsorted(steps, start)) - row
+                points = -row if start is None else int(steps.searchsorted(start)) - row
                 if -slack <= points <= SLACK_POINTS:
                     confidence: Confidence = "possible" if slack or points > 1 else "likely"
                     clue = observation.lost_state(points) if confidence == "likely" else "resume"
@@ -210,14 +210,14 @@ def _select_settings(
     first difference is so small that it may have grown below the digits logged.
     """
     steps = observation.points["loss"].steps
-    row = int(np.searchsorted(steps, step))
+    row = int(steps.searchsorted(step))
     noisy = observation.jumped or row == 0
     limit = max(step, int(steps[min(row + noisy * SLACK_POINTS, len(steps) - 1)]))
     if observation.onset is not None and observation.below(TINY, slice(EARLY_POINTS)):
         # What made them diverge may have begun after the first difference.
         limit = max(limit, observation.onset)
     restarts = np.concatenate((a.restarts, b.restarts))
-    restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
+    restarted = ((restarts > steps[0]) & (restarts <= step + 1)).any()
     all_along = row < SLACK_POINTS or observation.jumped or restarted
     recent = int(steps[max(row - SLACK_POINTS, 0)])
     differences = []
@@ -272,7 +272,7 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
             letter=letter,
         )
         if kind == "gradient" and not causes:
-            row = int(np.searchsorted(b.steps, step))
+            row = int(b.steps.searchsorted(step))
             attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
             if nodes := b.nodes.get(attempt):
                 names = format_names(nodes, 8)

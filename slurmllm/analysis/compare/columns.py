@@ -82,14 +82,14 @@ class Observation:
         self.r = {name: signed_difference(p.a, p.b) for name, p in self.points.items()}
         self.finite = all(bool(np.isfinite(r).all()) for r in self.r.values())
         self.starts = {
-            name: int(self.points[name].steps[np.argmax(r != 0)])
+            name: int(self.points[name].steps[(r != 0).argmax()])
             for name, r in self.r.items()
-            if np.any(r != 0)
+            if (r != 0).any()
         }
         self.jumped = self._find_jump()
         self.first = min(self.starts.values(), default=None)
         self.rows = {
-            name: len(p) if self.first is None else int(np.searchsorted(p.steps, self.first))
+            name: len(p) if self.first is None else int(p.steps.searchsorted(self.first))
             for name, p in self.points.items()
         }
         row = self.rows["loss"]
@@ -105,8 +105,8 @@ class Observation:
         rises = {}
         for name, r in self.r.items():
             steps = self.points[name].steps
-            begin = int(np.searchsorted(steps, min(self.starts.values())))
-            end = int(np.searchsorted(steps, onset, side="right")) + _JUMP_POINTS
+            begin = int(steps.searchsorted(min(self.starts.values())))
+            end = int(steps.searchsorted(onset, side="right")) + _JUMP_POINTS
             offset = largest_rise(r[begin:end], min(end, len(r)) - begin)
             if offset is not None and abs(r[begin + offset]) > _LAST_DIGITS:
                 rises[name] = (begin + offset, int(steps[begin + offset]))
@@ -143,7 +143,7 @@ class Observation:
             ("only_norm", "grad_norm", "loss"),
         ):
             same = self.after(other)
-            differ = np.max(abs(self.after(name)), initial=0.0) > _LAST_DIGITS
+            differ = abs(self.after(name)).max(initial=0.0) > _LAST_DIGITS
             if not (self.finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
                 continue
             # A constant column, or one of few digits, may be the same of another training: losses
@@ -153,7 +153,7 @@ class Observation:
             digits = num_digits(values)
             far = name == "loss" and median(abs(self.after(name))) > _FAR * 10.0**-digits
             varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
-            if varied and not np.any(same) and not self.factor("grad_norm"):
+            if varied and not same.any() and not self.factor("grad_norm"):
                 return clue
         return None
 
@@ -167,7 +167,7 @@ class Observation:
             return None
         sides = ("A", norm.a), (letter, norm.b)
         for (side, values), (other, whole) in (sides, sides[::-1]):
-            limit = np.max(values)
+            limit = values.max()
             above = whole > limit * (1 + _CLIPPED)
             expected = np.where(above, limit, whole)
             same = abs(values - expected) <= np.maximum(norm.unit, _CLIPPED * expected)
@@ -180,7 +180,7 @@ class Observation:
         if name not in self.starts:
             return False
         a, b = self.values(name)
-        if len(a) < _MIN_POINTS or not np.all(np.isfinite(a) & np.isfinite(b) & (a != 0)):
+        if len(a) < _MIN_POINTS or not (np.isfinite(a) & np.isfinite(b) & (a != 0)).all():
             return False
         ratio = b / a
         constant = np.ptp(ratio) <= _FACTOR * abs(ratio[0])
@@ -190,7 +190,7 @@ class Observation:
     def correlation(self) -> float | None:
         """Rank correlation of the changes of both losses from point to point."""
         changes = [np.diff(values[:_CORRELATED]) for values in self.values("loss")]
-        if len(changes[0]) < _MIN_POINTS - 1 or not np.all(np.isfinite(changes)):
+        if len(changes[0]) < _MIN_POINTS - 1 or not np.isfinite(changes).all():
             return None
         ranks = [np.argsort(np.argsort(values)).astype(float) for values in changes]
         return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
@@ -208,7 +208,7 @@ class Observation:
                     points, size = self.points[name], abs(self.r[name])
                     off[name] = points.steps[~(size <= limit) & ~points.same]
                     of_digits = abs(points.b - points.a) < _UNITS * points.unit
-                    clear |= bool(np.any(~(size <= _UNITS * limit) & ~of_digits))
+                    clear |= bool((~(size <= _UNITS * limit) & ~of_digits).any())
             steps = np.unique(np.concatenate(list(off.values())))
             varied = len(np.unique(loss.a[loss.steps > steps[-1]])) if len(steps) else 0
             names = [name for name, of_column in off.items() if len(of_column)]
@@ -226,7 +226,7 @@ class Observation:
                 before="" if identical else " than before",
                 columns=f"{' and '.join(names)} {verb}",
                 steps=describe_steps(steps, loss.steps),
-                step=loss.steps[np.searchsorted(loss.steps, steps[-1], side="right")],
+                step=loss.steps[loss.steps.searchsorted(steps[-1], side="right")],
             )
             return Cause(
                 kind="transient", confidence=confidence, step=int(steps[0]), evidence=evidence
@@ -248,7 +248,7 @@ class Observation:
         """Whether the loss jumps further than any number format rounds, and not by growth."""
         size = abs(self.after("loss"))
         before = np.maximum.accumulate(np.append(0.0, size[:-1]))[: len(size)]
-        return bool(np.any((size > ROUNDED["loss"]) & (size > _JUMP * before)))
+        return bool(((size > ROUNDED["loss"]) & (size > _JUMP * before)).any())
 
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
         """Return whether loss and gradient norm differ by no more, in the median of some points."""
@@ -265,7 +265,7 @@ class Observation:
         without_lr = ["update_without_lr"] if self.lr is None else []
         if self.factor("loss"):
             clues.append("loss_factor")
-        elif self.factor("grad_norm") and not np.any(self.after("loss")):
+        elif self.factor("grad_norm") and not self.after("loss").any():
             return ["norm_factor"]
         if self.gap > 1:
             clues.append("undated")
@@ -274,11 +274,11 @@ class Observation:
             r = self.after("param_norm")
             if len(r) > 2 and median(abs(np.diff(r))) > median(abs(r)) / 10:
                 clues.append("weights_scatter")
-        elif norm < loss and np.any(abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
+        elif norm < loss and (abs(self.after("grad_norm")[:1]) > _LAST_DIGITS).any():
             clues.append(self._clue_of_gradients())
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
-            decided = np.any(abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
+            decided = (abs(self.after("loss")[:1]) > _LAST_DIGITS).any() and not self.jumped
             decided &= "param_norm" in self.r
             if self._first_update():
                 return [*clues, "first_update", *without_lr]
@@ -288,7 +288,7 @@ class Observation:
         early, late = slice(EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
         sizes = {name: abs(self.after(name)) for name in TINY}
         tiny = self.finite and len(sizes["loss"]) >= _MIN_POINTS
-        tiny &= all(np.all(size <= _TINY_AT_MOST[name]) for name, size in sizes.items())
+        tiny &= all((size <= _TINY_AT_MOST[name]).all() for name, size in sizes.items())
         if tiny and self.below(TINY, early) and self.below(TINY, late):
             return [*clues, "tiny"]
         if {"undated", "together", "together_or_update"} & set(clues):
@@ -355,7 +355,7 @@ class Observation:
         if self.correlation < _NOTHING_IN_COMMON:
             return "lost_place"
         at_once = size[0] > _AT_ONCE * median(size)
-        return "lost_random" if at_once and np.max(size) < ROUNDED["loss"] else "lost_weights"
+        return "lost_random" if at_once and size.max() < ROUNDED["loss"] else "lost_weights"
 
     def ratio(self, at_first: bool) -> float:
         """Return B's loss over A's at the first difference, or the median from there on."""
@@ -379,7 +379,7 @@ class Observation:
     def _ratio_clue(self) -> str | None:
         """Return the clue if the losses differ by a factor from the first point on."""
         a, b = (values[:_CORRELATED] for values in self.values("loss"))
-        if self.before is not None or not np.all((a > 0) & (b > 0)):
+        if self.before is not None or not ((a > 0) & (b > 0)).all():
             return None
         logs = np.log(b / a)
         level = median(logs)
@@ -402,7 +402,7 @@ class Observation:
                 limit = max(limit, _UPDATE * float(self.lr.a[0]))
             if self.gap == 1 and abs(weights[0]) > limit:
                 return ["other_weights"]
-            if self.gap > 1 and abs(weights[0]) > 0.9 * np.max(abs(weights)):
+            if self.gap > 1 and abs(weights[0]) > 0.9 * abs(weights).max():
                 return ["weights_offset"]
         if self.correlation is not None and self.correlation < _NOTHING_IN_COMMON:
             unknown_weights = self.gap > 1 or not len(weights)

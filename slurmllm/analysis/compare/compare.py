@@ -339,7 +339,7 @@ def _comparable(metric: _Metric, alignment: Alignment, exact: bool) -> tuple[Poi
     """Return the points and differences that the tolerance applies to."""
     if exact and {"text", "tensorboard"} & {curve.kind for curve in alignment.curves}:
         return metric.printed, metric.visible
-    if not (exact or np.any(metric.visible != 0)):
+    if not (exact or (metric.visible != 0).any()):
         return metric.points, metric.visible
     return metric.points, metric.signed
 
@@ -397,9 +397,9 @@ def _compare_metric(
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
     beyond = ~finite | (~points.same if exact else abs(r) > limits.bias)
     departure = _first_step(steps, beyond)
-    size = float(abs(r[np.argmax(beyond)]))
+    size = float(abs(r[beyond.argmax()]))
     rule, onset = _departure_rule(steps, detected, finite, departure, exact, band)
-    at_onset = math.nan if onset is None else float(abs(r[np.searchsorted(steps, onset)]))
+    at_onset = math.nan if onset is None else float(abs(r[steps.searchsorted(onset)]))
     power = max(detected.power, 0.0 if rule else abs(detected.mean))  # that mean was not found
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
@@ -416,7 +416,7 @@ def _compare_metric(
             "first_departure_step": departure,
             "first_departure_rel_diff": size if beyond.any() and math.isfinite(size) else None,
             "departures": int(np.count_nonzero(beyond)),
-            "bit_identical": bool(np.all(metric.points.same)),
+            "bit_identical": bool(metric.points.same.all()),
             "non_finite_a": int(np.count_nonzero(bad_a)),
             "non_finite_b": int(np.count_nonzero(bad_b)),
             "first_non_finite_step_a": _first_step(steps, bad_a),
@@ -453,7 +453,7 @@ def _detect(
         shared = 0.0
     identical = 0
     if not limits.scatter:  # after a change of precision there is noise
-        identical = int(np.searchsorted(metric.points.steps[finite], changed))
+        identical = int(metric.points.steps[finite].searchsorted(changed))
     # A few that are identical are no noise, but too few to say that what follows is none.
     skipped = identical if identical < min(IDENTICAL, len(r)) else 0
     detected = detect_divergence(r[skipped:], limits.bias, rough, identical - skipped, shared)
@@ -469,4 +469,4 @@ def _detect(
 
 
 def _first_step(steps: Ints, flags: Flags) -> int | None:
-    return int(steps[np.argmax(flags)]) if flags.any() else None
+    return int(steps[flags.argmax()]) if flags.any() else None

@@ -202,7 +202,7 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
                 continue
             alike = 0.0
             if share < 1:
-                together = float(np.mean(beyond[1:] & beyond[:-1]))
+                together = float((beyond[1:] & beyond[:-1]).mean())
                 alike = max(0.0, (together - share**2) / (share - share**2))
             from scipy.stats import wilcoxon  # takes a second to import: if a test is due
 
@@ -225,7 +225,7 @@ def _after_identical(r: Floats, tolerance: float, identical: int) -> Iterator[_H
 
 def _end_of_run(flags: Flags, begin: int) -> int:
     """Return the index after the flags that are set from `begin` on."""
-    return begin + int(np.argmin(np.append(flags[begin:], False)))
+    return begin + int(np.append(flags[begin:], False).argmin())
 
 
 def _outliers(r: Floats, limit: float, spread: Scatter) -> Iterator[_Hit]:
@@ -342,7 +342,7 @@ def error_of_mean(r: Floats) -> float:
     Means of segments are independent if the noise is slow, too, but not slower than a segment.
     """
     means = np.array([segment.mean() for segment in np.array_split(r, min(_SEGMENTS, len(r)))])
-    deviation = float(np.std(means, ddof=1)) / np.sqrt(len(means))
+    deviation = float(means.std(ddof=1)) / np.sqrt(len(means))
     return float(t_quantile(5e-3, len(means) - 1) * deviation)
 
 
@@ -404,7 +404,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
     """
     if end == begin + 1:
         # A single point, unless those after it are off as well, by more than all before it
-        highest = float(np.max(abs(r[:begin]), initial=_FLOOR))
+        highest = float(abs(r[:begin]).max(initial=_FLOOR))
         following = abs(r[end : end + 3])
         if not (len(following) and median(following) > 5 * highest):
             return begin
@@ -417,7 +417,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
     if begin == 0:
         return begin
     count = np.arange(1, end)
-    total = np.cumsum(size)[:-1]
+    total = size.cumsum()[:-1]
     rise = np.maximum((size.sum() - total) / (end - count) - total / count, 0.0)
     between = count * (end - count) / end * rise**2
     onset = argmax(between)
@@ -433,7 +433,7 @@ def largest_rise(r: Floats, end: int) -> int | None:
         return None
     size = abs(r[: end + 3])
     before = np.maximum.accumulate(size)[_FIRST_POINTS - 1 : end - 1]
-    ahead = np.concatenate((size, np.repeat(size[-1:], 3)))
+    ahead = np.concatenate((size, size[-1:].repeat(3)))
     # The second smallest of four: one of them may pass through zero.
     four = np.lib.stride_tricks.sliding_window_view(ahead, 4)[_FIRST_POINTS:end]
     rise = np.minimum(np.sort(four, axis=1)[:, 1], four[:, 0]) / np.maximum(before, _FLOOR)

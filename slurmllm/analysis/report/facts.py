@@ -271,7 +271,7 @@ def throughput_by_nodes(
     sequences, tokens = per_s(curve)
     # A curve may begin later than step 1: the first 500 of the steps that it has.
     begin = max(0, int(curve.steps[0]) - 1)
-    first_rows = int(np.searchsorted(curve.steps, begin + FIRST_STEPS, side="right"))
+    first_rows = int(curve.steps.searchsorted(begin + FIRST_STEPS, side="right"))
     groups: dict[tuple[int, int] | None, list[int]] = {}
     for attempt in np.unique(curve.attempts).tolist():
         groups.setdefault(sizes.get(attempt), []).append(attempt)

@@ -151,14 +151,14 @@ class CurvePositions:
             begin = first - (float(np.nan_to_num(taken[0])) if taken is not None else 0.0)
             self.axes["hours"] = (ends - begin) / 3600.0
         elif taken is not None:
-            self.axes["hours"] = np.cumsum(np.nan_to_num(taken)) / 3600.0
+            self.axes["hours"] = np.nan_to_num(taken).cumsum() / 3600.0
 
     def select(self, rows: Ints) -> Axes:
         return {name: values[rows] for name, values in self.axes.items()}
 
     def select_steps(self, curve: Curve, steps: Sequence[int] | Ints) -> Axes:
         # A step after the last row: its metrics were lost with the node.
-        return self.select(np.minimum(np.searchsorted(curve.steps, steps), len(curve.steps) - 1))
+        return self.select(np.minimum(curve.steps.searchsorted(steps), len(curve.steps) - 1))
 
     def means(self, pieces: int, rows: Ints | slice) -> Axes:
         return {name: piece_means(values[rows], pieces) for name, values in self.axes.items()}
@@ -352,7 +352,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         shares = []
         for (name, color), seconds in zip(_LOOK["step_parts"].items(), parts, strict=True):
             if seconds.any():
-                shares.append(f"{name} {100 * float(np.sum(seconds)) / total:.1f} %")
+                shares.append(f"{name} {100 * float(seconds.sum()) / total:.1f} %")
                 look = _LOOK["layer"] | {"name": name, "fillcolor": color}
                 axes = positions[number].means(_MAX_PIECES, slice(None))
                 figure.add(look, axes, piece_means(seconds, _MAX_PIECES))

@@ -192,7 +192,7 @@ def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshol
     rise = means - lowest
     finite = np.flatnonzero(np.isfinite(rise))
     ends = steps[window - 1 :]
-    top = int(finite[np.argmax(rise[finite])])
+    top = int(finite[rise[finite].argmax()])
     # The standard error of a mean of `window` steps is noise / √window.
     noise = _NOISE_ERRORS * noise_of(values) / math.sqrt(window)
     # A gradient norm grows by itself, as the loss falls: only a multiple is a sign.
@@ -315,7 +315,7 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
     # Minima of 1, 2, 4, … values from each place on, until each search ends within one; what
     # follows the last value is below every limit.
     minima = [np.append(values, -np.inf)]
-    while not np.all(minima[-1][places] <= limits):
+    while not (minima[-1][places] <= limits).all():
         half, lowest = 2 ** (len(minima) - 1), np.full(len(values) + 1, -np.inf)
         np.fmin(minima[-1][:-half], minima[-1][half:], out=lowest[:-half])
         minima.append(lowest)

@@ -131,7 +131,7 @@ def _analysis(
         judged=judged,
         first_step=int(steps[0]),
         last_step=int(steps[-1]),
-        interval=int(intervals[np.argmax(frequencies)]) if len(intervals) else 1,
+        interval=int(intervals[frequencies.argmax()]) if len(intervals) else 1,
         noise=noise_of(values),
         spikes=tuple(sorted(highest, key=lambda spike: spike.step)),
         not_finite_steps=int(np.count_nonzero(bad)),
@@ -257,8 +257,8 @@ def _latest_near(steps: Ints, events: Sequence[int], first: Ints, last: Ints) ->
     """Return the step of the latest event in each spike or shortly before it; None: none."""
     if not events:
         return [None] * len(first)
-    places = np.searchsorted(steps, events)
-    latest = np.searchsorted(places, last, side="right") - 1
+    places = steps.searchsorted(events)
+    latest = places.searchsorted(last, side="right") - 1
     near = (latest >= 0) & (places[np.maximum(latest, 0)] >= first - _NEAR_STEPS)
     return [events[i] if is_near else None for i, is_near in zip(latest, near, strict=True)]
 

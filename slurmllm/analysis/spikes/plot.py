@@ -80,7 +80,7 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
 
 def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: bool) -> None:
     steps, values = curve.series(analysis.metric)
-    finite = np.clip(values[np.isfinite(values)], -_MAX_VALUE, _MAX_VALUE)
+    finite = values[np.isfinite(values)].clip(-_MAX_VALUE, _MAX_VALUE)
     peaks = np.clip([spike.value for spike in analysis.spikes], -_MAX_VALUE, _MAX_VALUE)
     marker = "o" if len(steps) < 3 else ""
     color = _COLORS[analysis.metric]
@@ -101,7 +101,7 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
     if finite.size:
         # The values of the first steps would flatten the rest: they are cut off at the top.
         low = float(finite.min())
-        high = float(np.max(peaks, initial=float(np.percentile(finite, 95))))
+        high = float(peaks.max(initial=float(np.percentile(finite, 95))))
         margin = 0.06 * (high - low) or 1.0
         # Room for the legend above the spikes
         axes.set_ylim(low - margin, high + margin * (4 if legend else 1))
@@ -112,7 +112,7 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
 
 
 def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
-    values = np.where(np.isfinite(values), np.clip(values, -_MAX_VALUE, _MAX_VALUE), np.nan)
+    values = np.where(np.isfinite(values), values.clip(-_MAX_VALUE, _MAX_VALUE), np.nan)
     rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
     return steps[rows], values[rows]
 

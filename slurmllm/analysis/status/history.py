@@ -190,9 +190,9 @@ def _each_step(steps: Steps, resumed: int) -> Steps:
     intervals = np.diff(numbers)
     first = min(intervals[0], numbers[0])
     first = numbers[0] - resumed if 0 < numbers[0] - resumed < first else first
-    counts = np.clip(np.append(first, intervals), 1, None)
-    rows = np.repeat(np.arange(len(numbers)), counts)
-    back = np.cumsum(counts)[rows] - 1 - np.arange(len(rows))  # steps before the row's
+    counts = np.append(first, intervals).clip(1, None)
+    rows = np.arange(len(numbers)).repeat(counts)
+    back = counts.cumsum()[rows] - 1 - np.arange(len(rows))  # steps before the row's
     return Steps(numbers[rows] - back, seconds[rows], ends[rows] - back * seconds[rows])
 
 
