@@ -267,7 +267,7 @@ def _links(
             gb_s, hop_us = figures[span]
             peak = _peak(profile, fields[0], gb_s)
             link_figures = [peak, gb_s / peak, hop_us]
-        elif profile is not None:
+        elif profile:
             whose = "the profile's guess" if profile.rough else "the profile's own"
             notes.append(f"{name}_…: {whose}, for {lacking}")
             link_figures = [getattr(profile, field) for field in fields]

@@ -120,7 +120,7 @@ def shift_steps(curve: Curve, by: int) -> Curve:
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     firsts = list[int]()  # number of the first step: that of the log, else that of its format
     for curve in (a, b):
-        if curve.convention is not None and curve.convention.counts == "steps":
+        if curve.convention and curve.convention.counts == "steps":
             first: int | None = int(curve.series("loss")[0][0])  # a validation may come before
             if first not in (0, 1):
                 first = curve.convention.steps_from
@@ -144,7 +144,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
         shift = matching[0] if len(matching) == 1 else usual
     lower = b if shift > 0 else a  # the one whose steps are counted from 0
     reason = "so that the values of both coincide"
-    if shift == usual and lower.convention is not None:
+    if shift == usual and lower.convention:
         reason = f"{lower.convention.name} counts steps from 0"
     return (max(-shift, 0), max(shift, 0)), reason
 

@@ -339,7 +339,7 @@ def precision_limits(
         noise = scatter(r[np.isfinite(r)]) if np.isfinite(r).sum() > 2 else None
         bias = max(bias * unit, tolerances.limit(name))
         allowed, unstable = max(bias, min(maximum * unit, rough / 2)), False
-        if noise is not None and (largest := float(noise.sigma.max())) < share * rough:
+        if noise and (largest := float(noise.sigma.max())) < share * rough:
             bias = max(bias, over_scatter * largest)
             unstable = noise.median > allowed
         limits[name] = PrecisionLimits(bias, allowed, unstable)

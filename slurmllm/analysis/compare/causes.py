@@ -133,13 +133,13 @@ def _of_columns(
         step = observation.first or step
         return [Cause(kind="logging", confidence="certain", step=step, evidence=clipped)]
     transient, causes = observation.transient(), _resume(observation, curves)
-    if transient is not None and transient.confidence != "possible":
+    if transient and transient.confidence != "possible":
         return [transient]
     if (name := observation.identity()) is not None:
         confidence: Confidence = "likely" if name == "digits" else "certain"
         evidence, step = clue_table()[name].text, observation.first or step
         causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=evidence))
-    return causes if transient is None else [transient, *causes]
+    return [transient, *causes] if transient else causes
 
 
 def _not_finite(observation: Observation, letter: str) -> list[Cause]:

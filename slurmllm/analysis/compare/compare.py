@@ -209,7 +209,7 @@ def _conclude(
         for name in rules.limits
     }
     verdict = _verdict(results, changed == math.inf and not alignment.one_sided & set(METRICS))
-    if verdict == "match" and band is not None:
+    if verdict == "match" and band:
         verdict = "equivalent"
     match = verdict != "differ"
     causes: tuple[Cause, ...] = ()
@@ -360,7 +360,7 @@ def _departure_rule(
         return "not_finite", min(step for step in starts if step is not None)
     if exact:
         return None if departure is None else "exact", departure
-    if band is not None:
+    if band:
         return (None, None) if band.within else ("band", band.first_outside_step)
     return detected.rule, onset
 
@@ -387,7 +387,7 @@ def _compare_metric(
 ) -> MetricComparison:
     """Apply the limits, or the band of seeds, to a metric. `changed`: first step of other bits"""
     limits, exact = rules.limits[name], rules.tolerances.exact
-    band = None if rules.band is None else rules.band.metrics[name]
+    band = rules.band.metrics[name] if rules.band else None
     points, r = _comparable(metric, alignment, exact)
     steps, finite, unequal = points.steps, np.isfinite(r), metric.visible != 0
     detected, correlation = DivergenceResult(), None
@@ -432,7 +432,7 @@ def _compare_metric(
                 correlation=correlation,
                 allowed=max(limits.bias, limits.scatter),
             ),
-            "power": power if band is None else band.power,
+            "power": band.power if band else power,
             "onset_step": onset,
             "onset_rel_diff": at_onset if math.isfinite(at_onset) else None,
         }
@@ -462,7 +462,7 @@ def _detect(
     begin = detected.onset + skipped
     onset = begin + argmax(metric.visible[finite][begin:] != 0)
     lasting = detected.lasting
-    if lasting is not None:
+    if lasting:
         last = lasting.last + skipped
         lasting = replace(lasting, first=min(max(lasting.first + skipped, onset), last), last=last)
     return replace(detected, onset=onset, lasting=lasting), correlation

@@ -93,7 +93,7 @@ def detect_divergence(
     power = tolerance
     if not (is_short or after_identical):
         power += error_of_mean(r)
-    noise = None if spread is None else spread.median
+    noise = spread.median if spread else None
     result = DivergenceResult(noise=noise, mean=float(r.mean()), power=power)
     if not (abs(r) > tolerance).any():
         return result

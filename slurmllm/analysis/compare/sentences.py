@@ -110,7 +110,7 @@ def _describe_match(name: str, metric: MetricComparison) -> str:
 def _describe_divergence(
     name: str, metric: MetricComparison, basis: Basis, band: Band | None, letter: str
 ) -> str:
-    if band is not None and metric.rule == "band":
+    if band and metric.rule == "band":
         of_band = band.metrics[name]
         values = f"means over {of_band.width} points" if of_band.width > 1 else "single points"
         return (

@@ -154,17 +154,17 @@ def check_recovery(
     untested = "no fault was injected" if injection.missed else ""
     faults = [] if state == "done" else [f"did not finish: {state}"]
     expected = FAULTS[kind].expected
-    if hit is not None and not untested and expected and hit.ending != expected:
+    if hit and not untested and expected and hit.ending != expected:
         faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
     recomputed, resume = 0, None
     try:
         curve = read_curve(run.path)
         recomputed = curve.overlap_rows
-        if hit is not None and not untested and _came_too_late(kind, curve, hit, steps):
+        if hit and not untested and _came_too_late(kind, curve, hit, steps):
             untested, faults = "the fault came after the last step", []
         if unbroken is None:
             faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
-        elif hit is not None and not untested:
+        elif hit and not untested:
             resume = judge_resume(run, curve, unbroken, hit)
             if resume.verdict not in ("exact", "within_noise"):
                 faults.append(f"{resume.text} ({resume.confidence_reason or resume.confidence})")
@@ -183,9 +183,9 @@ def check_recovery(
         tested=not untested,
         at_step=injection.step,
         node=injection.node,
-        ending=None if hit is None else hit.ending,
+        ending=hit.ending if hit else None,
         attempts=len(attempts),
-        steps_lost=None if hit is None else _steps_lost(run, hit, resume),
+        steps_lost=_steps_lost(run, hit, resume) if hit else None,
         steps_recomputed=recomputed,
         recovery=None if untested else recovery_times(run, injection),
         resume=resume,
@@ -194,7 +194,7 @@ def check_recovery(
 
 def _steps_lost(run: RunDir, hit: AttemptRecord, resume: Resumption | None) -> int | None:
     """Return the steps that the attempt with the fault completed after its checkpoint."""
-    if resume is not None and resume.from_step is not None:
+    if resume and resume.from_step is not None:
         last = last_row_of(run.metrics(hit.attempt))
         if last is not None:
             return max(0, int(last["step"]) - resume.from_step)
@@ -222,7 +222,7 @@ def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolera
         faults.append(f"steps beyond the reference's: up to {curve.steps[-1]}")
     if comparison.steps_compared != steps and not faults:
         faults.append(f"only {comparison.steps_compared} of {steps} steps could be compared")
-    if comparison.data is not None and not comparison.data.same:
+    if comparison.data and not comparison.data.same:
         faults.append(f"different data: {'; '.join(comparison.data.differences)}")
     difference = curve.overlap_max_rel_diff or 0.0
     tolerated = difference <= max(tolerances.loss, tolerances.grad_norm)
@@ -253,11 +253,11 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
     hit = history.steps.get(attempt)
     broken = next(a for a in history.attempts if a.stage == "train" and a.attempt == attempt)
     # `status` measures from the last completed step, which is before or after the fault.
-    last_step_at = float(hit.ends[-1]) if hit is not None else broken.started_at
+    last_step_at = float(hit.ends[-1]) if hit else broken.started_at
     before_s = injection.time - last_step_at
     resumed = next(n for n in sorted(history.steps) if n > attempt)
     worker = WorkerRecord.find(run.attempt("train", resumed).worker(0))
-    start_up_s = 0.0 if worker is None else worker.start_up_s
+    start_up_s = worker.start_up_s if worker else 0.0
     phases_s = recovery.phases_s
     times = {
         "detection_s": max(0.0, phases_s["noticing"] + phases_s["stopping"] - before_s),

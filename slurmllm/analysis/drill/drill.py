@@ -222,7 +222,7 @@ class Drill:
             own_reference=self.own_reference,
             drills=tuple(results),
             kept=tuple(run.name for run in self.copies),
-            repeat=None if repeat is None else repeat.name,
+            repeat=repeat.name if repeat else None,
             noise=noise,
         )
 
@@ -295,9 +295,9 @@ class Drill:
             while True:
                 if kind is not None and injector is None:
                     injector = self._start_injector(run, kind)
-                if kind == "first_node" and injector is not None and injector.poll() is not None:
+                if kind == "first_node" and injector and injector.poll() is not None:
                     injection = Injection.find(run.drill)
-                    if injection is not None and not injection.missed:
+                    if injection and not injection.missed:
                         self.progress(f"{copy}: requeueing, as Slurm does when the first node dies")
                         self.runner.restart(run, self.plan.nodes)
                     kind = None
@@ -318,7 +318,7 @@ class Drill:
             self.runner.cancel(run)
             raise
         finally:
-            if injector is not None:
+            if injector:
                 with suppress(subprocess.TimeoutExpired):
                     injector.wait(INJECTOR_S)
                 injector.kill()  # does nothing if it has ended

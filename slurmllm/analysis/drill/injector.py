@@ -227,11 +227,11 @@ def inject(run: RunDir, spec: FaultSpec) -> Injection:
     pids: list[int] | None = None
     try:
         step = _wait_for_step(run, spec)
-        if step is not None and spec.kind == "save" and spec.trainer is not None:
+        if step is not None and spec.kind == "save" and spec.trainer:
             step, pids = _kill_in_save(run, spec, spec.trainer)
         if step is None:
             message = f"attempt {spec.attempt} ended before step {spec.at_step}"
-            if spec.trainer is not None and spec.trainer.checkpoints is not None:
+            if spec.trainer and spec.trainer.checkpoints is not None:
                 message += " with a complete checkpoint"
                 if spec.kind == "save":
                     message += ", and a save"
@@ -326,7 +326,7 @@ def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]
         return pids
     if spec.kind in ("worker", "save", "hang"):
         number = signal.SIGSTOP if spec.kind == "hang" else signal.SIGKILL
-        if spec.trainer is not None:
+        if spec.trainer:
             kill(pids := trainer_pids(run, spec)[:1], number)
             return pids
         return [signal_worker(run, spec.attempt, spec.node, spec.rank, number)]

@@ -66,7 +66,7 @@ class DrillPlan:
         """Return step and victim of a fault, the same for the same seed and nodes."""
         generator = random.Random(f"{self.seed} {kind}")  # noqa: S311 (repeatable, no secret)
         per_node, trainer = self.config.workers_per_node, self.trainer
-        first = self.every_steps if trainer is None else self.first_checkpoint
+        first = self.first_checkpoint if trainer else self.every_steps
         step = generator.randint(first + 1, max(first + 1, first + self.every_steps - 1))
         index = generator.randrange(1, len(nodes)) if kind == "node" else 0
         if kind in ("worker", "hang"):
@@ -74,8 +74,8 @@ class DrillPlan:
         rank = index * per_node + generator.randrange(per_node)
         if kind == "save":
             # The second checkpoint, on the node of rank 0, where its start is visible first.
-            step = first + (self.every_steps if trainer is None else 1)
-            rank = rank if trainer is None else 0
+            step = first + (1 if trainer else self.every_steps)
+            rank = 0 if trainer else rank
         victim: Any = {"node": nodes[index], "rank": rank, "at_step": step}
         return FaultSpec(kind=kind, attempt=0, **victim, local=self.local, trainer=trainer)
 
@@ -195,7 +195,7 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
     """
     if overrides:
         return "--set changes values"
-    if plan.trainer is not None:
+    if plan.trainer:
         return "its trainer may have changed"
     run = plan.run
     submissions = JobsRecord.of(run).submissions

@@ -56,7 +56,7 @@ class EvaluationPlan:
     def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
         """Return the request of a suite's row, with the cache key of its scores."""
         version, parts = self.harness or "", None
-        if self.validation is not None and row.task == self.validation.name:
+        if self.validation and row.task == self.validation.name:
             row, version = SuiteTask(task=row.task), LOOP
             parts = cache_key_parts(self.validation, self.settings.tokenizer)
         key = task_key(row, folder, self.settings.limit, version, parts)
@@ -123,15 +123,15 @@ def plan_evaluation(
         try:
             validation = validation_text(target.run, corpus)
         except UserError as error:
-            if VALIDATION in named or corpus is not None:
+            if VALIDATION in named or corpus:
                 raise
             skipped[VALIDATION] = str(error)
-    elif corpus is not None:
+    elif corpus:
         raise UserError("--validation-corpus requires --task validation")
 
     def resolve(row: SuiteTask) -> SuiteTask | None:
         """Return the row, that of `validation` named by its text; None if it is skipped."""
-        if row.task == VALIDATION and validation is not None:
+        if row.task == VALIDATION and validation:
             return row.model_copy(update={"task": validation.name, "name": row.title})
         return None if row.task in skipped else row
 
@@ -146,7 +146,7 @@ def plan_evaluation(
         records = [stored.record for stored in read_scores(target.store)[0]]
         of_harness = [record for record in records if record.version != LOOP]
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
-        version = None if newest is None else newest.version
+        version = newest.version if newest else None
     return EvaluationPlan(remaining, validation, skipped, version, settings)
 
 
@@ -266,7 +266,7 @@ def suite_tables(
         for score in stored
         if checksums.get(score.record.step, score.record.checkpoint) == score.record.checkpoint
     ]
-    if plan.validation is not None:
+    if plan.validation:
         row = SuiteTask(task=plan.validation.name)
         # The key depends on the limit: one key for each limit among the scores.
         limits = {score.record.limit for score in stored}
@@ -324,7 +324,7 @@ def run_job(request: JobRequest) -> JobOutcome:
 
     harness_tasks = []
     for task in request.tasks:
-        if validation is not None and task.task.task == validation.name:
+        if validation and task.task.task == validation.name:
             evaluate(task, lambda _: validation_scores(request))
         else:
             harness_tasks.append(task)

@@ -40,7 +40,7 @@ def draw(table: ScoreTable, name: str, path: Path, curve: Curve | None = None) -
     # A model folder has no token count: its scores are plotted over steps.
     against_tokens = any(table.tokens.values())
     for ax, ((title, unit), rows) in zip(axes, by_unit.items(), strict=False):
-        if unit == "loss" and curve is not None and "loss" in curve.columns:
+        if unit == "loss" and curve and "loss" in curve.columns:
             rows_drawn = thin_rows(curve.columns["loss"], _MAX_POINTS)
             x = curve.positions("tokens" if against_tokens else "step")[rows_drawn]
             losses = curve.columns["loss"][rows_drawn]

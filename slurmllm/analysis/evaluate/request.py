@@ -246,7 +246,7 @@ def select_models(
                 f"--checkpoint {requested[0]}: {folder} is one model; omit the option, or "
                 "name the run"
             )
-        if target.run is not None or (folder / MANIFEST).is_file():
+        if target.run or (folder / MANIFEST).is_file():
             return Selection((_model(read_entry(folder)),))
         return Selection((ModelRef(folder, 0, 0, folder_checksum(folder), huggingface=True),))
     # Reads only manifests; the job verifies the files, which takes minutes for a large model.
@@ -254,9 +254,7 @@ def select_models(
     entries = list_checkpoints(run)
     invalidated = invalidated_checkpoints(run)
     complete = {
-        entry.step: entry
-        for entry in entries
-        if entry.manifest is not None and entry.step not in invalidated
+        entry.step: entry for entry in entries if entry.manifest and entry.step not in invalidated
     }
     selected: dict[int, ModelRef] = {}
     warnings: list[str] = []

@@ -32,11 +32,11 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
 
     `corpus` is the file of --validation-corpus. Raises UserError without any text.
     """
-    if corpus is not None:
+    if corpus:
         if not corpus.exists():
             raise DataError(f"--validation-corpus {corpus}: no such file; choose an existing one")
         return ValidationText(
-            None if run is None else run.path, corpus.absolute(), f"{VALIDATION}:{corpus.name}"
+            run.path if run else None, corpus.absolute(), f"{VALIDATION}:{corpus.name}"
         )
     if run is None:
         raise UserError(
@@ -54,11 +54,11 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
 def cache_key_parts(validation: ValidationText, tokenizer: Path | None) -> Json:
     """Return what the loss depends on, except the checkpoint, its data order and tokenizer name."""
     parts: Json = {"loop": LOOP}
-    if validation.corpus is not None:
+    if validation.corpus:
         parts["corpus"] = "".join(map(_digest, corpus_files(validation.corpus)))
-    elif validation.run is not None:
+    elif validation.run:
         parts["validation"] = load(RunDir(validation.run).config).recipe.data.validation
-    if tokenizer is not None:
+    if tokenizer:
         parts["tokenizer"] = _digest(tokenizer)
     return parts
 
@@ -76,7 +76,7 @@ def stream_spec(
     named = tokenizer or (imported if imported.is_file() else None)
     seed, mask, share, corpora = 0, "none", 0.0, []
     modules: Texts = ()
-    if validation.run is not None:
+    if validation.run:
         recipe = load(RunDir(validation.run).config).recipe
         seed, mask = recipe.train.seed, recipe.data.mask
         if named is None and recipe.data.tokenizer is not None:
@@ -86,7 +86,7 @@ def stream_spec(
         if recipe.plugins:  # imported, so that no other user may have named them
             modules = load(RunDir(validation.run).config, trusted=True).recipe.plugins
     with contextlib.ExitStack() as stack:
-        if validation.corpus is not None:
+        if validation.corpus:
             corpora = [(stack.enter_context(_as_corpus(validation.corpus)), 1.0)]
             share = 0.0
         yield StreamSpec(
@@ -98,7 +98,7 @@ def stream_spec(
             vocab_size=model.vocab_size,
             mask="document" if mask == "document" else "none",
             validation=share,
-            split="train" if validation.corpus is not None else "validation",
+            split="train" if validation.corpus else "validation",
             plugins=modules,
         )
 

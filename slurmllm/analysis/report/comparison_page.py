@@ -85,7 +85,7 @@ def _verdicts(
         yield Paragraph(f"{comparison.verdict}: {comparison.reason}", strong=title)
         yield table
         yield from causes_tables(comparison)
-        if comparison.data is not None:
+        if comparison.data:
             same = "the same in both runs"
             yield Paragraph("; ".join(comparison.data.differences) or same, strong="data")
         if comparison.warnings:

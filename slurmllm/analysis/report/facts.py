@@ -117,7 +117,7 @@ class RunFacts:
         """Its state by its own records, without Slurm."""
         if self.kind != "run":
             return "log"
-        newest = -1 if self.curve is None else int(self.curve.attempts.max())
+        newest = int(self.curve.attempts.max()) if self.curve else -1
         if not self.train or newest > self.train[-1].attempt:  # its record is missing
             if self.curve is None:
                 return "not started"
@@ -144,7 +144,7 @@ class RunFacts:
     @property
     def parameters(self) -> int | None:
         model = self.configuration.model
-        return None if model is None else parameters(model)
+        return parameters(model) if model else None
 
     @property
     def steps(self) -> int:
@@ -182,15 +182,15 @@ class RunFacts:
     @property
     def nodes(self) -> int | None:
         """Node count with the most steps, else of the last attempt or of the plan."""
-        if self.rate is not None and self.rate.nodes is not None:
+        if self.rate and self.rate.nodes is not None:
             return self.rate.nodes
         if self.train:
             return len(self.train[-1].nodes)
-        return self.mesh.nodes if self.mesh is not None else None
+        return self.mesh.nodes if self.mesh else None
 
     @property
     def restarts(self) -> int:
-        with_steps = set() if self.curve is None else set(self.curve.attempts.tolist())
+        with_steps = set(self.curve.attempts.tolist()) if self.curve else set()
         return max(len(self.train), len(with_steps), 1) - 1
 
     @property
@@ -282,7 +282,7 @@ def throughput_by_nodes(
         nodes, workers = size or (None, None)
         seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
         has_model = config is not None and config.recipe.worker.has_model
-        hardware = config.cluster.hardware if config is not None and has_model else None
+        hardware = config.cluster.hardware if config and has_model else None
         # A peak that is only a guess would give a figure that looks measured.
         if config and hardware and not hardware.rough and workers and seq_per_s:
             peak = workers * peak_flops(config)
@@ -337,7 +337,7 @@ def scaling_rows(runs: Sequence[RunFacts]) -> list[ScalingRow]:
         config, model = facts.configuration.config, facts.configuration.model
         # Equal for runs that differ only in their nodes.
         key: object = facts.recipe or facts.name
-        if config is not None and model is not None:
+        if config and model:
             key = (model, config.cluster.name)
         for rate in facts.rates:
             if rate.seq_per_s is not None or rate.tokens_per_s is not None:

@@ -216,7 +216,7 @@ def _axis_top(times: Sequence[Floats]) -> float | None:
 
 def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
     max_rows = max(_MIN_ROWS, _MAX_ROWS // max(1, len(runs)))
-    curves = [facts.curve for facts in runs if facts.curve is not None]
+    curves = [facts.curve for facts in runs if facts.curve]
     all_sequences = all(_series(curve, "seq_per_s") is not None for curve in curves)
     for metric, title, unit in _LOOK["metrics"]:
         logged = [v for curve in curves if (v := _series(curve, metric)) is not None]
@@ -290,7 +290,7 @@ def _add_marks(
     if (diverged := facts.diverges_at.get(metric)) is not None:
         marks["divergence"] = [(diverged, f"{facts.name} diverges at step {diverged}")]
     if metric == "loss":
-        spikes = () if facts.spikes is None else facts.spikes.spikes
+        spikes = facts.spikes.spikes if facts.spikes else ()
         marks["save"] = [
             (save.step, f"{facts.name}: saved step {save.step}") for save in facts.saved
         ]

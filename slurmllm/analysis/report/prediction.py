@@ -113,7 +113,7 @@ def check_run_prediction(run: RunDir, cluster: str | None = None) -> PredictionC
         name = "effective utilization"
         rows.append(_row(name, expected[name], used.effective, "", hours))
     warnings = [*steady.warnings, *used.warnings]
-    if config.cluster.hardware is not None and config.cluster.hardware.rough:
+    if config.cluster.hardware and config.cluster.hardware.rough:
         warnings.append(
             f"the hardware figures of profile {config.cluster.name} are rough; `slurmllm "
             "calibrate` measures them"
@@ -207,7 +207,7 @@ def _memory(
     cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
     note = f"a worker may use {measured['limit_bytes'] / 1e9:.2f} GB"
     # Memory of a process includes interpreter and malloc's reserve; that of a GPU only tensors.
-    if cluster.device == "cpu" and cluster.hardware is not None:
+    if cluster.device == "cpu" and cluster.hardware:
         reserved = cluster.hardware.reserved_gib * GIB
         predicted += reserved
         note += f"; predicted: {reserved / 1e9:.2f} GB of it without a model"

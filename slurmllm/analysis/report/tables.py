@@ -101,7 +101,7 @@ class Table:
 def verdict(facts: RunFacts) -> str:
     """Return the outcome of a run, in a sentence or two."""
     made = f"{format_integer(facts.steps)} steps"
-    if facts.kind != "run" and facts.curve is not None:
+    if facts.kind != "run" and facts.curve:
         made = f"steps {facts.curve.steps[0]:,} to {facts.curve.steps[-1]:,}"
     if facts.planned_steps is not None:
         made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
@@ -119,7 +119,7 @@ def verdict(facts: RunFacts) -> str:
     parts = [begin]
     if facts.tokens is not None:
         parts.append(f"{format_count(facts.tokens)} tokens")
-    steps, losses = facts.curve.series("loss") if facts.curve is not None else ((), np.empty(0))
+    steps, losses = facts.curve.series("loss") if facts.curve else ((), np.empty(0))
     damaged = np.flatnonzero(~np.isfinite(losses))
     if damaged.size:
         name = "NaN" if np.isnan(losses[damaged[0]]) else "infinite"
@@ -127,14 +127,14 @@ def verdict(facts: RunFacts) -> str:
         parts.append(f"loss is {name} from step {steps[damaged[0]]:,} ({counted})")
     elif facts.loss is not None:
         parts.append(f"loss {format_number(facts.loss)}")
-    if facts.rate is not None and facts.rate.seq_per_s is not None:
+    if facts.rate and facts.rate.seq_per_s is not None:
         parts.append(f"{format_number(facts.rate.seq_per_s)} seq/s")
     sentence = f"{', '.join(parts)}."
     if facts.kind == "run" and facts.train:
         classes = sorted({recovery.ending.replace("_", " ") for recovery in facts.lost})
         sentence += f" {format_plural(facts.restarts, 'restart')}"
         sentence += f" ({', '.join(classes)})" if classes and facts.restarts else ""
-    if facts.used is not None and facts.used.node_hours:
+    if facts.used and facts.used.node_hours:
         sentence += f"; {format_hours(facts.used.node_hours)} node hours"
         if facts.usd is not None:
             sentence += f", ${format_dollars(facts.usd)}"
@@ -197,9 +197,7 @@ def setting(facts: RunFacts) -> Figures:
         "mesh": _format_mesh(mesh) if mesh else None,
         "global batch": format_integer(config.count("train.global_batch")),
         "micro batch × accumulation": (
-            f"{mesh.micro_batch} × {mesh.accumulation}"
-            if mesh is not None and not mesh.unmeasured
-            else None
+            f"{mesh.micro_batch} × {mesh.accumulation}" if mesh and not mesh.unmeasured else None
         ),
         "precision": config.text("train.precision"),
         "optimizer": (optimizer and f"{optimizer}, lr {(config.values or {}).get('optim.lr')}"),
@@ -212,9 +210,9 @@ def setting(facts: RunFacts) -> Figures:
             f"{corpus.path.rstrip('/').rpartition('/')[2]}, "
             f"{format_integer(corpus.documents)} documents, fingerprint "
             f"{corpus.fingerprint[:16]}"
-            for corpus in (facts.data.corpora if facts.data is not None else ())
+            for corpus in (facts.data.corpora if facts.data else ())
         ),
-        "price of a node hour": None if facts.price is None else str(facts.price),
+        "price of a node hour": str(facts.price) if facts.price else None,
     }
 
 

@@ -130,7 +130,7 @@ def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
 
 def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
-        for metric in () if facts.spikes is None else facts.spikes.by_metric:
+        for metric in facts.spikes.by_metric if facts.spikes else ():
             title = f"{facts.name}, {NAMES[metric.metric]}"
             yield Paragraph(f"{metric.state}: {metric.verdict}", strong=title)
             share = f"; {metric.one_step_share:.1%} of them last one step" if metric.count else ""
@@ -208,7 +208,7 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
 
 
 def _utilization(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
-    used = {facts.name: facts.used for facts in runs if facts.used is not None and facts.attempts}
+    used = {facts.name: facts.used for facts in runs if facts.used and facts.attempts}
     if not used:
         return
     yield from plots_of("utilization", drawn)
@@ -323,12 +323,12 @@ _OF_RATE = ("seq_per_s", "tokens_per_s", "seq_per_s_first_500", "tokens_per_usd"
 
 def to_json(runs: Sequence[RunFacts], page: Path | None, **more: Any) -> str:
     """Return the whole document, with the page that was written; unknown values are null."""
-    used = [facts.used for facts in runs if facts.used is not None]
+    used = [facts.used for facts in runs if facts.used]
     document = {
         "runs": [_run(facts) for facts in runs],
         "total": sum_utilization(used) if used else None,
         "scaling": [row.to_json() for row in scaling_rows(runs)],
-        "report": {"html": None if page is None else str(page)},
+        "report": {"html": str(page) if page else None},
         **more,
     }
     # pydantic's `to_json` refuses names that are no UTF-8; twice, as models keep their NaN.
@@ -340,7 +340,7 @@ def _run(facts: RunFacts) -> Json:
     rate, mesh, spikes = facts.rate, facts.mesh, facts.spikes
     return {
         **{name: getattr(facts, name) for name in _OF_FACTS},
-        "mesh": None if mesh is None else mesh.to_json(),
+        "mesh": mesh.to_json() if mesh else None,
         **{name: rate and getattr(rate, name) for name in _OF_RATE},
         "step_time_s": rate and rate.step_s,
         "checkpoints": [

@@ -159,7 +159,7 @@ class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
     @property
     def by_metric(self) -> tuple[SpikeAnalysis, ...]:
         """This analysis, and that of the gradient norm if there is one."""
-        return (self,) if self.grad_norm_spikes is None else (self, self.grad_norm_spikes)
+        return (self, self.grad_norm_spikes) if self.grad_norm_spikes else (self,)
 
     def highest_spikes(self) -> tuple[Texts, list[Texts]]:
         """Return headings and rows of a table of the highest spikes, highest first."""

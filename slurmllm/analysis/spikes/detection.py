@@ -325,7 +325,7 @@ def _clauses(analysis: SpikeAnalysis, rising: bool) -> Iterator[str]:
             f"{growth.step}), and was more than {growth.limit:.3g} above it for "
             f"{_steps(growth.longest)} from step {growth.longest_from} on: slow divergence"
         )
-    elif analysis.metric == "grad_norm" and analysis.grad_norm is not None:
+    elif analysis.metric == "grad_norm" and analysis.grad_norm:
         ratio = analysis.grad_norm.growth
         if ratio is not None:
             yield f"the running mean never grew to more than {ratio:.3g} times its lowest value"

@@ -148,7 +148,7 @@ def read_details(
     manifest, uncompiled, measured, mesh = None, tuple[str, ...](), None, None
     try:
         manifest = GraphManifest.find(run.graphs_manifest)
-        uncompiled = faults(manifest, run) if manifest is not None else ()
+        uncompiled = faults(manifest, run) if manifest else ()
     except StorageError as error:
         reason = str(error).partition("; restore")[0]
         uncompiled = (f"{reason}; `slurmllm resume {run.name}` compiles the graphs again",)
@@ -171,7 +171,7 @@ def read_details(
     evaluates = not recipe.worker.has_model or recipe.eval.every_steps is not None
     reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
     return Details(
-        cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
+        cold_first_step_s=manifest.cold_first_step_s if manifest else None,
         first_steps=_first_steps(run),
         mesh=mesh,
         micro_batch=measured,
@@ -188,7 +188,7 @@ def read_details(
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
-        trainer=None if command is None else _trainer_details(run, attempts, command),
+        trainer=_trainer_details(run, attempts, command) if command else None,
     )
 
 
@@ -292,7 +292,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     first = min(primary, key=lambda failure: failure.time, default=None)
     folder = record.files(run)
     hang = HangRecord.find(folder.hang) if record.ending in (None, "hang") else None
-    if hang is not None and (first is None or first.time >= hang.found_at):
+    if hang and (first is None or first.time >= hang.found_at):
         locations = read_locations(folder)
         rank = next(iter((*outliers(locations), *hang.behind)), None)
         hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
@@ -307,7 +307,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     lost = [name for name in silent if name in record.blamed_nodes]
     if lost and record.ending is not None:
         return _lost(record, lost)
-    if first is not None:
+    if first:
         ended = (first.message,) if first.error == KILLED else _exit(nodes, first.rank)
         return Culprit(record, first.rank, first.node, ended, first)
     if unrecorded := workers_without_failure_record(nodes, failures):
@@ -316,7 +316,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     if silent and record.ending is not None:
         return _lost(record, silent)
     echo = min(failures, key=lambda failure: failure.time, default=None)
-    if echo is not None:
+    if echo:
         facts = ("it only lost a connection, and no other worker recorded a failure",)
         if record.ending == "node_failure" and len(record.evidence) > 1:
             facts = (record.evidence[0],)

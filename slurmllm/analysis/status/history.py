@@ -86,7 +86,7 @@ def read_history(
     warnings: list[str] = []
     records = (a.record for stage in STAGES for a in run.attempts(stage))
     readable = read_all(lambda record: _read_attempt(record, warnings), records)
-    attempts = [attempt for attempt in readable if attempt is not None]
+    attempts = [attempt for attempt in readable if attempt]
     steps = {}
     resumed = {a.attempt: a.checkpoint_before or 0 for a in attempts if a.stage == "train"}
     files, metrics = run.metrics_files(), dict(metrics or {})

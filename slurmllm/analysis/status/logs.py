@@ -212,7 +212,7 @@ class _RankLog:
                     self.attempt, self.time = int(match[1]), -inf
                 if match[2]:  # its ending, which follows the lines of all ranks
                     self.time = inf
-            if record is not None:
+            if record:
                 self.time = max(record.time, self.time)
             yield self.time, RankLine(self.stage, self.attempt, self.rank, line)
 
@@ -417,7 +417,7 @@ def _on_node(
     command = None
     with suppress(StorageError):  # a record that is damaged
         record = selection.newest_attempt()
-        if record is not None and (record.stage, record.attempt) not in printed:
+        if record and (record.stage, record.attempt) not in printed:
             command = node_log_command(selection.run, record, rank, lines, follow)
     if command is None or record is None:
         return False
@@ -463,7 +463,7 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
     record, node_record = None, None
     with suppress(StorageError):
         record = selection.newest_attempt()
-    node = node_of(record, rank) if record is not None and rank is not None else ""
+    node = node_of(record, rank) if record and rank is not None else ""
     if follow and record is None:
         log.warning("%s has no logs yet: %s", run.name, state())
         return None
@@ -471,13 +471,13 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
         return None
     if record is None or not (rank and node):
         attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage))
-        listed = "none" if record is None else ranks_with_logs(run, stage, record.attempt)
+        listed = ranks_with_logs(run, stage, record.attempt) if record else "none"
         logs = f"such logs ({stage} attempts: {attempts}; ranks with a log: {listed})"
         raise RunError(f"{run.name} has no {logs if attempts else 'logs yet'}: {state()}")
     worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
     with suppress(StorageError):
         node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))
-    if node_record is not None and rank in node_record.exit_codes:  # whose logs are collected
+    if node_record and rank in node_record.exit_codes:  # whose logs are collected
         return f"{worker}: it printed nothing"
     collector = f"whose launcher has not collected it; the next attempt on {node} does"
     raise RunError(f"{worker}: its log is on the disk of {node}, {collector}")

@@ -64,7 +64,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
         end = start if attempt.ended_at is None else max(start, attempt.ended_at)
         if attempt.ended_at is None and completed is not None:
             end = max(start, float(completed.ends[-1]))
-        if incarnation is not None:
+        if incarnation:
             # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
             start, end = min(incarnation.start, start), max(incarnation.end, end)
             # Attempts that follow each other in one allocation divide its time.
@@ -131,7 +131,7 @@ def _last_kept_steps(history: RunHistory) -> dict[int, int]:
     for number in sorted(history.steps, reverse=True):
         steps, attempt = history.steps[number], train.get(number)
         limit = first_later
-        if attempt is not None and attempt.ended_at is not None and attempt.ending != "done":
+        if attempt and attempt.ended_at is not None and attempt.ending != "done":
             limit = min(limit, (attempt.checkpoint_after or 0) + 1)
         last_steps[number] = int(min(limit - 1, int(steps.numbers[-1])))
         first_later = min(first_later, int(steps.numbers[0]))

@@ -78,7 +78,7 @@ class Session:
 
     def close(self, state: State) -> None:
         """Wait until the tracker has everything."""
-        if self._tracker is not None:
+        if self._tracker:
             self._tracker.close(state)
             self._tracker = None
 
@@ -191,7 +191,7 @@ def sync(
             failures = []
             for session in sessions:
                 try:
-                    if curve is not None:
+                    if curve:
                         session.send(curve, last)
                     if last:
                         session.close(state_of(run))

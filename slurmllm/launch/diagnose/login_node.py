@@ -69,7 +69,7 @@ def installation_findings(cluster: Cluster) -> Findings:
         fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
     yield judge("python", f"{platform.python_version()}, {sys.executable}", fix, unfit)
     yield packages_finding()
-    if cluster.container is not None:
+    if cluster.container:
         for check in ("torch", "private APIs", "C++ compiler"):
             yield skipped(check, "those of the container's image count")
         return

@@ -182,7 +182,7 @@ def collect(
     lines = []
     for arrived, output in read_lines(processes, limit_s, stop):
         line = ProbeLine.parse(output)
-        if line is not None and line.node in reports:
+        if line and line.node in reports:
             reports[line.node].add(line, arrived)
         elif output.strip():
             print(output.rstrip(), file=sys.stderr, flush=True)

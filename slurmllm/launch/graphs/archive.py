@@ -293,7 +293,7 @@ def install_archive(
             return "present"
         stream: BufferedReader | None = None
         origin: Literal["broadcast", "shared"] = "broadcast"
-        if broadcast is not None:
+        if broadcast:
             with suppress(OSError, ValueError):  # missing, partial or another's
                 stream = open_archive(broadcast, manifest.archive_sha256)
         if stream is None:
