@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from slurmllm.analysis.calibrate.node import Kind, Sample, Task, step_config
@@ -23,18 +23,10 @@ _MOVED_SHARE = 0.8  # of a product's seconds: then it measures memory, not matri
 _DIGITS = 4
 
 
-@dataclass(frozen=True)
-class FittedHardware:
-    """Fitted hardware figures."""
-
-    hardware: Hardware
-    notes: Texts  # one line for each figure that was not measured, with its replacement
-
-
 def hardware_of(
     samples: Sequence[Sample], task: Task, profile: Hardware | None, source: str
-) -> FittedHardware:
-    """Compute the figures from measurements.
+) -> tuple[Hardware, Texts]:
+    """Compute the figures from measurements; also a line for each that was not measured.
 
     Args:
         profile: The profile's figures so far; rough ones replace what is not measured, and
@@ -78,7 +70,7 @@ def hardware_of(
     ]
     if "network_efficiency" not in unmeasured:
         rounded["network_efficiency_range"] = None
-    return FittedHardware(Hardware.model_validate({"source": source, **rounded}), tuple(notes))
+    return Hardware.model_validate({"source": source, **rounded}), tuple(notes)
 
 
 def _select(

@@ -60,7 +60,7 @@ def calibrate(
     more = f" and {len(other_nodes)} more" if other_nodes else ""
     today = datetime.now(UTC).date().isoformat()
     source = f"measured on {first}{more} by slurmllm calibrate, {today}"
-    fitted = hardware_of(samples, task, config.cluster.hardware, source)
+    hardware, unmeasured = hardware_of(samples, task, config.cluster.hardware, source)
     busy = [
         f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
         "rough, measure idle nodes"
@@ -68,9 +68,9 @@ def calibrate(
         if sample.kind == "busy" and sample.value > _BUSY
     ]
     # Rough: figures measured on a busy node must not refuse a run.
-    hardware = fitted.hardware.model_copy(update={"rough": bool(busy)})
+    hardware = hardware.model_copy(update={"rough": bool(busy)})
     products = tuple(sample for sample in samples if sample.kind == "product")
-    return Calibration(hardware, tuple(allocation.nodes), (*fitted.notes, *busy), seconds, products)
+    return Calibration(hardware, tuple(allocation.nodes), (*unmeasured, *busy), seconds, products)
 
 
 def run_task(

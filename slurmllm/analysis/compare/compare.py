@@ -131,8 +131,12 @@ def compare(
     if seeds and not tolerances.exact:  # they allow for another seed
         measure = result.Basis(kind="seeds")
         settings = [setting for setting in settings if setting.kind != "seed"]
+    elif tolerances.exact or basis == "tolerance":
+        measure = result.Basis(kind="exact" if tolerances.exact else "tolerance")
     else:
-        measure = _basis(alignment, tolerances, basis, precisions, settings)
+        requested, curves = basis == "precision" or any(precisions), alignment.curves
+        by_precision = precision_basis(curves, precisions, settings, requested, letter)
+        measure = by_precision or result.Basis(kind="tolerance")
     limits = _limits(a, metrics, measure, tolerances)
     band: result.Band | None = None
     if seeds:
@@ -153,26 +157,6 @@ class _Rules:
     settings: Sequence[SettingDifference]
     limits: Mapping[str, PrecisionLimits]  # of the metrics that decide the verdict
     band: result.Band | None  # of the seeds
-
-
-def _basis(
-    alignment: Alignment,
-    tolerances: Tolerances,
-    basis: result.BasisKind | None,
-    precisions: tuple[str, str],
-    settings: Sequence[SettingDifference],
-) -> result.Basis:
-    """Return what differences are measured by without seeds."""
-    if tolerances.exact:
-        return result.Basis(kind="exact")
-    by_tolerance = result.Basis(kind="tolerance")
-    if basis == "tolerance":
-        return by_tolerance
-    requested = basis == "precision" or any(precisions)
-    by_precision = precision_basis(
-        alignment.curves, precisions, settings, requested, alignment.letter
-    )
-    return by_precision or by_tolerance
 
 
 def _limits(

@@ -239,7 +239,7 @@ def _outliers(r: Floats, limit: float, spread: Scatter) -> Iterator[_Hit]:
         off = abs(r - spread.medians(r)[blocks])
         # Slow noise scatters less from point to point than over a block.
         sigma = np.maximum(spread.sigma, TO_SIGMA * spread.medians(off))[blocks]
-        far = off > np.maximum(_OUTLIER * sigma, tail_limit(off, FALSE_ALARMS))
+        far = off > np.maximum(_OUTLIER * sigma, tail_limit(off))
         yield from _single_points(r, beyond & far, "outlier")
 
 
@@ -353,14 +353,14 @@ def medians_of_windows(r: Floats, width: int) -> tuple[Ints, Floats]:
     return begins, np.median(windows, axis=1)
 
 
-def tail_limit(sizes: Floats, chance: float) -> float:
+def tail_limit(sizes: Floats) -> float:
     """Return what noise does not exceed, but for a chance, of points that are noise but for some.
 
     Up to a thirty-second of the points, those furthest off, may be anything else.
     """
     furthest = max(4, len(sizes) // 32)
     top = np.sort(sizes)[::-1][: max(64, 2 * furthest + 1)]
-    return extrapolated(top, len(sizes), furthest, (furthest + 1) / chance)
+    return extrapolated(top, len(sizes), furthest, (furthest + 1) / FALSE_ALARMS)
 
 
 def extrapolated(top: Floats, total: int, rank: int, odds: float) -> float:

@@ -143,8 +143,8 @@ def plan_evaluation(
     if version is None:
         # Cached scores can be shown without the harness, but their cache keys contain the harness
         # version that computed them.
-        records = [stored.record for stored in read_scores(target.store)[0]]
-        of_harness = [record for record in records if record.version != LOOP]
+        stored, _ = read_scores(target.store)
+        of_harness = [record for _, record in stored if record.version != LOOP]
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
         version = newest.version if newest else None
     return EvaluationPlan(remaining, validation, skipped, version, settings)
@@ -262,19 +262,19 @@ def suite_tables(
     stored, warnings = read_scores(target.store)
     checksums = {model.step: model.checksum for model in models}
     stored = [
-        score
-        for score in stored
-        if checksums.get(score.record.step, score.record.checkpoint) == score.record.checkpoint
+        (key, record)
+        for key, record in stored
+        if checksums.get(record.step, record.checkpoint) == record.checkpoint
     ]
     if plan.validation:
         row = SuiteTask(task=plan.validation.name)
         # The key depends on the limit: one key for each limit among the scores.
-        limits = {score.record.limit for score in stored}
+        limits = {record.limit for _, record in stored}
         keys = set()
         for limit in limits:
             settings = replace(plan.settings, limit=None if limit is None else int(limit))
             keys.add(replace(plan, settings=settings).request(row, Path()).key)
-        stored = [score for score in stored if score.record.task != row.task or score.key in keys]
+        stored = [(key, r) for key, r in stored if r.task != row.task or key in keys]
     return [suite_table(suite, stored, plan.settings.limit) for suite in plan.suites], warnings
 
 

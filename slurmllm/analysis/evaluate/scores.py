@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -65,12 +65,8 @@ class ScoreTable:
     sources: Mapping[str, str]  # name of a published model → where its figures were published
 
 
-@dataclass(frozen=True)
-class StoredScore:
-    """The scores of one file, and the cache key of its task (`request.task_key`)."""
-
-    key: str
-    record: EvaluationRecord
+# The scores of files, each with the cache key of its task (`request.task_key`)
+Stored = Sequence[tuple[str, EvaluationRecord]]
 
 
 def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
@@ -94,20 +90,18 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
 HELD_OUT = "held-out text"  # the group of `validation` in all shipped suites
 
 
-def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
+def read_scores(run: RunDir) -> tuple[Stored, list[str]]:
     """Return all scores of a run, and a warning for each unreadable file."""
     stored, warnings = [], []
     for path in run.evaluation_files():
         try:
-            stored.append(StoredScore(path.stem, EvaluationRecord.load(path)))
+            stored.append((path.stem, EvaluationRecord.load(path)))
         except SlurmllmError as error:
             warnings.append(f"ignoring {path}: {error}")
     return stored, warnings
 
 
-def suite_table(
-    located: LocatedSuite, stored: Sequence[StoredScore], limit: int | None = None
-) -> ScoreTable:
+def suite_table(located: LocatedSuite, stored: Stored, limit: int | None = None) -> ScoreTable:
     """Return the table of a suite, without rows that have no score.
 
     With `limit`, only scores of so many questions; else the scores of all questions, or where there
@@ -149,11 +143,9 @@ def _of(row: str, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float
     return {model: of_model[row] for model, of_model in figures.items() if row in of_model}
 
 
-def _matching(
-    folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
-) -> list[EvaluationRecord]:
+def _matching(folder: Path, task: SuiteTask, stored: Stored) -> list[EvaluationRecord]:
     """Return the scores of a task as the suite defines it, of any version of the harness."""
-    records = [(score.key, score.record) for score in stored if score.record.task == task.task]
+    records = [(key, record) for key, record in stored if record.task == task.task]
     # The key of `validation` depends on its text, which is not read here.
     if task.task.partition(":")[0] == VALIDATION:
         return [record for _, record in records]

@@ -231,11 +231,7 @@ class MergedLogs:
             for stage in selection.stages:
                 self._first[stage] = max((a.number for a in self._run.attempts(stage)), default=0)
         self._logs: dict[tuple[Stage, int, int], _RankLog] = {}
-        self._skipped: set[tuple[Stage, int, int]] = set()
-
-    def skip(self, stage: Stage, attempt: int, rank: int) -> None:
-        """Leave out a worker's log, which was printed from its node."""
-        self._skipped.add((stage, attempt, rank))
+        self.skipped = set[tuple[Stage, int, int]]()  # workers' logs, printed from their nodes
 
     def any_file(self) -> bool:
         """Return whether there is a log of any of the ranks."""
@@ -288,7 +284,7 @@ class MergedLogs:
                 logs[number] = []
                 for rank in filter(self._selection.includes, ranks):
                     key = (stage, number, rank)
-                    if key in self._skipped:
+                    if key in self.skipped:
                         continue
                     if key not in self._logs:
                         self._logs[key] = _RankLog(GrowingLog(self._run.worker_log(*key)), *key)
@@ -430,7 +426,7 @@ def _on_node(
         assert process.stdout is not None
         try:
             while line := process.stdout.readline(_LONGEST_LINE):
-                merged.skip(record.stage, record.attempt, rank)
+                merged.skipped.add((record.stage, record.attempt, rank))
                 content = text_of(line.removesuffix(b"\n"))
                 yield [RankLine(record.stage, record.attempt, rank, content)]
         finally:

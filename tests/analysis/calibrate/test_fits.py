@@ -108,10 +108,10 @@ def figures(hardware: Hardware) -> dict[str, Any]:
 
 
 def test_known_peaks_are_kept_and_shares_of_them_found() -> None:
-    result = hardware_of(list(made_up(TRUTH)), TASK, TRUTH, "here")
-    assert result.notes == ()
-    assert result.hardware.source == "here"
-    assert figures(result.hardware) == pytest.approx(figures(TRUTH), rel=0.001)
+    hardware, notes = hardware_of(list(made_up(TRUTH)), TASK, TRUTH, "here")
+    assert notes == ()
+    assert hardware.source == "here"
+    assert figures(hardware) == pytest.approx(figures(TRUTH), rel=0.001)
 
 
 def test_steps_of_a_gpu_show_what_its_memory_reaches() -> None:
@@ -121,14 +121,14 @@ def test_steps_of_a_gpu_show_what_its_memory_reaches() -> None:
     for efficiency in (0.4, 0.7):
         truth = fast.model_copy(update={"memory_efficiency": efficiency})
         measured = [*samples, *gpu_steps(truth)]
-        hardware = hardware_of(measured, TASK, TRUTH, "here").hardware
+        hardware = hardware_of(measured, TASK, TRUTH, "here")[0]
         assert hardware.memory_efficiency == pytest.approx(efficiency, rel=0.03)
         assert hardware.operator_us == pytest.approx(2.0, rel=0.01)
 
 
 def test_without_known_peaks_what_is_reached_is_the_same() -> None:
     rough = TRUTH.model_copy(update={"rough": True, "bf16_tflops": 9999.0})
-    hardware = hardware_of(list(made_up(TRUTH)), TASK, rough, "here").hardware
+    hardware = hardware_of(list(made_up(TRUTH)), TASK, rough, "here")[0]
     assert hardware.matrix_efficiency == hardware.network_efficiency == 1.0
     for name in ("node_link", "network", "memory"):
         reached = [
@@ -142,21 +142,21 @@ def test_without_known_peaks_what_is_reached_is_the_same() -> None:
 
 def test_one_lone_worker() -> None:
     alone = [s for s in made_up(TRUTH) if s.of not in GROUPS]
-    result = hardware_of(alone, TASK, None, "here")
-    assert [note.split(":")[0] for note in result.notes] == ["node_link_…", "network_…"]
-    assert result.hardware.network_gb_s == result.hardware.memory_gb_s
-    remaining = hardware_of(alone, TASK, TRUTH, "here")
-    assert (remaining.hardware.network_gb_s, remaining.hardware.network_latency_us) == (50.0, 30.0)
-    assert len(remaining.notes) == 2
+    hardware, notes = hardware_of(alone, TASK, None, "here")
+    assert [note.split(":")[0] for note in notes] == ["node_link_…", "network_…"]
+    assert hardware.network_gb_s == hardware.memory_gb_s
+    hardware, notes = hardware_of(alone, TASK, TRUTH, "here")
+    assert (hardware.network_gb_s, hardware.network_latency_us) == (50.0, 30.0)
+    assert len(notes) == 2
 
 
 def test_what_was_measured_is_no_longer_assumed() -> None:
     names = ("matrix_efficiency", "overlap", "network_efficiency", "node_link_efficiency")
     profile = TRUTH.model_copy(update={"assumed": names})
     everything = list(made_up(TRUTH))
-    assert hardware_of(everything, TASK, profile, "here").hardware.assumed == ("overlap",)
+    assert hardware_of(everything, TASK, profile, "here")[0].assumed == ("overlap",)
     node = [sample for sample in everything if sample.of != "network"]
-    assumed = hardware_of(node, TASK, profile, "here").hardware.assumed
+    assumed = hardware_of(node, TASK, profile, "here")[0].assumed
     assert assumed == ("overlap", "network_efficiency")
 
 
