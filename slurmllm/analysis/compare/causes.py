@@ -94,10 +94,8 @@ def _rank(
     resumes = [cause for cause in first if cause.kind == "resume"]
     first = _without_kinds_of(first, resumes)
     seen = _of_clues(clues, observation, b, letter)
-    for causes in (recorded, seen):  # a seed cannot make all differences
-        if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
-            evidence = f"{causes[0].evidence}; {remainder}"
-            causes[0] = causes[0].model_copy(update={"evidence": evidence})
+    _add_unexplained(recorded, observation, letter)
+    _add_unexplained(seen, observation, letter)
     if any(cause.confidence == "certain" for cause in recorded):
         return (*first, *recorded, *resumes)
     of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
@@ -114,6 +112,13 @@ def _rank(
     if undecided and not recorded and not first and not resumes:
         return (unknown, *seen)
     return (*first, *recorded, *resumes, *seen, unknown)
+
+
+def _add_unexplained(causes: list[Cause], observation: Observation, letter: str) -> None:
+    """Add to the evidence of another random seed the differences that a seed cannot make."""
+    if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
+        evidence = f"{causes[0].evidence}; {remainder}"
+        causes[0] = causes[0].model_copy(update={"evidence": evidence})
 
 
 def _has_likely(causes: Sequence[Cause]) -> bool:

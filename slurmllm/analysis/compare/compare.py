@@ -113,12 +113,7 @@ def compare(
         UserError: a precision that the basis needs is unknown.
     """
     tolerances = tolerances or Tolerances()
-    for curve in (a, b):
-        if "loss" not in curve.columns:
-            tags = list_tags(curve.tags or curve.columns)
-            raise RunError(
-                f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
-            )
+    _require_loss(a, b)
     matches = match_steps(a, b, shifts, by_step=axis == "step")
     a, b = matches[0].used, matches[1].used
     alignment = Alignment(a, b, axis, from_step, to_step, letter)
@@ -146,6 +141,15 @@ def compare(
         warnings += seed_band.warnings
     rules = _Rules(tolerances, measure, settings, limits, band)
     return _conclude(matches, alignment, metrics, rules, warnings)
+
+
+def _require_loss(*curves: Curve) -> None:
+    for curve in curves:
+        if "loss" not in curve.columns:
+            tags = list_tags(curve.tags or curve.columns)
+            raise RunError(
+                f"no loss in {curve.path}: there are {tags}; name it with --tag loss=TAG"
+            )
 
 
 @dataclass(frozen=True)
@@ -178,11 +182,10 @@ def _conclude(
     warnings: list[str],
 ) -> Comparison:
     """Compare the metrics; return verdict and causes. `warnings` are those of the steps before."""
-    a, b = alignment.curves
-    band = rules.band
-    deciding = [metrics[name].points for name in rules.limits]
+    (a, b), band = alignment.curves, rules.band
+    deciding = [metrics[name] for name in rules.limits]
     # The first step at which a metric is not bit-identical
-    changes = np.concatenate([points.steps[~points.same][:1] for points in deciding])
+    changes = np.concatenate([m.points.steps[~m.points.same][:1] for m in deciding])
     changed = min(changes.tolist(), default=math.inf)
     described = {
         name: statistics(metric.points, metric.signed, name not in RATES)
@@ -202,18 +205,12 @@ def _conclude(
         causes = explain(alignment, printed, rules.settings, results, rules.basis.kind)
     commands = sentences.command_differences(a, b)
     contrary = _contrary_settings(rules) if match else ()
-    warnings = commands + warnings + [f"the curves match although {text}" for text in contrary]
+    unexpected = (f"the curves match although {text}" for text in contrary)
     steps = metrics["loss"].points.steps
     identical = steps[steps < changed].tolist()
+    digits, shown = min(m.digits(alignment) for m in deciding), () if match else causes
     reason = sentences.reason(
-        verdict,
-        results,
-        rules.basis,
-        band,
-        () if match else causes,
-        alignment.letter,
-        steps,
-        min(metrics[name].digits(alignment) for name in rules.limits),
+        verdict, results, rules.basis, band, shown, alignment.letter, steps, digits
     )
     return Comparison.model_validate(
         result.compared_steps(matches, alignment)
@@ -234,7 +231,7 @@ def _conclude(
             "contrary_settings": contrary,
             "advice": _advice(alignment, metrics, rules, causes, results),
             "statistics": described,
-            "warnings": tuple(warnings),
+            "warnings": (*commands, *warnings, *unexpected),
         }
     )
 
