@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slurmllm.analysis.evaluate.validation_text import MAX_SEQUENCES
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import DataError
+from slurmllm.core.metrics.curves import Ints
 from slurmllm.core.metrics.row_reader import perplexity
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import single_sequences
@@ -100,5 +100,5 @@ def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:
     return model.eval()
 
 
-def _tensor(rows: Sequence[npt.NDArray[np.int64]], device: str) -> Tensor:
+def _tensor(rows: Sequence[Ints], device: str) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).to(device)

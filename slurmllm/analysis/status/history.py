@@ -14,19 +14,17 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from slurmllm.core.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.core.format import Texts
 from slurmllm.core.metrics.attempt_metrics import read_attempts
+from slurmllm.core.metrics.curves import Floats, Ints
 from slurmllm.core.metrics.merge import FileRows, join_columns
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.run.records import WAITS, AttemptRecord, JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, read_all
 from slurmllm.core.slurm.client import AccountingRow, SlurmClient, to_unix
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 _MOST_STEPS = 50_000_000
 _LONGEST_S = 1e10  # longer durations and later Unix times are damage
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld

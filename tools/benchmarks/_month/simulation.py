@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from _month.scenario import BREAKS_NODE, ENDINGS, Failure, FailureQuery, Scenario, draw
-from slurmllm.analysis.status.history import Floats, Incarnation, Ints, RunHistory, Steps
+from slurmllm.analysis.status.history import Incarnation, RunHistory, Steps
+from slurmllm.core.metrics.curves import Floats, Ints
 from slurmllm.core.run.records import AttemptRecord, EndingClass
 from slurmllm.launch.supervise.policy import decide, exclusion_hours, failing_nodes
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
