@@ -146,7 +146,7 @@ def _matrices(
 
 
 def _peak(profile: Hardware | None, name: str, fastest: float) -> float:
-    if profile is None or profile.rough:
+    if not profile or profile.rough:
         return fastest
     return max(fastest, float(getattr(profile, name)))
 

@@ -223,7 +223,7 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     # From the first point on, or from where the curves part: a resume may count a step twice.
     for since in dict.fromkeys([0, *differ[:1].tolist()]):
         rows = _same_rows(losses_a[since:], losses_b[since:], a.kind, b.kind)
-        if rows is not None:
+        if rows:
             row_a, row_b = (since + row for row in rows)
             count = min(len(steps_a) - row_a, len(steps_b) - row_b)
             apart = steps_a[row_a : row_a + count] != steps_b[row_b : row_b + count]

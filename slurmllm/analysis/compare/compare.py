@@ -167,7 +167,7 @@ def _limits(
     a: Curve, metrics: Mapping[str, _Metric], basis: result.Basis, tolerances: Tolerances
 ) -> dict[str, PrecisionLimits]:
     deciding = [name for name in (*METRICS, "param_norm") if name in metrics]
-    if basis.precisions is None:
+    if not basis.precisions:
         deciding = [name for name in deciding if name != "param_norm"]
         return {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
     by_name = {name: (metrics[name].points, metrics[name].signed) for name in deciding}
@@ -200,7 +200,7 @@ def _conclude(
         verdict = "equivalent"
     match = verdict != "differ"
     causes: tuple[Cause, ...] = ()
-    if not match or (verdict == "equivalent" and band is None):
+    if not match or (verdict == "equivalent" and not band):
         printed = {name: metric.printed for name, metric in metrics.items()}
         causes = explain(alignment, printed, rules.settings, results, rules.basis.kind)
     commands = sentences.command_differences(a, b)
@@ -348,7 +348,7 @@ def _departure_rule(
 
 def _lasting_fields(detected: DivergenceResult, steps: Ints) -> Json:
     lasting = detected.lasting
-    if lasting is None:
+    if not lasting:
         return {}
     return {
         "lasting_departure_step": int(steps[lasting.first]),

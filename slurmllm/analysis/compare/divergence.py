@@ -98,7 +98,7 @@ def detect_divergence(
     if not (abs(r) > tolerance).any():
         return result
     scattered = False
-    if spread is None or is_short:
+    if not spread or is_short:
         hits = [*_single_points(r, abs(r) > tolerance + 3 * rough, "pointwise")]
     elif after_identical:
         hits = [*_after_identical(r, tolerance, identical)]

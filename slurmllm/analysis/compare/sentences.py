@@ -55,9 +55,9 @@ def reason(
             return (
                 f"{' and '.join(metrics)} are the same at {everywhere}, as far as both logs show it"
             )
-        if band is None:
+        if not band:
             texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
-            if basis.precisions is not None:
+            if basis.precisions:
                 texts[0] = f"as {' and '.join(basis.precisions)}, {texts[0]}"
         else:
             spreads = [

@@ -147,7 +147,7 @@ def check_recovery(
 ) -> DrillResult:
     """Compare a run that had a fault, and has ended, with the reference."""
     attempts = load_attempts(run, "train")
-    if injection is None:
+    if not injection:
         never = "the injector never started there"
         injection = Injection(kind=kind, attempt=-1, node="", time=0.0, missed=never)
     hit = next((a for a in attempts if a.attempt == injection.attempt), None)
@@ -162,7 +162,7 @@ def check_recovery(
         recomputed = curve.overlap_rows
         if hit and not untested and _came_too_late(kind, curve, hit, steps):
             untested, faults = "the fault came after the last step", []
-        if unbroken is None:
+        if not unbroken:
             faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
         elif hit and not untested:
             resume = judge_resume(run, curve, unbroken, hit)
@@ -170,7 +170,7 @@ def check_recovery(
                 faults.append(f"{resume.text} ({resume.confidence_reason or resume.confidence})")
     except RunError as error:
         faults.append(str(error))
-    if unbroken is None:
+    if not unbroken:
         faults += _checkpoint_faults(run, steps)
     if untested:
         fix = "; use more --steps" if state == "done" else ""
@@ -248,7 +248,7 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
     """Return the recovery from the fault on, by phase; None if no step was completed since."""
     history, attempt = read_history(run), injection.attempt
     recovery = next((r for r in find_recoveries(history) if r.attempt == attempt), None)
-    if recovery is None or recovery.seconds is None:
+    if not recovery or recovery.seconds is None:
         return None
     hit = history.steps.get(attempt)
     broken = next(a for a in history.attempts if a.stage == "train" and a.attempt == attempt)

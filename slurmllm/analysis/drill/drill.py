@@ -293,7 +293,7 @@ class Drill:
             self.progress(f"{copy}: starting")
             self.runner.start(run, self.plan.nodes)
             while True:
-                if kind is not None and injector is None:
+                if kind is not None and not injector:
                     injector = self._start_injector(run, kind)
                 if kind == "first_node" and injector and injector.poll() is not None:
                     injection = Injection.find(run.drill)

@@ -265,14 +265,14 @@ def select_models(
             warnings += [
                 f"skipping step {entry.step}: {'; '.join(entry.faults or ())}"
                 for entry in entries
-                if entry.manifest is None
+                if not entry.manifest
             ]
             warnings += [f"skipping step {step}: {why}" for step, why in invalidated.items()]
             if not selected:
                 newest_verified(run)  # raises the error that names the faults
         elif choice == "latest":
             newest = _model(complete[max(complete)]) if complete else None
-            if newest is None or not is_cached(newest):
+            if not newest or not is_cached(newest):
                 directory, skipped = newest_verified(run)
                 newest = replace(_model(read_entry(directory)), verified=True)
                 warnings += [f"{fault}; skipped" for fault in skipped]

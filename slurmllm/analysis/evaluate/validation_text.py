@@ -38,7 +38,7 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
         return ValidationText(
             run.path if run else None, corpus.absolute(), f"{VALIDATION}:{corpus.name}"
         )
-    if run is None:
+    if not run:
         raise UserError(
             "validation needs text that the model was not trained on; name it: "
             "--validation-corpus FILE"

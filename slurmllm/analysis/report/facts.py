@@ -119,7 +119,7 @@ class RunFacts:
             return "log"
         newest = int(self.curve.attempts.max()) if self.curve else -1
         if not self.train or newest > self.train[-1].attempt:  # its record is missing
-            if self.curve is None:
+            if not self.curve:
                 return "not started"
             return "done" if self.steps == self.planned_steps else "open"
         last = self.train[-1]
@@ -149,7 +149,7 @@ class RunFacts:
     @property
     def steps(self) -> int:
         """The last step that the run kept; the number of steps of a log that begins with step 0."""
-        if self.curve is None:
+        if not self.curve:
             return 0
         return int(self.curve.steps[-1]) + (self.kind != "run" and int(self.curve.steps[0]) == 0)
 
@@ -159,7 +159,7 @@ class RunFacts:
 
     @property
     def tokens(self) -> int | None:
-        if self.curve is None:
+        if not self.curve:
             return None
         last = self.curve.positions("tokens")[-1]
         return int(last) if np.isfinite(last) else None
@@ -204,7 +204,7 @@ class RunFacts:
         return self.tokens / self.usd if self.tokens and self.usd else None
 
     def _last(self, metric: str) -> float | None:
-        if self.curve is None:
+        if not self.curve:
             return None
         _, values = self.curve.series(metric)
         finite = values[abs(values) < float("inf")]
@@ -224,7 +224,7 @@ class ScalingRow(NamedTuple):
     def degrees(self) -> tuple[int | None, int | None, int | None]:
         """Tensor, pipeline and data parallelism on these nodes."""
         mesh, workers = self.facts.mesh, self.rate.workers
-        if mesh is None:
+        if not mesh:
             return None, None, None
         # The plan is of the last submission: on other nodes only data parallelism differs.
         replica = mesh.tensor * mesh.pipeline

@@ -367,7 +367,7 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
     figure, limits = CurveFigure("GB"), set()
     for number, facts in enumerate(runs):
         measured = [e for e in facts.events if e.kind == "memory" and "peak_bytes" in e.values]
-        if not measured or facts.curve is None:
+        if not measured or not facts.curve:
             continue
         peaks = np.array([event.values["peak_bytes"] / 1e9 for event in measured])
         limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}

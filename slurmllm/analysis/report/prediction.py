@@ -145,7 +145,7 @@ def _config(run: RunDir, cluster: str | None) -> RunConfig:
         if (run_value := getattr(run_config.cluster, name))
         != (value := getattr(config.cluster, name))
     ]
-    if config.cluster.hardware is None:
+    if not config.cluster.hardware:
         faults.append(
             f"cluster.hardware: missing in profile {config.cluster.name}; --cluster PROFILE takes "
             "another's, and `slurmllm calibrate --out FILE.yaml` measures one"
@@ -168,7 +168,7 @@ def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[Predi
     late = _OPTIMIZER[candidate.config.backend]
     early = [name for name in predicted if name not in late]
     yield _row("data wait", 0.0, steady.data_wait_s, "s")
-    if steady.split is None:
+    if not steady.split:
         # A Neuron device computes while the host waits for data.
         waited_s = 0.0 if candidate.config.cluster.device == "neuron" else steady.data_wait_s
         note = f"not measured separately: {_listed(predicted, predicted)}"

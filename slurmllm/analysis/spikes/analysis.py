@@ -168,7 +168,7 @@ class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
         rows: list[Texts] = []
         for spike in sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:SHOWN]:
             coincident = [] if spike.restart is None else [f"restart at {spike.restart}"]
-            if spike.skipped is not None:
+            if spike.skipped:
                 coincident.append(f"batches {spike.skipped[0]}–{spike.skipped[1]} skipped")
             rows.append(
                 (

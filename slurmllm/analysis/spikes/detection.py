@@ -317,7 +317,7 @@ def _clauses(analysis: SpikeAnalysis, rising: bool) -> Iterator[str]:
         return
     yield from _describe_spikes(analysis)
     growth = analysis.growth
-    if growth is None:
+    if not growth:
         return
     if rising:
         yield (

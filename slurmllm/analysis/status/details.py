@@ -228,7 +228,7 @@ def _compiling_s(
     if state == "precompiling":
         open_attempts = [a for a in load_attempts(run, "precompile")[-1:] if a.ended_at is None]
         return max((time.time() - a.started_at for a in open_attempts), default=None)
-    if progress is None or progress.phase != "first_step":
+    if not progress or progress.phase != "first_step":
         return None
     return progress.unchanged_s
 
@@ -292,7 +292,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     first = min(primary, key=lambda failure: failure.time, default=None)
     folder = record.files(run)
     hang = HangRecord.find(folder.hang) if record.ending in (None, "hang") else None
-    if hang and (first is None or first.time >= hang.found_at):
+    if hang and (not first or first.time >= hang.found_at):
         locations = read_locations(folder)
         rank = next(iter((*outliers(locations), *hang.behind)), None)
         hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
@@ -301,7 +301,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
             rank = locations[rank].worker
         name = "" if rank is None else node_of(record, rank)
         return Culprit(record, rank, name, tuple(hang_facts), stacks=bool(locations))
-    if record.launch_failure is not None and not failures:  # before any worker
+    if record.launch_failure and not failures:  # before any worker
         return Culprit(record, None, "", ())
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
     lost = [name for name in silent if name in record.blamed_nodes]
@@ -330,7 +330,7 @@ def _most_likely(
     """Return the worker whose log names a cause; else the first ended by a signal, or the first."""
     for worker in failed:
         line = cause_line(last_lines(run, record, worker.rank, _SEARCHED_LINES))
-        if line is not None and line[1] not in ("lost_peer", "connection"):
+        if line and line[1] not in ("lost_peer", "connection"):
             return worker
     return next((worker for worker in failed if worker.code < 0), failed[0])
 

@@ -346,7 +346,7 @@ def node_log_command(
     if rank == 0 or not node or record.ended_at is not None:
         return None
     node_record = NodeRecord.find(record.files(run).node(node))
-    if node_record is None or node_record.log_folder is None or rank in node_record.exit_codes:
+    if not node_record or node_record.log_folder is None or rank in node_record.exit_codes:
         return None
     tail = ["tail", f"--lines={lines or '+1'}"]
     if follow:
@@ -415,7 +415,7 @@ def _on_node(
         record = selection.newest_attempt()
         if record and (record.stage, record.attempt) not in printed:
             command = node_log_command(selection.run, record, rank, lines, follow)
-    if command is None or record is None:
+    if not command or not record:
         return False
     printed.add((record.stage, record.attempt))
     try:
@@ -438,7 +438,7 @@ def _on_node(
 def _warn_of_missing_logs(selection: LogSelection) -> None:
     with suppress(StorageError):
         record = selection.newest_attempt()
-        if record is None or record.ended_at is not None:
+        if not record or record.ended_at is not None:
             return
         logs = ranks_with_logs(selection.run, record.stage, record.attempt)
         selected = filter(selection.includes, range(1, record.world_size))
@@ -460,12 +460,12 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
     with suppress(StorageError):
         record = selection.newest_attempt()
     node = node_of(record, rank) if record and rank is not None else ""
-    if follow and record is None:
+    if follow and not record:
         log.warning("%s has no logs yet: %s", run.name, state())
         return None
     if follow and (rank is None or node):
         return None
-    if record is None or not (rank and node):
+    if not record or not (rank and node):
         attempts = ", ".join(str(attempt.number) for attempt in run.attempts(stage))
         listed = ranks_with_logs(run, stage, record.attempt) if record else "none"
         logs = f"such logs ({stage} attempts: {attempts}; ranks with a log: {listed})"

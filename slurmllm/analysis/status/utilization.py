@@ -109,7 +109,7 @@ def _incarnations(
             (max(s.start - opened_at, opened_at - s.end, 0.0), -s.start, s) for s in starts
         )
         nearest = min(distances, key=lambda distance: distance[:2], default=None)
-        if nearest is not None and nearest[0] <= _SLACK_S:
+        if nearest and nearest[0] <= _SLACK_S:
             incarnation = nearest[2]
         if incarnation in opened_in:
             earlier = attempts[opened_in.index(incarnation)]

@@ -131,7 +131,7 @@ def state_of(run: RunDir) -> State:
     """Return the state of a run by the record of its last train attempt."""
     attempts = run.attempts("train")
     last = AttemptRecord.find(attempts[-1].record) if attempts else None
-    if last is None or last.action in (None, *CONTINUES) or last.ending == "superseded":
+    if not last or last.action in (None, *CONTINUES) or last.ending == "superseded":
         return "running"
     if last.action == "finish":
         return "finished"

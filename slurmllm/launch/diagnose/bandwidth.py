@@ -93,7 +93,7 @@ def measure_with_torch(
     last_line = "no output"
     for _, output in read_lines(processes, LIMIT_S, stop):
         line = ProbeLine.parse(output)
-        if line is None or line.gb_s is None:
+        if not line or line.gb_s is None:
             last_line = output.strip() or last_line
         elif line.node:
             by_node[nodes.nodes[int(line.node)]] = line.gb_s

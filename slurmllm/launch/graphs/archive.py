@@ -296,7 +296,7 @@ def install_archive(
         if broadcast:
             with suppress(OSError, ValueError):  # missing, partial or another's
                 stream = open_archive(broadcast, manifest.archive_sha256)
-        if stream is None:
+        if not stream:
             source = run.graphs_archive(manifest.archive)
             origin = "shared"
             try:

@@ -132,7 +132,7 @@ def has_all_graphs(
     manifest = None
     with suppress(StorageError):  # damaged: compile again
         manifest = GraphManifest.find(run.graphs_manifest)
-    if manifest is None or not manifest.complete or manifest.rejected:
+    if not manifest or not manifest.complete or manifest.rejected:
         return False
     fingerprint = None
     with suppress(SlurmllmError):
