@@ -26,7 +26,6 @@ from slurmllm.analysis.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.analysis.drill.plan import DrillPlan
 from slurmllm.analysis.status.runs import run_state
 from slurmllm.core.config.load import load, save
-from slurmllm.core.config.resolve import change
 from slurmllm.core.errors import (
     CodeError,
     NodeError,
@@ -275,8 +274,7 @@ class Drill:
         except OSError as error:
             raise StorageError(f"cannot create {run.path}: {error.strerror or error}") from error
         self.copies.append(run)
-        overrides = FAULTS[kind].overrides if kind is not None else ()
-        save(change(self.plan.config, None, overrides) if overrides else self.plan.config, run)
+        save(self.plan.config_of(kind), run)
         if self.plan.run.excluded.is_file():  # the copies exclude the same nodes
             write_atomic(run.excluded, read_limited(self.plan.run.excluded).decode())
         return run

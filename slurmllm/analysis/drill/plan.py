@@ -62,6 +62,11 @@ class DrillPlan:
         """The name of a copy: `reference`, or that of a kind of fault."""
         return f"{self.run.name}-drill-{self.number}-{copy}"
 
+    def config_of(self, kind: FaultKind | None) -> RunConfig:
+        """The configuration of a copy; None: of the reference."""
+        overrides = FAULTS[kind].overrides if kind else ()
+        return change(self.config, None, overrides) if overrides else self.config
+
     def fault(self, kind: FaultKind, nodes: Sequence[str]) -> FaultSpec:
         """Return step and victim of a fault, the same for the same seed and nodes."""
         generator = random.Random(f"{self.seed} {kind}")  # noqa: S311 (repeatable, no secret)

@@ -113,7 +113,7 @@ def test_absent_packages_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     required = ["click>=8.1", "rich>=13", "gone>=1", "torch>=2.9", "ruff>=0.6; extra == 'dev'"]
     assert login_node.packages_finding().status == "ok"
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
-    distributions(monkeypatch, tmp_path, {"click": "8.1", "rich": "13"})
+    distributions(monkeypatch, tmp_path, {"slurmllm": "0.1", "click": "8.1", "rich": "13"})
     finding = login_node.packages_finding()
     assert (finding.status, finding.value) == ("fail", "missing: gone")
 
