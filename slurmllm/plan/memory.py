@@ -158,6 +158,7 @@ class _StepMemory:
         self.own_tokens = self.tokens // (mesh.tensor if config.recipe.parallel.sequence else 1)
         self.hidden = self.model.hidden_size
         self.bytes = formats(config).computed
+        self.gathered = self.tokens * self.hidden * self.bytes  # activations between two blocks
 
     def activations(self) -> int:
         """Return what all blocks of this worker, and the final norm, keep."""
@@ -208,8 +209,7 @@ class _StepMemory:
         logits = at_once * rows * (self.bytes + copies)
         sums = rows * self.hidden * (_FP32 + self.bytes)
         in_parts = at_once < self.tokens and self.bytes == _BF16
-        hidden = self.tokens * self.hidden * self.bytes
-        return max(hidden + logits + gradients + (sums if in_parts else 0), 2 * gradients)
+        return max(self.gathered + logits + gradients + (sums if in_parts else 0), 2 * gradients)
 
     def block(self) -> int:
         """Return the need of a block's backward pass: its widest gradients, and a matrix's."""
@@ -220,7 +220,7 @@ class _StepMemory:
         if "block" in self.train.recomputed:
             recomputed = self._block()
         elif "mlp" in self.train.recomputed:  # and its gathered input
-            recomputed = self._feed_forward() + self.tokens * self.hidden * self.bytes
+            recomputed = self._feed_forward() + self.gathered
         return passing + matrix + recomputed
 
     def receive_buffers(self) -> int:
@@ -249,8 +249,7 @@ class _StepMemory:
         )
         # Both norms' results are inputs of matrices, which gather them; a recomputed feed-forward
         # layer keeps its own input.
-        gathered = self.tokens * self.hidden * self.bytes
-        norms += gathered + (self._stream() if "mlp" in recomputed else gathered)
+        norms += self.gathered + (self._stream() if "mlp" in recomputed else self.gathered)
         shared = queries + 2 * keys + queries  # of qkv, and what attention gives
         if model.rotary_pct > 0 and not {"core", "block"} & {*recomputed}:
             shared += queries + keys

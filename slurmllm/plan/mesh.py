@@ -105,15 +105,15 @@ class Mesh:
 
     def size_json(self) -> dict[str, int]:
         """Return what is known of the mesh of another project's trainer."""
-        size = {"nodes": self.nodes, "devices_per_node": self.devices_per_node}
-        return {**size, "world_size": self.world_size}
+        names = ("nodes", "devices_per_node", "world_size")
+        return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of plan.json; null for a micro batch that is not measured yet."""
         values = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
-        unknown = ("micro_batch", "accumulation") if self.unmeasured else ()
-        del values["unmeasured"]
-        return {**values, **dict.fromkeys(unknown)}
+        if values.pop("unmeasured"):
+            values |= {"micro_batch": None, "accumulation": None}
+        return values
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:

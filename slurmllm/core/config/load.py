@@ -121,8 +121,9 @@ class LenientConfig:
     @property
     def model(self) -> ModelConfig | None:
         """The model; None if it is unknown, as that of a command."""
-        recipe = None if self.config is None else self.config.recipe
-        return recipe.model if recipe is not None and recipe.worker.has_model else None
+        if self.config is None or not self.config.recipe.worker.has_model:
+            return None
+        return self.config.recipe.model
 
     def text(self, path: str) -> str | None:
         value = (self.values or {}).get(path)

@@ -122,8 +122,6 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
         display = MASK if is_secret(path[4:], value) else repr(value)
         reason = (
             f"{display}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
-        )
-        reason += (
             "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
         )
         also = ", or the cluster profile's env"

@@ -115,10 +115,12 @@ class RunConfig:
         # Not its default, which would be set for whoever reads it: a trainer's files are kept.
         if not has_model and self.is_set(KEEP):
             recipe["checkpoint"] = {"keep": self.recipe.checkpoint.keep}
-        cluster = self.cluster.model_dump(mode="json")
-        cluster["env"] = mask(self.cluster.env)
         mirrors = self.cluster.data_mirrors.items()
-        cluster["data_mirrors"] = {begin: hide_passwords(url) for begin, url in mirrors}
+        cluster = {
+            **self.cluster.model_dump(mode="json"),
+            "env": mask(self.cluster.env),
+            "data_mirrors": {begin: hide_passwords(url) for begin, url in mirrors},
+        }
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
     to_dict = values  # as other public records name it
@@ -312,7 +314,8 @@ def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
     settings = []
     for item in overrides:
         dotted, equals, literal = item.partition("=")
-        section, _, name = dotted.strip().rpartition(".")
+        dotted = dotted.strip()
+        section, _, name = dotted.rpartition(".")
         if not equals and name and section in ("env", "cluster.env"):
             # The value is this process's own: every user could read it on the command line.
             equals = "="
@@ -320,10 +323,9 @@ def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
             if not literal:
                 faults.append(f"--set {item}: {name} is not set here; `export {name}=…` first")
                 continue
-        if not equals or not all(dotted.strip().split(".")):
+        if not equals or not all(dotted.split(".")):
             faults.append(f"--set {item!r}: expected path=value, such as optim.lr=1e-4")
             continue
-        dotted = dotted.strip()
         # An environment variable is text even if it looks like YAML: 1, true, 007, empty.
         value = literal if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(literal)
         if dotted == "model" and isinstance(value, str):

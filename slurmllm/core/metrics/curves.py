@@ -213,9 +213,15 @@ class Curve:
             name: [value if math.isfinite(value) else None for value in column.tolist()]
             for name, column in self.columns.items()
         }
-        texts = {"name": self.name, "path": str(self.path), "warnings": list(self.warnings)}
-        rows = {"steps": self.steps.tolist(), "attempts": self.attempts.tolist()}
-        return {**texts, **rows, "metrics": columns, "settings": dict(self.settings)}
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "warnings": list(self.warnings),
+            "steps": self.steps.tolist(),
+            "attempts": self.attempts.tolist(),
+            "metrics": columns,
+            "settings": dict(self.settings),
+        }
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row for each step, with its attempt and a column for each metric."""
@@ -252,10 +258,10 @@ def bit_identical(a: Floats, b: Floats) -> Flags:
     return same
 
 
-def describe_ranges(ranges: Ranges, limit: int = 3) -> str:
+def describe_ranges(ranges: Ranges) -> str:
     """Format ranges of steps: "12, 40–43, 50–60 and 7 more ranges"."""
-    spans = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:limit]]
-    more = len(ranges) - limit
+    spans = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:3]]
+    more = len(ranges) - 3
     return ", ".join(spans) + (f" and {more} more ranges" if more > 0 else "")
 
 

@@ -228,7 +228,7 @@ def _continue_steps(log: Log, metrics: Tags) -> Log:
 
     log = replace(log, series={tag: moved(s) for tag, s in log.series.items()})
     first = resumes[0]
-    location = log.location(resumes[0].order)
+    location = log.location(first.order)
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
     message = (
         f"the steps begin again at {loss.steps[starts[0]]} ({location}{more}), and "

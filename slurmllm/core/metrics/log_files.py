@@ -22,7 +22,7 @@ from slurmllm.core.metrics.row_logs import TAG_CSV, JsonReader, TableReader, jso
 from slurmllm.core.metrics.row_reader import parse_row
 from slurmllm.core.metrics.tags import FILES, TABLES, TEXTS, Tags
 from slurmllm.core.metrics.text_logs import TextReader
-from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
+from slurmllm.core.run.file_formats import foreign_format
 from slurmllm.core.run.safe_files import (
     LONGEST_LINE,
     open_regular,
@@ -70,13 +70,12 @@ class LogFile:
         is_same_file = state[0] == self._state[0]
         head = self._read_head()
         repeated = 0
-        if not is_same_file or state[1] < self._offset or head != self._head:
+        is_rewritten = not is_same_file or state[1] < self._offset or head != self._head
+        if is_rewritten:
             if is_same_file and self._head:  # Lightning's CSVLogger writes all with a new column
                 repeated = self._count
-            self.reader = make_reader(self._path, self._tags)
-            self._offset = 0
             self._count = 0
-        elif self.reader.is_document:
+        if is_rewritten or self.reader.is_document:
             self.reader = make_reader(self._path, self._tags)
             self._offset = 0
         self._offset = feed(self.reader, self._path, [], self._offset)
@@ -176,8 +175,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     Raises RunError if a .gz is not gzip, and of a format that is not text.
     """
     stream = open_regular(path)
-    begin = stream.read(HEAD_BYTES)
-    stream.seek(0)
+    begin = stream.peek()
     if refusal := foreign_format(str(path), begin, {".gz": "gzip"}.get(path.suffix, "")):
         stream.close()
         raise RunError(refusal)

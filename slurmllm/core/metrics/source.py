@@ -70,9 +70,9 @@ def locate(source: str, root: Path) -> Path:
                 or split_log_files(folder)
             ):
                 return folder
-        for name in _LOGS_IN_FOLDERS if path.is_dir() else ():
-            if logs := sorted(path.glob(name)):
-                return logs[0]
+        for name in _LOGS_IN_FOLDERS:
+            if (path / name).exists():
+                return path / name
         if path.is_dir():
             raise RunError(
                 f"{path} holds no metrics: neither metrics/attempt_NNN.jsonl nor TensorBoard "
@@ -318,9 +318,9 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
     settings = {**_read_mapping(run.config, warnings)}
     settings.pop("origin", None)
     cluster = settings.get("cluster")
-    settings["cluster"] = {}
-    if isinstance(cluster, dict):
-        settings["cluster"] = {name: cluster.get(name) for name in _CLUSTER_SETTINGS}
+    settings["cluster"] = (
+        {name: cluster.get(name) for name in _CLUSTER_SETTINGS} if isinstance(cluster, dict) else {}
+    )
     versions = _read_mapping(run.graphs_manifest, warnings).get("versions")
     if versions is None:  # it has no graphs: those of a node of the last attempt
         try:

@@ -133,10 +133,9 @@ class TextReader(LogReader):
             self._number += not self._continued
 
     def _read_line(self, content: str) -> None:
-        rank = ""
-        line = content
         stamp = content
         if self._pattern is not None:
+            rank = ""
             # A user's expression may need the square of a line's length, or of its digits.
             line = _LONG_NUMBER.sub(r"\1", content[:_LONGEST_SEARCHED])
         else:

@@ -64,8 +64,11 @@ def container_faults(cluster: Cluster, local: bool) -> list[str]:
     path = "cluster.container"
     if container is None:
         return []
-    missing = [str(file) for file in paths_of(container) if not file.exists()]
-    faults = [f"{path}: {file} does not exist; correct image and mounts" for file in missing]
+    faults = [
+        f"{path}: {file} does not exist; correct image and mounts"
+        for file in paths_of(container)
+        if not file.exists()
+    ]
     if local and container.srun_runs_it:
         faults.append(f"{path}.runtime: pyxis needs srun; leave out --local, or set another one")
     return faults

@@ -161,8 +161,7 @@ def test_what_a_run_directory_tells_of_the_training(tmp_path: Path) -> None:
         "of_a_newer_version.deep.er": 1,
         "backend": "native",
         "cluster.name": "local",
-        "cluster.device": None,
-        "cluster.instance_type": None,
+        **dict.fromkeys(("cluster.device", "cluster.devices_per_node", "cluster.instance_type")),
     }
     assert curve.nodes == {0: ("n1", "n2")}
     assert curve.positions("samples").tolist() == [16.0 * step for step in range(1, 6)]

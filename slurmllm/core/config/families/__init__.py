@@ -66,8 +66,6 @@ def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
     if name in FAMILIES:
         return FAMILIES[name]
     if not plugins.is_known("models", name):
-        if not modules:
-            return None
         plugins.import_modules(modules)
         if not plugins.is_known("models", name):
             return None
