@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
@@ -169,11 +171,17 @@ def _status(record: NodeHealth) -> str:
 @click.command()
 @options.cluster
 @options.job_options("partition", partition=_PARTITION)
+@click.option("--recipe", metavar="RECIPE", help="Compare the free space with its checkpoints.")
 @options.runs_dir
 @options.as_json
 @click.pass_context
 def doctor(
-    ctx: click.Context, cluster: str | None, partition: str | None, runs_dir: Path, as_json: bool
+    ctx: click.Context,
+    cluster: str | None,
+    partition: str | None,
+    recipe: str | None,
+    runs_dir: Path,
+    as_json: bool,
 ) -> None:
     """Check this installation, Slurm and the runs folder.
 
@@ -184,6 +192,7 @@ def doctor(
     """
     from slurmllm.core.config.profiles import choose_cluster
     from slurmllm.core.config.resolve import resolve
+    from slurmllm.core.run.records import Finding
     from slurmllm.core.slurm.client import COMMANDS, SlurmClient
     from slurmllm.launch.diagnose import exit_code
     from slurmllm.launch.diagnose.login_node import (
@@ -192,28 +201,42 @@ def doctor(
         profile_finding,
         slurm_findings,
     )
-    from slurmllm.launch.diagnose.storage import storage_findings
+    from slurmllm.launch.diagnose.storage import checkpoints_bytes, storage_findings
 
-    # A profile is resolved together with a recipe, which is not used here.
-    profile = resolve("tiny_neox", cluster).cluster
-    client = SlurmClient()
+    # A profile is resolved together with a recipe.
+    config = resolve(recipe or "tiny_neox", cluster)
+    run_bytes = None
+    if recipe is not None:
+        config.recipe.require_training("--recipe", "name a recipe of a model")
+        run_bytes = checkpoints_bytes(config)
+    profile, client = config.cluster, SlurmClient()
     with_slurm = len(client.missing_commands()) < len(COMMANDS)
-    findings = [
-        profile_finding(profile, choose_cluster(cluster)[1]),
-        *installation_findings(profile),
-        *container_findings(profile, client),
-        *slurm_findings(client, profile, partition),
-        *storage_findings(runs_dir, profile, with_slurm),
-    ]
+    checks = {
+        "profile": [profile_finding(profile, choose_cluster(cluster)[1])],
+        "this Python": installation_findings(profile),
+        "the container": container_findings(profile, client),
+        "Slurm": slurm_findings(client, profile, partition),
+        "the runs folder": storage_findings(runs_dir, profile, with_slurm, run_bytes),
+    }
+    findings = list[Finding]()
+    with Console(stderr=True).status("") as status:  # on a terminal only
+        for part, group in checks.items():
+            status.update(f"checking {part}")
+            findings += group
     code = exit_code(findings)
     if as_json:
         keys = ("name", "state", "found", "remedy", "blame")
         values = ((f.check, f.status, f.value, f.fix, f.blame) for f in findings)
-        checks = [dict(zip(keys, row, strict=True)) for row in values]
-        options.echo_json({"cluster": profile.name, "exit_code": code, "checks": checks})
+        found = [dict(zip(keys, row, strict=True)) for row in values]
+        options.echo_json({"cluster": profile.name, "exit_code": code, "checks": found})
     else:
         click.echo(f"cluster profile {profile.name}")
-        rows = ((f.status, f.check, str(f.value)) for f in findings)
+        rows = list[tuple[str, str, str]]()
+        # Checks that one reason leaves out are one row.
+        for (state, value), alike in groupby(findings, lambda f: (f.status, str(f.value))):
+            first, *others = (finding.check for finding in alike)
+            name = f"{first} and {len(others)} more" if others else first
+            rows.append((state, name, value))
         print_table(("state", "check", "found"), rows, fold="found")
         echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
         statuses = [finding.status for finding in findings]

@@ -273,7 +273,8 @@ def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None 
         _ = site.nodes
     except SlurmError as error:
         fix = "`scontrol ping`; --local does without Slurm"
-        yield fail("slurm controller", str(error), fix=fix)
+        # scontrol prints a line for each step that failed; the last one is the reason.
+        yield fail("slurm controller", str(error).rpartition("scontrol: ")[2], fix=fix)
         for check in _CONTROLLER_CHECKS:
             yield skipped(check, "slurmctld is unreachable")
         return

@@ -14,19 +14,21 @@ from pathlib import Path
 import psutil
 
 from slurmllm.core.config.cluster import GIB, Cluster
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.format import format_names
 from slurmllm.core.run.rundir import is_run, storage_errors, write_atomic
 from slurmllm.core.run.safe_files import os_error_text, replaceable_error, untrusted_error
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.launch.diagnose import Findings, fail, judge, ok, skipped, unfit, warn
+from slurmllm.plan.parameters import parameters
+from slurmllm.plan.step import formats
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).
 SHARED_TYPES = {"9p", "afs", "ceph", "cifs", "nfs", "nfs4", "smb3", "virtiofs"}
 SHARED_TYPES |= {"beegfs", "glusterfs", "gpfs", "lustre", "panfs", "pvfs2", "wekafs"}
 SHARED_TYPES |= {f"fuse.{kind}" for kind in ("ceph", "glusterfs", "juicefs", "sshfs", "weka")}
-WARN_FREE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
 MIN_FREE_BYTES = GIB
 # Every attempt, checkpoint and node writes records with fsync, some of them while a save waits.
 SLOW_WRITE_S = 0.25
@@ -116,10 +118,19 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
         yield ok("shared file system", seconds, limit or "")
 
 
-def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Findings:
+def checkpoints_bytes(config: RunConfig) -> int:
+    """Return what the checkpoints of a run take: weights and two moments, `keep` + 1 times."""
+    numbers = 3 * parameters(config.recipe.model)
+    return numbers * formats(config).stored * (config.recipe.checkpoint.keep + 1)
+
+
+def storage_findings(
+    runs: Path, cluster: Cluster, with_slurm: bool, run_bytes: int | None
+) -> Findings:
     """Check on the login node the folder of all runs.
 
-    `runs` need not exist yet; with Slurm, the nodes of the cluster must share it.
+    `runs` need not exist yet; with Slurm, the nodes of the cluster must share it. `run_bytes` are
+    those that a run's checkpoints will take.
     """
     # May be a file, whose use as a folder then fails below.
     existing = next(path for path in (runs, *runs.parents) if path.exists())
@@ -148,7 +159,7 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Findings
             mode = stat.S_IMODE(writable[0].stat().st_mode)
             fix = f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}"
         yield judge("runs folder", state, fix)
-        yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
+        yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm, run_bytes)
 
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:
@@ -166,7 +177,7 @@ def _writable_runs(runs: Path, group: str | None) -> list[Path]:
 
 
 def _runs_folder_findings(
-    folder: Path, write_s: float, ahead_s: float, with_slurm: bool
+    folder: Path, write_s: float, ahead_s: float, with_slurm: bool, run_bytes: int | None
 ) -> Findings:
     kind, point = file_system(folder.resolve())
     state = f"{kind}, mounted at {point}"
@@ -179,9 +190,11 @@ def _runs_folder_findings(
     fix = ""
     if free < MIN_FREE_BYTES:
         fix = "free some; a full disk stops a run"
-    elif free < WARN_FREE_BYTES:
-        fix = "a checkpoint of neox_20b takes 115 GiB"
+    elif run_bytes is not None and free < run_bytes:
+        fix = f"the recipe's checkpoints take {run_bytes / GIB:,.1f} GiB (checkpoint.keep + 1)"
     state = f"{free / GIB:,.1f} GiB free"
+    if run_bytes is None:
+        state += "; --recipe RECIPE compares it with a run's checkpoints"
     yield judge("free space", state, fix, fail if free < MIN_FREE_BYTES else warn)
     fix = "a faster file system; saves and records wait for it" if write_s > SLOW_WRITE_S else ""
     state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"

@@ -141,7 +141,7 @@ MOUNTS = {"/": "ext4", "/fsx": "lustre", "/home": "nfs4", "/my disk": "xfs"}
 
 
 def look_at(runs: Path, with_slurm: bool = True) -> dict[str, Finding]:
-    return {f.check: f for f in storage.storage_findings(runs, profile(), with_slurm)}
+    return {f.check: f for f in storage.storage_findings(runs, profile(), with_slurm, 2 * 2**30)}
 
 
 def test_the_file_system_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_refusing_file_system_fails_and_the_rest_is_skipped() -> None:
 
 @pytest.mark.parametrize(
     ("free_gib", "state", "blame"),
-    [(0.5, "fail", "infrastructure"), (50, "warn", None), (5000, "ok", None)],
+    [(0.5, "fail", "infrastructure"), (1.5, "warn", None), (5000, "ok", None)],
 )
 def test_free_space(
     free_gib: float, state: str, blame: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
