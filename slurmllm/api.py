@@ -235,8 +235,10 @@ def _run_to_end(run: SubmittedRun) -> SubmittedRun:
     code = run.exit_code or errors.EXIT_OK
     if code not in (errors.EXIT_OK, errors.EXIT_INTERRUPTED, errors.EXIT_REQUEUE):
         reason = read_status(str(run.path)).reason or f"exit code {code}"
-        fix = f"`slurmllm logs {run.name}` shows more, `slurmllm resume {run.name}` continues"
-        raise errors.by_exit_code(code)(f"{run.name} stopped: {reason}; {fix}")
+        raise errors.by_exit_code(code)(
+            f"{run.name} stopped: {reason}; `slurmllm logs {run.name}` shows more, `slurmllm "
+            f"resume {run.name}` continues"
+        )
     return run
 
 

@@ -325,8 +325,7 @@ class _ScoreProgress:
             if _mtime(path) != self._previous[path]:
                 self._pending.remove((job, task))
                 done = self._total - len(self._pending)
-                title = f"step {job.model.step}, {job.title(task)}"
-                options.note(f"{done} of {self._total}: {title}")
+                options.note(f"{done} of {self._total}: step {job.model.step}, {job.title(task)}")
 
 
 def _mtime(path: Path) -> int:

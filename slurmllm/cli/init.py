@@ -183,8 +183,10 @@ def _print_written(path: Path, is_default: bool, draft: Draft) -> None:
     option = "" if is_default else f" --cluster {path}"
     click.echo(f"next        slurmllm doctor{option}")
     if draft.figures.confidence != "exact":
-        measure = f"slurmllm calibrate{option} --nodes {min(2, len(draft.kind.nodes))}"
-        click.echo(f"            {measure} --out measured.yaml   measure the figures")
+        click.echo(
+            f"            slurmllm calibrate{option} --nodes {min(2, len(draft.kind.nodes))} --out "
+            "measured.yaml   measure the figures"
+        )
 
 
 def _as_json(

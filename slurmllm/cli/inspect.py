@@ -152,8 +152,10 @@ def _recipe_stream(
 def _print_report(report: CorpusReport) -> None:
     is_text = report.unit == "bytes"
     size = f"{report.size / 1e6:,.1f} MB of text" if is_text else f"{report.size:,} token ids"
-    documents = f"{report.documents:,} {report.documents_are}"
-    print_line(f"{report.corpus}: {documents}, {size}, {report.fingerprint}")
+    print_line(
+        f"{report.corpus}: {report.documents:,} {report.documents_are}, {size}, "
+        f"{report.fingerprint}"
+    )
     if report.tokens_are == "exact":
         ends = ", end-of-document tokens included" if report.documents_are == "documents" else ""
         print_line(f"tokens   {report.tokens:,} (exact){ends}")

@@ -146,8 +146,9 @@ class LogOptions(NamedTuple):
         for value in chain(*self):
             side = _SIDE.match(value)
             if side and side[1] not in letters:
-                fault = f"there is no {side[1]}; the sources are A to {letters[-1]}"
-                raise UserError(f"{value!r}: {fault}")
+                raise UserError(
+                    f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}"
+                )
         arguments = []
         for letter in letters:
             # The values for this source, without its letter, and those for all
@@ -162,9 +163,9 @@ class LogOptions(NamedTuple):
             for regex in patterns:
                 check_pattern(regex)
             if len(set(patterns)) > 1:
-                fix = f"give one for each log, such as A:{patterns[0]}"
                 raise UserError(
-                    f"--pattern '{patterns[1]}': there is '{patterns[0]}' already; {fix}"
+                    f"--pattern '{patterns[1]}': there is '{patterns[0]}' already; give one for "
+                    f"each log, such as A:{patterns[0]}"
                 )
             conditions = {}
             for where in wheres:
@@ -419,8 +420,7 @@ def check_picture(plot: str | None, option: str = "--plot") -> None:
 def check_page(option: str, path: str | None) -> None:
     """Raise UserError if the name of an HTML page has another suffix."""
     if path is not None and Path(path).suffix.lower() not in (".html", ".htm"):
-        page = f"{Path(path).stem}.html"
-        raise UserError(f"{option} {path}: the page is HTML; name it {page}")
+        raise UserError(f"{option} {path}: the page is HTML; name it {Path(path).stem}.html")
 
 
 def check_folder(option: str, path: str | None) -> None:
@@ -432,5 +432,7 @@ def check_folder(option: str, path: str | None) -> None:
         fault = "a folder" if path else "no name"
         raise UserError(f"{option} {path or repr(path)}: {fault}; give the name of a file")
     if not folder.is_dir():
-        fix = f"`mkdir -p {folder}` first, or name another file"
-        raise UserError(f"{option} {path}: the folder {folder} does not exist; {fix}")
+        raise UserError(
+            f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
+            "name another file"
+        )

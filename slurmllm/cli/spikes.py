@@ -160,8 +160,10 @@ def _figures(run: SpikeAnalysis, first: bool) -> Iterator[tuple[str, str]]:
         yield "NaN or infinite", f"{run.not_finite_steps:,} steps"
     if run.growth is not None:
         grown = run.growth
-        end = f"; at the end {grown.at_end:.3g}"
-        yield "rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"
+        yield (
+            "rise over the lowest",
+            f"{grown.largest:.3g} at step {grown.step}; at the end {grown.at_end:.3g}",
+        )
     if run.metric == "grad_norm" and run.grad_norm is not None and run.grad_norm.growth:
         figure = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
         yield "times the lowest", figure

@@ -141,8 +141,9 @@ def _read_states(
         listing = [state for state in states if state.active or state.slurm_unreachable]
         message = f"none of the {len(states)} runs in {runs_dir} is pending or running"
         return _ShownStates(listing, message)
-    hint = "`slurmllm submit tiny_neox --local` starts one"
-    return _ShownStates(states, f"no runs in {runs_dir} yet; {hint}")
+    return _ShownStates(
+        states, f"no runs in {runs_dir} yet; `slurmllm submit tiny_neox --local` starts one"
+    )
 
 
 def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: bool) -> None:

@@ -246,8 +246,10 @@ def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
     if measured is None:
         return f"{mesh.global_batch} = {factors}"
     tried = ", ".join(str(candidate.micro_batch) for candidate in measured.candidates)
-    chosen = f"{measured.micro_batch} chosen of {tried} on {measured.nodes[0]}"
-    return f"{mesh.global_batch} = {factors}; auto: {chosen}"
+    return (
+        f"{mesh.global_batch} = {factors}; auto: {measured.micro_batch} chosen of {tried} on "
+        f"{measured.nodes[0]}"
+    )
 
 
 def _progress(workers: WorkerProgress) -> str:

@@ -306,8 +306,9 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         early = load_attempts(run, "train")[-1].early_text
         if early:
             options.warn(OWN_STEPS)
-        next_text = f"slurmllm status {run.name}; curves in {run.path}/metrics{more}"
-        click.echo(f"{early or 'done':<9}  {next_text}")
+        click.echo(
+            f"{early or 'done':<9}  slurmllm status {run.name}; curves in {run.path}/metrics{more}"
+        )
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         state = "interrupted" if code == EXIT_INTERRUPTED else "stopped    "
         saved = "continues from its checkpoint" if run.checkpoint_steps() else "continues"

@@ -444,8 +444,10 @@ def _warn_of_missing_logs(selection: LogSelection) -> None:
         selected = filter(selection.includes, range(1, record.world_size))
         if ranks := sorted(set(selected).difference(logs)):
             count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
-            command = f"slurmllm logs {selection.run.name} --rank {ranks[0]} -f"
-            note = f"collected when {attempt} {record.attempt} ends; `{command}` shows one"
+            note = (
+                f"collected when {attempt} {record.attempt} ends; `slurmllm logs "
+                f"{selection.run.name} --rank {ranks[0]} -f` shows one"
+            )
             log.warning("without %s on the disks of the nodes, %s", count, note)
 
 
@@ -475,5 +477,7 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
         node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))
     if node_record and rank in node_record.exit_codes:  # whose logs are collected
         return f"{worker}: it printed nothing"
-    collector = f"whose launcher has not collected it; the next attempt on {node} does"
-    raise RunError(f"{worker}: its log is on the disk of {node}, {collector}")
+    raise RunError(
+        f"{worker}: its log is on the disk of {node}, whose launcher has not collected it; the "
+        f"next attempt on {node} does"
+    )

@@ -217,8 +217,7 @@ def with_folder(config: RunConfig) -> RunConfig:
     folder = Path(command.folder or ".").expanduser().absolute()
     faults = []
     if not folder.is_dir():
-        fix = "name one that all nodes can read"
-        faults.append(f"command.folder: {folder} is not a folder; {fix}")
+        faults.append(f"command.folder: {folder} is not a folder; name one that all nodes can read")
     try:
         check_progress(command.progress or "torchtitan")
     except ValueError as error:
@@ -260,8 +259,10 @@ def plugin_faults(config: RunConfig) -> list[str]:
             "of their modules, or submit again if the file system was slow"
         ]
     except (OSError, ValueError) as error:
-        fix = "set cluster.python to a Python that can import slurmllm"
-        faults = [f"plugins: cannot run their check: {error}; {fix}"]
+        faults = [
+            f"plugins: cannot run their check: {error}; set cluster.python to a Python that can "
+            "import slurmllm"
+        ]
     if cluster.setup:
         for fault in faults:
             log.warning("%s (on this machine, without cluster.setup)", fault)

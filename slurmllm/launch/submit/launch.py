@@ -193,8 +193,10 @@ def check_dependency(dependency: str, client: SlurmClient) -> list[str]:
                 never.append(f"job {job} has ended as {state}")
     # `?` separates alternatives, of which one is enough.
     if never and "?" not in dependency:
-        fix = "leave it out, or name a job that is yet to end"
-        raise SlurmError(f"--dependency={dependency} can never be met: {'; '.join(never)}; {fix}")
+        raise SlurmError(
+            f"--dependency={dependency} can never be met: {'; '.join(never)}; leave it out, or "
+            "name a job that is yet to end"
+        )
     return warnings
 
 
@@ -224,8 +226,9 @@ def submit_jobs(
     )
     try:
         if "sbatch" in client.missing_commands():
-            fix = f"{ELSEWHERE}, or add --local to train on this machine"
-            raise SlurmError(f"sbatch is not on the PATH; {fix}")
+            raise SlurmError(
+                f"sbatch is not on the PATH; {ELSEWHERE}, or add --local to train on this machine"
+            )
         srun = as_arguments(slurm.directives.srun)
         if container is not None and container.srun_runs_it:
             srun = ["--container-image=any", *srun]

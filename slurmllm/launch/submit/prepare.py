@@ -185,9 +185,9 @@ def prepare(request: RunRequest) -> PreparedRun:
     """
     cluster = request.config.cluster
     if (reason := request.config.planning_only) is not None:
-        fix = "choose another --cluster (`slurmllm recipes --clusters`)"
         raise ConfigError(
-            f"cluster profile {cluster.name} is for planning only", [f"{reason}; {fix}"]
+            f"cluster profile {cluster.name} is for planning only",
+            [f"{reason}; choose another --cluster (`slurmllm recipes --clusters`)"],
         )
     if request.run is not None:
         require_own(request.run, cluster.trusted_group)
@@ -422,8 +422,10 @@ def _setting_faults(request: RunRequest, layout: RunLayout) -> list[str]:
                 f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
                 "--set train.init_from=weights"
             )
-        reason = "not set, and this recipe starts from trained weights (train.finetune)"
-        faults.append(f"train.init_from: {reason}; {fix}")
+        faults.append(
+            "train.init_from: not set, and this recipe starts from trained weights "
+            f"(train.finetune); {fix}"
+        )
     if request.precompile == "never" and mesh.unmeasured:
         fix = "leave out --precompile never, or set a number"
         faults.append(f"train.micro_batch: auto: the precompile stage measures it; {fix}")
@@ -472,8 +474,10 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
     if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if notify.command and shutil.which(notify.command[0]) is None:
-        fix = "is not a program here; name it with its folder"
-        faults.append(f"slurm.notify.command: {notify.command[0]} {fix}")
+        faults.append(
+            f"slurm.notify.command: {notify.command[0]} is not a program here; name it with its "
+            "folder"
+        )
     if config.recipe.trackers and config.cluster.trackers.network:
         from slurmllm.core.config.trackers import missing_for_trackers
 

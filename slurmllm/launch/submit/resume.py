@@ -67,8 +67,10 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
             )
             active = not wait_for(lambda: not is_active(run, client), _ENDING_S, _POLL_S)
             if active:
-                fix = "type this command again when `squeue` no longer shows its jobs"
-                raise RunError(f"the last processes of {run.name} still run; {fix}")
+                raise RunError(
+                    f"the last processes of {run.name} still run; type this command again when "
+                    "`squeue` no longer shows its jobs"
+                )
     if active:
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
@@ -151,9 +153,9 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
                 "set more, or start another run"
             )
         if is_done and recipe.command == earlier.command:
-            fix = "--set command.run=…, or --set command.steps=… with more steps, to continue it"
             raise RunError(
-                f"{run.name} is done: its command ended with exit code 0; change it with {fix}"
+                f"{run.name} is done: its command ended with exit code 0; change it with --set "
+                "command.run=…, or --set command.steps=… with more steps, to continue it"
             )
     else:
         _check_recipe(run, earlier, recipe, changes.from_scratch)

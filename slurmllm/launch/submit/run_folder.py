@@ -39,8 +39,7 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
             owner = load(run.config).recipe.name
             hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
             reason = f"is a run of recipe {owner!r} ({hint})"
-        taken_by = f"{run.path} {reason}; choose another --name"
-        raise RunError(f"run name {name!r} is taken: {taken_by}")
+        raise RunError(f"run name {name!r} is taken: {run.path} {reason}; choose another --name")
     return run
 
 
@@ -169,9 +168,10 @@ def require_own(run: RunDir, group: str | None) -> None:
         )
     for folder in (run.path, run.script("train").parent):
         if folder.exists() and (why := untrusted_error(folder.stat(), group)):
-            fix = f"look at what is in it, then `chmod -R go-w {run.path}`"
-            harm = f"{folder}: {why}, and could have it run a program as you"
-            raise RunError(f"{harm}; {fix}, or set cluster.trusted_group")
+            raise RunError(
+                f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
+                f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"
+            )
 
 
 def group_error(group: str) -> str | None:

@@ -96,8 +96,13 @@ def ending_of_orphaned(
     """
     state = row.state if row is not None else "UNKNOWN"
     if row is not None and row.exit_code == f"{StorageError.exit_code}:0":
-        content = f"the supervisor on {record.nodes[0]} could not write why it ended"
-        return Ending("storage_failure", (f"Slurm: {state}, exit code {row.exit_code}: {content}",))
+        return Ending(
+            "storage_failure",
+            (
+                f"Slurm: {state}, exit code {row.exit_code}: the supervisor on {record.nodes[0]} "
+                "could not write why it ended",
+            ),
+        )
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
         if record.job_id is not None

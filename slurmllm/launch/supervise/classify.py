@@ -167,8 +167,10 @@ def _rows(evidence: Evidence) -> _Rows:
     yield from _launch_endings(evidence)
     for failure in evidence.failures:
         if matches(failure.message, "port"):  # another process took it first: no node is to blame
-            reason = f"{failure.origin}: {failure.message}"
-            yield Ending("node_failure", (f"the rendezvous port was taken: {reason}",))
+            yield Ending(
+                "node_failure",
+                (f"the rendezvous port was taken: {failure.origin}: {failure.message}",),
+            )
     yield _by_failure(evidence)
     if evidence.unwritable is not None:  # most records could not be written either
         yield Ending("storage_failure", (evidence.unwritable,))
@@ -255,8 +257,10 @@ def _worker_endings(evidence: Evidence) -> _Rows:
     for exit_code, ending_class in _EXITS.items():
         for rank, code, name in failed:
             if code == exit_code:
-                how = f"ended with exit code {code} and could not write why"
-                yield Ending(ending_class, (f"rank {rank} on {name} {how}",))
+                yield Ending(
+                    ending_class,
+                    (f"rank {rank} on {name} ended with exit code {code} and could not write why",),
+                )
     yield _launcher_error(evidence)
     yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
     if evidence.overran_s is not None:
@@ -391,8 +395,11 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     oom_kills = 0
     if _LOST_CHILD.search(first.message) and node is not None:
         oom_kills = node.oom_kills
-        counted = f"the kernel's oom_kill on {first.node}: {oom_kills}"
-        reason = (*reason, f"usual cause: too little host memory ({counted})")
+        reason = (
+            *reason,
+            f"usual cause: too little host memory (the kernel's oom_kill on {first.node}: "
+            f"{oom_kills})",
+        )
     exhausted = oom_kills or first.error == "MemoryError" or "OutOfMemory" in first.error
     rows: Sequence[tuple[EndingClass, object]] = (
         ("out_of_memory", exhausted or _matches(first, "memory")),
@@ -496,8 +503,13 @@ def _by_signal(origin: str, code: int, name: str, evidence: Evidence) -> Ending 
         return None
     node = evidence.nodes.get(name)
     if -code == signal.SIGKILL and node is not None and node.oom_kills:
-        counted = f"out of host memory (the kernel's oom_kill there: {node.oom_kills})"
-        return Ending("out_of_memory", (f"{origin} was {how}: {counted}",))
+        return Ending(
+            "out_of_memory",
+            (
+                f"{origin} was {how}: out of host memory (the kernel's oom_kill there: "
+                f"{node.oom_kills})",
+            ),
+        )
     reason = f"{origin} was {how} from outside"
     if -code == signal.SIGBUS:
         reason = f"{origin}: SIGBUS: memory, or a file mapped into it, could not be read"

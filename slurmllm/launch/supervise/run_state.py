@@ -187,8 +187,10 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
             process = f"on {host}, process {submission.pid}"
             if silent_s < SILENT_S:
                 return active, process
-            activity = f"{process}, which has written nothing for {format_duration(silent_s)}"
-            return "unknown", f"{activity}; if it is gone, `slurmllm resume {run.name} --force`"
+            return "unknown", (
+                f"{process}, which has written nothing for {format_duration(silent_s)}; if it "
+                f"is gone, `slurmllm resume {run.name} --force`"
+            )
         if not records.cancelled and (stopped := _by_script(records)):
             return stopped
         return (
