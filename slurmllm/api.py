@@ -61,8 +61,7 @@ def load_recipe(
     from slurmllm.core.config.resolve import local_cluster, resolve
     from slurmllm.launch.submit.inputs import data_settings
 
-    chosen = local_cluster(cluster, local)
-    return resolve(name, chosen, _overrides(settings), data_settings(data))
+    return resolve(name, local_cluster(cluster, local), _overrides(settings), data_settings(data))
 
 
 def _overrides(settings: Mapping[str, object] | None) -> list[str]:

@@ -88,8 +88,7 @@ def calibrate(
     allocation = allocate_nodes(config, command, "slurmllm-calibrate", **target)
     from slurmllm.analysis.calibrate.run import calibrate as measure
 
-    calibration = measure(config, allocation, options.note)
-    _write(calibration, config, out, plot, as_json)
+    _write(measure(config, allocation, options.note), config, out, plot, as_json)
 
 
 def _check_picture(option: str, path: str | None) -> None:
@@ -109,8 +108,7 @@ def _write(
     if plot is not None:
         from slurmllm.analysis.calibrate.matrix import measured_products
 
-        rows = measured_products(calibration.hardware, calibration.products)
-        _write_figure(rows, config, plot)
+        _write_figure(measured_products(calibration.hardware, calibration.products), config, plot)
         options.note(f"picture: {plot}")
     if as_json:
         products = []

@@ -168,8 +168,7 @@ def compare(
 def _print_json(comparisons: Sequence[Comparison]) -> None:
     documents = [comparison.to_dict() for comparison in comparisons]
     match = all(comparison.match for comparison in comparisons)
-    several_runs = {"comparisons": documents, "match": match}
-    document = documents[0] if len(documents) == 1 else several_runs
+    document = documents[0] if len(documents) == 1 else {"comparisons": documents, "match": match}
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 

@@ -99,8 +99,7 @@ def health(
     code = exit_code(finding for record in checked.values() for finding in record.findings)
     if as_json:
         by_node = {name: record.model_dump(mode="json") for name, record in checked.items()}
-        summary = {"cluster": config.cluster.name, "exit_code": code, "nodes": by_node}
-        options.echo_json(summary)
+        options.echo_json({"cluster": config.cluster.name, "exit_code": code, "nodes": by_node})
     else:
         _print_table(config.cluster.name, checked)
     ctx.exit(code)
@@ -240,6 +239,5 @@ def doctor(
         print_table(("state", "check", "found"), rows, fold="found")
         echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
         statuses = [finding.status for finding in findings]
-        counts = (f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped"))
-        click.echo(", ".join(counts))
+        click.echo(", ".join(f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped")))
     ctx.exit(code)

@@ -266,8 +266,7 @@ def _run(
 
         def echo_array(job_id: str, num_jobs: int) -> None:
             checkpoints = format_plural(num_jobs, "checkpoint")
-            message = f"Slurm job {job_id}: {checkpoints}, {at_once:,} at a time"
-            options.note(message)
+            options.note(f"Slurm job {job_id}: {checkpoints}, {at_once:,} at a time")
 
         array = ArrayRequest(
             "slurmllm-evaluate",

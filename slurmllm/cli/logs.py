@@ -244,8 +244,7 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
         step = f" after step {failure.step}" if failure.step is not None else ""
         failed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
         click.echo(f"  {failed_at}{step}, blame: {failure.blame}")
-        traceback = failure.traceback.rstrip()
-        click.echo(f"  {failure.error}: {failure.message}\n{traceback}".rstrip())
+        click.echo(f"  {failure.error}: {failure.message}\n{failure.traceback.rstrip()}".rstrip())
     if culprit.stacks:
         click.echo(f"  stacks of all workers: `slurmllm logs {run.name} --stacks`")
     texts = last_lines(run, record, culprit.rank, lines)

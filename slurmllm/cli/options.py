@@ -267,8 +267,7 @@ def job_options(names: str, **texts: str) -> Callable[[F], F]:
     def add(verb: F) -> F:
         for name in reversed(names.split()):
             forms = [_SHORT[name]] if name in _SHORT else []
-            description = texts.get(name, JOB_OPTIONS[name])
-            verb = click.option(*forms, f"--{name}", help=description)(verb)
+            verb = click.option(*forms, f"--{name}", help=texts.get(name, JOB_OPTIONS[name]))(verb)
         return verb
 
     return add

@@ -211,8 +211,7 @@ def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
             cells = [{key: _csv_cell(cell) for key, cell in flatten(row).items()} for row in rows]
             content = csv_text(cells)
         else:
-            tables = output.tables(plans, top)
-            content = "\n".join(markdown_table(*table) for table in tables)
+            content = "\n".join(markdown_table(*table) for table in output.tables(plans, top))
             content += "".join(f"\n{note}\n" for note in output.price_lines(plans))
         if path == "-":
             click.echo(content, nl=False)

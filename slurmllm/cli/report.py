@@ -81,8 +81,7 @@ def report(
     client = SlurmClient()
     rankings, paths = _locate(sources, runs_dir, client)
     logs = zip(paths, of_logs.arguments(len(paths)), strict=True)
-    facts = [read_run_facts(*log, choice, client) for log in logs]
-    runs = name_and_compare(facts)
+    runs = name_and_compare([read_run_facts(*log, choice, client) for log in logs])
     only_sweeps = len(rankings) == len(sources)
     if not as_json:  # before the page, which may fail
         for state, ranked in rankings:

@@ -59,11 +59,10 @@ def spikes(
     from slurmllm.analysis.spikes.detection import analyze, select_steps
     from slurmllm.core.metrics.source import locate, name_apart, read_curve
 
-    arguments = zip(sources, of_logs.arguments(len(sources)), strict=True)
     logs = name_apart(
         [
             read_curve(locate(source, runs_dir), lenient=True, **of_source)
-            for source, of_source in arguments
+            for source, of_source in zip(sources, of_logs.arguments(len(sources)), strict=True)
         ]
     )
     of_logs.refuse_unused(logs)
@@ -107,8 +106,7 @@ def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> 
             draw([(curve, run)], path)
             drawn.append(run.model_copy(update={"plot": str(path)}))
         except StorageError as error:
-            warnings = (*run.warnings, str(error))
-            drawn.append(run.model_copy(update={"warnings": warnings}))
+            drawn.append(run.model_copy(update={"warnings": (*run.warnings, str(error))}))
     return drawn
 
 

@@ -368,8 +368,7 @@ def resume(
         commands.ignore_output_errors()
     hold = None
     if shared.in_allocation:
-        refused = {"--local": shared.local, **dict(settings.values())}
-        hold = partial(_held_nodes, refused=refused)
+        hold = partial(_held_nodes, refused={"--local": shared.local, **dict(settings.values())})
     config = load(run_dir.config, trusted=True)
     request = _request(config, 0 if nodes is None else nodes[1], shared, shared.local)
     changes = Changes(cluster, overrides, settings, from_scratch)

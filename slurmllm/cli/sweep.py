@@ -94,8 +94,7 @@ def submit(
     from slurmllm.launch.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
 
     prepared = prepare_sweep(request, cases, configs, max_running)
-    texts = chain.from_iterable(run.warnings for run in prepared.runs)
-    for warning in dict.fromkeys(texts):
+    for warning in dict.fromkeys(chain.from_iterable(run.warnings for run in prepared.runs)):
         options.warn(warning)
     for run in prepared.runs:
         for refusal in chain.from_iterable(error.faults for error in run.refused):

@@ -100,8 +100,7 @@ class GrowingLog:
 
 def text_of(line: bytes) -> str:
     """Return a line made safe for a terminal; of a progress bar only its last state."""
-    last_state = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-    return printable(last_state)
+    return printable(line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2])
 
 
 def node_of(record: AttemptRecord, rank: int) -> str:

@@ -391,10 +391,9 @@ class LocalJob:
 
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
-        environment = new_job_environment()
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
-            env=environment
+            env=new_job_environment()
             | {
                 HELD_NODES if self.allocation else LOCAL_NODES: str(self.nodes),
                 LOCAL_RESTARTS: str(self.restarts),

@@ -139,8 +139,7 @@ class PreparedRun:
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
-        has_model = self.config.recipe.worker.has_model
-        return self.mesh.to_json() if has_model else self.mesh.size_json()
+        return self.mesh.to_json() if self.config.recipe.worker.has_model else self.mesh.size_json()
 
     @property
     def refusals(self) -> list[str]:

@@ -162,8 +162,7 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
     Raises:
         UserError: two cases are equal, or have the same or invalid names.
     """
-    counts = Counter(tuple(sorted(case.values.items())) for case in cases)
-    for values, count in counts.items():
+    for values, count in Counter(tuple(sorted(case.values.items())) for case in cases).items():
         if count > 1:
             equal = " ".join(f"{path}={value}" for path, value in values)
             raise UserError(f"{count} cases of the sweep are equal: {equal}; remove all but one")

@@ -290,8 +290,7 @@ def requeue_unrecorded(
     wait_s = backoff_s(limits.backoff_s, starts)
     log.warning("%s; trying again in %.0f s", error, wait_s)
     if isinstance(allocation, SlurmAllocation) and allocation.requeues:
-        writable = wait_writable(run, WRITABLE_S)
-        restart_mode = restart_of(run, allocation) if writable else "requeue"
+        restart_mode = restart_of(run, allocation) if wait_writable(run, WRITABLE_S) else "requeue"
         if restart_mode == "none":
             raise error
         if restart_mode == "chain" and stage == "train":

@@ -261,8 +261,7 @@ def _by_script(records: RunRecords) -> State | None:
     submission = records.submission
     for path in map(records.run.stage_log, STAGES if submission and records.last is None else ()):
         with suppress(OSError):
-            lines = read_tail(path, _TAIL_BYTES)[-4:]
-            line = next(filter(_OF_SCRIPT.match, reversed(lines)), None)
+            line = next(filter(_OF_SCRIPT.match, reversed(read_tail(path, _TAIL_BYTES)[-4:])), None)
             # Not that of an earlier submission; the clocks may differ.
             if line and submission and path.stat().st_mtime > submission.submitted_at - 1.0:
                 return "stopped", f"bad_configuration: {line.removeprefix('error: ')}"

@@ -68,8 +68,7 @@ def read_stacks(attempt: AttemptDir) -> dict[int, str]:
 
     def read(path: Path) -> tuple[int, str] | None:
         try:
-            rank = int(path.stem.removeprefix("rank_"))
-            return rank, read_limited(path).decode(errors="replace")
+            return int(path.stem.removeprefix("rank_")), read_limited(path).decode(errors="replace")
         except (OSError, ValueError):
             return None
 

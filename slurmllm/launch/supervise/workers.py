@@ -214,7 +214,6 @@ class Workers:
         """Return the variables of a worker, beyond this process's."""
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
         on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
-        cpus = self.config.cluster.cpus_per_node or int(on_node)
         rendezvous = rendezvous_variables(
             self.record.master_addr,
             self.record.master_port,
@@ -222,7 +221,7 @@ class Workers:
             workers_per_node=self.config.workers_per_node,
             node_rank=self.node_rank,
             local_rank=local_rank,
-            threads=threads_of(cpus, mesh, self.local),
+            threads=threads_of(self.config.cluster.cpus_per_node or int(on_node), mesh, self.local),
         )
         return {
             **rendezvous,
