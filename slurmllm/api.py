@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmllm.core import errors
+from slurmllm.core.run.rundir import STAGES, Stage, find_run, find_run_or_sweep, runs_root
 
 if TYPE_CHECKING:
     from slurmllm.analysis.compare.result import BasisKind, Comparison
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from slurmllm.analysis.status.runs import RunState, RunStates
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.metrics.curves import Axis, Curve
-    from slurmllm.core.run.rundir import Stage
     from slurmllm.launch.submit.deletion import CancelledRun
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.plan.output import Plan
@@ -151,7 +151,6 @@ def submit_run(
     """
     from slurmllm.core.config.directives import parse_nodes
     from slurmllm.core.config.resolve import change
-    from slurmllm.core.run.rundir import runs_root
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.launch import start_run
     from slurmllm.launch.submit.prepare import RunRequest, check_mode
@@ -204,7 +203,6 @@ def resume_run(
     """
     from slurmllm.core.config.directives import parse_nodes
     from slurmllm.core.config.load import load
-    from slurmllm.core.run.rundir import find_run, runs_root
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.prepare import RunRequest
     from slurmllm.launch.submit.resume import Changes, continue_run
@@ -250,7 +248,6 @@ def cancel_run(run: str, runs_dir: str | Path | None = None) -> CancelledRun:
         >>> slurmllm.cancel_run("first").jobs  # it has ended
         ()
     """
-    from slurmllm.core.run.rundir import find_run_or_sweep, runs_root
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.deletion import cancel_jobs
 
@@ -281,7 +278,6 @@ def export_checkpoint(
         >>> "config.json" in model.files
         True
     """
-    from slurmllm.core.run.rundir import runs_root
     from slurmllm.train.checkpoint.formats.exporting import export_model
     from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
 
@@ -299,7 +295,6 @@ def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
         ('done', 20, ('local0',))
     """
     from slurmllm.analysis.status.runs import run_state
-    from slurmllm.core.run.rundir import find_run, runs_root
     from slurmllm.core.slurm.client import SlurmClient
 
     return run_state(find_run(run, runs_root(runs_dir)), SlurmClient())
@@ -313,7 +308,6 @@ def read_statuses(runs_dir: str | Path | None = None) -> RunStates:
         [['first', 'done']]
     """
     from slurmllm.analysis.status.runs import RunStates, list_runs, run_states
-    from slurmllm.core.run.rundir import runs_root
     from slurmllm.core.slurm.client import SlurmClient
 
     return RunStates(run_states(list_runs(runs_root(runs_dir)), SlurmClient()))
@@ -344,7 +338,6 @@ def read_logs(
     """
     from slurmllm.analysis.status.logs import RunLogs, log_batches, select_logs
     from slurmllm.analysis.status.runs import state_text
-    from slurmllm.core.run.rundir import STAGES, find_run, runs_root
     from slurmllm.core.slurm.client import SlurmClient
 
     _check_choice("stage", stage, STAGES)
@@ -376,7 +369,6 @@ def read_curves(
         True
     """
     from slurmllm.core.metrics.source import locate, read_curve
-    from slurmllm.core.run.rundir import runs_root
 
     path = locate(str(run), runs_root(runs_dir))
     return read_curve(path, tags, lenient=True, pattern=pattern, where=where)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -107,14 +106,14 @@ def submit(
         configs[0].recipe.require_training("--fetch", "leave it out")
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]
-    request = _request(configs[0], count, shared, shared.local)
-    request = replace(request, name=name, fetch=fetch_sources if fetch else None)
+    fetcher = fetch_sources if fetch else None
+    request = _request(configs[0], count, shared, name=name, fetch=fetcher)
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
     ctx.exit(_print_run(start_run(request, allocation, print_warnings), shared))
 
 
-def _request(config: RunConfig, nodes: int, shared: RunOptions, local: bool) -> RunRequest:
+def _request(config: RunConfig, nodes: int, shared: RunOptions, **more: Any) -> RunRequest:
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.prepare import RunRequest
 
@@ -122,11 +121,12 @@ def _request(config: RunConfig, nodes: int, shared: RunOptions, local: bool) -> 
         config=config,
         nodes=nodes,
         root=shared.runs_dir,
-        local=local,
+        local=shared.local,
         precompile=shared.precompile,
         force=shared.force,
         dry_run=shared.dry_run,
-        slurm=None if local or shared.in_allocation else SlurmClient(),
+        slurm=None if shared.local or shared.in_allocation else SlurmClient(),
+        **more,
     )
 
 
@@ -370,7 +370,6 @@ def resume(
     if shared.in_allocation:
         hold = partial(_held_nodes, refused={"--local": shared.local, **dict(settings.values())})
     config = load(run_dir.config, trusted=True)
-    request = _request(config, 0 if nodes is None else nodes[1], shared, shared.local)
+    request = _request(config, 0 if nodes is None else nodes[1], shared, run=run_dir)
     changes = Changes(cluster, overrides, settings, from_scratch)
-    request = replace(request, run=run_dir)
     ctx.exit(_print_run(continue_run(request, changes, client, hold, print_warnings), shared))

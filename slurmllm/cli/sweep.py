@@ -143,8 +143,8 @@ def _print_prepared(
     """Print the runs of a sweep with their jobs, as `submit_sweep` yields them, and graphs."""
     count = len(prepared.precompiles)
     train_jobs: list[str | None] = [*jobs[count:]] or [None] * len(prepared.runs)
-    pairs = zip(prepared.precompiles, jobs, strict=False)
-    precompile_jobs = {graphs.run.name: job for graphs, job in pairs}
+    names = [graphs.run.name for graphs in prepared.precompiles]
+    precompile_jobs = dict(zip(names, jobs, strict=False))
     name, record = prepared.sweep.name, prepared.record
     rows = list(zip(prepared.runs, record.cases, train_jobs, strict=True))
     if as_json:

@@ -37,7 +37,6 @@ _RANK = re.compile(r"^rank_(\d+)\.log$")
 _BLOCK_BYTES = 64 * 1024
 # A program without newlines must not fill the memory: a longer line is cut into pieces.
 _LONGEST_BYTES = 1024 * 1024
-_LONGEST_LINE = 1 << 20  # bytes, of a log on a node
 _LONGEST_TAIL_BYTES = 64 << 20  # without the lines that are looked for
 
 
@@ -424,7 +423,7 @@ def _on_node(
     with process:
         assert process.stdout is not None
         try:
-            while line := process.stdout.readline(_LONGEST_LINE):
+            while line := process.stdout.readline(_LONGEST_BYTES):
                 merged.skipped.add((record.stage, record.attempt, rank))
                 content = text_of(line.removesuffix(b"\n"))
                 yield [RankLine(record.stage, record.attempt, rank, content)]
@@ -439,15 +438,19 @@ def _warn_of_missing_logs(selection: LogSelection) -> None:
         record = selection.newest_attempt()
         if not record or record.ended_at is not None:
             return
-        logs = ranks_with_logs(selection.run, record.stage, record.attempt)
-        selected = filter(selection.includes, range(1, record.world_size))
-        if ranks := sorted(set(selected).difference(logs)):
-            count, attempt = format_plural(len(ranks), "log"), f"{record.stage} attempt"
-            note = (
-                f"collected when {attempt} {record.attempt} ends; `slurmllm logs "
-                f"{selection.run.name} --rank {ranks[0]} -f` shows one"
+        present = ranks_with_logs(selection.run, record.stage, record.attempt)
+        if missing := {*filter(selection.includes, range(1, record.world_size))}.difference(
+            present
+        ):
+            log.warning(
+                "without %s on the disks of the nodes, collected when %s attempt %d ends; "
+                "`slurmllm logs %s --rank %d -f` shows one",
+                format_plural(len(missing), "log"),
+                record.stage,
+                record.attempt,
+                selection.run.name,
+                min(missing),
             )
-            log.warning("without %s on the disks of the nodes, %s", count, note)
 
 
 def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], str]) -> str | None:

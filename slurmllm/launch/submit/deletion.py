@@ -84,7 +84,7 @@ def _cancel(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
             _require_own_record(run)
             action = _cancel_process(run, last, last.pid)
             cancelled.append(CancelledJob(run.name, None, last.pid, action))
-    queue = client.queue(list(jobs)) if jobs else {}
+    queue = client.queue(list(jobs))
     active = [job for job in reversed(jobs) if job in queue and queue[job].active]
     active.sort(key=lambda job: queue[job].state != "PENDING")
     for job in active:
@@ -207,7 +207,7 @@ def plan_deletion(
             require_ended(run, client)
         else:
             jobs |= dict.fromkeys(last.own_jobs, run)
-    queue = client.queue(list(jobs)) if jobs else {}
+    queue = client.queue(list(jobs))
     for job, run in jobs.items():
         if job in queue and queue[job].active:
             require_ended(run, client)

@@ -182,7 +182,9 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
         last = last or records.precompiled
         if last is not None and last.action == "stop":
             return _stopped(run, last)
-        if not records.cancelled and (host := host_elsewhere(submission, jobs)) is not None:
+        if records.cancelled:
+            return _cancelled(run)
+        if (host := host_elsewhere(submission, jobs)) is not None:
             silent_s = time.time() - last_written(run)
             process = f"on {host}, process {submission.pid}"
             if silent_s < SILENT_S:
@@ -191,12 +193,7 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
                 f"{process}, which has written nothing for {format_duration(silent_s)}; if it "
                 f"is gone, `slurmllm resume {run.name} --force`"
             )
-        if not records.cancelled and (stopped := _by_script(records)):
-            return stopped
-        return (
-            "cancelled" if records.cancelled else "interrupted",
-            f"`slurmllm resume {run.name}` continues",
-        )
+        return _by_script(records) or ("interrupted", f"`slurmllm resume {run.name}` continues")
     if records.ended:
         return _stopped(run, last) if last is not None else _not_precompiled(records, "UNKNOWN")
     return None
