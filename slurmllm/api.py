@@ -370,8 +370,9 @@ def read_curves(
     """
     from slurmllm.core.metrics.source import locate, read_curve
 
-    path = locate(str(run), runs_root(runs_dir))
-    return read_curve(path, tags, lenient=True, pattern=pattern, where=where)
+    return read_curve(
+        locate(str(run), runs_root(runs_dir)), tags, lenient=True, pattern=pattern, where=where
+    )
 
 
 def compare_runs(

@@ -134,8 +134,9 @@ def _write_figure(rows: Sequence[Values], config: RunConfig, path: str) -> None:
     from slurmllm.analysis.calibrate.matrix import draw_matrix_utilization
     from slurmllm.core.display.pictures import write_picture
 
-    figure = draw_matrix_utilization(rows, config.cluster.name)
-    write_picture(figure, Path(path), "name another file")
+    write_picture(
+        draw_matrix_utilization(rows, config.cluster.name), Path(path), "name another file"
+    )
 
 
 def _draw_matrix_figure(path: str, config: RunConfig, as_json: bool) -> None:
@@ -148,8 +149,9 @@ def _draw_matrix_figure(path: str, config: RunConfig, as_json: bool) -> None:
     _write_figure(rows, config, path)
     name, device = config.cluster.name, config.cluster.device
     if as_json:
-        document = {"cluster": name, "measured": measured, "products": rows, "picture": path}
-        options.echo_json(document)
+        options.echo_json(
+            {"cluster": name, "measured": measured, "products": rows, "picture": path}
+        )
         return
     planner = ("planner TFLOP/s", "of the peak")
     headings = ("precision", "m × k × n", "TFLOP/s", "of the peak", *planner)

@@ -157,8 +157,9 @@ def _find(
         if cluster is not None:
             raise RunError(f"--cluster {cluster}: {name} is a run, with a profile; leave it out")
         return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
-    settings = {"command.run": ("command line", command)}
-    config = resolve(name, local_cluster(cluster, local), overrides, settings)
+    config = resolve(
+        name, local_cluster(cluster, local), overrides, {"command.run": ("command line", command)}
+    )
     if config.recipe.worker.has_model:
         raise RunError(
             f"{name} is a recipe without a command: `slurmllm submit {name} --smoke`, then "

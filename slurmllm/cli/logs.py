@@ -104,8 +104,9 @@ def logs(
 
     _check_options(ctx, stacks)
     run_dir = find_run(run, runs_dir)
-    several = bool(follow or all_ranks or ranks)
-    selection = select_logs(run_dir, stage, attempt, rank, ranks, lines, several)
+    selection = select_logs(
+        run_dir, stage, attempt, rank, ranks, lines, bool(follow or all_ranks or ranks)
+    )
     endings = _until_ended(run_dir) if follow else None
     state = partial(state_text, run_dir, SlurmClient())
     try:
@@ -170,8 +171,9 @@ class _Printer:
             node = ""  # if the record of the attempt is not written yet
             with suppress(StorageError):
                 if line[:2] not in self.records:
-                    path = self.run.attempt(line.stage, line.attempt).record
-                    self.records[line[:2]] = AttemptRecord.load(path)
+                    self.records[line[:2]] = AttemptRecord.load(
+                        self.run.attempt(line.stage, line.attempt).record
+                    )
                 node = f" {node_of(self.records[line[:2]], line.rank)}".rstrip()
             label = f"[rank {line.rank}{node}]"
             self.width = max(self.width, len(label))

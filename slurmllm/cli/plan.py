@@ -201,15 +201,17 @@ def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
         from slurmllm.core.display.pictures import write_picture
         from slurmllm.plan.plot import draw
 
-        picture = draw(plans, top or output.TOP)
-        write_picture(picture, Path(request.plot), "name another file with --plot")
+        write_picture(
+            draw(plans, top or output.TOP), Path(request.plot), "name another file with --plot"
+        )
     for option, path in request.tables.items():
         if path is None:
             continue
         if option == "--csv":
             rows = output.csv_rows(plans, top)
-            cells = [{key: _csv_cell(cell) for key, cell in flatten(row).items()} for row in rows]
-            content = csv_text(cells)
+            content = csv_text(
+                [{key: _csv_cell(cell) for key, cell in flatten(row).items()} for row in rows]
+            )
         else:
             content = "\n".join(markdown_table(*table) for table in output.tables(plans, top))
             content += "".join(f"\n{note}\n" for note in output.price_lines(plans))

@@ -173,8 +173,9 @@ def _print(runs: Sequence[RunFacts]) -> None:
         show(tables.scaling_table(rows))
     for facts in runs:
         if facts.lost:
-            caption = f"\n{facts.name}: {tables.RECOVERIES_CAPTION}"
-            show(tables.recoveries_table(facts.lost), caption)
+            show(
+                tables.recoveries_table(facts.lost), f"\n{facts.name}: {tables.RECOVERIES_CAPTION}"
+            )
             show(tables.endings_table(facts.lost))
         for warning in facts.warnings:
             click.echo(f"warning: {facts.name}: {warning}")

@@ -369,7 +369,8 @@ def resume(
     hold = None
     if shared.in_allocation:
         hold = partial(_held_nodes, refused={"--local": shared.local, **dict(settings.values())})
-    config = load(run_dir.config, trusted=True)
-    request = _request(config, 0 if nodes is None else nodes[1], shared, run=run_dir)
+    request = _request(
+        load(run_dir.config, trusted=True), 0 if nodes is None else nodes[1], shared, run=run_dir
+    )
     changes = Changes(cluster, overrides, settings, from_scratch)
     ctx.exit(_print_run(continue_run(request, changes, client, hold, print_warnings), shared))

@@ -109,7 +109,6 @@ def read_history(
     if unknown:
         numbers = ", ".join(str(number) for number in unknown)
         warnings.append(f"ignoring metrics: no attempt record of attempt {numbers}")
-    submitted = tuple(submission.submitted_at for submission in read_submissions(run, warnings))
     return RunHistory(
         name=run.name,
         attempts=attempts,
@@ -117,7 +116,9 @@ def read_history(
         waited_s=waited_s,
         saves=saves,
         incarnations=incarnations,
-        submissions=submitted,
+        submissions=tuple(
+            submission.submitted_at for submission in read_submissions(run, warnings)
+        ),
         warnings=tuple(warnings),
         evaluated_s=evaluated_s,
     )

@@ -105,10 +105,11 @@ def _incarnations(
         # has another one right after it.
         opened_at, incarnation = attempt.started_at, None
         starts = (s for s in history.incarnations if s.job_id == attempt.job_id)
-        distances = (
-            (max(s.start - opened_at, opened_at - s.end, 0.0), -s.start, s) for s in starts
+        nearest = min(
+            ((max(s.start - opened_at, opened_at - s.end, 0.0), -s.start, s) for s in starts),
+            key=lambda distance: distance[:2],
+            default=None,
         )
-        nearest = min(distances, key=lambda distance: distance[:2], default=None)
         if nearest and nearest[0] <= _SLACK_S:
             incarnation = nearest[2]
         if incarnation in opened_in:

@@ -114,8 +114,9 @@ def continue_run(
             allocation, count = hold(request.nodes or (last.nodes if last else None))
         check_mode(local, changes.options)
         slurm = None if local or allocation is not None else client
-        config = load(run.config, trusted=True)
-        request = replace(request, config=config, nodes=count, local=local, slurm=slurm)
+        request = replace(
+            request, config=load(run.config, trusted=True), nodes=count, local=local, slurm=slurm
+        )
         prepared = prepare_resume(request, changes, last)
         on_prepared(prepared)
         return start(prepared, request, allocation)

@@ -291,14 +291,15 @@ def timeline(
     }
     if evaluated_s:
         seconds["evaluation"] = evaluated_s
-    fields = {
-        "phases_s": record.phases_s | {name: max(s, 0.0) for name, s in seconds.items()},
-        "first_step": before + 1,
-        "last_step": last_step,
-        "steps_gained": max(saved - before, 0),
-        "steps_lost": max(last_step - max(saved, before), 0),
-    }
-    return record.model_copy(update=fields)
+    return record.model_copy(
+        update={
+            "phases_s": record.phases_s | {name: max(s, 0.0) for name, s in seconds.items()},
+            "first_step": before + 1,
+            "last_step": last_step,
+            "steps_gained": max(saved - before, 0),
+            "steps_lost": max(last_step - max(saved, before), 0),
+        }
+    )
 
 
 def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig | None) -> list[int]:

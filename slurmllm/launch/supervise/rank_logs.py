@@ -111,8 +111,9 @@ class _LocalFiles:
         complete = True
         with self.lock:
             for path in self.paths():
-                rank = int(path.stem.removeprefix("rank_"))
-                target = self.run.worker_log(self.stage, self.attempt, rank)
+                target = self.run.worker_log(
+                    self.stage, self.attempt, int(path.stem.removeprefix("rank_"))
+                )
                 try:
                     _copy(path, target)
                 except OSError as error:
