@@ -125,10 +125,9 @@ def _print_end(prepared: PreparedSweep, codes: Mapping[str, int]) -> None:
     """
     from slurmllm.launch.supervise.run_state import start_command
 
-    name = prepared.sweep.name
     if EXIT_INTERRUPTED not in codes.values():
         state, verb = ("stopped", "status") if any(codes.values()) else ("done", "compare")
-        click.echo(f"{state:<10} slurmllm {verb} {name}")
+        click.echo(f"{state:<10} slurmllm {verb} {prepared.sweep.name}")
         return
     runs = (run.run for run in prepared.runs)
     interrupted, *not_started = [r for r in runs if codes.get(r.name) in (None, EXIT_INTERRUPTED)]

@@ -375,7 +375,7 @@ def log_batches(
     Raises:
         RunError: there are no such logs, or they are on another machine.
     """
-    run, rank, follow = selection.run, selection.worker, endings is not None
+    rank, follow = selection.worker, endings is not None
     merged = MergedLogs(selection)
     printed: set[tuple[Stage, int]] = set()  # attempts whose log was read on its node
     if rank and not follow and (yield from _on_node(selection, merged, printed, lines, follow)):
@@ -385,7 +385,7 @@ def log_batches(
     if not merged.any_file() and (message := _explain_no_log(selection, follow, state)):
         log.warning("%s", message)
         return
-    for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
+    for path in map(selection.run.stage_log, selection.stages if selection.includes(0) else ()):
         if path.is_file():
             open_regular(path).close()  # `GrowingLog` ignores a file that cannot be read
     for ended in [True] if endings is None else endings:

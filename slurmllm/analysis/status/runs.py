@@ -224,10 +224,9 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
         if isinstance(records, RunState):
             return records
         try:
-            run, submission = records.run, records.submission
             if records.ended:
                 return _build_state(records, {})
-            jobs = read_job_states(run, submission, queue, client, brief=True)
+            jobs = read_job_states(records.run, records.submission, queue, client, brief=True)
             return _build_state(_reread(records, jobs), jobs)
         except Exception as error:
             return _damaged(records.run, error)

@@ -341,9 +341,8 @@ class Supervisor:
                 row = None
             ended_at = None if row is None else to_unix(row.end)
             if unrecorded := unrecorded_ending(self.allocation, record):
-                evidence = unrecorded.evidence
                 ended_at = unrecorded.ended_at
-                ending = Ending(unrecorded.ending, evidence, unrecorded.blamed_nodes)
+                ending = Ending(unrecorded.ending, unrecorded.evidence, unrecorded.blamed_nodes)
             closed = attempts.close_attempt(
                 self.run,
                 record,
