@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -148,14 +149,15 @@ def _coloured(message: str) -> str:
     return message if style is None else click.style(message, **style)
 
 
+@dataclass
 class _Printer:
     """Lines in their colours; with `labels`, `[rank 3 node-b]` and a heading for each attempt."""
 
-    def __init__(self, run: RunDir, labels: bool) -> None:
-        self.run, self.labels = run, labels
-        self.attempt: tuple[Stage, int] | None = None  # of the last line
-        self.records: dict[tuple[Stage, int], AttemptRecord] = {}
-        self.width = 0
+    run: RunDir
+    labels: bool
+    attempt: tuple[Stage, int] | None = None  # of the last line
+    records: dict[tuple[Stage, int], AttemptRecord] = field(default_factory=dict)
+    width: int = 0
 
     def texts(self, lines: Iterable[RankLine]) -> Iterator[str]:
         from slurmllm.analysis.status.logs import node_of

@@ -229,7 +229,8 @@ class MergedLogs:
             for stage in selection.stages:
                 self._first[stage] = max((a.number for a in self._run.attempts(stage)), default=0)
         self._logs: dict[tuple[Stage, int, int], _RankLog] = {}
-        self.skipped = set[tuple[Stage, int, int]]()  # workers' logs, printed from their nodes
+        self._printed: set[tuple[Stage, int, int]] = set()  # from a node's disk: left out
+        self._tried: set[tuple[Stage, int]] = set()  # attempts whose node was asked
 
     def any_file(self) -> bool:
         """Return whether there is a log of any of the ranks."""
@@ -271,6 +272,37 @@ class MergedLogs:
             tails[line[:3]].append((index, line))
         return (line for _, line in merge(*tails.values()))
 
+    def on_node(
+        self, rank: int, lines: int | None, follow: bool
+    ) -> Generator[Iterable[RankLine], None, bool]:
+        """Yield a worker's lines on the disk of its node, once; return whether its log is there.
+
+        `follow`: until the worker ends.
+        """
+        command = None
+        with suppress(StorageError):  # a record that is damaged
+            record = self._selection.newest_attempt()
+            if record is not None and (record.stage, record.attempt) not in self._tried:
+                command = node_log_command(self._run, record, rank, lines, follow)
+        if command is None or record is None:
+            return False
+        key = (record.stage, record.attempt, rank)
+        self._tried.add(key[:2])
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, env=slurm_environment())
+        except OSError as error:
+            raise SlurmError(f"{command[0]} cannot be started: {error}") from error
+        with process:
+            assert process.stdout is not None
+            try:
+                while line := process.stdout.readline(_LONGEST_BYTES):
+                    self._printed.add(key)
+                    yield [RankLine(*key, text_of(line.removesuffix(b"\n")))]
+            finally:
+                if process.poll() is None:
+                    process.terminate()  # srun survives a first Ctrl-C
+        return process.returncode == 0
+
     def _worker_logs(self, stage: Stage) -> dict[int, list[_RankLog]]:
         """Return the logs of the workers other than rank 0, by attempt."""
         logs: dict[int, list[_RankLog]] = {}
@@ -282,7 +314,7 @@ class MergedLogs:
                 logs[number] = []
                 for rank in filter(self._selection.includes, ranks):
                     key = (stage, number, rank)
-                    if key in self.skipped:
+                    if key in self._printed:
                         continue
                     if key not in self._logs:
                         self._logs[key] = _RankLog(GrowingLog(self._run.worker_log(*key)), *key)
@@ -377,8 +409,7 @@ def log_batches(
     """
     rank, follow = selection.worker, endings is not None
     merged = MergedLogs(selection)
-    printed: set[tuple[Stage, int]] = set()  # attempts whose log was read on its node
-    if rank and not follow and (yield from _on_node(selection, merged, printed, lines, follow)):
+    if rank and not follow and (yield from merged.on_node(rank, lines, follow)):
         return
     if rank is None and not follow:
         _warn_of_missing_logs(selection)
@@ -391,46 +422,8 @@ def log_batches(
     for ended in [True] if endings is None else endings:
         yield merged.poll_last(lines, ended) if lines else merged.poll(ended)
         if rank and not ended:
-            yield from _on_node(selection, merged, printed, lines, follow)
+            yield from merged.on_node(rank, lines, follow)
         lines = None  # for the first look
-
-
-def _on_node(
-    selection: LogSelection,
-    merged: MergedLogs,
-    printed: set[tuple[Stage, int]],
-    lines: int | None,
-    follow: bool,
-) -> Generator[Iterable[RankLine], None, bool]:
-    """Yield the lines of the only worker's log on the disk of its node; return whether it is there.
-
-    `follow`: until the worker ends. `printed` gets the attempt, so that none is read twice.
-    """
-    rank = selection.worker
-    assert rank is not None
-    command = None
-    with suppress(StorageError):  # a record that is damaged
-        record = selection.newest_attempt()
-        if record and (record.stage, record.attempt) not in printed:
-            command = node_log_command(selection.run, record, rank, lines, follow)
-    if not command or not record:
-        return False
-    printed.add((record.stage, record.attempt))
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=slurm_environment())
-    except OSError as error:
-        raise SlurmError(f"{command[0]} cannot be started: {error}") from error
-    with process:
-        assert process.stdout is not None
-        try:
-            while line := process.stdout.readline(_LONGEST_BYTES):
-                merged.skipped.add((record.stage, record.attempt, rank))
-                content = text_of(line.removesuffix(b"\n"))
-                yield [RankLine(record.stage, record.attempt, rank, content)]
-        finally:
-            if process.poll() is None:
-                process.terminate()  # srun survives a first Ctrl-C
-    return process.returncode == 0
 
 
 def _warn_of_missing_logs(selection: LogSelection) -> None:
