@@ -167,16 +167,16 @@ class _Printer:
             if not self.labels:
                 yield _coloured(line.text)
                 continue
-            if self.attempt != line[:2]:
-                self.attempt = line[:2]
+            attempt = line[:2]
+            if self.attempt != attempt:
+                self.attempt = attempt
                 yield click.style(f"── {line.stage} attempt {line.attempt}", bold=True)
             node = ""  # if the record of the attempt is not written yet
             with suppress(StorageError):
-                if line[:2] not in self.records:
-                    self.records[line[:2]] = AttemptRecord.load(
-                        self.run.attempt(line.stage, line.attempt).record
-                    )
-                node = f" {node_of(self.records[line[:2]], line.rank)}".rstrip()
+                if attempt not in self.records:
+                    path = self.run.attempt(*attempt).record
+                    self.records[attempt] = AttemptRecord.load(path)
+                node = f" {node_of(self.records[attempt], line.rank)}".rstrip()
             label = f"[rank {line.rank}{node}]"
             self.width = max(self.width, len(label))
             label = click.style(label.ljust(self.width), fg=_COLOURS[line.rank % len(_COLOURS)])
@@ -219,9 +219,10 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
             for record in failed_attempts(run, selection.stages)
             if attempt in (None, record.attempt) and (ended or record.ending is not None)
         ]
-        if records and (records[-1].stage, records[-1].attempt) not in printed:
-            printed.add((records[-1].stage, records[-1].attempt))
-            _print_culprit(run, culprit(run, records[-1]), lines)
+        for record in records[-1:]:
+            if (record.stage, record.attempt) not in printed:
+                printed.add((record.stage, record.attempt))
+                _print_culprit(run, culprit(run, record), lines)
     if not printed and follow:
         click.echo(f"no attempt of {run.name} has failed")
     elif not printed:

@@ -159,6 +159,9 @@ def select_logs(
     return LogSelection(run, stages, ranks, attempt, newest, (rank or 0) if single else None)
 
 
+_Key = tuple[Stage, int, int]  # stage, attempt and rank
+
+
 class RankLine(NamedTuple):
     """A line of a log, without its newline."""
 
@@ -228,8 +231,8 @@ class MergedLogs:
         if selection.newest:
             for stage in selection.stages:
                 self._first[stage] = max((a.number for a in self._run.attempts(stage)), default=0)
-        self._logs: dict[tuple[Stage, int, int], _RankLog] = {}
-        self._printed: set[tuple[Stage, int, int]] = set()  # from a node's disk: left out
+        self._logs: dict[_Key, _RankLog] = {}
+        self._printed: set[_Key] = set()  # from a node's disk: left out
         self._tried: set[tuple[Stage, int]] = set()  # attempts whose node was asked
 
     def any_file(self) -> bool:
@@ -266,7 +269,7 @@ class MergedLogs:
                 log.attempt = max(self._first[stage] - any(map(begin.match, texts)), 0)
             for worker in chain.from_iterable(self._worker_logs(stage).values()):
                 worker.file.skip_to_last(lines)
-        tails: dict[tuple[Stage, int, int], deque[tuple[int, RankLine]]]
+        tails: dict[_Key, deque[tuple[int, RankLine]]]
         tails = defaultdict(lambda: deque(maxlen=lines))
         for index, line in enumerate(self.poll(last)):
             tails[line[:3]].append((index, line))

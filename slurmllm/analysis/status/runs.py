@@ -39,6 +39,7 @@ from slurmllm.core.run.safe_files import os_error_text, write_error
 from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient
 from slurmllm.core.slurm.site import explain_drain
 from slurmllm.launch.supervise.run_state import (
+    Jobs,
     JobState,
     RunRecords,
     derive_state,
@@ -238,7 +239,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
     return [build(records) for records in everything]
 
 
-def _reread(records: RunRecords, jobs: dict[str, JobState]) -> RunRecords:
+def _reread(records: RunRecords, jobs: Jobs) -> RunRecords:
     """Read records again if Slurm shows no active job: the last ones may have come meanwhile."""
     if any(job.waits or job.has_nodes for job in jobs.values()):
         return records
@@ -347,7 +348,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     )
 
 
-def _unwritten(run: RunDir, jobs: dict[str, JobState]) -> str:
+def _unwritten(run: RunDir, jobs: Jobs) -> str:
     """Return what a run cannot write now, or has not written yet, as its directory was full."""
     # Not a folder of another user, in which this process may not write.
     read_only = os.statvfs(run.path).f_flag & os.ST_RDONLY

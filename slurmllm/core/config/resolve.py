@@ -53,7 +53,8 @@ SMOKE_STEPS = 20  # of --smoke
 TRIAL = "--data builtin"  # origin of the corpus of a first trial
 _NO_RECIPE = "`slurmllm recipes` lists the shipped ones, `init --recipe FILE` writes one"
 # Dotted path → the option's name, and its value; None if it was not given.
-Options = Mapping[str, tuple[str, Any]] | None
+Settings = Mapping[str, tuple[str, Any]]
+Options = Settings | None
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 

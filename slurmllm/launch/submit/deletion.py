@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import ConfigError, RunError, StorageError, UserError
@@ -147,7 +147,7 @@ class Deletion(NamedTuple):
     checkpoint_bytes: int
     keeps_checkpoints: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "run": self.target.name,
             "run_dir": str(self.target.path),

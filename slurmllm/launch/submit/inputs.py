@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from slurmllm.core import plugins
 from slurmllm.core.config.data_sources import read_source
-from slurmllm.core.config.resolve import TRIAL, RunConfig
+from slurmllm.core.config.resolve import TRIAL, RunConfig, Settings
 from slurmllm.core.config.variables import is_secret
 from slurmllm.core.errors import ConfigError, DataError, StorageError
 from slurmllm.core.run.records import AttemptRecord
@@ -31,7 +31,7 @@ LIMIT_S = 180.0  # torch from a busy network file system takes a minute
 STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 
-def data_settings(data: str | None) -> dict[str, tuple[str, Any]]:
+def data_settings(data: str | None) -> Settings:
     """Return the settings of --data, as `resolve` takes them: `builtin`, or names of data sets."""
     if data != "builtin":
         return {} if data is None else {"data.source": ("--data", data.split(","))}

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from slurmllm.core.config.directives import as_arguments
 from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Json, format_plural
 from slurmllm.core.run.records import JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
@@ -85,7 +85,7 @@ class SubmittedRun:
             self, exit_code=run_locally(self.prepared, quiet, allocation=self.sent.allocation)
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return it for JSON, as `slurmllm submit --json` prints it."""
         prepared = self.prepared
         run = self.prepared.run
@@ -115,7 +115,7 @@ class SubmittedRun:
                 "planner": planner,
             }
         jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
-        result: dict[str, Any] = {"exit_code": self.exit_code}
+        result: Json = {"exit_code": self.exit_code}
         if not self.sent.local:
             result = {"jobs": jobs, "mesh": prepared.mesh_json()}
         result = {"run": run.name, "run_dir": str(run.path), **result}

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from slurmllm.core.config.load import save
-from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.resolve import RunConfig, Settings
 from slurmllm.core.errors import ConfigError, StorageError, UserError
+from slurmllm.core.format import Json
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.core.slurm.client import SlurmClient
@@ -137,7 +138,7 @@ class PreparedRun:
             ),
         )
 
-    def mesh_json(self) -> dict[str, Any]:
+    def mesh_json(self) -> Json:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
         return self.mesh.to_json() if self.config.recipe.worker.has_model else self.mesh.size_json()
 
@@ -147,7 +148,7 @@ class PreparedRun:
         return [fault for error in (*self.refused, *self.unstartable) for fault in error.faults]
 
 
-def check_mode(local: bool, options: Mapping[str, tuple[str, Any]]) -> None:
+def check_mode(local: bool, options: Settings) -> None:
     """Raise UserError if a run with these options cannot train on this machine, or from here."""
     if local and options.get("slurm.min_nodes", ("", None))[1] is not None:
         raise UserError("--nodes M-N: a range is for Slurm's jobs; give one number")

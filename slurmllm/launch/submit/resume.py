@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from slurmllm.core.config.load import load, read_summary, summarize
 from slurmllm.core.config.recipe import Recipe
-from slurmllm.core.config.resolve import RunConfig, change, changed_settings
+from slurmllm.core.config.resolve import RunConfig, Settings, change, changed_settings
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import JobsRecord, Submission
@@ -40,7 +40,7 @@ class Changes(NamedTuple):
 
     cluster: str | None
     overrides: Sequence[str]
-    options: Mapping[str, tuple[str, Any]]
+    options: Settings
     from_scratch: bool  # whether it starts again from step 0, without the checkpoints
 
 

@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from slurmllm.core.config.recipe_file import untrusted_fault
-from slurmllm.core.config.resolve import RunConfig, resolve
+from slurmllm.core.config.resolve import RunConfig, Settings, resolve
 from slurmllm.core.config.variables import is_secret_at
 from slurmllm.core.config.yaml_source import flatten, parse_scalar, read_yaml
 from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
@@ -133,7 +133,7 @@ def resolve_cases(
     recipe: str,
     cluster: str | None,
     overrides: Sequence[str],
-    options: Mapping[str, tuple[str, Any]],
+    options: Settings,
 ) -> list[RunConfig]:
     """Return the configuration of each case; the arguments are those of `resolve`."""
     configs = []

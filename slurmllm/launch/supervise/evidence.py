@@ -146,8 +146,8 @@ def _trainer_exit(
     steps = _logged_steps(run.metrics(record.attempt))
     known = not any(node.progress_missing for node in nodes.values())
     if steps:
-        each_step = steps[-2:] == [steps[-1] - 1, steps[-1]]
-        progress = f"at step {steps[-1] + 1} " if each_step else f"after step {steps[-1]} "
+        end = steps[-1]
+        progress = f"at step {end + 1} " if end - 1 in steps[-2:] else f"after step {end} "
     elif newest is not None and newest.step == record.checkpoint_before:
         before = attempts.load_attempts(run, "train")[-2:-1]
         # After an attempt that had finished there was nothing left to do.

@@ -20,10 +20,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from slurmllm.core.config.operation import NotifyEvent
 from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.format import Json
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
@@ -97,7 +97,7 @@ class Notifier:
             thread.start()
             self._sending.append(thread)
 
-    def _call(self, command: Sequence[str], message: dict[str, Any]) -> None:
+    def _call(self, command: Sequence[str], message: Json) -> None:
         try:
             subprocess.run(
                 command,

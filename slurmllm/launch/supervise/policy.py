@@ -15,7 +15,6 @@ from slurmllm.core.run.records import (
     Action,
     AttemptRecord,
     EndingClass,
-    Lines,
     NodeEvidence,
     Restart,
 )
@@ -82,7 +81,7 @@ def decide(
     if closed.stage == "precompile" and closed.ending == "compile_failure":
         if recipe.train.incomplete_graphs == "compile":
             message = "train.incomplete_graphs: compile: the train stage starts all the same"
-            return _with_action(closed, "finish", (*closed.evidence, message))
+            return _with_action(closed, "finish", message)
     elif closed.stage == "precompile" and started and "requeue" in actions:
         actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
     elif closed.ending == "divergence" and rolled_back:
@@ -93,7 +92,7 @@ def decide(
         return _with_action(closed, actions[0])
     if restart_mode == "none":
         message = "slurm.restart is none: `slurmllm resume` continues the run"
-        return _with_action(closed, "stop", (*closed.evidence, message))
+        return _with_action(closed, "stop", message)
     limits = recipe.slurm
     idle = 0  # attempts in a row, this one included, without a new checkpoint
     for attempt in takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier))):
@@ -101,7 +100,9 @@ def decide(
     if idle >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
-        return _with_action(closed, "stop", evidence).model_copy(update={"ending": "no_progress"})
+        return _with_action(closed, "stop").model_copy(
+            update={"ending": "no_progress", "evidence": evidence}
+        )
     backoff = 0.0
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
@@ -112,7 +113,7 @@ def decide(
         used = 1 + sum(attempt.ending == closed.ending for attempt in within)
         if used > budget:
             message = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
-            return _with_action(closed, "stop", (*closed.evidence, message))
+            return _with_action(closed, "stop", message)
         backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
     # Not twice in a row without a new checkpoint: other nodes may be better. The first time there
     # is no backoff, as the nodes wait too.
@@ -121,10 +122,8 @@ def decide(
     return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
 
 
-def _with_action(
-    closed: AttemptRecord, action: Action, evidence: Lines | None = None
-) -> AttemptRecord:
-    evidence = closed.evidence if evidence is None else evidence
+def _with_action(closed: AttemptRecord, action: Action, *reasons: str) -> AttemptRecord:
+    evidence = (*closed.evidence, *reasons)
     return closed.model_copy(update={"action": action, "backoff_s": 0.0, "evidence": evidence})
 
 

@@ -14,10 +14,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.format import printable
+from slurmllm.core.format import Json, printable
 from slurmllm.core.metrics.curves import VAL_LOSS
 from slurmllm.core.metrics.following import (
     FollowedOutput,
@@ -195,7 +194,7 @@ class TrainerProgress:
             values.pop("step_time_s", None)
             if step > before and values["time"] > begun:
                 values["step_time_s"] = (values["time"] - begun) / (step - before)
-        row: dict[str, Any] = {"step": step, "attempt": self._attempt}
+        row: Json = {"step": step, "attempt": self._attempt}
         for name, value in values.items():
             if name in ("tokens", "samples"):
                 if name not in self._offsets:

@@ -151,10 +151,10 @@ class JobState:
 
 
 State = tuple[str, str]  # see `runs.RunState`: state and reason
-_Jobs = Mapping[str, JobState]
+Jobs = Mapping[str, JobState]
 
 
-def derive_state(records: RunRecords, jobs: _Jobs) -> State:
+def derive_state(records: RunRecords, jobs: Jobs) -> State:
     """Return the state of a run and its reason: the first matching row of the tables wins.
 
     Records come before Slurm, which forgets jobs after minutes, and a job that runs comes before
@@ -165,7 +165,7 @@ def derive_state(records: RunRecords, jobs: _Jobs) -> State:
     return by_records or _by_active_jobs(records, jobs) or _by_ended_jobs(records, jobs)
 
 
-def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
+def _by_records(records: RunRecords, jobs: Jobs) -> State | None:
     run = records.run
     submission = records.submission
     last = records.last
@@ -199,7 +199,7 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
     return None
 
 
-def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
+def _by_active_jobs(records: RunRecords, jobs: Jobs) -> State | None:
     train = _train_job(jobs)
     precompile = jobs.get("precompile")
     # The precompile job of a sweep continues for the other runs.
@@ -219,7 +219,7 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
     return None
 
 
-def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
+def _by_ended_jobs(records: RunRecords, jobs: Jobs) -> State:
     run = records.run
     last = records.last
     train = _train_job(jobs)
@@ -244,7 +244,7 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
     return _by_script(records) or ("interrupted", _failed_job(run, "train"))
 
 
-def _train_job(jobs: _Jobs) -> JobState | None:
+def _train_job(jobs: Jobs) -> JobState | None:
     """Return the train job; once it has ended, its successor if that is active."""
     train = jobs.get("train")
     successor = jobs.get("successor")
@@ -312,7 +312,7 @@ def is_process_alive(submission: Submission) -> bool:
     )
 
 
-def host_elsewhere(submission: Submission, jobs: _Jobs) -> str | None:
+def host_elsewhere(submission: Submission, jobs: Jobs) -> str | None:
     """Return the machine that may run a local submission, if its processes are not seen here.
 
     None if the submission has ended, or Slurm shows that the allocation that it used has.
