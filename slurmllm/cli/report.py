@@ -197,9 +197,11 @@ def _print_prediction(
         return
     attempts = "attempt" if len(check.attempts) <= 1 else "attempts"
     numbers = ", ".join(map(str, check.attempts))
-    steps = f"{format_plural(check.steps, 'step')} of {attempts} {numbers}"
     nodes = format_plural(check.nodes, "node")
-    click.echo(f"{check.run}: {steps} on {nodes}; profile {check.cluster}")
+    click.echo(
+        f"{check.run}: {format_plural(check.steps, 'step')} of {attempts} {numbers} on {nodes}; "
+        f"profile {check.cluster}"
+    )
     rows = []
     for row in check.rows:
         figures = [_measure(row.unit, value) for value in (row.predicted, row.measured)]

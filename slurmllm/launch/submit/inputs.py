@@ -42,17 +42,18 @@ def data_folder(config: RunConfig, root: Path) -> Path:
     """Return the folder of fetched data sets: `cluster.data_folder`, else `.data` of the runs."""
     if config.cluster.data_folder is not None:
         return Path(config.cluster.data_folder).expanduser()
-    return own_folder(root, ".data", config.cluster.trusted_group)
+    return own_folder(root, config)
 
 
-def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
-    """Return a folder that several runs share: `name`, or this user's own next to another's."""
-    folder = parent / name
+def own_folder(root: Path, config: RunConfig) -> Path:
+    """Return the folder of data that several runs share, or this user's own next to another's."""
+    folder = root / ".data"
     # Every link has mode 777: its owner counts, and the folder that it names.
     if os.path.lexists(folder):
         is_foreign = folder.lstat().st_uid not in (0, os.geteuid())
+        group = config.cluster.trusted_group
         if is_foreign or (folder.exists() and untrusted_error(folder.stat(), group)):
-            return make_private_folder(parent / f"{name}-{os.geteuid()}")
+            return make_private_folder(root / f".data-{os.geteuid()}")
     return folder
 
 
@@ -131,7 +132,7 @@ def _builtin_files(config: RunConfig, root: Path) -> tuple[Path, Path]:
     from slurmllm.data.corpus.builtin import ensure_stdlib
 
     # Another user's: what is in it need not be the standard library.
-    folder = own_folder(root, ".data", config.cluster.trusted_group)
+    folder = own_folder(root, config)
     with storage_errors(
         f"cannot create the built-in data set in {folder}", "choose another --runs-dir"
     ):

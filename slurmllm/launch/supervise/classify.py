@@ -188,7 +188,7 @@ def _reported_endings(evidence: Evidence) -> _Rows:
         unfinished = evidence.trainer.unfinished
         workers = len(evidence.exit_codes)
         done = "the worker finished" if workers == 1 else f"all {workers} workers finished"
-        lines = (done, unfinished) if unfinished else (done,)
+        lines = tuple(filter(None, (done, unfinished)))
         yield Ending("done", lines, done_early=evidence.trainer.done_early)
     if evidence.slurm_state == "CANCELLED":
         yield Ending("cancelled", ("the job was cancelled",))
@@ -244,10 +244,8 @@ def _launch_endings(evidence: Evidence) -> _Rows:
         yield None if ending.ending == "node_failure" else ending
     down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
     if down:
-        message = () if launch is None else (launch.text,)
-        refusal = None if evidence.begun else launch
-        lines = (f"Slurm: {', '.join(down)} down", *message)
-        yield Ending("node_failure", lines, down, launch=refusal)
+        lines = (f"Slurm: {', '.join(down)} down", *(() if launch is None else (launch.text,)))
+        yield Ending("node_failure", lines, down, launch=None if evidence.begun else launch)
 
 
 def _worker_endings(evidence: Evidence) -> _Rows:
@@ -329,11 +327,10 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
         "cluster.directives of the profile, then `slurmllm resume`"
     )
     lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
-    blamed = _few(failure.accused, nodes)
     return Ending(
         LAUNCH_ENDINGS.get(failure.fault, "node_failure"),
         lines,
-        blamed,
+        _few(failure.accused, nodes),
         started,
         None if started else failure,
     )

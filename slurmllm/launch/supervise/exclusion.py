@@ -111,7 +111,6 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
     new = []
     for name, (evidence, reason) in failing.items():
         count = 1 + (before[name].exclusions if name in before else 0)
-        until = now + exclusion_hours(count, longest) * HOUR_S
         new.append(
             ExcludedNode(
                 node=name,
@@ -119,7 +118,7 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
                 evidence=evidence,
                 exclusions=count,
                 since=now,
-                until=until,
+                until=now + exclusion_hours(count, longest) * HOUR_S,
             )
         )
     ExcludedNodes(

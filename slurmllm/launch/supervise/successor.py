@@ -72,8 +72,12 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
         client.cancel([job for job in successors if job != this_job])
         if reason := _ended(run, last, client):
             return reason
-        earlier = (*last.earlier_jobs, predecessor)
-        JobsRecord.change_last(run, train_job=this_job, successor_job=None, earlier_jobs=earlier)
+        JobsRecord.change_last(
+            run,
+            train_job=this_job,
+            successor_job=None,
+            earlier_jobs=(*last.earlier_jobs, predecessor),
+        )
     log.info("job %s continues the run after job %s", this_job, predecessor)
     return None
 
