@@ -106,8 +106,7 @@ def submit(
         configs[0].recipe.require_training("--fetch", "leave it out")
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]
-    fetcher = fetch_sources if fetch else None
-    request = _request(configs[0], count, shared, name=name, fetch=fetcher)
+    request = _request(configs[0], count, shared, name=name, fetch=fetch_sources if fetch else None)
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
     ctx.exit(_print_run(start_run(request, allocation, print_warnings), shared))
