@@ -77,7 +77,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
         last_step = last_steps.get(number, 0)
         measured: Parts = {"precompile": end - start}
         if in_training:
-            measured = _measured(attempt, (start, end), history, last_step, typical_s)
+            measured = _measured(attempt, start, end, history, last_step, typical_s)
         parts_s, overlap_s = _fill(measured, end - start)
         time = AllocationTime(number, attempt.stage, attempt.ending, nodes, start, end, parts_s)
         time.overlap_s, time.spare_nodes = overlap_s, spare
@@ -141,13 +141,13 @@ def _last_kept_steps(history: RunHistory) -> dict[int, int]:
 
 def _measured(
     attempt: AttemptRecord,
-    span: tuple[float, float],
+    start: float,
+    end: float,
     history: RunHistory,
     last_step: int,
     typical_s: float | None,
 ) -> Parts:
     """Return the measured parts of a train attempt, s; they may exceed its length."""
-    start, end = span
     number, phases_s = attempt.attempt, attempt.phases_s
     preflight, cache = (phases_s.get(name, 0.0) for name in ("preflight", "cache"))
     parts: Parts = {"preflight": preflight, "cache": cache}
