@@ -155,13 +155,13 @@ def submit_run(
     from slurmllm.launch.submit.launch import start_run
     from slurmllm.launch.submit.prepare import RunRequest, check_mode
 
-    fewest, most = parse_nodes(str(nodes))
-    options = {"slurm.min_nodes": ("nodes", fewest)}
+    min_nodes, max_nodes = parse_nodes(str(nodes))
+    options = {"slurm.min_nodes": ("nodes", min_nodes)}
     check_mode(local, options)
     config = _config_of(recipe, local)
     request = RunRequest(
-        config=config if fewest is None else change(config, None, (), options),
-        nodes=most,
+        config=config if min_nodes is None else change(config, None, (), options),
+        nodes=max_nodes,
         root=runs_root(runs_dir),
         name=name,
         local=local,
@@ -207,13 +207,13 @@ def resume_run(
     from slurmllm.launch.submit.prepare import RunRequest
     from slurmllm.launch.submit.resume import Changes, continue_run
 
-    run_dir, most, options = find_run(run, runs_root(runs_dir)), 0, {}
+    run_dir, max_nodes, options = find_run(run, runs_root(runs_dir)), 0, {}
     if nodes is not None:
-        fewest, most = parse_nodes(str(nodes))
-        options = {"slurm.min_nodes": ("nodes", fewest)}
+        min_nodes, max_nodes = parse_nodes(str(nodes))
+        options = {"slurm.min_nodes": ("nodes", min_nodes)}
     request = RunRequest(
         config=load(run_dir.config, trusted=True),
-        nodes=most,
+        nodes=max_nodes,
         root=runs_root(runs_dir),
         run=run_dir,
         local=local,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from slurmllm.core.format import Texts
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
-    from slurmllm.core.run.records import NodeHealth
+    from slurmllm.core.run.records import Finding, NodeHealth
     from slurmllm.launch.supervise.allocation import Allocation
 
 
@@ -191,7 +191,6 @@ def doctor(
     """
     from slurmllm.core.config.profiles import choose_cluster
     from slurmllm.core.config.resolve import resolve
-    from slurmllm.core.run.records import Finding
     from slurmllm.core.slurm.client import COMMANDS, SlurmClient
     from slurmllm.launch.diagnose import exit_code
     from slurmllm.launch.diagnose.login_node import (
@@ -217,27 +216,32 @@ def doctor(
         "Slurm": slurm_findings(client, profile, partition),
         "the runs folder": storage_findings(runs_dir, profile, with_slurm, run_bytes),
     }
-    findings = list[Finding]()
+    findings: list[Finding] = []
     with Console(stderr=True).status("") as status:  # on a terminal only
-        for part, group in checks.items():
-            status.update(f"checking {part}")
+        for title, group in checks.items():
+            status.update(f"checking {title}")
             findings += group
     code = exit_code(findings)
     if as_json:
         keys = ("name", "state", "found", "remedy", "blame")
         values = ((f.check, f.status, f.value, f.fix, f.blame) for f in findings)
-        found = [dict(zip(keys, row, strict=True)) for row in values]
-        options.echo_json({"cluster": profile.name, "exit_code": code, "checks": found})
+        rows = [dict(zip(keys, row, strict=True)) for row in values]
+        options.echo_json({"cluster": profile.name, "exit_code": code, "checks": rows})
     else:
-        click.echo(f"cluster profile {profile.name}")
-        rows = list[tuple[str, str, str]]()
-        # Checks that one reason leaves out are one row.
-        for (state, value), alike in groupby(findings, lambda f: (f.status, str(f.value))):
-            first, *others = (finding.check for finding in alike)
-            name = f"{first} and {len(others)} more" if others else first
-            rows.append((state, name, value))
-        print_table(("state", "check", "found"), rows, fold="found")
-        echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
-        statuses = [finding.status for finding in findings]
-        click.echo(", ".join(f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped")))
+        _print_findings(profile.name, findings)
     ctx.exit(code)
+
+
+def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:
+    click.echo(f"cluster profile {cluster}")
+    rows = list[tuple[str, str, str]]()
+    # Checks that one reason leaves out are one row.
+    for (state, value), group in groupby(findings, lambda f: (f.status, str(f.value))):
+        first, *more = (finding.check for finding in group)
+        name = f"{first} and {len(more)} more" if more else first
+        rows.append((state, name, value))
+    print_table(("state", "check", "found"), rows, fold="found")
+    echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
+    statuses = [finding.status for finding in findings]
+    counts = (f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped"))
+    click.echo(", ".join(counts))

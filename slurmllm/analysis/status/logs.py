@@ -139,16 +139,16 @@ def select_logs(
     rank: int | None,
     ranks: frozenset[int] | None,
     lines: int | None,
-    several: bool,
+    all_ranks: bool,
 ) -> LogSelection:
     """Return which logs `slurmllm logs` shows.
 
     Args:
-        several: Whether those of several ranks: of `ranks`, or, if None, of all.
+        all_ranks: Whether those of several ranks: of `ranks`, or, if None, of all.
         lines: How many of each log; None: all.
     """
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
-    single = rank is not None or not several  # worker
+    single = rank is not None or not all_ranks  # worker
     plain = single and rank is None and attempt is None  # rank 0, in all attempts
     if single:
         ranks = frozenset({rank or 0})

@@ -222,8 +222,8 @@ def choose_step_key(counts: Mapping[str, int], requested: Tags) -> str | None:
     It is the first that occurs at least half as often as the most frequent one; None without any.
     """
     candidates = step_keys(counts, requested)
-    most = max((counts[key] for key in candidates), default=0)
-    return next((key for key in candidates if 2 * counts[key] >= most), None)
+    highest = max((counts[key] for key in candidates), default=0)
+    return next((key for key in candidates if 2 * counts[key] >= highest), None)
 
 
 def step_keys(tags: Collection[str], requested: Tags) -> list[str]:

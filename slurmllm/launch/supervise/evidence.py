@@ -144,15 +144,15 @@ def _trainer_exit(
         ended = "ended without saving, as command.save_signal is none"
     progress = ""
     steps = _logged_steps(run.metrics(record.attempt))
-    known = not any(node.progress_missing for node in nodes.values())
+    readable = not any(node.progress_missing for node in nodes.values())
     if steps:
         end = steps[-1]
         progress = f"at step {end + 1} " if end - 1 in steps[-2:] else f"after step {end} "
     elif newest is not None and newest.step == record.checkpoint_before:
         before = attempts.load_attempts(run, "train")[-2:-1]
         # After an attempt that had finished there was nothing left to do.
-        known = any(attempt.ending == "done" for attempt in before)
-        for path in run.metrics_files()[-1:] if known else ():
+        readable = any(attempt.ending == "done" for attempt in before)
+        for path in run.metrics_files()[-1:] if readable else ():
             steps = _logged_steps(path)
     if command.steps is None or not steps or steps[-1] >= command.steps:
         return TrainerExit(f"{ended}; {checkpoint}", step=progress)
@@ -161,7 +161,7 @@ def _trainer_exit(
     last = max(steps[-1], 0 if newest is None else newest.step)
     unfinished = f"the last step that was read is {steps[-1]} of {command.steps} (command.steps)"
     early = None
-    if known and steps == sorted(steps) and last + interval < command.steps:
+    if readable and steps == sorted(steps) and last + interval < command.steps:
         early = last, command.steps
         unfinished = f"done early, {last} of {command.steps}: {OWN_STEPS}"
     return TrainerExit(f"{ended}; {checkpoint}", unfinished, early, progress)
