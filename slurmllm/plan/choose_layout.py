@@ -153,8 +153,7 @@ class FitCheck:
 
     @property
     def rough(self) -> bool:
-        hardware = self.candidate.config.cluster.hardware
-        return hardware is not None and hardware.rough
+        return known_hardware(self.candidate.config).rough
 
 
 def check_fit(

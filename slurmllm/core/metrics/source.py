@@ -285,8 +285,11 @@ def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
     parts = [str(path.absolute()).split("/") for path in paths]
     distinct = [*names]
     for index, source in enumerate(parts):
-        same = [path for path, name in zip(parts, names, strict=True) if name == names[index]]
-        namesakes = [path for path in same if path != source]
+        namesakes = [
+            path
+            for path, name in zip(parts, names, strict=True)
+            if name == names[index] and path != source
+        ]
         length = 1
         while any(path[-length:] == source[-length:] for path in namesakes):
             length += 1
