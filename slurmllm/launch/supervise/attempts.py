@@ -261,8 +261,7 @@ def timeline(
         gained = max(max(steps, default=begun) - begun, 0)
         return record.model_copy(update={"steps_gained": gained, "steps_lost": 0})
     first, second = rows[0], rows[-1]
-    logged = int(first["step"])
-    last_step = int(last["step"])
+    logged, last_step = int(first["step"]), int(last["step"])
     # Other trainers log every tenth step, say, and the first row may have no time of its steps.
     before = max(logged - max(int(second["step"]) - logged, 1), 0)
     before = begun if before < begun < logged else before

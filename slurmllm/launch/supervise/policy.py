@@ -100,19 +100,17 @@ def decide(
     if idle >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
-        return _with_action(closed, "stop").model_copy(
-            update={"ending": "no_progress", "evidence": evidence}
-        )
+        stopped = {"ending": "no_progress", "evidence": evidence}
+        return _with_action(closed, "stop").model_copy(update=stopped)
     backoff = 0.0
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
         budget = int(getattr(limits, field))
-        hours = limits.budget_hours
-        begin = _end(closed) - hours * HOUR_S
+        begin = _end(closed) - limits.budget_hours * HOUR_S
         within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
         used = 1 + sum(attempt.ending == closed.ending for attempt in within)
         if used > budget:
-            message = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
+            message = f"{used} {name} within {limits.budget_hours:g} h, slurm.{field} is {budget}"
             return _with_action(closed, "stop", message)
         backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
     # Not twice in a row without a new checkpoint: other nodes may be better. The first time there
