@@ -10,8 +10,6 @@ pip-audit itself ends with 0 where the database knows no package at all. Here:
     2  the database cannot be reached, or packages are not in it: these are named
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Everything goes through the command line, as a user would type it; only the kill is done here.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

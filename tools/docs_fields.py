@@ -1,7 +1,5 @@
 """Write what pages include into build/fields: all fields, README's start, and the version."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator, Mapping

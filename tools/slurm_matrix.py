@@ -6,8 +6,6 @@ The machine's own Slurm, and those of Debian's releases, each in a root director
 makes once (build/slurm-roots). Writes build/slurm-matrix.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -8,8 +8,6 @@ chosen for each mesh ("free"). A row reported out of memory must not fit. Exit c
 not as it should be; rows that cannot be checked are skipped, with the reason.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Collection, Sequence

@@ -3,8 +3,6 @@
 python tools/benchmarks/startup.py [--runs 10]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess
