@@ -4,8 +4,6 @@ Jobs are pending until `start` and end with `finish`; dependencies, requeue and 
 as in Slurm, as far as slurmllm depends on them. Nothing is executed.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence
@@ -13,14 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.core.errors import SlurmError
-from slurmllm.core.slurm.client import (
-    AccountingRow,
-    Association,
-    BatchJob,
-    PartitionNode,
-    QueuedJob,
-    SlurmClient,
-)
+from slurmllm.core.slurm import client
 
 
 @dataclass
@@ -36,18 +27,18 @@ class _Job:
     name: str | None = None
     comment: str = ""
     may_requeue: bool = True
-    incarnations: list[AccountingRow] = field(default_factory=list)
+    incarnations: list[client.AccountingRow] = field(default_factory=list)
 
     @property
     def wanted_nodes(self) -> int:
         match = re.search(r"^#SBATCH --nodes=(\d+)$", self.script, re.MULTILINE)
         return int(match.group(1)) if match else 1
 
-    def row(self, state: str) -> AccountingRow:
-        return AccountingRow(self.job_id, state, "0:0", ",".join(self.nodes), "", "")
+    def row(self, state: str) -> client.AccountingRow:
+        return client.AccountingRow(self.job_id, state, "0:0", ",".join(self.nodes), "", "")
 
 
-class FakeSlurm(SlurmClient):
+class FakeSlurm(client.SlurmClient):
     """A cluster that a test controls.
 
     Attributes:
@@ -89,7 +80,7 @@ class FakeSlurm(SlurmClient):
         self.may_drain, self.reasons = False, dict[str, str]()
         self.may_requeue, self.time_limit = True, "1-00:00:00"
         self.features: dict[str, str] = {}
-        self.accounts: list[Association] = []
+        self.accounts: list[client.Association] = []
         self._ids = itertools.count(1)
 
     def submit(
@@ -162,10 +153,10 @@ class FakeSlurm(SlurmClient):
                 job.incarnations.append(job.row("NODE_FAIL"))
                 job.state, job.nodes = "PENDING", ()
 
-    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+    def queue(self, job_ids: Sequence[str]) -> dict[str, client.QueuedJob]:
         match = (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs)
         return {
-            job.job_id: QueuedJob(
+            job.job_id: client.QueuedJob(
                 job.job_id,
                 job.state,
                 self.waits.get(
@@ -198,8 +189,8 @@ class FakeSlurm(SlurmClient):
             if (job.after, job.name, job.state) == (job_id, name, "PENDING")
         ]
 
-    def accounting(self, *job_ids: str) -> list[AccountingRow]:
-        match: list[AccountingRow] = []
+    def accounting(self, *job_ids: str) -> list[client.AccountingRow]:
+        match: list[client.AccountingRow] = []
         for job in (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs):
             current = [job.row(job.state)] if job.state in ("RUNNING", "PENDING") else []
             match += [*job.incarnations, *current]
@@ -214,10 +205,10 @@ class FakeSlurm(SlurmClient):
         job.incarnations.append(job.row("REQUEUED"))
         job.state, job.nodes = "PENDING", ()
 
-    def batch_job(self, job_id: str) -> BatchJob:
+    def batch_job(self, job_id: str) -> client.BatchJob:
         job = self._job(job_id)
         host, excluded = next(iter(job.nodes), ""), ",".join(job.excluded)
-        return BatchJob(job.state, len(job.incarnations), host, excluded, self.time_limit)
+        return client.BatchJob(job.state, len(job.incarnations), host, excluded, self.time_limit)
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
         job = self._job(job_id)
@@ -283,9 +274,9 @@ class FakeSlurm(SlurmClient):
         if self.settings().get("AccountingStorageType") != "accounting_storage/slurmdbd":
             raise SlurmError("sacct failed with exit code 1: accounting storage is disabled")
 
-    def partition_nodes(self) -> list[PartitionNode]:
+    def partition_nodes(self) -> list[client.PartitionNode]:
         return [
-            PartitionNode(
+            client.PartitionNode(
                 self.partition,
                 True,
                 True,
@@ -307,7 +298,7 @@ class FakeSlurm(SlurmClient):
     def qos_flags(self) -> dict[str, str]:
         return dict(self.flags)
 
-    def associations(self) -> list[Association]:
+    def associations(self) -> list[client.Association]:
         return list(self.accounts)
 
     def _job(self, job_id: str) -> _Job:

@@ -1,19 +1,11 @@
 """Records of a run, with values for the fields that a test does not care about."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run import records
 from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.core.run.records import (
-    AttemptRecord,
-    JobsRecord,
-    SkippedBatches,
-    SkipsRecord,
-    Submission,
-)
 from slurmllm.core.run.rundir import RunDir
 
 
@@ -27,11 +19,11 @@ def make_run(path: Path, *overrides: str, recipe: str = "tiny_neox") -> RunDir:
 
 def make_attempt(
     number: int = 0, *, nodes: tuple[str, ...] = ("n1",), **fields: Any
-) -> AttemptRecord:
+) -> records.AttemptRecord:
     """Return a train attempt of one worker per node, which started at 0 s."""
     values = {"stage": "train", "job_id": None, "started_at": 0.0, "master_port": 1024}
     mesh = {"nodes": nodes, "world_size": len(nodes), "master_addr": nodes[0]}
-    return AttemptRecord.model_validate({"attempt": number} | values | mesh | fields)
+    return records.AttemptRecord.model_validate({"attempt": number} | values | mesh | fields)
 
 
 def save_attempt(run: RunDir, number: int = 0, **fields: Any) -> None:
@@ -48,11 +40,11 @@ def save_manifest(run: RunDir, step: int, **fields: Any) -> None:
     manifest.save(run.checkpoint(step) / "manifest.json")
 
 
-def save_submission(run: RunDir, **fields: Any) -> Submission:
+def save_submission(run: RunDir, **fields: Any) -> records.Submission:
     """Record the one submission of a run, by default of one node to Slurm."""
     values = {"submitted_at": 0.0, "nodes": 1, "local": False, "first_attempt": 0}
-    sent = Submission.model_validate(values | fields)
-    JobsRecord(submissions=(sent,)).save(run.jobs)
+    sent = records.Submission.model_validate(values | fields)
+    records.JobsRecord(submissions=(sent,)).save(run.jobs)
     return sent
 
 
@@ -60,5 +52,5 @@ def save_skips(run: RunDir, *, onset: int, last: int | None = None, **fields: An
     """Record that attempt 0 diverged from a step on, and which batches are skipped for it."""
     values = {"first": onset, "last": last or onset + 5, "roll_back_to": 10, "onset": onset}
     values |= {"attempt": 0, "reason": "spike"}
-    skip = SkippedBatches.model_validate(values | fields)
-    SkipsRecord(skips=(skip,)).save(run.skips)
+    skip = records.SkippedBatches.model_validate(values | fields)
+    records.SkipsRecord(skips=(skip,)).save(run.skips)

@@ -1,7 +1,5 @@
 """What a run's files say steers no terminal; closed and ASCII outputs are no error of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,16 +15,8 @@ from training_rows import make_row, write_rows
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.format import printable
+from slurmllm.core.run import records
 from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.core.run.records import (
-    ExcludedNode,
-    ExcludedNodes,
-    FailureRecord,
-    HangRecord,
-    JobsRecord,
-    SkippedBatches,
-    SkipsRecord,
-)
 from slurmllm.core.run.rundir import RunDir
 
 BAD = (
@@ -59,22 +49,22 @@ def _hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.path.mkdir(parents=True)
     config = resolve("tiny_neox").to_yaml()
     run.config.write_text(config)
-    JobsRecord().save(run.jobs)
+    records.JobsRecord().save(run.jobs)
     end = {"ended_at": 1.7e9 + 10, "ending": "code_error", "action": "stop"}
     texts = {"evidence": (BAD,), "new_graphs": (BAD,), "blamed_nodes": ("n1",)}
     save_attempt(run, world_size=2, started_at=1.7e9, **texts, **end)
     texts = {"error": BAD, "message": BAD, "traceback": BAD}
     failure = {"rank": 0, "node": "n1", "blame": "code", "exit_code": 70, "time": 1.7e9}
-    FailureRecord(**failure, **texts).save(run.attempt("train", 0).failure(0))
-    hang = HangRecord(found_at=1.7e9, phase="stepping", step=1, waited_s=1.0, limit_s=1.0)
+    records.FailureRecord(**failure, **texts).save(run.attempt("train", 0).failure(0))
+    hang = records.HangRecord(found_at=1.7e9, phase="stepping", step=1, waited_s=1.0, limit_s=1.0)
     hang.save(run.attempt("train", 0).hang)
     stacks = run.attempt("train", 0).stacks(0)
     stacks.parent.mkdir()
     stacks.write_text(f'Thread 1\n  File "{BAD}", line 1 in {BAD}\n')
-    excluded = ExcludedNode(node="n1", reason=BAD, since=0.0, until=4e9)
-    ExcludedNodes(nodes=(excluded,)).save(run.excluded)
+    excluded = records.ExcludedNode(node="n1", reason=BAD, since=0.0, until=4e9)
+    records.ExcludedNodes(nodes=(excluded,)).save(run.excluded)
     skip = {"first": 1, "last": 2, "roll_back_to": None, "onset": 1, "attempt": 0, "reason": BAD}
-    SkipsRecord(skips=(SkippedBatches(**skip),)).save(run.skips)
+    records.SkipsRecord(skips=(records.SkippedBatches(**skip),)).save(run.skips)
     write_rows(run.metrics(0), [make_row(step) for step in range(1, 30)])
     with run.metrics(0).open("a") as stream:
         stream.write(f'{{"step": "{BAD}"}}\n')

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -116,16 +114,8 @@ def test_rows_without_an_attempt_belong_to_their_file(make_run: MakeRun) -> None
 
 def test_values_that_are_no_finite_number(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    spelt = [
-        "NaN",
-        "Infinity",
-        "-Infinity",
-        "null",
-        '"NaN"',
-        '"Infinity"',
-        "1e999",
-        "1" + "0" * 400,
-    ]
+    words = 'NaN Infinity -Infinity null "NaN" "Infinity" 1e999'
+    spelt = [*words.split(), "1" + "0" * 400]
     rows = (f'{{"step": {i}, "attempt": 0, "loss": {v}}}\n' for i, v in enumerate(spelt))
     path.write_text("".join(rows))
     nan, inf = math.nan, math.inf

@@ -1,7 +1,5 @@
 """What another user can prepare on a shared disk, made by root as the user `nobody`."""
 
-from __future__ import annotations
-
 import errno
 import grp
 import os
@@ -17,21 +15,9 @@ import pytest
 
 from slurmllm.core.config.operation import WatchdogConfig
 from slurmllm.core.errors import StorageError
+from slurmllm.core.run import safe_files
 from slurmllm.core.run.records import Heartbeat
 from slurmllm.core.run.rundir import RunDir, write_atomic
-from slurmllm.core.run.safe_files import (
-    check_private_folder,
-    make_private_folder,
-    open_append,
-    open_lock,
-    open_trusted,
-    os_error_text,
-    read_limited,
-    read_pieces,
-    replaceable_error,
-    untrusted_error,
-    user_name,
-)
 from slurmllm.core.run.worker_files import EventLog
 from slurmllm.launch.supervise.watchdog import Heartbeats
 
@@ -45,23 +31,23 @@ def test_a_pipe_a_device_and_a_large_file_are_refused_at_once(tmp_path: Path) ->
     large.write_bytes(b"x" * 11)
     for path, reason in ((pipe, "not a regular file"), (Path("/dev/zero"), "not a regular file")):
         with pytest.raises(OSError, match=reason):
-            read_limited(path)
+            safe_files.read_limited(path)
     with pytest.raises(OSError, match="larger than 10 bytes"):
-        read_limited(large, 10)
-    assert read_limited(large, 11) == b"x" * 11
+        safe_files.read_limited(large, 10)
+    assert safe_files.read_limited(large, 11) == b"x" * 11
 
 
 def test_trusted_is_what_only_this_user_can_write(tmp_path: Path) -> None:
     private_folder, link = tmp_path / "own", tmp_path / "link"
     private_folder.write_text("mine")
     link.symlink_to(private_folder)
-    with open_trusted(private_folder) as stream:
+    with safe_files.open_trusted(private_folder) as stream:
         assert stream.read() == b"mine"
     with pytest.raises(OSError, match="symbolic links"):
-        open_trusted(link)
+        safe_files.open_trusted(link)
     private_folder.chmod(0o646)
     with pytest.raises(PermissionError, match="every user may write to it"):
-        open_trusted(private_folder)
+        safe_files.open_trusted(private_folder)
 
 
 @only_root
@@ -71,33 +57,35 @@ def test_another_users_file_needs_a_group_that_is_trusted(tmp_path: Path) -> Non
     os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
     group = grp.getgrgid(NOBODY.pw_gid).gr_name
     with pytest.raises(PermissionError, match=r"belongs to nobody .*, not to you:"):
-        open_trusted(path)
-    assert untrusted_error(path.stat(), group) is None
+        safe_files.open_trusted(path)
+    assert safe_files.untrusted_error(path.stat(), group) is None
     # In a setgid folder everybody's files have the folder's group.
     os.chown(path, NOBODY.pw_uid, grp.getgrnam("sys").gr_gid)
-    assert "not to you or the group sys" in str(untrusted_error(path.stat(), "sys"))
-    assert "not to you or the group no-such" in str(untrusted_error(path.stat(), "no-such"))
+    assert "not to you or the group sys" in str(safe_files.untrusted_error(path.stat(), "sys"))
+    assert "not to you or the group no-such" in str(
+        safe_files.untrusted_error(path.stat(), "no-such")
+    )
 
 
 def test_a_user_whom_this_machine_does_not_know_is_not_trusted(tmp_path: Path) -> None:
     info = os.stat_result((0o100600, 0, 0, 1, 54321, 54321, 0, 0, 0, 0))
-    assert untrusted_error(info, "root") == (
+    assert safe_files.untrusted_error(info, "root") == (
         "it belongs to uid 54321, not to you or the group root"
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Path, "stat", lambda _: info)
-        assert replaceable_error(tmp_path) == (
+        assert safe_files.replaceable_error(tmp_path) == (
             f"{tmp_path} belongs to uid 54321, who may replace what is in it"
         )
 
 
 def test_a_refusal_names_the_owner_of_what_is_closed(tmp_path: Path) -> None:
     error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "a" / "b"))
-    owner = user_name(os.geteuid())
-    assert os_error_text(error) == f"Permission denied; {tmp_path} belongs to {owner}"
-    assert os_error_text(OSError(errno.ENOSPC, "full", str(tmp_path))) == "full"
-    assert os_error_text(PermissionError(errno.EACCES, "no")) == "no"  # of no file
-    assert os_error_text(OSError("odd")) == "odd"
+    owner = safe_files.user_name(os.geteuid())
+    assert safe_files.os_error_text(error) == f"Permission denied; {tmp_path} belongs to {owner}"
+    assert safe_files.os_error_text(OSError(errno.ENOSPC, "full", str(tmp_path))) == "full"
+    assert safe_files.os_error_text(PermissionError(errno.EACCES, "no")) == "no"  # of no file
+    assert safe_files.os_error_text(OSError("odd")) == "odd"
 
 
 @only_root
@@ -113,11 +101,11 @@ def test_a_lock_follows_no_link_and_belongs_to_one_user(tmp_path: Path) -> None:
         (planted, "belongs to nobody"),
     ):
         with pytest.raises(OSError, match=reason):
-            open_lock(path)
+            safe_files.open_lock(path)
     assert victim.read_text() == "precious"
-    with open_lock(tmp_path / "lock") as lock:
+    with safe_files.open_lock(tmp_path / "lock") as lock:
         assert stat.S_IMODE(os.fstat(lock.fileno()).st_mode) == 0o600
-    open_lock(tmp_path / "lock").close()
+    safe_files.open_lock(tmp_path / "lock").close()
 
 
 @only_root
@@ -125,18 +113,18 @@ def test_a_folder_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     os.chown(folder, NOBODY.pw_uid, -1)
-    private_folder = make_private_folder(folder)
+    private_folder = safe_files.make_private_folder(folder)
     assert private_folder != folder
     assert private_folder.parent == tmp_path
-    check_private_folder(private_folder)
+    safe_files.check_private_folder(private_folder)
     link = tmp_path / "link"
     link.symlink_to(private_folder)
-    assert make_private_folder(link) not in (link, private_folder)
+    assert safe_files.make_private_folder(link) not in (link, private_folder)
     for path in (folder, link):
         with pytest.raises(PermissionError):
-            check_private_folder(path)
-    assert make_private_folder(tmp_path / "new") == tmp_path / "new"
-    assert make_private_folder(tmp_path / "new") == tmp_path / "new"
+            safe_files.check_private_folder(path)
+    assert safe_files.make_private_folder(tmp_path / "new") == tmp_path / "new"
+    assert safe_files.make_private_folder(tmp_path / "new") == tmp_path / "new"
 
 
 RACE = """
@@ -187,12 +175,12 @@ def test_an_attacker_in_a_race_gets_no_folder_of_ours() -> None:
             assert attacker.stdout.readline() == "ready\n"
             second_names = 0
             for _ in range(200):
-                made = make_private_folder(disk / "cache")
+                made = safe_files.make_private_folder(disk / "cache")
                 info = made.lstat()
                 assert stat.S_ISDIR(info.st_mode)
                 assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (os.geteuid(), 0o700)
                 (made / "graph").write_text("ours")
-                check_private_folder(made)
+                safe_files.check_private_folder(made)
                 assert [path.name for path in made.iterdir()] == ["graph"]
                 second_names += made.name != "cache"
                 shutil.rmtree(made)
@@ -229,7 +217,7 @@ def test_nothing_is_written_through_another_users_link(tmp_path: Path) -> None:
     beats.close()
     EventLog(run.events(0), 0).add("save", 1)
     with pytest.raises(PermissionError, match="metrics is a link of nobody"):
-        open_append(run.metrics(0))
+        safe_files.open_append(run.metrics(0))
     assert list(victim.iterdir()) == []
     # One's own links, as to a larger disk, are followed; missing folders are made.
     (run.path / "checkpoints").symlink_to(victim)
@@ -254,16 +242,16 @@ def test_a_chain_of_links_ends(tmp_path: Path) -> None:
     for first, other in (("a", "b"), ("b", "a")):
         (tmp_path / first).symlink_to(other)
     with pytest.raises(OSError, match="too many links"):
-        open_append(tmp_path / "a" / "x")
+        safe_files.open_append(tmp_path / "a" / "x")
     (tmp_path / "0").symlink_to(tmp_path)
     for number in range(1, 41):
         (tmp_path / str(number)).symlink_to(str(number - 1))
-    os.close(open_append(tmp_path / "39" / "x"))  # forty links
+    os.close(safe_files.open_append(tmp_path / "39" / "x"))  # forty links
     with pytest.raises(OSError, match="too many links"):
-        open_append(tmp_path / "40" / "x")
+        safe_files.open_append(tmp_path / "40" / "x")
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError):
-        open_append(tmp_path / "file" / "x")
+        safe_files.open_append(tmp_path / "file" / "x")
 
 
 def test_pieces_have_whole_lines_and_each_line_a_limit(tmp_path: Path) -> None:
@@ -274,9 +262,9 @@ def test_pieces_have_whole_lines_and_each_line_a_limit(tmp_path: Path) -> None:
             path.write_bytes(content)
             with path.open("rb") as stream:
                 if fits:
-                    *pieces, last = read_pieces(stream, 20, 30)
+                    *pieces, last = safe_files.read_pieces(stream, 20, 30)
                     assert b"".join((*pieces, last)) == content
                     assert all(piece.endswith(b"\n") for piece in pieces)
                 else:
                     with pytest.raises(OSError, match="a line of more than 30 bytes"):
-                        list(read_pieces(stream, 20, 30))
+                        list(safe_files.read_pieces(stream, 20, 30))

@@ -1,7 +1,5 @@
 """No variable that a manual page of Slurm names as an option reaches one of Slurm's commands."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -16,17 +14,9 @@ from command_line import call
 
 from slurmllm.core.config.resolve import clusters_dir, resolve
 from slurmllm.core.errors import SlurmError
-from slurmllm.core.slurm import client
+from slurmllm.core.slurm import client, setup
 from slurmllm.core.slurm.arrays import slurm_options
 from slurmllm.core.slurm.client import SlurmClient, UnansweredError, step_options
-from slurmllm.core.slurm.setup import (
-    JOB_VARIABLES,
-    PREDECESSOR,
-    SRUN_OPTIONS,
-    limits_script,
-    new_job_environment,
-    slurm_environment,
-)
 from slurmllm.launch.supervise import allocation
 
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}
@@ -63,29 +53,29 @@ def test_every_input_variable_of_the_manual_pages(
     assert len(variables) > 40, variables
     for name in variables:
         monkeypatch.setenv(name, "harmful")
-    assert variables & slurm_environment(**options).keys() <= allowed
+    assert variables & setup.slurm_environment(**options).keys() <= allowed
 
 
 def test_jobs_get_the_rest_of_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     variables = {"SLURM_CONF": "/c", "PYTHONPATH": "a::/b", "SLURMLLM_LOG": "debug", "X": "1"}
     plugin = "SLURM_SPANK__SLURM_SPANK_OPTION_auks_auks"  # steps inherit a plugin's option by it
-    of_job = {"SLURM_RESTART_COUNT": "3", plugin: "yes"} | dict.fromkeys(JOB_VARIABLES, "x")
-    for name, value in {**variables, **of_job, PREDECESSOR: "7"}.items():
+    of_job = {"SLURM_RESTART_COUNT": "3", plugin: "yes"} | dict.fromkeys(setup.JOB_VARIABLES, "x")
+    for name, value in {**variables, **of_job, setup.PREDECESSOR: "7"}.items():
         monkeypatch.setenv(name, value)
-    environment = slurm_environment()
+    environment = setup.slurm_environment()
     # A job starts in its run's directory, so a relative folder would be another one.
     variables["PYTHONPATH"] = f"{tmp_path}/a:/b"
     assert variables.items() <= environment.items()
-    assert not {PREDECESSOR, *of_job} & environment.keys()
-    assert not of_job.keys() & new_job_environment().keys() - {"SLURM_RESTART_COUNT", plugin}
-    assert of_job.items() <= slurm_environment(in_job=True).items()
+    assert not {setup.PREDECESSOR, *of_job} & environment.keys()
+    assert not of_job.keys() & setup.new_job_environment().keys() - {"SLURM_RESTART_COUNT", plugin}
+    assert of_job.items() <= setup.slurm_environment(in_job=True).items()
     for options, step in {
         "": ["--mem=0"],
         "--mem-bind=local": ["--mem=0", "--mem-bind=local"],
         "--mem-per-cpu=1G": ["--mem-per-cpu=1G"],
     }.items():
-        monkeypatch.setenv(SRUN_OPTIONS, options)
+        monkeypatch.setenv(setup.SRUN_OPTIONS, options)
         assert step_options() == step
 
 
@@ -173,7 +163,7 @@ def test_an_sbatch_without_an_answer(
 
 def test_limits_of_the_submitting_shell_are_undone() -> None:
     def run(before: str, after: str = "") -> subprocess.CompletedProcess[str]:
-        script = "\n".join([before, *limits_script(), after])
+        script = "\n".join([before, *setup.limits_script(), after])
         return subprocess.run(["bash", "-c", script], capture_output=True, text=True)
 
     shell = (f"ulimit -S -{limit}" for limit in ("t 60", "f 100", "u 900", "s 900", "c 9"))

@@ -1,7 +1,5 @@
 """The lines of cluster.setup: in a batch script, in a task of srun, and what is wrong with them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +8,10 @@ import pytest
 
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.slurm import setup
-from slurmllm.core.slurm.setup import (
-    SETUP,
-    SETUP_ERROR,
-    VERSION,
-    check_setup_ran,
-    in_setup,
-    setup_faults,
-    setup_script,
-)
 
 
 def run(*lines: str, then: str = 'echo "$GREETING"', stop: bool = False) -> tuple[int, str, str]:
-    script = "\n".join([*setup_script(lines, stop=stop), "set -euo pipefail", then])
+    script = "\n".join([*setup.setup_script(lines, stop=stop), "set -euo pipefail", then])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
@@ -41,7 +30,7 @@ def test_the_lines_run_in_the_script_itself(tmp_path: Path) -> None:
     ("line", "code"), [("module-that-is-not load x", 127), ("false", 1), ("echo 'a", 2)]
 )
 def test_the_first_failing_line_is_named_and_the_rest_do_not_run(line: str, code: int) -> None:
-    result, output, errors = run("true", line, "echo no", then=f'echo "${SETUP_ERROR}"')
+    result, output, errors = run("true", line, "echo no", then=f'echo "${setup.SETUP_ERROR}"')
     message = f"cluster.setup: line 2 failed with exit code {code}: {line}\n"
     assert (result, output) == (0, message)  # the body goes on: the supervisor records it
     assert errors.endswith(message)
@@ -50,21 +39,21 @@ def test_the_first_failing_line_is_named_and_the_rest_do_not_run(line: str, code
 
 def test_each_task_of_srun_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", "import os, sys; print(os.environ['A'], sys.argv[1:])", "b c"]
-    monkeypatch.delenv(SETUP, raising=False)
-    assert in_setup(command) == command
-    monkeypatch.setenv(SETUP, "A=1\nexport A")
-    done = subprocess.run(in_setup(command), capture_output=True, text=True)
+    monkeypatch.delenv(setup.SETUP, raising=False)
+    assert setup.in_setup(command) == command
+    monkeypatch.setenv(setup.SETUP, "A=1\nexport A")
+    done = subprocess.run(setup.in_setup(command), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1 ['b c']\n")
-    monkeypatch.setenv(SETUP, "A=1\nfalse")
+    monkeypatch.setenv(setup.SETUP, "A=1\nfalse")
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
-    done = subprocess.run(in_setup(command), capture_output=True, text=True)
+    done = subprocess.run(setup.in_setup(command), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "n3: cluster.setup: line 2 failed with exit code 1: false\n"
 
 
 def test_faults_are_found_before_anything_is_submitted() -> None:
-    assert setup_faults(["module load cuda/12.4", "[ -d /x ] && source /x/activate"]) == []
-    result = setup_faults(["true", "if true", "echo $("])
+    assert setup.setup_faults(["module load cuda/12.4", "[ -d /x ] && source /x/activate"]) == []
+    result = setup.setup_faults(["true", "if true", "echo $("])
     assert len(result) == 2
     assert result[0] == "cluster.setup: line 2: syntax error: unexpected end of file: if true"
     assert result[1].startswith("cluster.setup: line 3: ")
@@ -72,17 +61,17 @@ def test_faults_are_found_before_anything_is_submitted() -> None:
 
 def test_our_own_lines_pass_shellcheck() -> None:
     tool = Path(sys.executable).parent / "shellcheck"
-    for script in (setup._TASK, "\n".join(setup_script(["true"], stop=False))):
+    for script in (setup._TASK, "\n".join(setup.setup_script(["true"], stop=False))):
         subprocess.run([tool, "--shell=bash", "-"], input=script, text=True, check=True)
 
 
 def test_an_attempt_begins_only_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SETUP_ERROR, VERSION):
+    for name in (setup.SETUP_ERROR, setup.VERSION):
         monkeypatch.delenv(name, raising=False)
-    check_setup_ran("1.0")
-    monkeypatch.setenv(VERSION, "0.9")
+    setup.check_setup_ran("1.0")
+    monkeypatch.setenv(setup.VERSION, "0.9")
     with pytest.raises(ConfigError, match=r"cluster\.python: .* has slurmllm 1\.0, .* with 0\.9"):
-        check_setup_ran("1.0")
-    monkeypatch.setenv(SETUP_ERROR, "cluster.setup: line 1 failed with exit code 1: false")
+        setup.check_setup_ran("1.0")
+    monkeypatch.setenv(setup.SETUP_ERROR, "cluster.setup: line 1 failed with exit code 1: false")
     with pytest.raises(ConfigError, match="line 1 failed with exit code 1: false; correct the"):
-        check_setup_ran("1.0")
+        setup.check_setup_ran("1.0")

@@ -202,21 +202,7 @@ def by_lines(data: bytes, text_by: str) -> list[str]:
     return [text.decode().strip("\n") for text in documents]
 
 
-PIECES = [
-    "a",
-    "größe",
-    " ",
-    "\t",
-    "\n",
-    "\n\n",
-    "\r\n",
-    "\r",
-    "\x0b",
-    "\x1c",
-    "\xa0",
-    "東京",
-    "\x00a",
-]
+PIECES = [*"a \t\n\r\x0b\x1c\xa0", "größe", "\n\n", "\r\n", "東京", "\x00a"]
 
 
 @settings(max_examples=amount(25, of=100))

@@ -1,7 +1,5 @@
 """What other users plant for the compiled graphs, which are code: made as the user `nobody`."""
 
-from __future__ import annotations
-
 import fcntl
 import grp
 import json

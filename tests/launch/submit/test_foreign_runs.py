@@ -1,7 +1,5 @@
 """What another user could put into the directory of a run, to have it run as its owner."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

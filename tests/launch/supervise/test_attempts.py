@@ -23,20 +23,10 @@ from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import EventLog
 from slurmllm.core.slurm.client import AccountingRow, to_unix
+from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise import evidence as evidences
 from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.launch.supervise.attempt_monitor import Observations
-from slurmllm.launch.supervise.attempts import (
-    close_attempt,
-    ending_of_orphaned,
-    incarnation,
-    load_attempts,
-    open_attempt,
-    process_identity,
-    queue_s,
-    timeline,
-    unequal_versions,
-)
 from slurmllm.launch.supervise.classify import Ending, Evidence
 from slurmllm.launch.supervise.evidence import gather_evidence
 from slurmllm.launch.supervise.exclusion import (
@@ -58,21 +48,21 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> AttemptRecord:
-    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
+    record = attempts.open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
     if checkpoint is not None:
         save_manifest(run, checkpoint, attempt=record.attempt)
-    return close_attempt(run, record, ending)
+    return attempts.close_attempt(run, record, ending)
 
 
 def test_attempts_are_numbered_and_kept(run: RunDir) -> None:
     first = attempt(run, LOST, checkpoint=20)
     second = attempt(run, Ending("done", ("2 workers finished",)), checkpoint=40)
-    assert [a.attempt for a in load_attempts(run, "train")] == [0, 1]
+    assert [a.attempt for a in attempts.load_attempts(run, "train")] == [0, 1]
     assert (first.action, second.action) == ("requeue", "finish")
     assert (second.checkpoint_before, second.checkpoint_after) == (20, 40)
     assert first.steps_gained == second.steps_gained == 20
     assert AttemptRecord.load(run.attempt("train", 0).record) == first
-    assert (first.pid, first.process) == (os.getpid(), process_identity(os.getpid()))
+    assert (first.pid, first.process) == (os.getpid(), attempts.process_identity(os.getpid()))
     assert '"class": "node_failure"' in run.attempt("train", 0).record.read_text()
 
 
@@ -88,17 +78,19 @@ def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
 
 
 def test_new_graphs_of_the_nodes_are_in_the_record(run: RunDir) -> None:
-    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
+    record = attempts.open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
     for name, graphs in (("local0", ("b", "a")), ("local1", ("a",))):
         NodeRecord(node=name, new_graphs=graphs).save(run.attempt("train", 0).node(name))
     record = record.model_copy(update={"nodes": ("local0", "local1")})
-    assert close_attempt(run, record, LOST).new_graphs == ("a", "b")
+    assert attempts.close_attempt(run, record, LOST).new_graphs == ("a", "b")
 
 
 def test_unequal_versions_are_named_with_their_nodes() -> None:
     same = {"torch": "2.9", "neuron-driver": "2.24"}
-    assert unequal_versions({"n1": same, "n2": same, "n3": {}}) == ""
-    text = unequal_versions({"n1": same, "n2": {**same, "neuron-driver": "2.21"}, "n3": same})
+    assert attempts.unequal_versions({"n1": same, "n2": same, "n3": {}}) == ""
+    text = attempts.unequal_versions(
+        {"n1": same, "n2": {**same, "neuron-driver": "2.21"}, "n3": same}
+    )
     assert "neuron-driver 2.24 on n1 n3, 2.21 on n2" in text
     assert "torch" not in text
 
@@ -127,21 +119,21 @@ def test_an_orphaned_attempt_ends_by_accounting(
     record = attempt_record(restart_count=restart_count)
     cluster = FakeSlurm()
     monkeypatch.setattr(cluster, "accounting", lambda _: rows(*states))
-    row = incarnation(record, start_of(cluster, "8", ("n1",)))
-    assert ending_of_orphaned(record, {}, row).ending == ending
+    row = attempts.incarnation(record, start_of(cluster, "8", ("n1",)))
+    assert attempts.ending_of_orphaned(record, {}, row).ending == ending
 
 
 def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
-    assert ending_of_orphaned(attempt_record(), reported, row).blamed_nodes == ("n2",)
-    assert ending_of_orphaned(attempt_record(), {}, row).blamed_nodes == ()
+    assert attempts.ending_of_orphaned(attempt_record(), reported, row).blamed_nodes == ("n2",)
+    assert attempts.ending_of_orphaned(attempt_record(), {}, row).blamed_nodes == ()
     for spare_nodes, nodes in ((0, ("n1", "n2")), (1, ("n2",))):
         record = attempt_record(nodes=nodes, spare_nodes=spare_nodes)
         for failed, blamed in ((["n2"], ("n2",)), (["n1"], ()), ([], ())):
-            assert ending_of_orphaned(record, reported, row, failed).blamed_nodes == blamed
+            assert attempts.ending_of_orphaned(record, reported, row, failed).blamed_nodes == blamed
     alone = attempt_record(nodes=("n2",))  # whatever Slurm counts as failed now, it was this one
-    assert ending_of_orphaned(alone, {}, row, []).blamed_nodes == ("n2",)
+    assert attempts.ending_of_orphaned(alone, {}, row, []).blamed_nodes == ("n2",)
     assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
 
 
@@ -231,7 +223,9 @@ def test_a_job_that_slurm_requeued_itself_is_no_error(job: Job) -> None:
 def test_two_supervisors_never_share_a_number(run: RunDir) -> None:
     config, allocation = resolve("tiny_neox"), LocalAllocation()
     with ThreadPoolExecutor(8) as pool:
-        opened = pool.map(lambda _: open_attempt(run, "train", config, allocation), range(16))
+        opened = pool.map(
+            lambda _: attempts.open_attempt(run, "train", config, allocation), range(16)
+        )
         assert sorted(record.attempt for record in opened) == list(range(16))
 
 
@@ -245,15 +239,15 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
     save = json.loads(run.events(0).read_text()) | {"time": 145.0}
     run.events(0).write_text(json.dumps(save) + '\n{"kind": "sa')
-    outcome = timeline(run, record, first_symptom_at=168.0)
+    outcome = attempts.timeline(run, record, first_symptom_at=168.0)
     phases |= {"start_up": 10.0, "first_step": 10.0, "training": 33.0}
     assert outcome.phases_s == phases | {"saving": 5.0, "stopping": 3.0}
     assert (outcome.first_step, outcome.last_step) == (7, 10)
     assert (outcome.steps_gained, outcome.steps_lost) == (0, 4)
-    assert timeline(run, record, None).phases_s["stopping"] == 6.0
+    assert attempts.timeline(run, record, None).phases_s["stopping"] == 6.0
     evaluation = save | {"kind": "evaluation", "step": 9, "time": 160.0, "waited_s": 4.0}
     write_rows(run.events(0), [save, evaluation])
-    phases = timeline(run, record, first_symptom_at=168.0).phases_s
+    phases = attempts.timeline(run, record, first_symptom_at=168.0).phases_s
     assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
 
@@ -263,9 +257,9 @@ def test_what_an_attempt_waited_for_slurm() -> None:
     times = ("05:14:09", "05:00:00", "05:10:09")
     start, submit, eligible = (f"2026-11-21T{time}" for time in times)
     row = AccountingRow("7", "RUNNING", "0:0", "n[1-2]", start, "Unknown", submit, eligible)
-    assert queue_s(restarted, [first], row) == 120.0
-    assert queue_s(first, [], row) == 240.0
-    assert queue_s(first, [], None) is None
+    assert attempts.queue_s(restarted, [first], row) == 120.0
+    assert attempts.queue_s(first, [], row) == 240.0
+    assert attempts.queue_s(first, [], None) is None
 
 
 def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir, job: Job) -> None:

@@ -73,290 +73,277 @@ def only(code: int) -> dict[str, NodeRecord]:
 HANG = HangRecord(
     found_at=0.0, phase="stepping", step=7, waited_s=61.0, limit_s=60.0, suspects=("n2",)
 )
-ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
-    "finished": (seen(both(0, 0)), "done", "2 workers finished"),
-    "finished just as the signal came": (seen(both(0, 0), stop_signal="SIGUSR1"), "done", "2"),
-    "signal sent to the step alone": (seen(both(75, 75)), "advance_signal", "a stop signal"),
-    "saved and left": (seen(both(75, 75), stop_signal="SIGUSR1"), "advance_signal", "SIGUSR1"),
-    "ended at the deadline": (
-        seen(both(-9, -9), stop_signal="SIGUSR1", overran_s=30.0),
-        "advance_signal",
-        "not saved within 30 s",
-    ),
-    "a graph did not compile": (
-        seen(both(0, 0), uncompiled=["MODULE_1 failed: too large; graphs/failed/MODULE_1.log"]),
-        "compile_failure",
-        "MODULE_1 failed: too large; graphs/failed/MODULE_1.log",
-    ),
-    "the time limit came while compiling": (
-        seen(both(0, 0), stop_signal="SIGTERM", uncompiled=["MODULE_1 missing"]),
-        "compile_failure",
-        "SIGTERM came before the compiler was done",
-    ),
-    "cancelled while compiling": (
-        seen(both(0, 0), slurm_state="CANCELLED", uncompiled=["MODULE_1 missing"]),
-        "cancelled",
-        "cancelled",
-    ),
-    "the compiler ran out of host memory": (
-        seen(both(0, 0), step_out_of_memory=True, uncompiled=["MODULE_1 missing"]),
-        "out_of_memory",
-        "MODULE_1",
-    ),
-    "the workers finished and their launcher did not": (
-        seen({"n1": node("n1", {0: 0}, error="no space"), "n2": node("n2", {1: 0})}),
-        "node_failure",
-        "no space",
-    ),
-    "cancelled": (seen(both(75, 75), slurm_state="CANCELLED"), "cancelled", "cancelled"),
-    "killed from outside": (seen(both(70, -9), LOST), "node_failure", "rank 1 on n2"),
-    "killed, no echo": (seen(both(0, -9)), "node_failure", "SIGKILL"),
-    "crashed": (seen(both(70, -signal.SIGSEGV), LOST), "code_error", "SIGSEGV"),
-    "a node stopped responding": (seen(only(70), LOST), "node_failure", "n2 stopped responding"),
-    "a node stopped responding while its workers ran": (
-        seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", pids={1: 7})}, LOST),
-        "node_failure",
-        "n2 stopped responding",
-    ),
-    "Slurm took the node down and ended the job": (
-        seen(only(-9), stop_signal="SIGTERM", down_nodes={"n2": "hw: PSU"}),
-        "node_failure",
-        "Slurm: node failure on n2 (hw: PSU)",
-    ),
-    "Slurm ended the job for a node, and all left": (
-        seen(both(75, 75), stop_signal="SIGTERM", launch=NODE_LOST),
-        "node_failure",
-        "Slurm: node failure on n2",
-    ),
-    "preempted": (
-        seen(both(75, 75), stop_signal="SIGTERM", slurm_state="PREEMPTED"),
-        "advance_signal",
-        "Slurm: the job is PREEMPTED",
-    ),
-    "preempted without the time to report": (
-        seen({"n1": NodeRecord(node="n1", pids={0: 7})}, stop_signal="SIGTERM"),
-        "advance_signal",
-        "SIGTERM",
-    ),
-    "a launcher failed": (
-        seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", error="disk gone")}, LOST),
-        "node_failure",
-        "disk gone",
-    ),
-    "a launcher failed, and srun stopped the others": (
-        seen({"n1": node("n1", {0: 75}), "n2": NodeRecord(node="n2", error="no bash")}),
-        "node_failure",
-        "n2: no bash",
-    ),
-    "a launcher's port was taken": (
-        seen({"n1": NodeRecord(node="n1", error=PORT), "n2": node("n2", {1: 3})}, LOST),
-        "node_failure",
-        "cannot listen on port 41001 of n1",
-    ),
-    "only echoes": (seen(both(70, 70), LOST), "node_failure", "communication"),
-    "an exception": (seen(both(70, 70), LOST, RAISED), "code_error", "rank 1"),
-    "an exception, its peers ended by the launcher": (
-        seen({"n1": node("n1", {0: -9}, stopped_ranks=[0]), "n2": node("n2", {1: 70})}, RAISED),
-        "code_error",
-        "KeyError",
-    ),
-    "its launcher saw a rank crash": (
-        seen(both(70, 1), LOST, failure(1, "killed", "", exit_code=-11, process="rank 3")),
-        "code_error",
-        "rank 3 on n2 crashed with SIGSEGV",
-    ),
-    "its launcher saw a rank killed, and ended another": (
-        seen(
+
+
+def row(
+    reason: str, nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object
+) -> tuple[Evidence, str]:
+    """Return what was seen, and a part of the evidence that is given."""
+    return seen(nodes, *failures, **more), reason
+
+
+BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
+    "done": {
+        "finished": row("2 workers finished", both(0, 0)),
+        "finished just as the signal came": row("2", both(0, 0), stop_signal="SIGUSR1"),
+        "hung, and finished after all": row("2", both(0, 0), hang=HANG),
+    },
+    "advance_signal": {
+        "signal sent to the step alone": row("a stop signal", both(75, 75)),
+        "saved and left": row("SIGUSR1", both(75, 75), stop_signal="SIGUSR1"),
+        "ended at the deadline": row(
+            "not saved within 30 s", both(-9, -9), stop_signal="SIGUSR1", overran_s=30.0
+        ),
+        "preempted": row(
+            "Slurm: the job is PREEMPTED",
+            both(75, 75),
+            stop_signal="SIGTERM",
+            slurm_state="PREEMPTED",
+        ),
+        "preempted without the time to report": row(
+            "SIGTERM", {"n1": NodeRecord(node="n1", pids={0: 7})}, stop_signal="SIGTERM"
+        ),
+    },
+    "compile_failure": {
+        "a graph did not compile": row(
+            "MODULE_1 failed: too large; graphs/failed/MODULE_1.log",
+            both(0, 0),
+            uncompiled=["MODULE_1 failed: too large; graphs/failed/MODULE_1.log"],
+        ),
+        "the time limit came while compiling": row(
+            "SIGTERM came before the compiler was done",
+            both(0, 0),
+            stop_signal="SIGTERM",
+            uncompiled=["MODULE_1 missing"],
+        ),
+        "a failed graph whose log speaks of a device": row(
+            "NCC_EOOM001",
+            both(70, 70),
+            failure(0, "RuntimeError", "neuronx-cc failed: NCC_EOOM001 HBM limit"),
+        ),
+    },
+    "cancelled": {
+        "cancelled while compiling": row(
+            "cancelled", both(0, 0), slurm_state="CANCELLED", uncompiled=["MODULE_1 missing"]
+        ),
+        "cancelled": row("cancelled", both(75, 75), slurm_state="CANCELLED"),
+    },
+    "out_of_memory": {
+        "the compiler ran out of host memory": row(
+            "MODULE_1", both(0, 0), step_out_of_memory=True, uncompiled=["MODULE_1 missing"]
+        ),
+        "its launcher saw a rank killed for want of memory": row(
+            "oom_kill there: 2",
+            {**both(1, 0), "n2": node("n2", {1: 1}, oom_kills=2)},
+            failure(1, "killed", "", exit_code=-9, process="rank 3"),
+        ),
+        "a process that reads data was killed": row(
+            "usual cause: too little host memory",
+            {**both(1, 1), "n1": node("n1", {0: 1}, oom_kills=1)},
+            failure(0, "BrokenProcessPool", "A process was terminated abruptly"),
+        ),
+        "device memory": row(
+            "CUDA", both(70, 70), failure(1, "OutOfMemoryError", "CUDA out of memory")
+        ),
+        "device memory, without a record": row("exit code 72", both(72, -9)),
+        "host memory, by the kernel's count": row(
+            "rank 1 on n2 was ended by SIGKILL: out of host memory",
+            {"n1": node("n1", {0: 1}, stopped_ranks=(0,)), "n2": node("n2", {1: -9}, oom_kills=2)},
+            LOST,
+        ),
+        "host memory, of the node that is read last": row(
+            "rank 1 on n2 was ended by SIGKILL: out of host memory",
+            {"n1": node("n1", {0: -9}), "n2": node("n2", {1: -9}, oom_kills=1)},
+        ),
+        "host memory, of a process that reads data": row(
+            "killed by signal 9",
+            {"n1": node("n1", {0: 3}, oom_kills=1), "n2": node("n2", {1: 1}, stopped_ranks=(1,))},
+            failure(0, "NodeError", "data worker (pid 7) was killed by signal 9; the kernel kills"),
+        ),
+        "host memory, by Slurm's word": row(
+            "host memory", both(70, -9), LOST, step_out_of_memory=True
+        ),
+        "an exit without a record that the log explains": row(
+            "F137", both(1, 3), log_tails={0: ["[F137] neuronx-cc was forcibly killed"]}
+        ),
+    },
+    "node_failure": {
+        "the workers finished and their launcher did not": row(
+            "no space", {"n1": node("n1", {0: 0}, error="no space"), "n2": node("n2", {1: 0})}
+        ),
+        "killed from outside": row("rank 1 on n2", both(70, -9), LOST),
+        "killed, no echo": row("SIGKILL", both(0, -9)),
+        "a node stopped responding": row("n2 stopped responding", only(70), LOST),
+        "a node stopped responding while its workers ran": row(
+            "n2 stopped responding",
+            {"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", pids={1: 7})},
+            LOST,
+        ),
+        "Slurm took the node down and ended the job": row(
+            "Slurm: node failure on n2 (hw: PSU)",
+            only(-9),
+            stop_signal="SIGTERM",
+            down_nodes={"n2": "hw: PSU"},
+        ),
+        "Slurm ended the job for a node, and all left": row(
+            "Slurm: node failure on n2", both(75, 75), stop_signal="SIGTERM", launch=NODE_LOST
+        ),
+        "a launcher failed": row(
+            "disk gone",
+            {"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", error="disk gone")},
+            LOST,
+        ),
+        "a launcher failed, and srun stopped the others": row(
+            "n2: no bash", {"n1": node("n1", {0: 75}), "n2": NodeRecord(node="n2", error="no bash")}
+        ),
+        "a launcher's port was taken": row(
+            "cannot listen on port 41001 of n1",
+            {"n1": NodeRecord(node="n1", error=PORT), "n2": node("n2", {1: 3})},
+            LOST,
+        ),
+        "only echoes": row("communication", both(70, 70), LOST),
+        "its launcher saw a rank killed, and ended another": row(
+            "rank 3 on n2 was ended by SIGKILL",
             both(1, 1),
             failure(0, "killed", "", exit_code=-15, process="rank 0"),
             failure(1, "killed", "", exit_code=-9, process="rank 3"),
         ),
-        "node_failure",
-        "rank 3 on n2 was ended by SIGKILL",
-    ),
-    "its launcher saw a rank killed for want of memory": (
-        seen(
-            {**both(1, 0), "n2": node("n2", {1: 1}, oom_kills=2)},
-            failure(1, "killed", "", exit_code=-9, process="rank 3"),
-        ),
-        "out_of_memory",
-        "oom_kill there: 2",
-    ),
-    "a rank left with 0": (
-        seen(
+        "a rank left with 0": row(
+            "rank 1 on n2 exited with 0 at step 8 while the others trained",
             {**both(70, 0), "n2": node("n2", {1: 0}, ended_first={1: 7.0})},
             LOST,
             trainer=TrainerExit(step="at step 8 "),
         ),
-        "node_failure",
-        "rank 1 on n2 exited with 0 at step 8 while the others trained",
-    ),
-    "a rank of a command left first": (
-        seen(
+        "a rank of a command left first": row(
+            "rank 3 on n2 ended while",
             {"n1": node("n1", {0: 1}), "n2": node("n2", {1: 1}, ended_first={3: 7.0})},
             LOST,
         ),
-        "node_failure",
-        "rank 3 on n2 ended while",
-    ),
-    "a rank left with 0, and the others waited": (
-        seen(
+        "a connection to no peer, beside a signal": row(
+            "rank 1 on n2 was ended by SIGKILL",
+            both(70, -9),
+            failure(0, "BrokenPipeError", "[Errno 32] Broken pipe"),
+        ),
+        "a connection to a peer": row(
+            "communication: rank 0 on n1",
+            both(70, 70),
+            failure(0, "E", "to n2:2950: Connection refused"),
+            peers=NODES,
+        ),
+        "the node names itself": row("gone", both(3, 70), GONE),
+        "a Neuron device is broken": row("rank 1 on n2", both(3, 70), HUNG, BROKEN),
+        "a collective hangs": row("communication", both(3, 3), HUNG),
+        "memory that cannot be read": row("SIGBUS", both(70, -signal.SIGBUS), LOST),
+        "aborted by Neuron's runtime": row(
+            "rank 1 on n2 ended by SIGABRT: NRT_EXEC_HW_ERR_NC_UE",
+            both(-6, -6),
+            log_tails={0: ["NRT_TIMEOUT"], 1: ["x", "NRT_EXEC_HW_ERR_NC_UE"]},
+        ),
+        "aborted by NCCL's watchdog, the cause killed": row(
+            "rank 1 on n2 was ended by SIGKILL",
+            both(-6, -9),
+            log_tails={0: ["Watchdog caught collective operation timeout"]},
+        ),
+        "aborted by NCCL's watchdog, no cause": row(
+            "rank 0 on n1 ended by SIGABRT: NCCL communicator",
+            both(-6, -6),
+            log_tails={r: ["NCCL communicator was aborted"] for r in (0, 1)},
+        ),
+    },
+    "code_error": {
+        "crashed": row("SIGSEGV", both(70, -signal.SIGSEGV), LOST),
+        "an exception": row("rank 1", both(70, 70), LOST, RAISED),
+        "an exception, its peers ended by the launcher": row(
+            "KeyError",
+            {"n1": node("n1", {0: -9}, stopped_ranks=[0]), "n2": node("n2", {1: 70})},
+            RAISED,
+        ),
+        "its launcher saw a rank crash": row(
+            "rank 3 on n2 crashed with SIGSEGV",
+            both(70, 1),
+            LOST,
+            failure(1, "killed", "", exit_code=-11, process="rank 3"),
+        ),
+        "a connection to no peer": row("mlflow:5000", both(70, 70), LOST, REFUSED),
+        "a hook's error, with a device's text": row(
+            "KeyError",
+            both(70, 3),
+            failure(0, "PluginError", "raised KeyError: HBM UE", exit_code=70),
+        ),
+        "hung, for one had failed and its launcher was late": row(
+            "KeyError", both(70, -9), failure(0, "KeyError", "x", time=-5.0), hang=HANG
+        ),
+        "no reason given": row("exit code 5", both(0, 5)),
+    },
+    "hang": {
+        "a rank left with 0, and the others waited": row(
+            "rank 1 on n2 exited with 0",
             {"n1": node("n1", {0: -9}), "n2": node("n2", {1: 0}, ended_first={1: 7.0})},
             hang=HANG.model_copy(update={"found_at": 9.0}),
         ),
-        "hang",
-        "rank 1 on n2 exited with 0",
-    ),
-    "a connection to no peer": (seen(both(70, 70), LOST, REFUSED), "code_error", "mlflow:5000"),
-    "a connection to no peer, beside a signal": (
-        seen(both(70, -9), failure(0, "BrokenPipeError", "[Errno 32] Broken pipe")),
-        "node_failure",
-        "rank 1 on n2 was ended by SIGKILL",
-    ),
-    "a connection to a peer": (
-        seen(both(70, 70), failure(0, "E", "to n2:2950: Connection refused"), peers=NODES),
-        "node_failure",
-        "communication: rank 0 on n1",
-    ),
-    "no GPU was requested": (
-        seen(both(1, 1), failure(0, "E", "No CUDA GPUs are available"), no_gpu="no GPU was …"),
-        "bad_configuration",
-        "no GPU was",
-    ),
-    "a limit on processes": (
-        seen(both(1, 1), failure(0, "RuntimeError", "can't start new thread")),
-        "bad_configuration",
-        "can't start new thread",
-    ),
-    "a process that reads data was killed": (
-        seen(
-            {**both(1, 1), "n1": node("n1", {0: 1}, oom_kills=1)},
-            failure(0, "BrokenProcessPool", "A process was terminated abruptly"),
-        ),
-        "out_of_memory",
-        "usual cause: too little host memory",
-    ),
-    "the user's fault": (
-        seen(both(2, 2), failure(0, "DataError", "no corpus", blame="user", exit_code=2)),
-        "bad_configuration",
-        "no corpus",
-    ),
-    "disk full": (seen(both(4, 4), FULL), "storage_failure", "full"),
-    "the node names itself": (seen(both(3, 70), GONE), "node_failure", "gone"),
-    "not a number": (seen(both(71, 71), nan("DivergenceError")), "divergence", "nan"),
-    "not a number, by old graphs": (
-        seen(both(71, 71), nan("StaleGraphsError")),
-        "stale_graphs",
-        "nan",
-    ),
-    "device memory": (
-        seen(both(70, 70), failure(1, "OutOfMemoryError", "CUDA out of memory")),
-        "out_of_memory",
-        "CUDA",
-    ),
-    "device memory, without a record": (seen(both(72, -9)), "out_of_memory", "exit code 72"),
-    "host memory, by the kernel's count": (
-        seen(
-            {"n1": node("n1", {0: 1}, stopped_ranks=(0,)), "n2": node("n2", {1: -9}, oom_kills=2)},
+        "hung": row(
+            "no progress for 61 s in phase stepping after step 7 (limit 60 s)",
+            both(-9, -9),
             LOST,
+            hang=HANG,
+            stacks=["rank 1: no answer; state T (stopped)"],
         ),
-        "out_of_memory",
-        "rank 1 on n2 was ended by SIGKILL: out of host memory",
-    ),
-    "host memory, of the node that is read last": (
-        seen({"n1": node("n1", {0: -9}), "n2": node("n2", {1: -9}, oom_kills=1)}),
-        "out_of_memory",
-        "rank 1 on n2 was ended by SIGKILL: out of host memory",
-    ),
-    "host memory, of a process that reads data": (
-        seen(
-            {"n1": node("n1", {0: 3}, oom_kills=1), "n2": node("n2", {1: 1}, stopped_ranks=(1,))},
-            failure(0, "NodeError", "data worker (pid 7) was killed by signal 9; the kernel kills"),
+    },
+    "bad_configuration": {
+        "no GPU was requested": row(
+            "no GPU was",
+            both(1, 1),
+            failure(0, "E", "No CUDA GPUs are available"),
+            no_gpu="no GPU was …",
         ),
-        "out_of_memory",
-        "killed by signal 9",
-    ),
-    "a hook's error, with a device's text": (
-        seen(both(70, 3), failure(0, "PluginError", "raised KeyError: HBM UE", exit_code=70)),
-        "code_error",
-        "KeyError",
-    ),
-    "a Neuron device is broken": (seen(both(3, 70), HUNG, BROKEN), "node_failure", "rank 1 on n2"),
-    "a collective hangs": (seen(both(3, 3), HUNG), "node_failure", "communication"),
-    "a failed graph whose log speaks of a device": (
-        seen(both(70, 70), failure(0, "RuntimeError", "neuronx-cc failed: NCC_EOOM001 HBM limit")),
-        "compile_failure",
-        "NCC_EOOM001",
-    ),
-    "host memory, by Slurm's word": (
-        seen(both(70, -9), LOST, step_out_of_memory=True),
-        "out_of_memory",
-        "host memory",
-    ),
-    "hung": (
-        seen(both(-9, -9), LOST, hang=HANG, stacks=["rank 1: no answer; state T (stopped)"]),
-        "hang",
-        "no progress for 61 s in phase stepping after step 7 (limit 60 s)",
-    ),
-    "hung, and finished after all": (seen(both(0, 0), hang=HANG), "done", "2"),
-    "hung, because one had failed and could not record it": (
-        seen({"n1": node("n1", {0: 4}), "n2": node("n2", {1: -9}, stopped_ranks=[1])}, hang=HANG),
-        "storage_failure",
-        "could not write why",
-    ),
-    "hung, for one had failed and its launcher was late": (
-        seen(both(70, -9), failure(0, "KeyError", "x", time=-5.0), hang=HANG),
-        "code_error",
-        "KeyError",
-    ),
-    "another supervisor has it": (
-        seen(both(-9, -9), LOST, superseded_by=3),
-        "superseded",
-        "attempt 3",
-    ),
-    "nothing can be written": (
-        seen({}, unwritable="cannot write /r: Read-only file system"),
-        "storage_failure",
-        "Read-only",
-    ),
-    "storage by the exit code alone": (
-        seen(both(3, 4)),
-        "storage_failure",
-        "rank 1 on n2 ended with exit code 4 and could not write why",
-    ),
-    "storage by the exit code, the other node cannot even record that": (
-        seen(only(4)),
-        "storage_failure",
-        "rank 0 on n1",
-    ),
-    "memory that cannot be read": (seen(both(70, -signal.SIGBUS), LOST), "node_failure", "SIGBUS"),
-    "aborted by Neuron's runtime": (
-        seen(both(-6, -6), log_tails={0: ["NRT_TIMEOUT"], 1: ["x", "NRT_EXEC_HW_ERR_NC_UE"]}),
-        "node_failure",
-        "rank 1 on n2 ended by SIGABRT: NRT_EXEC_HW_ERR_NC_UE",
-    ),
-    "aborted by NCCL's watchdog, the cause killed": (
-        seen(both(-6, -9), log_tails={0: ["Watchdog caught collective operation timeout"]}),
-        "node_failure",
-        "rank 1 on n2 was ended by SIGKILL",
-    ),
-    "aborted by NCCL's watchdog, no cause": (
-        seen(both(-6, -6), log_tails={r: ["NCCL communicator was aborted"] for r in (0, 1)}),
-        "node_failure",
-        "rank 0 on n1 ended by SIGABRT: NCCL communicator",
-    ),
-    "an exit without a record that the log explains": (
-        seen(both(1, 3), log_tails={0: ["[F137] neuronx-cc was forcibly killed"]}),
-        "out_of_memory",
-        "F137",
-    ),
-    "no reason given": (seen(both(0, 5)), "code_error", "exit code 5"),
+        "a limit on processes": row(
+            "can't start new thread",
+            both(1, 1),
+            failure(0, "RuntimeError", "can't start new thread"),
+        ),
+        "the user's fault": row(
+            "no corpus", both(2, 2), failure(0, "DataError", "no corpus", blame="user", exit_code=2)
+        ),
+    },
+    "storage_failure": {
+        "disk full": row("full", both(4, 4), FULL),
+        "hung, because one had failed and could not record it": row(
+            "could not write why",
+            {"n1": node("n1", {0: 4}), "n2": node("n2", {1: -9}, stopped_ranks=[1])},
+            hang=HANG,
+        ),
+        "nothing can be written": row(
+            "Read-only", {}, unwritable="cannot write /r: Read-only file system"
+        ),
+        "storage by the exit code alone": row(
+            "rank 1 on n2 ended with exit code 4 and could not write why", both(3, 4)
+        ),
+        "storage by the exit code, the other node cannot even record that": row(
+            "rank 0 on n1", only(4)
+        ),
+    },
+    "divergence": {
+        "not a number": row("nan", both(71, 71), nan("DivergenceError")),
+    },
+    "stale_graphs": {
+        "not a number, by old graphs": row("nan", both(71, 71), nan("StaleGraphsError")),
+    },
+    "superseded": {
+        "another supervisor has it": row("attempt 3", both(-9, -9), LOST, superseded_by=3),
+    },
+}
+
+
+ROWS = {
+    name: (ending, *seen_row)
+    for ending, rows in BY_ENDING.items()
+    for name, seen_row in rows.items()
 }
 
 
 @pytest.mark.parametrize("row", list(ROWS))
 def test_row(row: str) -> None:
-    observed, ending, reason = ROWS[row]
+    ending, observed, reason = ROWS[row]
     outcome = classify(observed)
     assert outcome.ending == ending
     assert any(reason in line for line in outcome.evidence), outcome.evidence
@@ -368,9 +355,9 @@ def test_a_rank_that_ended_after_a_hang_is_no_cause() -> None:
 
 
 def test_the_unresponsive_node_is_blamed_and_not_its_peers() -> None:
-    blamed = {row for row, (observed, *_) in ROWS.items() if classify(observed).blamed_nodes}
+    blamed = {row for row, (_, observed, _) in ROWS.items() if classify(observed).blamed_nodes}
     for row in ("a node stopped responding", "killed from outside", "a Neuron device is broken"):
-        assert classify(ROWS[row][0]).blamed_nodes == ("n2",)
+        assert classify(ROWS[row][1]).blamed_nodes == ("n2",)
     assert {"hung", "aborted by Neuron's runtime", "a launcher failed"} <= blamed
     nobody = {"only echoes", "a collective hangs", "a launcher's port was taken", "no reason given"}
     assert not blamed & {*nobody, "aborted by NCCL's watchdog, no cause", "crashed", "cancelled"}

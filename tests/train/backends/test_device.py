@@ -83,20 +83,15 @@ def test_workers_share_the_machine() -> None:
     assert 0 < among_four.peak_bytes < among_four.limit_bytes <= alone.limit_bytes / 2
 
 
-TOO_MUCH = (
-    "model.family=llama",
-    "model.num_kv_heads=2",
-    "model.vocab_pad_multiple=8",
-    "parallel.tensor=4",
-    "cluster.device=neuron",
-    "cluster.instance_type=trn1.32xlarge",
-    "cluster.devices_per_node=4",
-    "backend=native",
-)
+TOO_MUCH = """
+model.family=llama model.num_kv_heads=2 model.vocab_pad_multiple=8 parallel.tensor=4
+cluster.device=neuron cluster.instance_type=trn1.32xlarge cluster.devices_per_node=4
+backend=native
+"""
 
 
 def test_every_reason_has_value_and_remedy() -> None:
-    faults = unsupported(small_config(*TOO_MUCH))
+    faults = unsupported(small_config(*TOO_MUCH.split()))
     assert [fault.split(":")[0] for fault in faults] == ["parallel.tensor", "backend"]
     assert "4 does not divide 2 key and value heads" in faults[0]
     assert "choose 1 or 2 with --set parallel.tensor" in faults[0]
@@ -118,7 +113,7 @@ def test_tensor_parallelism_of_padding() -> None:
 
 
 def test_worker_refuses_too() -> None:
-    config = small_config(*TOO_MUCH)
+    config = small_config(*TOO_MUCH.split())
     backend = load_backend("native")(
         config, make_mesh(config, 1), Worker(0, 4, 0, "node"), ControlPlane(0, 4)
     )

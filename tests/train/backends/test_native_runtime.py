@@ -116,12 +116,7 @@ def test_a_batch_without_a_label_teaches_nothing(new_backend: NewBackend) -> Non
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "train.activation_checkpointing=full",
-        "parallel.zero=0",
-        "parallel.zero=2",
-        "parallel.zero=3",
-    ],
+    ["train.activation_checkpointing=full", *(f"parallel.zero={stage}" for stage in (0, 2, 3))],
 )
 def test_what_only_saves_memory_changes_nothing(new_backend: NewBackend, override: str) -> None:
     assert train(new_backend(override), 3) == train(new_backend(), 3)

@@ -1,7 +1,5 @@
 """What cannot be imported: each fault by its name, all at once, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -12,14 +12,6 @@ from fake_slurm import FakeSlurm
 from slurmllm.core.errors import ConfigError
 from slurmllm.launch.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.train.control import rendezvous
-from slurmllm.train.control.rendezvous import (
-    SECRET,
-    default_interface,
-    free_ports,
-    interface_variables,
-    own_secret,
-    reachable_address,
-)
 
 # A trn1 node: every interface has a default route, the first one the lowest metric. 010200C0 is
 # 192.0.2.1, as the kernel prints it. `down0` is not up.
@@ -59,27 +51,27 @@ def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str, host: str | None
 
 
 def test_the_default_route_with_the_lowest_metric(routes: Path, tmp_path: Path) -> None:
-    assert default_interface(routes) == "ens32"
+    assert rendezvous.default_interface(routes) == "ens32"
     routes.write_text(HEADER + "\n")
-    assert default_interface(routes) is None
-    assert default_interface(tmp_path / "none") is None
+    assert rendezvous.default_interface(routes) is None
+    assert rendezvous.default_interface(tmp_path / "none") is None
     # Of this machine.
-    interface = default_interface()
+    interface = rendezvous.default_interface()
     assert interface is None or interface in [name for _, name in socket.if_nameindex()]
-    assert reachable_address("localhost") == "localhost"
+    assert rendezvous.reachable_address("localhost") == "localhost"
 
 
 def test_gloo_and_neuron_are_told_of_it(routes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interface_variables("127.0.0.1", routes) == {}  # workers on one machine
+    assert rendezvous.interface_variables("127.0.0.1", routes) == {}  # workers on one machine
     resolving(monkeypatch, "127.0.1.3")
-    assert interface_variables("n3", routes) == {}
+    assert rendezvous.interface_variables("n3", routes) == {}
     resolving(monkeypatch, "10.0.0.7")
     both = {"GLOO_SOCKET_IFNAME": "ens32", "CCOM_SOCKET_IFNAME": "ens32"}
-    assert interface_variables("10.0.0.7", routes) == both
+    assert rendezvous.interface_variables("10.0.0.7", routes) == both
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "bond0")
-    assert interface_variables("10.0.0.7", routes) == {"CCOM_SOCKET_IFNAME": "ens32"}
+    assert rendezvous.interface_variables("10.0.0.7", routes) == {"CCOM_SOCKET_IFNAME": "ens32"}
     routes.write_text(HEADER + "\n")
-    assert interface_variables("10.0.0.7", routes) == {}
+    assert rendezvous.interface_variables("10.0.0.7", routes) == {}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +89,7 @@ def test_the_address_that_all_nodes_reach(
     addresses: tuple[str, ...], host: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolving(monkeypatch, *addresses, host=host)
-    assert reachable_address("trn1-dy-1") == expected
+    assert rendezvous.reachable_address("trn1-dy-1") == expected
 
 
 def in_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +109,7 @@ def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
 
 
 def test_ports_are_free_and_none_of_outgoing_connections() -> None:
-    ports = free_ports(50)
+    ports = rendezvous.free_ports(50)
     assert len(set(ports)) == 50
     assert all(20000 <= port < 32768 for port in ports)
     with socket.socket() as listener:
@@ -131,10 +123,10 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     outputs: list[tuple[object, object]] = []
 
     def start(command: Sequence[str], env: dict[str, str], **options: object) -> None:
-        secrets.append(env[SECRET])
+        secrets.append(env[rendezvous.SECRET])
         outputs.append((options.get("stdout"), options.get("stderr")))
-        assert len(bytes.fromhex(env[SECRET])) == 32
-        assert not any(env[SECRET] in word for word in command)
+        assert len(bytes.fromhex(env[rendezvous.SECRET])) == 32
+        assert not any(env[rendezvous.SECRET] in word for word in command)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     in_job(monkeypatch)
@@ -147,6 +139,6 @@ def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
     assert outputs[:2] == [(None, None), (subprocess.PIPE, subprocess.STDOUT)]
     assert len(secrets) == 4
     assert len(set(secrets)) == 3
-    assert SECRET not in os.environ
+    assert rendezvous.SECRET not in os.environ
     with pytest.raises(ConfigError, match="SLURMLLM_SECRET is not set"):
-        own_secret()
+        rendezvous.own_secret()
