@@ -1,7 +1,5 @@
 """How much of a test of many steps, cases or drawn examples runs: all of it in `make test-all`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

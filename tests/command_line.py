@@ -1,7 +1,5 @@
 """Calls of the command line, and what they answer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

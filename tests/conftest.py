@@ -1,7 +1,5 @@
 """What all tests share: a real Slurm where one may be had, and the environment kept clean."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command line in processes forked from a test: a new one imports for half a second."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pty

@@ -1,7 +1,5 @@
 """Types of what a test knows to be there."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 T = TypeVar("T")

@@ -5,8 +5,6 @@ multiply-adds, and all of them are right. So a tolerance is derived from the ope
 never from what one processor printed. `make numerics` runs the tests that use it as others compute.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What `import slurmllm` has: the command line's results as records, without its output."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The tolerances of tests: wide enough for any order of a sum, too narrow for a fault."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

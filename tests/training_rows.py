@@ -1,7 +1,5 @@
 """Rows of metrics as the trainer writes them, with known values."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Events as a worker writes them."""
 
-from __future__ import annotations
-
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import EventLog
 

@@ -1,7 +1,5 @@
 """The form of log lines, the level from the environment, and a log that cannot be written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

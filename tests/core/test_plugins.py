@@ -1,7 +1,5 @@
 """Parts of other packages: found by name, imported only when named, with checked settings."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tokenizers of others: none hangs, ends the process, or encodes a text in several ways."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wheel works without the checkout, and the Containerfile builds from what it copies."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

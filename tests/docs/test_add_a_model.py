@@ -1,7 +1,5 @@
 """docs/developing/add_a_model.md, followed: its family against transformers' model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

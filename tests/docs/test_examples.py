@@ -1,7 +1,5 @@
 """The commands of README.md and docs/: each can be typed as it stands, and prints the same."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The notebook of docs/examples runs from the first cell to the last."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import warnings

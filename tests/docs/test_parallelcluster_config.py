@@ -4,8 +4,6 @@ The schema needs the package aws-parallelcluster, which is best kept in a venv o
 SLURMLLM_PCLUSTER_PYTHON names the interpreter that has it (docs/developing/development.md).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

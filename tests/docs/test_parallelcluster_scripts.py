@@ -1,7 +1,5 @@
 """The nodes' scripts: health.sh on a pretended node, neuron.sh as far as no node is needed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

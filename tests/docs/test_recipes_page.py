@@ -1,7 +1,5 @@
 """What tools/docs_fields.py writes; the site, AGENTS.md and SECURITY.md name what exists."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -5,8 +5,6 @@ After a change of the environment or of NxD's arguments,
 rows that came or went are for people to write, because they need an explanation.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

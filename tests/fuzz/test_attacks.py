@@ -1,7 +1,5 @@
 """Each reader of tools/fuzz with each attack: it answers or says what is wrong with which file."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

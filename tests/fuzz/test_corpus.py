@@ -1,7 +1,5 @@
 """Hostile files, and the valid ones that they were made from, on every reader; see tools/fuzz."""
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings

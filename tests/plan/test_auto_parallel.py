@@ -1,7 +1,5 @@
 """`parallel: auto`: every choice can be submitted, keeps what was set, and fits."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

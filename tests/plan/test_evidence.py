@@ -1,7 +1,5 @@
 """Intervals, and how far a prediction is from published runs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

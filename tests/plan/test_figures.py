@@ -1,7 +1,5 @@
 """Predictions of layouts that use every part of the model: a change of it shows here in numbers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

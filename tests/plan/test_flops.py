@@ -1,7 +1,5 @@
 """Work and traffic in numbers, against what others count; the runs that they published."""
 
-from __future__ import annotations
-
 import csv
 import statistics
 

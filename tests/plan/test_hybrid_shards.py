@@ -1,7 +1,5 @@
 """Shards over some nodes and copies on others, and why a layout is the best, in words."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from functools import lru_cache

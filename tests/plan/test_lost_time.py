@@ -1,7 +1,5 @@
 """What runs lose on average: the formulas against the simulation, Young's, and the presets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """Mesh degrees and batch arithmetic."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

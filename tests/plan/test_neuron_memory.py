@@ -1,7 +1,5 @@
 """What fits a NeuronCore, against what AWS ran on trn1; the arithmetic of memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Prices of profiles; tokens, time and dollars, as published."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from pathlib import Path

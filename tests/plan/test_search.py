@@ -1,7 +1,5 @@
 """All layouts of a run, what is said of the others, and what fits near those that do not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

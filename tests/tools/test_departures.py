@@ -1,7 +1,5 @@
 """tools/benchmarks/departures: noise, right verdicts, published curves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

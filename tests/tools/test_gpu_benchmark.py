@@ -1,7 +1,5 @@
 """`make gpu` where no GPU is: its code on tiny models, its exit codes and its report."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The figures of `tools/house.py`, on a small tree, and the answers of `tools/audit.py`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """tools/benchmarks/month.py: the table and the check run."""
 
-from __future__ import annotations
-
 import sys
 
 import month

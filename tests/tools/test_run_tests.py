@@ -1,7 +1,5 @@
 """tools/run_tests.py: every test file runs once, and the list of seconds is of files that exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run in simulated time: its account, the policy that it runs, its interval, real runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`parallel: auto` in recipes and overrides: what is left to the planner, and what is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Options of sbatch and srun in recipes and after `--`: how they are read, and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recipes that extend another: what they inherit, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`layouts` of a recipe: by profile or device, under what the recipe sets itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

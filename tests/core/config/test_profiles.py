@@ -1,7 +1,5 @@
 """Cluster profiles that extend another: what they inherit, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

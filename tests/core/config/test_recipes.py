@@ -1,7 +1,5 @@
 """The shipped recipes have their sources' figures."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipes, profiles and overrides: what they resolve to, and every fault at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Slurm's time formats, the rules' helpers, and the rules on families and meshes."""
 
-from __future__ import annotations
-
 import pytest
 
 from slurmllm.core.config.resolve import resolve

@@ -1,7 +1,5 @@
 """`submit --smoke`: a short run of any recipe, with its schedule in proportion."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

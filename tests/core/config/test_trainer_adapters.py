@@ -1,7 +1,5 @@
 """The adapters of configs/trainers: each resolves, and knows its trainer's files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

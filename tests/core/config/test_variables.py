@@ -1,7 +1,5 @@
 """Variables of recipes and profiles: those that are reserved, those that load code, secrets."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is written is read back, and hostile files are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

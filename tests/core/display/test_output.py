@@ -1,7 +1,5 @@
 """Tables fit any width, and no number of theirs is cut, broken or lost; progress of counts."""
 
-from __future__ import annotations
-
 import io
 import sys
 

@@ -1,7 +1,5 @@
 """Logs of other frameworks: JSON, tables, text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The files in formats/ were written by the frameworks' own code (transformers 5.2
 torchtune 0.6); lines here follow the print statement that the format's `source` names.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every pattern of formats.yaml and error_patterns.yaml takes linear time on long hostile lines."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

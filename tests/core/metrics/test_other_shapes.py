@@ -1,7 +1,5 @@
 """Logs in other people's shapes: steps on the line, splits, prefixes, headers, commas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

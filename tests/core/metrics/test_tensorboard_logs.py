@@ -1,7 +1,5 @@
 """TensorBoard event files: the same scalars as `EventAccumulator`, damage, restarts, folders."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The fast reader of our metrics files reads what the exact one reads."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Every row of the table of error texts, by its own line."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Values of records that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What other users put into folders that we share: it does not run, and nothing is overwritten."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

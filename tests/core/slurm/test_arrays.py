@@ -1,7 +1,5 @@
 """Calls in processes of this machine and in job arrays, whose folders another user can reach."""
 
-from __future__ import annotations
-
 import operator
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Tasks in containers: the commands that start them, and what is found before any srun."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

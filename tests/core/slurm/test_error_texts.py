@@ -1,7 +1,5 @@
 """Slurm's own messages of a launch that fails, and whose fault they are."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A request is compared with its partition before sbatch gets it."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Slurm's reasons why a job is pending: each has a row, and each row's commands exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

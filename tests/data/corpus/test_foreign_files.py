@@ -1,7 +1,5 @@
 """Files of other people's tools: padding, cuts, long windows, one array, nulls, bombs."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

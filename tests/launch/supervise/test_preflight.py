@@ -30,6 +30,14 @@ from slurmllm.launch.supervise import exclusion
 from slurmllm.launch.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import close_attempt, open_attempt
 from slurmllm.launch.supervise.classify import Ending
+from slurmllm.launch.supervise.exclusion import (
+    drain,
+    exclude_failed,
+    excluded,
+    failing,
+    include,
+    to_avoid,
+)
 from slurmllm.launch.supervise.preflight import preflight, preflight_ending
 from slurmllm.launch.supervise.supervisor import Supervisor
 
@@ -172,7 +180,7 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
             raise refusals.pop()
         return exclusion.failing(*arguments)
 
-    monkeypatch.setattr("slurmllm.launch.supervise.supervisor.failing", exclusion.failing)
+    monkeypatch.setattr("slurmllm.launch.supervise.supervisor.failing", failing)
     slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
     asked = allocation(run, slurm, monkeypatch)
     assert asked.nodes == ("n1", "n2")
@@ -184,7 +192,7 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert list(record.phases_s) == ["preflight"]
     assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
     assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")
-    (node,) = exclusion.excluded(run)
+    (node,) = excluded(run)
     assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
     assert slurm.jobs[asked.job_id].excluded == ("n2",)
     assert "drained" not in caplog.text  # a full disk is no broken hardware
@@ -221,10 +229,10 @@ def exclude(
         path = run.attempt("train", record.attempt).node("n3")
         NodeRecord(node="n3", pids={0: 5}, exit_codes={0: 70}).save(path)
     ending = Ending("node_failure", (text,), ("n3",))
-    faults = exclusion.failing(run, record, ending, of_job)
+    faults = failing(run, record, ending, of_job)
     close_attempt(run, record, ending)
-    assert exclusion.failing(run, record, ending, LocalAllocation()) == {}
-    return exclusion.exclude_failed(run, faults)
+    assert failing(run, record, ending, LocalAllocation()) == {}
+    return exclude_failed(run, faults)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +265,7 @@ def test_only_evidence_about_the_node_excludes_it(
     assert [(n.node, n.evidence, n.until - n.since) for n in new] == (
         [("n3", evidence, 3600.0)] if evidence else []
     )
-    exclusion.drain(slurm, new)
+    drain(slurm, new)
     assert (slurm.states["n3"] == "drained") is (evidence == "hardware")
 
 
@@ -268,25 +276,25 @@ def test_again_and_for_longer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
     assert node.reason == "blamed for 2 attempts in a row: train 0, train 1"
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * 3600)
-    assert exclusion.excluded(run) == []
+    assert excluded(run) == []
     (node,) = exclude(run, slurm, reports=True)
     assert (node.exclusions, node.until - node.since) == (2, 4 * 3600)
 
 
 def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
     slurm, script = FakeSlurm(NODES), "#!/bin/bash\n#SBATCH --nodes=2\n"
-    assert exclusion.to_avoid(slurm, run, script, None) == []
+    assert to_avoid(slurm, run, script, None) == []
     times = {"since": time.time(), "until": time.time() + 60}
     nodes = [ExcludedNode(node=name, reason="x", **times) for name in ("n2", "n3")]
     ExcludedNodes(nodes=tuple(nodes)).save(run.excluded)
-    assert exclusion.to_avoid(slurm, run, script, None) == ["n3"]  # the job needs two of three
-    assert exclusion.to_avoid(slurm, run, script, "n1") == []
+    assert to_avoid(slurm, run, script, None) == ["n3"]  # the job needs two of three
+    assert to_avoid(slurm, run, script, "n1") == []
     job = slurm.submit(script, exclude="n2,n3")
     save_submission(run, nodes=2, train_job=job)
     with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):
-        exclusion.include(run, slurm, ["n1"])
-    assert exclusion.include(run, slurm, ["n2"]) == [job]
-    assert [node.node for node in exclusion.excluded(run)] == ["n3"]
+        include(run, slurm, ["n1"])
+    assert include(run, slurm, ["n2"]) == [job]
+    assert [node.node for node in excluded(run)] == ["n3"]
     assert slurm.jobs[job].excluded == ("n3",)
 
 
