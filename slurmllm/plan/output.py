@@ -224,7 +224,7 @@ def recipe_layout_text(plan: RecipePlan, node_plan: NodePlan) -> str:
     answer = _answer(layout, plan.forecaster.forecast(layout))
     return (
         f"the recipe's own layout is {rank} that fit, with {share} of the best one's seq/s: "
-        f"{layout.description}; {answer}"
+        f"{layout.description}; {answer}; {evidence(layout).status}"
     )
 
 

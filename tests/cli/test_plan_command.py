@@ -301,7 +301,7 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
 
 def test_epochs_of_the_published_corpus(tmp_path: Path) -> None:
     command = ("llama3_8b", "--cluster", "h100_ib", "--tokens", "100B")
-    sentence = "100B tokens are about 125 epochs of wikicorpus"
+    sentence = "100B tokens are about 125 epochs of wikicorpus; after four, more add little"
     for num, nodes in ((1, "8"), (2, "4,8")):
         assert plan(*command, "--nodes", nodes).stdout.count(sentence) == num
     planned = ranked(*command, "--nodes", "4,8", "--top", "1")

@@ -227,6 +227,9 @@ def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
     return None
 
 
+_USEFUL_EPOCHS = 4  # Muennighoff et al. 2023 (arXiv 2305.16264), section 5
+
+
 def _file_size(corpus: Path) -> tuple[str, float] | None:
     if corpus.suffix == ".arrow" and corpus.is_file():
         return f"{corpus.name}, at 4 bytes a token", corpus.stat().st_size / 4
@@ -251,4 +254,5 @@ def epochs_text(data: DataConfig, tokens: int, origin: str = "") -> str | None:
     if (epochs := corpus_epochs(data, tokens, origin)) is None:
         return None
     name, count = epochs
-    return f"{format_count(tokens)} tokens are about {format_estimate(count)} epochs of {name}"
+    text = f"{format_count(tokens)} tokens are about {format_estimate(count)} epochs of {name}"
+    return f"{text}; after four, more add little" if count > _USEFUL_EPOCHS else text

@@ -475,8 +475,8 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if notify.command and shutil.which(notify.command[0]) is None:
         faults.append(
-            f"slurm.notify.command: {notify.command[0]} is not a program here; name it with its "
-            "folder"
+            f"slurm.notify.command: {notify.command[0]} is no program that can be run here; "
+            "name an executable file with its folder"
         )
     if config.recipe.trackers and config.cluster.trackers.network:
         from slurmllm.core.config.trackers import missing_for_trackers

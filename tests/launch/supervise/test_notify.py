@@ -147,6 +147,6 @@ def test_a_webhook_and_a_command_in_a_recipe_file_are_refused(tmp_path: Path) ->
 
 def test_a_command_that_does_not_exist_is_refused_at_submit(tmp_path: Path) -> None:
     config = resolve("tiny_neox", "local", ["slurm.notify.command=[nowhere-tell]"])
-    with pytest.raises(ConfigError, match=r"command: nowhere-tell is not a program here"):
+    with pytest.raises(ConfigError, match="nowhere-tell is no program that can be run"):
         prepare(RunRequest(config=config, nodes=1, root=tmp_path / "runs", local=True))
     assert not (tmp_path / "runs").exists()
