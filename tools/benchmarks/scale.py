@@ -294,12 +294,8 @@ def _resume_decision(control: ControlPlane) -> None:
     control.broadcast(None if control.rank else ([100, 200, 300], {}, [], {}, []))
     control.first(None)
     ranks = range(0 if control.rank else control.world_size)
-    control.broadcast(
-        [
-            CheckpointFile(path=f"shard_{rank:05d}.distcp", bytes=1 << 30, sha256="0" * 64)
-            for rank in ranks
-        ]
-    )
+    names = (f"shard_{rank:05d}.distcp" for rank in ranks)
+    control.broadcast([{"path": name, "bytes": 1 << 30, "sha256": "0" * 64} for name in names])
     faults: list[str] = []
     control.gather(faults)
     control.broadcast(faults)
