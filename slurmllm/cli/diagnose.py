@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
@@ -189,6 +188,8 @@ def doctor(
     Each check is ok, warn (a run can start), fail (no run can) or skipped, with a suggested fix.
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.
     """
+    from rich.console import Console
+
     from slurmllm.core.config.profiles import choose_cluster
     from slurmllm.core.config.resolve import resolve
     from slurmllm.core.slurm.client import COMMANDS, SlurmClient
