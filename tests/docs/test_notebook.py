@@ -5,8 +5,8 @@ import shutil
 import warnings
 from pathlib import Path
 
-import nbformat
 import pytest
+from nbformat import read
 
 import slurmllm
 
@@ -14,7 +14,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "examples" / "first_ru
 
 
 def test_it_uses_public_names_and_holds_no_output() -> None:
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    cells = read(NOTEBOOK, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
     names = {name for cell in code for name in re.findall(r"slurmllm\.(\w+)", cell.source)}
     assert {"load_recipe", "plan_run", "submit_run"} <= names <= {*slurmllm.__all__}
@@ -28,7 +28,7 @@ def test_it_runs(tmp_path: Path, stdlib: tuple[Path, Path]) -> None:
         warnings.simplefilter("ignore")  # of jupyter's own packages
         from nbclient import NotebookClient
 
-        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        notebook = read(NOTEBOOK, as_version=4)
         place = {"metadata": {"path": str(tmp_path)}}
         done = NotebookClient(notebook, timeout=900, resources=place).execute()
     texts = [

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from present import present
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.launch.diagnose.login_node import NEURON_PACKAGES
@@ -128,7 +129,7 @@ def test_the_scripts_that_the_nodes_fetch_install_what_doctor_and_the_page_name(
         assert f"\n  {distribution}=={pinned}\n" in script
         assert pinned.startswith(f"{series[0]}.")
     assert re.search(r"\n  torch==2\.9\.\d\n", script)
-    port = resolve("tiny_neox", "trn1").cluster.master_port
+    port = present(resolve("tiny_neox", "trn1").cluster.master_port)
     assert f"RESERVED_PORTS={port}-{port + 1},62182" in script
     body = (ROOT / "sbatch" / "train.sbatch").read_text(encoding="utf-8")
     assert "ports=$SLURMLLM_MASTER_PORT-$((SLURMLLM_MASTER_PORT + 1)),62182" in body

@@ -1,6 +1,5 @@
 """What tools/docs_fields.py writes; the site, AGENTS.md and SECURITY.md name what exists."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from present import load_script
 
 from slurmllm.cli.main import cli
 
@@ -18,10 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def docs_fields() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_fields", ROOT / "tools" / "docs_fields.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return load_script(ROOT / "tools" / "docs_fields.py")
 
 
 def test_the_tables_have_every_field_with_its_docstring() -> None:

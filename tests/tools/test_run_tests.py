@@ -1,16 +1,14 @@
 """tools/run_tests.py: every test file runs once, and the list of seconds is of files that exist."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from present import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
-run_tests = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(run_tests)
+run_tests = load_script(ROOT / "tools" / "run_tests.py")
 
 
 def test_folders_are_groups_and_the_longest_starts_first() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from _month.scenario import BLAMES_NODE, DAY_S, Failure, FailureQuery, RandomFai
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from present import present
 
 from slurmllm.analysis.status.history import RunHistory
 from slurmllm.analysis.status.utilization import account_node_hours, break_down_time
@@ -84,7 +86,7 @@ def test_steps_count_once(rates: dict[FailureKind, float], seed: int, steps: int
     used = account_node_hours(history)
     assert math.fsum(used.parts.values()) == pytest.approx(used.node_hours)
     assert not used.warnings
-    made = np.concatenate([s.numbers for s in history.steps.values()] or [[]])
+    made = np.concatenate([s.numbers for s in history.steps.values()] or [np.array([], int)])
     assert used.steps == (history.attempts[-1].checkpoint_after or 0)
     assert set(made) >= set(range(1, used.steps + 1))
     assert used.steps_lost == len(made) - used.steps
@@ -104,7 +106,7 @@ def test_a_failure_costs_what_it_costs() -> None:
     assert (first.last_step, first.checkpoint_after, first.steps_lost) == (74, 60, 14)
     assert (first.ending, first.action, first.backoff_s) == ("node_failure", "requeue", 0.0)
     assert first.ended_at == pytest.approx(145 + 60 + at + 15)  # start-up; noticed, closed
-    assert second.started_at == pytest.approx(first.ended_at + 125)
+    assert second.started_at == pytest.approx(present(first.ended_at) + 125)
     assert first.blamed_nodes[0] not in second.nodes
     assert account_node_hours(history).steps_lost == 14
     history = scripted(Scripted("network", 60 * 10 + 20, training=True))
@@ -190,7 +192,7 @@ def test_auto_learns_the_rate() -> None:
     hopeful = scenario("checkpoint.every_steps=auto", node_mtbf_hours=1e6, horizon_s=20 * DAY_S)
     fixed = replace(hopeful, recipe=recipe("checkpoint.every_steps=2000"))
     auto, rare = (
-        np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
+        fmean(present(account_node_hours(simulate(s, seed)).effective) for seed in range(3))
         for s in (hopeful, fixed)
     )
     assert auto > rare + 0.03
