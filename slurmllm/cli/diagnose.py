@@ -239,7 +239,7 @@ def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:
     # Checks that one reason leaves out are one row.
     for (state, value), group in groupby(findings, lambda f: (f.status, str(f.value))):
         first, *more = (finding.check for finding in group)
-        name = f"{first} and {len(more)} more" if more else first
+        name = f"{first} and {len(more)} other checks" if more else first
         rows.append((state, name, value))
     print_table(("state", "check", "found"), rows, fold="found")
     echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)

@@ -38,7 +38,7 @@ _COPIES = 1.0  # octaves that copies of shards count for: a guess, as no publish
 _FAR = 2.0  # octaves outside the range from which a prediction is `beyond`
 _NETWORK = "network_gb_s"  # of several nodes; a faster one is not outside
 Status = Literal["interpolated", "extrapolated", "beyond"]
-_STATUS: dict[Status, str] = {
+STATUS_TEXTS: dict[Status, str] = {
     "interpolated": "interpolated between published runs",
     "extrapolated": "extrapolated from published runs",
     "beyond": "beyond all published runs",
@@ -115,7 +115,7 @@ class RunEvidence:
 def evidence_text(published: RunEvidence) -> str:
     """Return the interval with its evidence, and the nearest published run."""
     interval = f"{published.interval_text} seq/s (90 % interval)"
-    facts = [interval if published.interval else "no interval", _STATUS[published.status]]
+    facts = [interval if published.interval else "no interval", STATUS_TEXTS[published.status]]
     if (near := published.nearest) is not None:
         facts.append(f"software of {published.generations}")
         speed = f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"

@@ -25,7 +25,7 @@ from slurmllm.core.format import (
     format_plural,
 )
 from slurmllm.plan.choose_layout import changes
-from slurmllm.plan.evidence import evidence, evidence_text, network_range
+from slurmllm.plan.evidence import STATUS_TEXTS, evidence, evidence_text, network_range
 from slurmllm.plan.explain import figures, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
     NodePlan,
@@ -112,8 +112,8 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     )
     degrees_text = best.mesh.degrees.replace("TP 1 × ", "").replace("PP 1 × ", "")
     answer = _answer(best, forecast, f", {_UNKNOWN_COST}")
-    beyond = "; beyond all published runs" if evidence(best).status == "beyond" else ""
-    click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}{beyond}")
+    status = STATUS_TEXTS[evidence(best).status]
+    click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}; {status}")
     if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
     layouts, shares = layout_tables(plan, top)
@@ -224,7 +224,8 @@ def recipe_layout_text(plan: RecipePlan, node_plan: NodePlan) -> str:
     answer = _answer(layout, plan.forecaster.forecast(layout))
     return (
         f"the recipe's own layout is {rank} that fit, with {share} of the best one's seq/s: "
-        f"{layout.description}; {answer}; {evidence(layout).status}"
+        f"{layout.description}; {answer}; "
+        f"{STATUS_TEXTS[evidence(layout).status]}"
     )
 
 

@@ -96,9 +96,9 @@ def unfinished_decay(recipe: Recipe) -> list[str]:
         return []
     last = learning_rate(optim, steps, steps)
     return [
-        f"optim.decay_steps: the learning rate decays until step {optim.decay_steps}, and the run "
-        f"ends at step {steps}, with {last:.3g} (min_lr {optim.min_lr:g}); --set "
-        f"optim.decay_steps={steps} ends the decay there"
+        f"optim.decay_steps: the run ends at step {steps}, before the decay of its learning rate, "
+        f"at step {optim.decay_steps}: the last rate is {last:.3g}, not min_lr {optim.min_lr:g}; "
+        f"--set optim.decay_steps={steps} ends the decay with the run"
     ]
 
 

@@ -58,8 +58,8 @@ class SettingDifference:
     text: str
     kind: Kind
     weak: bool = False  # changes roundings at most
-    # A schedule that is the same one step apart, so that it may be in the log only; a mesh on which
-    # another project's trainer may or may not have the same batch.
+    # It may not have changed the training: of schedules one step apart only the logs may differ,
+    # and another project's trainer may have the same global batch on another mesh.
     uncertain: bool = False
 
 

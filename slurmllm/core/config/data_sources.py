@@ -232,7 +232,7 @@ _USEFUL_EPOCHS = 4  # Muennighoff et al. 2023 (arXiv 2305.16264), section 5
 
 def _file_size(corpus: Path) -> tuple[str, float] | None:
     if corpus.suffix == ".arrow" and corpus.is_file():
-        return f"{corpus.name}, at 4 bytes a token", corpus.stat().st_size / 4
+        return f"{corpus.name}, if a token is 4 bytes of text", corpus.stat().st_size / 4
     return None
 
 

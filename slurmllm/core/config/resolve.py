@@ -27,6 +27,7 @@ from slurmllm.core.config.layers import (
     value_at,
 )
 from slurmllm.core.config.profiles import (
+    available,
     choose_cluster,
     find_yaml,
     read_profile,
@@ -217,9 +218,9 @@ def resolve(
     Raises:
         ConfigError: with all faults of recipe, profile and overrides.
     """
-    if (clusters_dir() / f"{recipe}.yaml").is_file():
-        fix = f"`slurmllm recipes RECIPE --cluster {recipe} --explain` shows it with a recipe"
-        raise ConfigError(f"{recipe} is a cluster profile; {fix}")
+    if recipe in available(clusters_dir()):
+        fix = f"`slurmllm recipes tiny_neox --cluster {recipe} --explain` shows its values"
+        raise ConfigError(f"{recipe} is a cluster profile, not a recipe; {fix}")
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", _NO_RECIPE)
     tree = read_recipe(recipe_path, recipes_dir())
     chosen, source = choose_cluster(cluster)

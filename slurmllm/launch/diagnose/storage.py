@@ -191,7 +191,7 @@ def _runs_folder_findings(
     if free < MIN_FREE_BYTES:
         fix = "free some; a full disk stops a run"
     elif run_bytes is not None and free < run_bytes:
-        fix = f"the recipe's checkpoints take {run_bytes / GIB:,.1f} GiB (checkpoint.keep + 1)"
+        fix = f"checkpoint.keep + 1 checkpoints of the recipe take {run_bytes / GIB:,.1f} GiB"
     state = f"{free / GIB:,.1f} GiB free"
     if run_bytes is None:
         state += "; --recipe RECIPE compares it with a run's checkpoints"

@@ -246,7 +246,7 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
         if request.fetch is not None and located.missing:
             sets = " and ".join(located.missing)
             folder = data_folder(config, request.root)
-            log.warning("--fetch would download the data set %s to %s first", sets, folder)
+            log.warning("a submit with --fetch downloads the data set %s to %s first", sets, folder)
             if "corpus" in located.values:
                 missing = []  # without a corpus among them, it would fail after the download
         if missing:

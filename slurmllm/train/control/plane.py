@@ -91,14 +91,14 @@ class ControlPlane:
         return self.broadcast(value, first)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Return the result of this worker's `work`; an error of one worker is raised on all."""
+        """Call `work` on every worker and return its result there; raise the first error on all."""
         results: list[T] = []
         fault: SlurmllmError | None = None
         try:
             results.append(work())
         except SlurmllmError as error:
             fault = error
-        # Reached whatever happened: a worker that raised before would leave the others waiting.
+        # A collective, which every worker has to reach: without it the others would wait.
         if first := self.first(fault):
             raise first
         return results[0]
