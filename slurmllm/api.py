@@ -116,6 +116,12 @@ def _check_choice(name: str, value: str | None, choices: Iterable[str]) -> None:
         raise errors.UserError(f"{name} {value!r}: give {' or '.join(choices)}")
 
 
+def _check_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise errors.UserError(f"{name} {value}: give {least} or more")
+
+
 def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
     return load_recipe(recipe, local=local) if isinstance(recipe, str) else recipe
 
@@ -155,7 +161,7 @@ def submit_run(
     from slurmllm.launch.submit.launch import start_run
     from slurmllm.launch.submit.prepare import RunRequest, check_mode
 
-    min_nodes, max_nodes = parse_nodes(str(nodes))
+    min_nodes, max_nodes = parse_nodes(str(nodes), "nodes")
     options = {"slurm.min_nodes": ("nodes", min_nodes)}
     check_mode(local, options)
     config = _config_of(recipe, local)
@@ -209,7 +215,7 @@ def resume_run(
 
     run_dir, max_nodes, options = find_run(run, runs_root(runs_dir)), 0, {}
     if nodes is not None:
-        min_nodes, max_nodes = parse_nodes(str(nodes))
+        min_nodes, max_nodes = parse_nodes(str(nodes), "nodes")
         options = {"slurm.min_nodes": ("nodes", min_nodes)}
     request = RunRequest(
         config=load(run_dir.config, trusted=True),
@@ -282,6 +288,7 @@ def export_checkpoint(
     from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
 
     _check_choice("dtype", dtype, WEIGHT_TYPES)
+    _check_least(1, shard_bytes=shard_bytes)
     file = None if tokenizer is None else Path(tokenizer)
     return export_model(str(checkpoint), runs_root(runs_dir), Path(out), dtype, file, shard_bytes)
 
@@ -341,6 +348,10 @@ def read_logs(
     from slurmllm.core.slurm.client import SlurmClient
 
     _check_choice("stage", stage, STAGES)
+    if rank is not None and all_ranks:
+        raise errors.UserError("rank and all_ranks: each selects workers; give one of them")
+    _check_least(1, lines=lines)
+    _check_least(0, attempt=attempt, rank=rank)
     run_dir = find_run(run, runs_root(runs_dir))
     selection = select_logs(run_dir, stage, attempt, rank, None, lines, all_ranks)
     state = partial(state_text, run_dir, SlurmClient())

@@ -14,7 +14,7 @@ from slurmllm.core.format import Texts, format_bytes, format_plural
 from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep
 
 if TYPE_CHECKING:
-    from slurmllm.launch.submit.deletion import CancelledRun
+    from slurmllm.launch.submit.deletion import CancelledJob, CancelledRun
 
 _runs = options.run_argument("runs", nargs=-1, required=True, metavar="RUN...")
 
@@ -35,7 +35,7 @@ def cancel(runs: Texts, runs_dir: Path) -> None:
     targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
     for target in targets:
         try:
-            _print_cancelled(target, cancel_jobs(target, client))
+            _print_cancelled(target, cancel_jobs(target, client, _print_asked))
         except SlurmllmError as error:
             errors.append(error)
     for earlier in errors[:-1]:
@@ -44,17 +44,19 @@ def cancel(runs: Texts, runs_dir: Path) -> None:
         raise errors[-1]
 
 
+def _print_asked(process: CancelledJob) -> None:
+    if process.action == "asked before":
+        click.echo(
+            f"process {process.pid} was asked to save and exit before, and is still running; "
+            f"`kill {process.pid}` ends it at once, without a checkpoint"
+        )
+    else:
+        click.echo(f"asked process {process.pid} to {process.action}")
+        click.echo(f"`slurmllm resume {process.run}` continues from the newest checkpoint")
+
+
 def _print_cancelled(target: RunDir | SweepDir, cancelled: CancelledRun) -> None:
     jobs = [job.job for job in cancelled.jobs if job.job is not None]
-    for run, _, pid, action in cancelled.jobs:
-        if pid is not None and action == "asked before":
-            click.echo(
-                f"process {pid} was asked to save and exit before, and is still running; `kill "
-                f"{pid}` ends it at once, without a checkpoint"
-            )
-        elif pid is not None:
-            click.echo(f"asked process {pid} to {action}")
-            click.echo(f"`slurmllm resume {run}` continues from the newest checkpoint")
     if jobs:
         click.echo(f"cancelled {format_plural(len(jobs), 'job')}: {', '.join(jobs)}")
         if isinstance(target, RunDir):

@@ -237,10 +237,12 @@ def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:
     click.echo(f"cluster profile {cluster}")
     rows = list[tuple[str, str, str]]()
     # Checks that one reason leaves out are one row.
-    for (state, value), group in groupby(findings, lambda f: (f.status, str(f.value))):
-        first, *more = (finding.check for finding in group)
-        name = f"{first} and {len(more)} other checks" if more else first
-        rows.append((state, name, value))
+    for reason, group in groupby(findings, lambda f: f.value if f.status == "skipped" else None):
+        first, *more = group
+        if reason is None or not more:
+            rows += [(f.status, f.check, str(f.value)) for f in (first, *more)]
+        else:
+            rows.append(("skipped", f"{first.check} and {len(more)} other checks", str(reason)))
     print_table(("state", "check", "found"), rows, fold="found")
     echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
     statuses = [finding.status for finding in findings]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import sys
 import warnings
+from functools import partial
 from typing import IO, Any
 
 import click
 
 from slurmllm import __version__
+from slurmllm.cli import options
 from slurmllm.cli.commands import Verbs, open_outputs
 from slurmllm.core import removed
 from slurmllm.core.errors import (
@@ -125,7 +128,8 @@ def _broken_pipe() -> click.exceptions.Exit:
     cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
 )
 @click.version_option(__version__, prog_name="slurmllm")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Train language models on a Slurm cluster: submit, requeue, resume, compare.
 
     \b
@@ -140,6 +144,17 @@ def cli() -> None:
     error of code; 71 divergence; 72 out of memory; 75 stopped early, to be requeued; 130
     interrupted.
     """
+    if ctx.invoked_subcommand not in (*_HIDDEN, "track"):  # which write a log
+        handler, log = _Warnings(logging.WARNING), logging.getLogger("slurmllm")
+        log.addHandler(handler)
+        ctx.call_on_close(partial(log.removeHandler, handler))
+
+
+class _Warnings(logging.Handler):
+    """Prints the package's warnings on standard error, as the verbs print theirs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        options.warn(printable(record.getMessage()))
 
 
 def main() -> None:

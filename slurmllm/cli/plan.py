@@ -289,7 +289,8 @@ def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     if plan.forecaster.tokens is not None:
         steps = plan.forecaster.forecast(layout).cost.steps
         settings.append(f"train.steps={steps}")
-        if steps < (plan.config.recipe.optim.decay_steps or 0):
+        optim = plan.config.recipe.optim
+        if optim.warmup(steps) < steps < (optim.decay_steps or 0):
             settings.append(f"optim.decay_steps={steps}")
     for setting in settings:
         command += ["--set", setting]

@@ -129,11 +129,12 @@ def _print_end(prepared: PreparedSweep, codes: Mapping[str, int]) -> None:
         state, verb = ("stopped", "status") if any(codes.values()) else ("done", "compare")
         click.echo(f"{state:<10} slurmllm {verb} {prepared.sweep.name}")
         return
-    runs = (run.run for run in prepared.runs)
-    interrupted, *not_started = [r for r in runs if codes.get(r.name) in (None, EXIT_INTERRUPTED)]
-    for run in not_started:
-        options.note(f"not started  {start_command(run)}")
-    options.note(f"interrupted  {start_command(interrupted)}")
+    for run in prepared.runs:
+        if run.run.name not in codes:
+            options.note(f"not started  {start_command(run.run)}")
+    for run in prepared.runs:
+        if codes.get(run.run.name) == EXIT_INTERRUPTED:
+            options.note(f"interrupted  {start_command(run.run)}")
 
 
 def _print_prepared(

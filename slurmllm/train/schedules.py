@@ -95,10 +95,12 @@ def unfinished_decay(recipe: Recipe) -> list[str]:
     if optim.decay == "constant" or optim.decay_steps is None or optim.decay_steps <= steps:
         return []
     last = learning_rate(optim, steps, steps)
+    fix = "; `submit --steps N` scales the schedule"
+    if optim.warmup(steps) < steps:
+        fix = f"; --set optim.decay_steps={steps} ends the decay with the run"
     return [
-        f"optim.decay_steps: the run ends at step {steps}, before the decay of its learning rate, "
-        f"at step {optim.decay_steps}: the last rate is {last:.3g}, not min_lr {optim.min_lr:g}; "
-        f"--set optim.decay_steps={steps} ends the decay with the run"
+        f"optim.decay_steps: the run ends at step {steps}, before the decay of its learning rate "
+        f"does, {optim.decay_steps}: the last rate is {last:.3g}, not min_lr {optim.min_lr:g}{fix}"
     ]
 
 

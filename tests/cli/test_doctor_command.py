@@ -40,6 +40,12 @@ def test_a_laptop_without_slurm_can_train(tmp_path: Path, doctor: Callable[..., 
     assert states["nodes"]["state"] == "skipped"
     assert states["torch"]["state"] in ("ok", "warn")
     assert states["file system"]["state"] == "ok"
+    assert "--recipe RECIPE compares" in states["free space"]["found"]
+    arguments = ("--recipe", "llama3_70b", "--cluster", "local", "--runs-dir", str(tmp_path))
+    table = doctor(*arguments, path=str(tmp_path / "bin")).stdout
+    # 12 bytes for each of 70.6 billion parameters, four times: no disk of a test has them.
+    assert "free space: checkpoint.keep + 1 checkpoints of the recipe take 3,154.0 GiB" in table
+    assert "slurm controller and 9 other checks" in table
 
 
 def test_slurm_that_does_not_answer_is_3(tmp_path: Path, doctor: Callable[..., Result]) -> None:

@@ -85,9 +85,7 @@ def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expect
     assert (result.exit_code, expected in result.output) == (2, True), result.output
 
 
-def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(
-    run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir) -> None:
     shutil.rmtree(run.logs)
     assert "r has no logs yet: interrupted, never submitted" in logs("--stage=precompile").output
     result = logs("--rank", "1")
@@ -95,12 +93,10 @@ def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(
     NodeRecord(node="b", pids={1: 1}, exit_codes={1: 0}).save(run.attempt("train", 0).node("b"))
     result = logs("--rank", "1")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "rank 1 on b, train attempt 0: it printed nothing" in caplog.text
+    assert "rank 1 on b, train attempt 0: it printed nothing" in result.stderr
 
 
-def test_a_running_worker_s_log_is_read_on_its_node(
-    run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_running_worker_s_log_is_read_on_its_node(run: RunDir, tmp_path: Path) -> None:
     attempt, log = run.attempt("train", 0), run.worker_log("train", 0, 1)
     record = AttemptRecord.load(attempt.record).model_copy(update={"ended_at": None})
     record.save(attempt.record)
@@ -109,7 +105,7 @@ def test_a_running_worker_s_log_is_read_on_its_node(
     assert logs("--rank", "1").stdout == "one\nlast\ufffd\n"
     assert logs("--rank", "1", "-n", "1").stdout == "last\ufffd\n"
     result = logs("--ranks", "0,1", "--stage", "train")
-    assert "without 1 log on the disks of the nodes" in caplog.text
+    assert "without 1 log on the disks of the nodes" in result.stderr
     assert "[rank 0 a] zero" in result.stdout
     disk.unlink()
     result = logs("--rank", "1")

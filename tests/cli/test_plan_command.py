@@ -113,6 +113,8 @@ def test_what_is_asked_for_is_submitted_too() -> None:
     done = plan("gpt3_125m", "--nodes", "1", "train.micro_batch=auto", "--tokens", "20B")
     end = "auto --set train.steps=38147 --set optim.decay_steps=38147 --fetch"
     assert done.stdout.rstrip().endswith(end)
+    # Of a run that ends within the warm-up, `submit` would refuse a decay that ends there.
+    assert "decay_steps" not in plan("gpt3_125m", "--nodes", "1", "--tokens", "100M").stdout
     options = ("train.micro_batch=null", "train.global_batch=512", "env.HF_TOKEN=abc")
     texts = "--set train.micro_batch=null --set train.global_batch=512 --set env.HF_TOKEN "
     assert texts in plan("neox_20b", "--nodes", "4", *options).stdout
@@ -306,5 +308,10 @@ def test_epochs_of_the_published_corpus(tmp_path: Path) -> None:
         assert plan(*command, "--nodes", nodes).stdout.count(sentence) == num
     planned = ranked(*command, "--nodes", "4,8", "--top", "1")
     assert [row["epochs"] for row in planned["scaling"]] == pytest.approx([125, 125], rel=1e-3)
-    own = ("--set", f"data.corpus={tmp_path}/own.npy")
-    assert "epochs of" not in plan(*command, "--nodes", "8", *own).stdout
+    own = ("--nodes", "8", "--set", f"data.corpus={tmp_path}/own.arrow")
+    assert "epochs of" not in plan(*command, *own).stdout  # it may hold token ids
+    (tmp_path / "own.arrow.json").write_text('{"text_bytes": 200000000000}')
+    assert (
+        "about 2.0 epochs of own.arrow, if a token is 4 bytes of text\n"
+        in plan(*command, *own).stdout
+    )

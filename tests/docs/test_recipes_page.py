@@ -40,6 +40,7 @@ def test_the_first_page_is_the_start_of_the_readme() -> None:
     assert "## Install" in start
     assert re.search(r"^Version \d+\.\d+\.\d+; source", start, re.MULTILINE)
     targets = re.findall(r'\]\(([^)#:]+)|src="([^"]+)', start)
+    assert len(targets) > 3
     assert [a or b for a, b in targets if not (ROOT / "docs" / (a or b)).is_file()] == []
 
 
@@ -56,6 +57,7 @@ def test_search_has_troubleshooting_and_the_api() -> None:
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
     index = json.loads((ROOT / "build" / "site" / "search.json").read_text(encoding="utf-8"))
     titles = {item["location"]: item["title"] for item in index["items"]}
+    assert titles[""] == "slurmllm"
     # A heading outranks every text: the browser's search lists it first.
     assert titles["troubleshooting/#cuda-out-of-memory"] == "CUDA out of memory"
     assert "api/#slurmllm.api.submit_run" in titles

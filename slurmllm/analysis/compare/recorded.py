@@ -231,7 +231,7 @@ def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
 def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDifference]:
     """Find settings that both runs have and that can change what they compute."""
     groups: dict[tuple[Kind, bool], list[str]] = {}
-    is_command = a.settings.get("command.run") is not None
+    is_command = any(curve.settings.get("command.run") for curve in (a, b))
     for key in sorted(a.settings.keys() & b.settings.keys()):
         values = a.settings[key], b.settings[key]
         kind = _kind_of_setting(key, a, b) if values[0] != values[1] else None

@@ -81,6 +81,8 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
         parts_s, overlap_s = _fill(measured, end - start)
         time = AllocationTime(number, attempt.stage, attempt.ending, nodes, start, end, parts_s)
         time.overlap_s, time.spare_nodes = overlap_s, spare
+        if attempt.ended_at is None and not incarnation:
+            time.overlap_s = 0.0  # the length is a guess: evaluations follow the last step
         if completed is not None:
             time.steps = int(np.count_nonzero(completed.numbers <= last_step))
             time.steps_lost = len(completed) - time.steps
@@ -295,8 +297,7 @@ def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
 def _warnings(allocations: Sequence[AllocationTime], history: RunHistory) -> Iterator[str]:
     for time in allocations:
         length_s = time.end - time.start
-        # Without a recorded end the length is a guess: evaluations follow the last step.
-        if time.ending is not None and time.overlap_s > 0.01 * length_s:
+        if time.overlap_s > 0.01 * length_s:
             yield (
                 f"{time.stage} attempt {time.attempt}: the measured parts exceed its "
                 f"{length_s:.1f} s by {time.overlap_s:.1f} s; check the nodes' clocks"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -19,6 +20,7 @@ from slurmllm.core.config.profiles import available, did_you_mean, find_yaml, sh
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_count, format_estimate
+from slurmllm.core.run.safe_files import read_limited
 
 _FORM = "see docs/data.md#published-data-sets"
 
@@ -230,23 +232,25 @@ def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
 _USEFUL_EPOCHS = 4  # Muennighoff et al. 2023 (arXiv 2305.16264), section 5
 
 
-def _file_size(corpus: Path) -> tuple[str, float] | None:
-    if corpus.suffix == ".arrow" and corpus.is_file():
-        return f"{corpus.name}, if a token is 4 bytes of text", corpus.stat().st_size / 4
+def _built_size(corpus: Path) -> tuple[str, float] | None:
+    """Return name and tokens, about, of a file of texts that `data build` made; else None."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        summary = json.loads(read_limited(Path(f"{corpus}.json")))
+        return f"{corpus.name}, if a token is 4 bytes of text", summary["text_bytes"] / 4
     return None
 
 
 def corpus_epochs(data: DataConfig, tokens: int, origin: str = "") -> tuple[str, float] | None:
     """Return the corpus that is read and its epochs, about; None if they are unknown.
 
-    The tokens of one's own file of texts are counted by its size, at 4 bytes a token, which is near
-    those of English in GPT-2's vocabulary.
+    A token of one's own file of texts is taken to be 4 bytes, near those of English in GPT-2's
+    vocabulary.
 
     Args:
         origin: Where `data.corpus` comes from: the path of a published corpus, or another one.
     """
     is_published = data.corpus is None or origin.startswith(("fetched: ", "cluster.data."))
-    size = _published_size(data.sources) if is_published else _file_size(Path(str(data.corpus)))
+    size = _published_size(data.sources) if is_published else _built_size(Path(str(data.corpus)))
     return None if size is None else (size[0], tokens / size[1])
 
 

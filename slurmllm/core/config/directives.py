@@ -60,13 +60,13 @@ _FROM_FILE = """
 """
 
 
-def parse_nodes(nodes: str) -> tuple[int | None, int]:
+def parse_nodes(nodes: str, name: str = "--nodes") -> tuple[int | None, int]:
     """Parse `4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", nodes.strip())
     low, high = map(int, (match[1] or match[2], match[2])) if match else (0, 0)
     if match is None or not 1 <= low <= high:
         raise UserError(
-            f"--nodes {nodes!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
+            f"{name} {nodes!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
         )
     return low if match[1] else None, high
 

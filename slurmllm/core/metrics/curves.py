@@ -189,7 +189,7 @@ class Curve:
     def positive_setting(self, key: str) -> float | None:
         """Return a setting that is a number above 0; other versions may have stored any type."""
         value = json_number(self.settings.get(key))
-        return value if value is not None and value > 0 else None
+        return value if value is not None and 0 < value < math.inf else None
 
     def take(self, rows: Ints | Flags) -> Curve:
         """Return the curve of some rows; gaps and overlaps stay those of all."""

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +51,14 @@ class CancelledRun:
         return {"run": self.name, "jobs": [job._asdict() for job in self.jobs]}
 
 
-def cancel_jobs(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
+def cancel_jobs(
+    target: RunDir | SweepDir,
+    client: SlurmClient,
+    on_asked: Callable[[CancelledJob], object] = lambda _: None,
+) -> CancelledRun:
     """Cancel all jobs of a run or a sweep, those that run last: no lane may start another one.
+
+    `on_asked` is called for a process at once: what is cancelled later may fail.
 
     Raises:
         RunError: it runs on another machine, or somebody else may have written its record.
@@ -63,10 +69,12 @@ def cancel_jobs(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
             locks.enter_context(locked(RunDir(target.path), "cancel"))
         except StorageError as error:  # a full disk must not keep its jobs
             log.warning("%s; cancelling without the lock", error)
-        return _cancel(target, client)
+        return _cancel(target, client, on_asked)
 
 
-def _cancel(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
+def _cancel(
+    target: RunDir | SweepDir, client: SlurmClient, on_asked: Callable[[CancelledJob], object]
+) -> CancelledRun:
     runs = [target] if isinstance(target, RunDir) else target.graph_runs()
     if isinstance(target, SweepDir):
         cases = SweepRecord.load(target.record).cases
@@ -84,6 +92,7 @@ def _cancel(target: RunDir | SweepDir, client: SlurmClient) -> CancelledRun:
             _require_own_record(run)
             action = _cancel_process(run, last, last.pid)
             cancelled.append(CancelledJob(run.name, None, last.pid, action))
+            on_asked(cancelled[-1])
     queue = client.queue(list(jobs))
     active = [job for job in reversed(jobs) if job in queue and queue[job].active]
     active.sort(key=lambda job: queue[job].state != "PENDING")

@@ -351,9 +351,10 @@ def start_command(run: RunDir) -> str:
         command += f" --nodes {nodes}" if nodes > 1 else ""
     with suppress(StorageError):
         sweep = SweepDir(run.path.parent)
-        submissions = (JobsRecord.of(r).last for r in (*sweep.graph_runs(), *runs_of(sweep)))
-        first = next(filter(None, submissions), None)
-        command += " --local" if first and first.local else ""
+        for other in (*sweep.graph_runs(), *runs_of(sweep)):
+            with suppress(StorageError):  # of a damaged record: the others tell too
+                if (last := JobsRecord.of(other).last) is not None:
+                    return f"{command} --local" if last.local else command
     return command
 
 

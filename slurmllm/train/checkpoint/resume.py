@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -91,11 +91,11 @@ def find_resumable(
             skipped += [f"step {step}: {fault}"] if fault else []
             fault = None
             try:
-                _on_first(control, partial(fetch, step))
+                control.from_first(partial(fetch, step))
             except StorageError as error:
                 fault = str(error)
         if fault is None:
-            state = _on_first(control, partial(_load_state, run, step))
+            state = control.from_first(partial(_load_state, run, step))
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
                 raise RunError(
                     f"{directory} is of another model or other data and cannot be continued:\n"
@@ -116,11 +116,6 @@ def find_resumable(
         )
     refuse_unknown(run, saves, lost)
     return resumable(None, 0, ())
-
-
-def _on_first(control: ControlPlane, work: Callable[[], T]) -> T:
-    """Return rank 0's result on all workers, or raise its error on all (collective)."""
-    return control.broadcast(control.agree(lambda: work() if control.rank == 0 else None))
 
 
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
@@ -148,7 +143,7 @@ def first_fault(directory: Path, control: ControlPlane) -> str | None:
     try:
         # By rank 0 alone: another node may not see it yet on a shared file system. As plain values,
         # which every worker unpickles over ten times as fast as records.
-        files = _on_first(control, lambda: read_manifest(directory).model_dump()["files"])
+        files = control.from_first(lambda: read_manifest(directory).model_dump()["files"])
     except StorageError as error:
         return str(error)
     # Every worker reads a part of the files: one alone takes minutes for a large checkpoint.

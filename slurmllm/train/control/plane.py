@@ -103,6 +103,10 @@ class ControlPlane:
             raise first
         return results[0]
 
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Return the result of rank 0's `work` on all workers, or raise its error on all."""
+        return self.broadcast(self.agree(lambda: work() if self.rank == 0 else None))
+
     def gather(self, value: T) -> list[T] | None:
         """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
         values = BytesIO(self._wait(Kind.GATHER, pickle.dumps(value)))

@@ -398,3 +398,19 @@ def test_every_clue_is_used_and_named_once() -> None:
         )
         assert clue.text.format(at="at step 1", gap=10, step=1, limit=1.0, **texts)
         assert all(points > 0 for points in clue.points.values())
+
+
+@pytest.mark.parametrize(("command", "kind"), [("torchrun train.py", "likely"), (None, "possible")])
+def test_another_number_of_processes(make_file: MakeFile, command: str | None, kind: str) -> None:
+    """Its batch may be another one with another project's trainer, and is not with ours."""
+    factors: dict[str, Any] = {"loss": (1, drift(0.1)), "grad_norm": (1, drift(-0.2))}
+    one, two = (
+        replace(
+            read_curve(make_file(f"{num}", rows)),
+            settings={"command.run": command, "cluster.devices_per_node": num},
+        )
+        for num, rows in ((1, make_rows(1, 120)), (2, changed(**factors)))
+    )
+    causes = {cause.kind: cause for cause in compare(one, two).causes}
+    assert causes["mesh"].confidence == kind
+    assert "devices_per_node 1 and 2" in causes["mesh"].evidence

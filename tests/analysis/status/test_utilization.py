@@ -163,6 +163,13 @@ def test_without_a_later_attempt_the_checkpoint_tells(
     assert [text in line for line in used.warnings] == [True]
 
 
+def test_slurm_s_end_of_an_open_attempt_is_none_to_guess() -> None:
+    alone = attempt(0, 100.0, None, job_id="1")
+    job = Incarnation("1", "train", 1, 100.0, 300.0)
+    history = RunHistory("r", [alone], {0: steps(1, [1000.0] * 5, -4800.0)}, incarnations=[job])
+    assert any("check the nodes' clocks" in line for line in account_node_hours(history).warnings)
+
+
 def test_a_resume_below_the_last_checkpoint_loses_what_lies_between() -> None:
     attempts = [attempt(0, 0.0, 50.0, checkpoint_after=5), attempt(1, 60.0, 90.0, ending="done")]
     made = {0: steps(1, [1.0] * 5, 10.0), 1: steps(3, [1.0] * 4, 70.0)}

@@ -148,6 +148,9 @@ def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
     assert ["A", "b", "--set"] in [line.split() for line in table.splitlines()]
     assert "NEURON_TRANSFER_WITH_STATIC_RING_OPS" in table
     assert yaml.safe_load(arguments)["neuronx_distributed_config"]["tensor_parallel_size"] == 8
+    early = ("gpt3_125m", "--data=builtin", "train.steps=2000")
+    warned = call("submit", *early, "--dry-run").stderr
+    assert "warning: optim.decay_steps: the run ends at step 2000, before the decay" in warned
     dry = call("submit", "tiny_neox", "--dry-run")  # whose data are built in
     native = dry.stdout
     assert (dry.exit_code, native.count("#!/bin/bash")) == (0, 2)
@@ -203,7 +206,8 @@ def test_resume_and_delete_wait_for_the_end_of_cancelled_jobs(
     monkeypatch.setattr("slurmllm.launch.submit.resume._ENDING_S", 0.0)
     ending |= dict.fromkeys(fake.jobs, 9)
     call("cancel", "r")
-    assert "the last processes of r still run" in fails(2, "delete", "r", "--yes")
+    refused = call("delete", "r", "--yes")
+    assert (refused.exit_code, "the last processes of r still run" in refused.stderr) == (2, True)
 
 
 DAMAGE = {
@@ -453,6 +457,7 @@ def test_a_name_after_a_killed_submit(killed_at: str, fake: FakeSlurm, inputs: I
     ("command", "message"),
     [
         ("submit nosuch", "unknown recipe 'nosuch'"),
+        ("submit a100_ib", "a100_ib is a cluster profile, not a recipe"),
         ("submit tiny_neox --cluster moon", "unknown cluster profile 'moon'"),
         ("submit tiny_neox --nodes 3", "--nodes 4: 33 % more nodes; "),
         ("submit tiny_neox --nodes 3 --set train.micro_batch=auto", "12 % more sequences a step"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from train.control.gangs import Gang, failure, gang
 
-from slurmllm.core.errors import ConfigError
+from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.train.control.plane import SOCKET, ControlPlane, open_control
 
 SHAPES = [(1, 1), (1, 3), (4, 2)]  # nodes, workers a node
@@ -43,6 +43,21 @@ def test_every_operation_on_every_gang(nodes: int, per_node: int) -> None:
         assert {messages for _, messages, _ in results} == {
             2 * 3 * 14
         }  # `first` of a value takes two
+
+
+def test_an_error_of_one_worker_is_raised_on_all() -> None:
+    def work(plane: ControlPlane) -> list[object]:
+        def fail_on_the_last() -> int:
+            if plane.rank == 3:
+                raise StorageError("No space left on device")
+            return plane.rank
+
+        with pytest.raises(StorageError, match="No space left on device"):
+            plane.agree(fail_on_the_last)
+        return [plane.agree(lambda: plane.rank), plane.from_first(lambda: ("of", plane.rank))]
+
+    with gang(2, 2) as workers:
+        assert workers.run(work) == [[rank, ("of", 0)] for rank in range(4)]
 
 
 def test_a_single_worker_needs_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
