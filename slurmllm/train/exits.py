@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from slurmllm.core.errors import (
 )
 from slurmllm.core.run.error_patterns import meaning_of
 from slurmllm.core.run.records import FailureRecord
+from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import STACKS_FILE, STACKS_SIGNAL
 from slurmllm.train.backends.base import Worker
 
@@ -41,8 +43,7 @@ def dump_on_signal() -> None:
     if not path:
         return
     with suppress(OSError):  # a full disk of the node must not end the training
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        faulthandler.register(STACKS_SIGNAL, file=open_append(Path(path)), all_threads=True)
 
 
 class StopRequest:

@@ -31,8 +31,8 @@ from slurmllm.core.run.safe_files import os_error_text, write_whole
 from slurmllm.data.corpus.addresses import state_of
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import BuildOptions, InputErrors, TokenDtype, TokenizeOptions
-from slurmllm.data.corpus.readers import DocumentReader, Documents
-from slurmllm.data.corpus.readers.base import CHUNK_BYTES, drop_blank
+from slurmllm.data.corpus.readers import DocumentReader
+from slurmllm.data.corpus.readers.base import CHUNK_BYTES, Documents, drop_blank
 from slurmllm.data.corpus.work_folder import WorkFolder, writing
 from slurmllm.data.sources.base import Integers, prompt_content
 

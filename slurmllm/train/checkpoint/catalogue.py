@@ -13,11 +13,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
+from slurmllm.core.format import format_time
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
@@ -142,7 +142,7 @@ def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int])
     if saves:  # a scratch file system removes what is old
         newest = max(saves)
         raise CheckpointError(
-            f"{run.checkpoint(newest)} was saved {_minute(saves[newest])} and is gone, and run "
+            f"{run.checkpoint(newest)} was saved {format_time(saves[newest])} and is gone, and run "
             f"{run.name} has no other checkpoint: restore it from a copy (checkpoint.replica names "
             f"one), {restart}"
         )
@@ -159,14 +159,10 @@ def missing_checkpoint_messages(
 ) -> list[str]:
     """Return a line for each recorded checkpoint after `step` that is not in `steps`."""
     return [
-        f"step {other}: saved {_minute(saves[other])} and gone; its steps are recomputed"
+        f"step {other}: saved {format_time(saves[other])} and gone; its steps are recomputed"
         for other in sorted(saves, reverse=True)
         if other > step and other not in steps
     ]
-
-
-def _minute(saved_at: float) -> str:
-    return f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M}"
 
 
 @dataclass(frozen=True)

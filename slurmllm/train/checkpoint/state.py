@@ -41,8 +41,13 @@ _IGNORED_FIELDS = {
 # are compared separately.
 _TRAINING = {"train", "optim", "guard", "hooks", "plugins"}
 _EXECUTION = {
-    *("train.micro_batch", "train.activation_checkpointing", "train.compile", "train.log_every"),
-    *("train.incomplete_graphs", "train.init_from", "train.finetune"),
+    "train.micro_batch",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.log_every",
+    "train.incomplete_graphs",
+    "train.init_from",
+    "train.finetune",
 }
 
 

@@ -18,8 +18,6 @@ from slurmllm.data.corpus.readers.columns import read_delimited, read_table
 from slurmllm.data.corpus.readers.json_lines import read_json_lines
 from slurmllm.data.corpus.readers.text import read_text
 
-__all__ = ["DocumentReader", "DocumentStream", "Documents", "OnError", "ReadOptions"]
-
 _READERS = {
     "text": read_text,
     "jsonl": read_json_lines,

@@ -201,8 +201,15 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     ]
 
 
-_SCHEDULE = {"min_lr", "warmup_steps", "warmup_ratio", "step_count"}
-_SCHEDULE |= {"decay", "decay_start", "decay_steps"}
+_SCHEDULE = {
+    "min_lr",
+    "warmup_steps",
+    "warmup_ratio",
+    "step_count",
+    "decay",
+    "decay_start",
+    "decay_steps",
+}
 
 
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
@@ -315,7 +322,12 @@ def unsupported(config: RunConfig) -> list[str]:
 
 NOT_INSTALLED = "not installed"
 _PACKAGES = (
-    *("neuronx-distributed", "torch-neuronx", "libneuronxla", "neuronx-cc", "torch-xla", "torch"),
+    "neuronx-distributed",
+    "torch-neuronx",
+    "libneuronxla",
+    "neuronx-cc",
+    "torch-xla",
+    "torch",
 )
 _DRIVER = Path("/sys/module/neuron/version")
 _LIBRARIES = Path("/opt/aws/neuron/lib")
