@@ -351,7 +351,6 @@ def read_logs(
     if rank is not None and all_ranks:
         raise errors.UserError("rank and all_ranks: each selects workers; give one of them")
     _check_least(1, lines=lines)
-    _check_least(0, attempt=attempt, rank=rank)
     run_dir = find_run(run, runs_root(runs_dir))
     selection = select_logs(run_dir, stage, attempt, rank, None, lines, all_ranks)
     state = partial(state_text, run_dir, SlurmClient())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -210,18 +209,15 @@ def doctor(
         run_bytes = checkpoints_bytes(config)
     profile, client = config.cluster, SlurmClient()
     with_slurm = len(client.missing_commands()) < len(COMMANDS)
-    checks = {
-        "profile": [profile_finding(profile, choose_cluster(cluster)[1])],
-        "this Python": installation_findings(profile),
-        "the container": container_findings(profile, client),
-        "Slurm": slurm_findings(client, profile, partition),
-        "the runs folder": storage_findings(runs_dir, profile, with_slurm, run_bytes),
-    }
-    findings: list[Finding] = []
-    with Console(stderr=True).status("") as status:  # on a terminal only
-        for title, group in checks.items():
-            status.update(f"checking {title}")
-            findings += group
+    # On a terminal only; the import of torch alone takes seconds on a shared file system.
+    with Console(stderr=True).status("checking this Python, Slurm and the runs folder"):
+        findings = [
+            profile_finding(profile, choose_cluster(cluster)[1]),
+            *installation_findings(profile),
+            *container_findings(profile, client),
+            *slurm_findings(client, profile, partition),
+            *storage_findings(runs_dir, profile, with_slurm, run_bytes),
+        ]
     code = exit_code(findings)
     if as_json:
         keys = ("name", "state", "found", "remedy", "blame")
@@ -235,15 +231,9 @@ def doctor(
 
 def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:
     click.echo(f"cluster profile {cluster}")
-    rows = list[tuple[str, str, str]]()
-    # Checks that one reason leaves out are one row.
-    for reason, group in groupby(findings, lambda f: f.value if f.status == "skipped" else None):
-        first, *more = group
-        if reason is None or not more:
-            rows += [(f.status, f.check, str(f.value)) for f in (first, *more)]
-        else:
-            rows.append(("skipped", f"{first.check} and {len(more)} other checks", str(reason)))
+    rows = ((f.status, f.check, str(f.value)) for f in findings if f.status != "skipped")
     print_table(("state", "check", "found"), rows, fold="found")
+    echo_by_message((f.status, f.check, str(f.value)) for f in findings if f.status == "skipped")
     echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
     statuses = [finding.status for finding in findings]
     counts = (f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped"))

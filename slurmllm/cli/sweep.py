@@ -129,12 +129,10 @@ def _print_end(prepared: PreparedSweep, codes: Mapping[str, int]) -> None:
         state, verb = ("stopped", "status") if any(codes.values()) else ("done", "compare")
         click.echo(f"{state:<10} slurmllm {verb} {prepared.sweep.name}")
         return
-    for run in prepared.runs:
-        if run.run.name not in codes:
-            options.note(f"not started  {start_command(run.run)}")
-    for run in prepared.runs:
-        if codes.get(run.run.name) == EXIT_INTERRUPTED:
-            options.note(f"interrupted  {start_command(run.run)}")
+    for state, code in (("not started", None), ("interrupted", EXIT_INTERRUPTED)):
+        for run in prepared.runs:
+            if codes.get(run.run.name) == code:
+                options.note(f"{state}  {start_command(run.run)}")
 
 
 def _print_prepared(

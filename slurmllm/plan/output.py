@@ -167,9 +167,9 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
         total_s = layout.step.total
         parts = {name: f"{100 * s / total_s:.1f}" for name, s in layout.step.parts().items()}
         shares.append({"#": str(number), "TP": cells["TP"], "PP": cells["PP"], **parts})
-    settings = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
-    limit = _memory_heading(node_plan.fitting[0])
-    headings = (*settings, limit, "s/step", "seq/s", "90 %", "MFU", "tokens/$")
+    first = ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO")
+    last = ("s/step", "seq/s", "90 %", "MFU", "tokens/$")
+    headings = (*first, _memory_heading(node_plan.fitting[0]), *last)
     return _table(headings, layouts), _table(list(shares[0]), shares)
 
 
@@ -371,8 +371,9 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
                 _layout_json(node_plan, layout, plan.forecaster.forecast(layout))
                 for layout in [*node_plan.fitting, *node_plan.too_large][:top]
             ]
-            rank = {"rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
-            rows["recipe_layouts"].append({**key, **rank})
+            rows["recipe_layouts"].append(
+                {**key, "rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
+            )
             rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
             if node_plan.fitting:
                 explanation += node_plan.explain()

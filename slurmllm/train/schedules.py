@@ -90,17 +90,15 @@ def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
 
 
 def unfinished_decay(recipe: Recipe) -> list[str]:
-    """Return a warning if the run ends before the decay of its learning rate."""
+    """Return a warning if the run ends before the decay of its learning rate, after the warm-up."""
     optim, steps = recipe.optim, recipe.train.steps
-    if optim.decay == "constant" or optim.decay_steps is None or optim.decay_steps <= steps:
+    if optim.decay == "constant" or not optim.warmup(steps) < steps < (optim.decay_steps or 0):
         return []
     last = learning_rate(optim, steps, steps)
-    fix = "; `submit --steps N` scales the schedule"
-    if optim.warmup(steps) < steps:
-        fix = f"; --set optim.decay_steps={steps} ends the decay with the run"
     return [
         f"optim.decay_steps: the run ends at step {steps}, before the decay of its learning rate "
-        f"does, {optim.decay_steps}: the last rate is {last:.3g}, not min_lr {optim.min_lr:g}{fix}"
+        f"does, {optim.decay_steps}: the last rate is {last:.3g}, not min_lr {optim.min_lr:g}; "
+        f"--set optim.decay_steps={steps} ends the decay with the run"
     ]
 
 

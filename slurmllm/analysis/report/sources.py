@@ -302,11 +302,10 @@ def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
     if len(runs) == 1:
         return [*runs]
     names = distinct_names([facts.name for facts in runs], [facts.path for facts in runs])
-    named = []
-    for index, name in enumerate(names):
-        count = names[:index].count(name)  # of one source, read in two ways
-        named.append(_with_name(runs[index], f"{name} ({count + 1})" if count else name))
-    runs = named
+    for index in reversed(range(len(names))):
+        if count := names[:index].count(names[index]):  # of one source, read in two ways
+            names[index] += f" ({count + 1})"
+    runs = list(map(_with_name, runs, names))
     from slurmllm.analysis.compare.compare import compare  # not loaded for a single run
     from slurmllm.analysis.compare.result import curve_letter
 

@@ -22,7 +22,7 @@ from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load, read_summary, summarize
 from slurmllm.core.display.tables import data_frame
 from slurmllm.core.errors import SlurmError, SlurmllmError, StorageError
-from slurmllm.core.format import Json, format_days, format_names, format_number, format_plural
+from slurmllm.core.format import Json, format_names, format_number, format_plural
 from slurmllm.core.metrics.row_reader import (
     json_number,
     last_row,
@@ -113,9 +113,8 @@ class RunState:
 
     def __repr__(self) -> str:
         speed = "" if self.seq_per_s is None else f", {format_number(self.seq_per_s)} seq/s"
-        left = "" if self.eta_s is None else f", {format_days(self.eta_s / 3600)} left"
         reason = f"; {self.reason}" if self.reason else ""
-        return f"<RunState {self.name}: {self.state}, step {self.step_text}{speed}{left}{reason}>"
+        return f"<RunState {self.name}: {self.state}, step {self.step_text}{speed}{reason}>"
 
     @property
     def step_text(self) -> str:
