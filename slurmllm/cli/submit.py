@@ -290,7 +290,7 @@ def _graphs_text(prepared: PreparedRun) -> str | None:
 
 def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     """Run the stages on this machine, or in an allocation; returns the exit code."""
-    from slurmllm.core.config.command import OWN_STEPS
+    from slurmllm.core.config.command import STEPS_NOT_PASSED
     from slurmllm.launch.supervise.attempts import load_attempts
 
     prepared, run = submitted.prepared, submitted.prepared.run
@@ -304,7 +304,7 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         more = ", /tensorboard" if prepared.config.recipe.worker.has_model else ""
         early = load_attempts(run, "train")[-1].early_text
         if early:
-            options.warn(OWN_STEPS)
+            options.warn(STEPS_NOT_PASSED)
         click.echo(
             f"{early or 'done':<9}  slurmllm status {run.name}; curves in {run.path}/metrics{more}"
         )

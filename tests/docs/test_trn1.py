@@ -153,8 +153,8 @@ def test_ours_is_what_the_dry_run_prints_and_every_difference_is_explained(
         assert ours == expected, heading
     notes = set(re.findall(r"^- \*\*(\([a-z]\))", PAGE.read_text(), flags=re.M))
     for heading, rows in tables(section).items():
-        for name, (own, theirs, why) in rows.items():
-            assert why or same(own, theirs), f"{heading}: {name}: {own} and {theirs}, and no why"
+        for name, (value, theirs, why) in rows.items():
+            assert why or same(value, theirs), f"{heading}: {name}: {value}, {theirs}, no why"
             assert set(re.findall(r"\([a-z]\)", why)) <= notes, f"{name}: no such note"
 
 

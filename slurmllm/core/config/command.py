@@ -55,7 +55,7 @@ REFUSED = (
 )
 
 # Of a command that ended before `command.steps`
-OWN_STEPS = "the command makes its own number of steps; command.steps is not passed to it"
+STEPS_NOT_PASSED = "the command makes its own number of steps; command.steps is not passed to it"
 
 
 def _save_signal(name: str) -> str:

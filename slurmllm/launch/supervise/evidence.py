@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from slurmllm.core.config.command import OWN_STEPS, CommandConfig
+from slurmllm.core.config.command import STEPS_NOT_PASSED, CommandConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.log import message_of
@@ -163,7 +163,7 @@ def _trainer_exit(
     early = None
     if readable and steps == sorted(steps) and last + interval < command.steps:
         early = last, command.steps
-        unfinished = f"done early, {last} of {command.steps}: {OWN_STEPS}"
+        unfinished = f"done early, {last} of {command.steps}: {STEPS_NOT_PASSED}"
     return TrainerExit(f"{ended}; {checkpoint}", unfinished, early, progress)
 
 

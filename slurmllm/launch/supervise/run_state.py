@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from slurmllm.core.config.command import OWN_STEPS
+from slurmllm.core.config.command import STEPS_NOT_PASSED
 from slurmllm.core.config.load import ConfigSummary, load
 from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.format import format_duration
@@ -170,7 +170,7 @@ def _by_records(records: RunRecords, jobs: Jobs) -> State | None:
     submission = records.submission
     last = records.last
     if last is not None and records.done:
-        return "done", OWN_STEPS if last.done_early else ""
+        return "done", STEPS_NOT_PASSED if last.done_early else ""
     if submission is None and (process := sweep_process(run)):
         return "waiting", f"for the runs before it in its sweep, {process}"
     if submission is None:

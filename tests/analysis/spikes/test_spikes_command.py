@@ -58,8 +58,8 @@ def test_json(spikes: Spikes, spiky: RunDir) -> None:
     assert set(run) == set(SpikeAnalysis.model_fields)
     assert (run["name"], run["state"], run["count"], run["one_step"]) == ("spiky", "passing", 2, 1)
     assert run["durations"] == {"1": 1, "2": 1}
-    found = [(s["step"], s["duration"], s["restart"]) for s in run["spikes"]]
-    assert found == [(60, 1, None), (101, 2, 101)]
+    rows = [(s["step"], s["duration"], s["restart"]) for s in run["spikes"]]
+    assert rows == [(60, 1, None), (101, 2, 101)]
     assert set(run["spikes"][0]) == set(Spike.model_fields)
     assert answer(spikes("spiky", "--threshold", 1, "--json", "--no-plot"))[0]["count"] == 1
     late = answer(spikes("spiky", "--from-step", 70, "--window", 30, "--json", "--no-plot"))[0]

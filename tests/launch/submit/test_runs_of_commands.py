@@ -11,7 +11,7 @@ from fake_slurm import FakeSlurm
 from made_records import save_attempt
 from training_rows import write_rows
 
-from slurmllm.core.config.command import OWN_STEPS
+from slurmllm.core.config.command import STEPS_NOT_PASSED
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.rundir import RunDir
@@ -167,7 +167,7 @@ def test_a_report_has_no_figures_of_a_model(run: RunDir) -> None:
     fields = {"ended_at": 40.0, "ending": "done", "action": "finish", "done_early": (29, 40)}
     save_attempt(run, **fields)
     assert "r: done early: 29 of 40 steps" in call("report", "r").stdout
-    assert f"done early, 29 of 40  ({OWN_STEPS})" in call("status", "r").stdout
+    assert f"done early, 29 of 40  ({STEPS_NOT_PASSED})" in call("status", "r").stdout
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

@@ -16,7 +16,7 @@ from launch.supervise.starts import attempt_record, start_of
 from made_records import make_run, save_manifest, save_submission
 from training_rows import write_rows
 
-from slurmllm.core.config.command import OWN_STEPS, CommandConfig
+from slurmllm.core.config.command import STEPS_NOT_PASSED, CommandConfig
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import ConfigError, SlurmError
 from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
@@ -405,7 +405,9 @@ def test_what_a_trainer_of_another_project_has_left(ended: Ended) -> None:
     # One row has no interval; steps may be counted from 0, be unlogged, or begin again.
     read = "the last step that was read is {} of 20 (command.steps)".format
     cases = {"7": read(7), "18 19": read(19), "5 15": read(15), "1 9 1 9": read(9), "10 20": ""}
-    for steps, unfinished in (cases | {"17 18": f"done early, 18 of 20: {OWN_STEPS}"}).items():
+    for steps, unfinished in (
+        cases | {"17 18": f"done early, 18 of 20: {STEPS_NOT_PASSED}"}
+    ).items():
         metrics.write_text("".join(f'{{"step": {n}, "loss": 1.0}}\n' for n in steps.split()))
         left = gather(ended, command=command).trainer
         early = (18, 20) if "early" in unfinished else None
