@@ -1,0 +1,1 @@
+"""A trainer without torch and a loop of sbatch, for tools/benchmarks/recovery.py."""
