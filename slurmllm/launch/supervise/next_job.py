@@ -7,10 +7,11 @@ job that Slurm cannot start again is replaced by a new one.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurmllm.core.config.load import load
 from slurmllm.core.config.operation import SlurmConfig
@@ -19,7 +20,7 @@ from slurmllm.core.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, Storag
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import read_limited, write_error
-from slurmllm.core.slurm.client import retry_unreachable, wait_for
+from slurmllm.core.slurm.client import PATIENCE_S, retry_unreachable, wait_for
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import log_attempt
@@ -31,6 +32,9 @@ from slurmllm.launch.supervise.successor import ensure_successor, restart_of
 
 CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
+# Between submissions of a successor that sbatch refuses: a limit on the user's jobs, or a partition
+# that takes none now, may pass.
+AHEAD_S = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -42,14 +46,32 @@ class NextJob:
     stage: Stage
     config: RunConfig
     allocation: Allocation
+    _leaving: threading.Event = field(default_factory=threading.Event)
+    _ahead: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         self._excluded = self.config.recipe.slurm.exclude
 
     def submit_ahead(self) -> None:
-        """Submit the successor of this job if the site refuses requeues."""
+        """Submit the successor of this job if the site refuses requeues, if need be in a thread."""
         if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
             return
+        if self._ahead is None and not self._submit_successor():
+            self._ahead = threading.Thread(target=self._retry_ahead, daemon=True)
+            self._ahead.start()
+
+    def stop_ahead(self) -> None:
+        """End the retries, before the job leaves the run to its successor or cancels that."""
+        self._leaving.set()
+        if self._ahead is not None:
+            self._ahead.join()
+
+    def _retry_ahead(self) -> None:
+        while not self._leaving.wait(AHEAD_S) and not self._submit_successor():
+            pass
+
+    def _submit_successor(self) -> bool:
+        assert isinstance(self.allocation, SlurmAllocation)
         try:
             script = self._script("train")
             ensure_successor(
@@ -61,7 +83,9 @@ class NextJob:
                 ),
             )
         except SlurmllmError as error:
-            log.warning("no successor job yet, tried again at the end: %s", error)
+            log.warning("no successor job yet, tried again in %.0f s: %s", AHEAD_S, error)
+            return False
+        return True
 
     @property
     def chained(self) -> bool:
@@ -174,7 +198,7 @@ class NextJob:
             self.replace(exclude, lost=False)
             return closed
         try:
-            job = ensure_successor(self.run, allocation, self._script("train"), exclude)
+            job = self._successor(allocation, exclude)
         except SlurmllmError as error:
             reason = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
             log_attempt(closed, reason)
@@ -188,6 +212,18 @@ class NextJob:
         except SlurmError as error:
             log.warning("job %s starts without excluded nodes or a wait: %s", job, error)
         return closed
+
+    def _successor(self, allocation: SlurmAllocation, exclude: Sequence[str]) -> str | None:
+        """Make sure of the successor, against refusals for PATIENCE_S."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return ensure_successor(self.run, allocation, self._script("train"), exclude)
+            except SlurmError as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("no successor job yet, tried again in %.0f s: %s", AHEAD_S, error)
+                time.sleep(AHEAD_S)
 
     def _changed(self, closed: AttemptRecord, **changes: object) -> AttemptRecord:
         closed = closed.model_copy(update=changes)

@@ -290,6 +290,7 @@ class Supervisor:
 
     def _act(self, closed: AttemptRecord) -> int:
         """Carry out the action of a closed attempt; returns the exit code."""
+        self.next_job.stop_ahead()
         if closed.action not in RETURNS:
             if closed.ending != "superseded" and self.next_job.chained:
                 cancel_successor(self.run, self.allocation)

@@ -1,5 +1,6 @@
 """The chain of jobs: one successor at a time, cancelled at the end, which no race can double."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from slurmllm.core.config.load import read_summary
 from slurmllm.core.errors import SlurmError
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.setup import PREDECESSOR
-from slurmllm.launch.supervise import run_lock
+from slurmllm.launch.supervise import next_job, run_lock
 from slurmllm.launch.supervise.allocation import SlurmAllocation
 from slurmllm.launch.supervise.run_state import JobState, derive_state, is_active, read_records
 from slurmllm.launch.supervise.successor import (
@@ -56,7 +58,7 @@ def chained(tmp_path: Path) -> Chained:
     return run, cluster
 
 
-def next_job(run: RunDir, cluster: FakeSlurm, job: str = "1") -> str:
+def successor_of(run: RunDir, cluster: FakeSlurm, job: str = "1") -> str:
     """The successor that a start of a job makes sure of."""
     successor = ensure_successor(run, start_of(cluster, job, NODES), SCRIPT, [])
     assert successor is not None
@@ -118,7 +120,7 @@ def test_a_successor_takes_over_and_has_one(
     run, cluster = chained
     for number in range(3):
         before = str(sent(run).train_job)
-        job = next_job(run, cluster, before)
+        job = successor_of(run, cluster, before)
         attempt(run, number, before, ended_at=2.0, action="chain", ending="hang")
         # A supervisor was killed before it could record the first successor.
         name = cluster.jobs[job].name
@@ -136,7 +138,7 @@ def test_a_successor_takes_over_and_has_one(
 
 def test_no_successor_of_cancelled_runs(chained: Chained, monkeypatch: pytest.MonkeyPatch) -> None:
     run, cluster = chained
-    job = next_job(run, cluster)
+    job = successor_of(run, cluster)
     cancelled = sent(run).model_copy(update={"cancelled_at": 2.0})
     JobsRecord(submissions=(cancelled,)).save(run.jobs)
     assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
@@ -150,7 +152,7 @@ def test_the_successor_of_a_run_that_has_ended_leaves(
     chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    job = next_job(run, cluster)
+    job = successor_of(run, cluster)
     attempt(run, 0, "1", ended_at=2.0, action="finish", ending="done")
     cluster.finish("1")  # killed before it could cancel
     following = begin(cluster, job, monkeypatch)
@@ -163,7 +165,7 @@ def test_the_successor_of_a_cancelled_job_records_that(
     chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    job = next_job(run, cluster)
+    job = successor_of(run, cluster)
     # A plain scancel of the running job only; the supervisor had taken it for a preemption.
     attempt(run, 0, "1", ended_at=2.0, action="chain", ending="advance_signal")
     cluster.finish("1", "CANCELLED")
@@ -204,8 +206,32 @@ def test_a_chain_replaces_a_requeue(chained: Chained, caplog: pytest.LogCaptureF
     assert cluster.jobs["2"].delay_s == 60.0
 
 
-def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(chained: Chained) -> None:
+def test_a_refusal_of_the_successor_may_pass(
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, cluster = chained
+    monkeypatch.setattr(next_job, "AHEAD_S", 0.01)
+    supervisor = Supervisor(run, "train", start_of(cluster, "1", NODES))
+    cluster.refuse = "Required partition not available (inactive or drain)"
+    supervisor.next_job.submit_ahead()
+    assert sent(run).successor_job is None
+    cluster.refuse = None  # while the attempt runs
+    assert wait_for(lambda: sent(run).successor_job, 20, 0.01)
+    assert pending(cluster) == ["2"]
+    cluster.cancel(["2"])
+    cluster.refuse = "AssocMaxSubmitJobLimit"
+    timer = threading.Timer(0.1, setattr, (cluster, "refuse", None))  # after its end
+    timer.start()
+    assert supervisor._act(closed(run).model_copy(update={"action": "chain"})) == 75
+    assert len(pending(cluster)) == 1
+
+
+def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
+    chained: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    monkeypatch.setattr(next_job, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(next_job, "AHEAD_S", 0.0)
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
     this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
     assert this_allocation._act(closed(run).model_copy(update={"action": "chain"})) == 70
