@@ -1,4 +1,4 @@
-"""`slurmllm track sync`: send the metrics of a run to W&B and MLflow."""
+"""`slurmllm track`: the metrics of a run for W&B, MLflow and Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @click.group()
 def track() -> None:
-    """Send the metrics of runs to Weights & Biases and MLflow."""
+    """Send the metrics of runs to Weights & Biases, MLflow and Prometheus."""
 
 
 @track.command()
@@ -61,9 +61,7 @@ def sync(
         raise UserError(f"{run_dir.name} has no trackers; name one with --to wandb or --to mlflow")
     setup_logging()
     if supervised:
-        stop = threading.Event()
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
-            signal.signal(getattr(signal, name), lambda *_: stop.set())
+        stop = _stop_event("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
     client, logged = SlurmClient(), set[str]()
@@ -92,3 +90,41 @@ def sync(
         last_step = max(session.record.last_step, 0)
         url = f"; {session.record.url}" if session.record.url else ""
         click.echo(f"{session.name}: {session.steps_sent} steps sent, up to {last_step}{url}")
+
+
+@track.command()
+@options.run_argument("run")
+@click.option("--supervised", is_flag=True, hidden=True)
+@options.runs_dir
+def prometheus(run: str, supervised: bool, runs_dir: Path) -> None:
+    """Print the metrics of RUN as Prometheus reads them.
+
+    While RUN trains, its first node serves or writes them if the cluster profile has
+    metrics.port or metrics.textfile.
+    """
+    from slurmllm.analysis.status.runs import run_states, supervised_state
+    from slurmllm.analysis.track.exporter import export
+    from slurmllm.analysis.track.prometheus import Page
+    from slurmllm.core.config.load import load
+    from slurmllm.core.log import setup_logging
+    from slurmllm.core.slurm.client import SlurmClient
+
+    run_dir = find_run(run, runs_dir)
+    config = load(run_dir.config, trusted=supervised)
+    if not supervised:
+        state = run_states([run_dir], SlurmClient())[0]
+        click.echo(Page(run_dir, config).render(state), nl=False)
+        return
+    setup_logging()
+    stop = _stop_event("SIGTERM", "SIGINT")
+    for name in ("SIGUSR1", "SIGUSR2"):  # for the training, which then saves
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    export(run_dir, config, lambda: supervised_state(run_dir), stop.is_set, stop.wait)
+
+
+def _stop_event(*names: str) -> threading.Event:
+    """Return an event that these signals set."""
+    stop = threading.Event()
+    for name in names:
+        signal.signal(getattr(signal, name), lambda *_: stop.set())
+    return stop

@@ -36,6 +36,7 @@ from slurmllm.plan.parameters import (
     block_parameters,
     block_products,
     head_product,
+    model_flops,
     rest_parameters,
     up_width,
 )
@@ -176,6 +177,14 @@ def peak_flops(config: RunConfig) -> float:
     assert hardware is not None, "the planner needs cluster.hardware"
     computes_fp32 = config.recipe.train.precision == "fp32"
     return (hardware.fp32_tflops if computes_fp32 else hardware.bf16_tflops) * 1e12
+
+
+def flops_utilization(config: RunConfig, workers: int, seq_per_s: float) -> float | None:
+    """Return the MFU of a throughput; None if the devices' peak is unknown, or only a guess."""
+    hardware = config.cluster.hardware if config.recipe.worker.has_model else None
+    if hardware is None or hardware.rough:
+        return None
+    return model_flops(config.recipe.model, 1) * seq_per_s / (workers * peak_flops(config))
 
 
 def step_time(config: RunConfig, mesh: Mesh) -> StepTime:

@@ -26,9 +26,9 @@ from slurmllm.core.metrics.curves import Curve, Flags, Floats, SourceKind
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import CONTINUES, AttemptRecord, Event
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import model_flops, parameters
+from slurmllm.plan.parameters import parameters
 from slurmllm.plan.prices import NodePrice, scaling
-from slurmllm.plan.step import peak_flops
+from slurmllm.plan.step import flops_utilization
 
 if TYPE_CHECKING:
     from slurmllm.analysis.compare.result import Comparison
@@ -281,12 +281,8 @@ def throughput_by_nodes(
         first: Flags = rows & (np.arange(len(rows)) < first_rows)
         nodes, workers = size or (None, None)
         seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
-        has_model = config is not None and config.recipe.worker.has_model
-        hardware = config.cluster.hardware if config and has_model else None
-        # A peak that is only a guess would give a figure that looks measured.
-        if config and hardware and not hardware.rough and workers and seq_per_s:
-            peak = workers * peak_flops(config)
-            mfu = model_flops(config.recipe.model, 1) * seq_per_s / peak
+        if config and workers and seq_per_s:
+            mfu = flops_utilization(config, workers, seq_per_s)
         usd = usd_per_node_hour
         rates.append(
             Rate(

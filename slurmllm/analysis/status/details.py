@@ -165,8 +165,7 @@ def read_details(
     unused_graphs = {name: node.cache_reason for name, node in nodes.items() if node.cache_reason}
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
-    recorded, newest = excluded(run), attempts[-1:]
-    used = [n for n in recorded for a in newest if a.started_at > n.since and n.node in a.nodes]
+    unused, used = excluded_nodes(run, attempts)
     command = recipe.command
     evaluates = not recipe.worker.has_model or recipe.eval.every_steps is not None
     reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
@@ -180,8 +179,8 @@ def read_details(
         unused_graphs=unused_graphs,
         versions=versions,
         unequal_versions=unequal_versions(versions),
-        excluded=tuple(node for node in recorded if node not in used),
-        not_excluded=tuple(used),
+        excluded=unused,
+        not_excluded=used,
         compiling_s=_compiling_s(run, state, config, None if reused else progress),
         workers=progress,
         evaluation=last_evaluation(run) if evaluates else None,
@@ -190,6 +189,15 @@ def read_details(
         trial=config.is_trial,
         trainer=_trainer_details(run, attempts, command) if command else None,
     )
+
+
+def excluded_nodes(
+    run: RunDir, attempts: Sequence[AttemptRecord]
+) -> tuple[tuple[ExcludedNode, ...], tuple[ExcludedNode, ...]]:
+    """Return the excluded nodes, and those that the newest attempt uses all the same."""
+    recorded, newest = excluded(run), attempts[-1:]
+    used = [n for n in recorded for a in newest if a.started_at > n.since and n.node in a.nodes]
+    return tuple(node for node in recorded if node not in used), tuple(used)
 
 
 def _trainer_details(

@@ -43,6 +43,7 @@ from slurmllm.launch.supervise.run_state import (
     JobState,
     RunRecords,
     derive_state,
+    job_ids,
     query_queue,
     read_job_states,
     read_records,
@@ -63,6 +64,7 @@ _TABLE += ["seq_per_s", "eta_s", "restarts", "node_hours", "usd", "run_dir"]
 _LAST_PART = 0.1  # of the steps of a sweep's run, whose mean loss ranks it
 _MOST_ROWS = 1000
 ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
+STATES = (*ACTIVE, "done", "stopped", "cancelled", "interrupted", "unknown", "damaged")
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,16 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         return replace(state, details=read_details(run, state.attempts, state.state, config))
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
+
+
+def supervised_state(run: RunDir) -> RunState:
+    """Return the state of a run for a child of its supervisor, without a query to Slurm."""
+    try:
+        records = read_records(run, read_summary(run.config))
+        job = job_ids(records.submission).get("train")
+        return _build_state(records, {} if job is None else {"train": JobState(job, "RUNNING")})
+    except Exception as error:  # whatever is in its files
+        return _damaged(run, error)
 
 
 def state_text(run: RunDir, client: SlurmClient) -> str:

@@ -6,7 +6,14 @@ from contextlib import suppress
 from datetime import date, timedelta
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from slurmllm.core.config.data_sources import SiteData, SourceName
 from slurmllm.core.config.directives import refuse_generated
@@ -106,6 +113,26 @@ class Trackers(Section):
     """Whether the nodes reach them. If not, `slurmllm track sync` on the login node does."""
 
 
+FolderPath = Annotated[str, Field(pattern=r"^/[^\x00\r\n]*$")]
+
+
+class Metrics(Section):
+    """How Prometheus gets the metrics of a run while it trains; by default it does not."""
+
+    port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    """Port of the first node that serves /metrics: to that node only, without token_file."""
+    token_file: FolderPath | None = None
+    """File with the bearer token that a request must have; only its owner may read it."""
+    textfile: FolderPath | None = None
+    """Folder on the nodes that node_exporter's textfile collector reads."""
+
+    @model_validator(mode="after")
+    def _token_of_a_port(self) -> Metrics:
+        if self.token_file is not None and self.port is None:
+            raise ValueError("token_file needs a port; set cluster.metrics.port, such as 9464")
+        return self
+
+
 GroupName = Annotated[str, Field(pattern=r"^[^\s:/,]+$")]
 
 
@@ -159,6 +186,7 @@ class Cluster(Section):
     """What a node costs."""
     health: HealthChecks = HealthChecks()
     trackers: Trackers = Trackers()
+    metrics: Metrics = Metrics()
     data: dict[SourceName, SiteData] = Field(default_factory=dict)
     """Where the site has published data sets: `wikipedia_gpt2: {corpus: FILE, tokenizer: FILE}`."""
     data_folder: str | None = None

@@ -162,6 +162,7 @@ class RunDir:
     report = FixedPath("reports/report.html")  # as `slurmllm report` names it
     trackers = FixedPath("trackers")  # the records of trackers, W&B's own files
     track_log = FixedPath("logs/track.log")  # of the process that sends to trackers
+    exporter_log = FixedPath("logs/prometheus.log")  # of the process that Prometheus reads
     script = PathOf[Stage]("scripts/{}.sbatch")  # of a stage, as submitted
     stage_log = PathOf[Stage]("logs/{}.log")  # batch script and rank 0, of all attempts
     graph_log = PathOf[str]("graphs/failed/{}.log")  # the compiler's, of a graph that failed

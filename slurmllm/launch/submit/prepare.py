@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig, Settings
+from slurmllm.core.config.token_file import read_token
 from slurmllm.core.errors import ConfigError, StorageError, UserError
 from slurmllm.core.format import Json
 from slurmllm.core.run.artifact_records import GraphManifest
@@ -482,6 +483,10 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         from slurmllm.core.config.trackers import missing_for_trackers
 
         faults += missing_for_trackers(config, config.recipe.trackers)
+    try:
+        read_token(config)
+    except ConfigError as error:
+        faults += error.faults
     return faults
 
 

@@ -4,8 +4,7 @@ A command is called by a thread when an attempt starts and when it ends. Nothing
 the run has work to do; the supervisor's last act is to wait a few seconds for what is under way,
 unless a notification took too long.
 
-Metrics are sent by a child process of the lowest priority, which reads the run directory
-(`track.sync`): nothing waits for a tracker, and nothing is lost with it.
+Metrics are sent to trackers, and shown to Prometheus, by child processes (`side_process`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slurmllm.core.config.operation import NotifyEvent
@@ -26,13 +24,13 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.format import Json
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir, Stage
-from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
-from slurmllm.train.control.rendezvous import die_with_parent
+from slurmllm.launch.supervise.side_process import SideProcess
 
 TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
 _LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
+_REMOVAL_S = 2.0  # for the process that Prometheus reads to remove its file
 _LONGEST = 1000  # characters of the text
 NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
 _FIELDS = {
@@ -130,56 +128,31 @@ def event_of(record: AttemptRecord) -> NotifyEvent | None:
     return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"
 
 
-@dataclass
-class Tracking:
-    """The child process of one attempt; nothing without `trackers`, or without a network."""
+class SideProcesses:
+    """The child processes of one job that send what happens elsewhere."""
 
-    run: RunDir
-    config: RunConfig
-    _child: subprocess.Popen[bytes] | None = None
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self.run, self.config = run, config
+        sync = ["track", "sync", str(run.path), "--supervised"]
+        self._trackers = SideProcess("trackers", sync, run.track_log)
+        page = ["track", "prometheus", str(run.path), "--supervised"]
+        # By SIGTERM: it removes its file.
+        self._exporter = SideProcess("metrics", page, run.exporter_log, signal.SIGTERM)
 
     def start(self, stage: Stage) -> None:
-        network = self.config.cluster.trackers.network
-        if not self.config.recipe.trackers or not network or stage != "train":
+        if stage != "train":
             return
-        if self._child is not None and self._child.poll() is None:
-            return  # of an earlier attempt in this job; it sends those of this one too
-        command = [
-            "nice",
-            "-n",
-            "19",
-            sys.executable,
-            "-P",
-            "-m",
-            "slurmllm",
-            "track",
-            "sync",
-            str(self.run.path),
-            "--supervised",
-        ]
-        with diagnostic("trackers"):
-            output = open_append(self.run.track_log)
-            with os.fdopen(output, "wb", buffering=0) as stream:
-                self._child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=stream,
-                    preexec_fn=die_with_parent,
-                )
+        cluster = self.config.cluster
+        if self.config.recipe.trackers and cluster.trackers.network:
+            self._trackers.start()
+        if cluster.metrics.port is not None or cluster.metrics.textfile is not None:
+            self._exporter.start()
 
     def stop(self, *, requeued: bool) -> None:
-        """Have it send the last steps and wait for that; if requeued, the next attempt does."""
-        if self._child is None:
-            return
-        if not requeued:
-            with suppress(subprocess.TimeoutExpired):
-                self._child.terminate()
-                if self._child.wait(_LAST_STEPS_S) == 0:
-                    return
+        """Have trackers get the last steps; if requeued, the next attempt sends them."""
+        self._exporter.stop(_REMOVAL_S)
+        if not self._trackers.stop(0 if requeued else _LAST_STEPS_S) and not requeued:
             log.warning(
                 f"trackers: {' and '.join(self.config.recipe.trackers)} may lack the last steps; "
                 f"see {self.run.track_log}, then `slurmllm track sync {self.run.name}`"
             )
-        self._child.kill()
-        self._child.wait()

@@ -47,7 +47,7 @@ from slurmllm.launch.supervise.next_job import (
     requeue_unrecorded,
     unrecorded_ending,
 )
-from slurmllm.launch.supervise.notify import Notifier, Tracking
+from slurmllm.launch.supervise.notify import Notifier, SideProcesses
 from slurmllm.launch.supervise.policy import NodeFault
 from slurmllm.launch.supervise.preflight import Preparation
 from slurmllm.launch.supervise.run_lock import (
@@ -83,7 +83,7 @@ class Supervisor:
         self.config: RunConfig = load(run.config, trusted=True)
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
-        self.tracking = Tracking(run, self.config)
+        self.side_processes = SideProcesses(run, self.config)
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
             slurm = self.config.recipe.slurm
             used = len(allocation.nodes)
@@ -157,7 +157,7 @@ class Supervisor:
                 record = record.model_copy(update={"phases_s": dict(phases)})
                 record.save(record.files(self.run).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
-                self.tracking.start(self.stage)
+                self.side_processes.start(self.stage)
         except SlurmllmError as error:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
@@ -387,7 +387,7 @@ def supervise(run: RunDir, stage: Stage) -> int:
         try:
             code = supervisor.main()
         finally:
-            supervisor.tracking.stop(requeued=code == EXIT_REQUEUE)
+            supervisor.side_processes.stop(requeued=code == EXIT_REQUEUE)
             supervisor.notifier.wait()
         return code
     except StorageError as error:

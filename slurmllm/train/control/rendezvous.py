@@ -184,9 +184,9 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; called in a child before exec."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(by: int = signal.SIGKILL) -> None:
+    """Have the kernel end this process with its parent, by a signal; called before exec."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def _addresses(name: str) -> list[str]:

@@ -31,7 +31,7 @@ from slurmllm.core.config.trackers import missing_for_trackers
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
-from slurmllm.launch.supervise.notify import Tracking
+from slurmllm.launch.supervise.notify import SideProcesses
 
 KEY = "cAnArY" + "0" * 34
 
@@ -234,9 +234,9 @@ def test_a_child_that_fails_is_a_warning(
     monkeypatch.setenv("HOME", str(tmp_path))
     config = resolve("tiny_neox", "local", ["trackers=[wandb]"])  # and there is no key
     save(config, run)
-    tracking = Tracking(run, config)
+    tracking = SideProcesses(run, config)
     tracking.start("train")
-    present(tracking._child).wait()
+    present(tracking._trackers._child).wait()
     tracking.stop(requeued=False)
     assert "may lack the last steps" in caplog.text
     assert "no API key here" in run.track_log.read_text()
@@ -253,7 +253,7 @@ def test_one_child_sends_all_attempts_of_a_job(
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start_sleep)
-    tracking = Tracking(run, config)
+    tracking = SideProcesses(run, config)
     tracking.start("precompile")
     for _ in range(3):
         tracking.start("train")
@@ -268,7 +268,7 @@ def test_one_child_sends_all_attempts_of_a_job(
 
 def test_no_child_without_trackers_or_network(run: RunDir) -> None:
     for override in ("cluster.trackers.network=false", "trackers=[]"):
-        tracking = Tracking(run, resolve("tiny_neox", "local", ["trackers=[wandb]", override]))
+        tracking = SideProcesses(run, resolve("tiny_neox", "local", ["trackers=[wandb]", override]))
         tracking.start("train")
         tracking.stop(requeued=False)
         assert not run.track_log.exists()

@@ -1,7 +1,11 @@
 """Notifications: what a command gets, and that none of them delays a run."""
 
 import json
+import re
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +154,74 @@ def test_a_command_that_does_not_exist_is_refused_at_submit(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="nowhere-tell is no program that can be run"):
         prepare(RunRequest(config=config, nodes=1, root=tmp_path / "runs", local=True))
     assert not (tmp_path / "runs").exists()
+
+
+class Receiver(HTTPServer):
+    """Keeps what is posted to it."""
+
+    def __init__(self) -> None:
+        self.posted: list[dict[str, Any]] = []
+        super().__init__(("127.0.0.1", 0), _Posts)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class _Posts(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posted.append(json.loads(content))
+        self.send_response(202)
+        self.end_headers()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as server:
+        yield server
+        server.shutdown()
+
+
+def notify_of_a_failure(tmp_path: Path, command: list[str]) -> None:
+    sender = notifier(tmp_path, f"slurm.notify.command={json.dumps(command)}")
+    sender.started(BEGUN)
+    sender._sending[-1].join()
+    fields = {"evidence": ["n2 stopped responding"], "nodes": ["n2"]}
+    for ending in ({"class": "hang", "action": "requeue"}, {"class": "hang", "action": "stop"}):
+        sender.closed(attempt_record(attempt=3, **fields, **ending))
+        sender._sending[-1].join()
+    sender.closed(DONE)
+    sender._sending[-1].join()
+
+
+def test_pagerduty_opens_an_incident_and_resolves_it(tmp_path: Path, receiver: Receiver) -> None:
+    key = tmp_path / "key"
+    key.write_text("R0UT1NG\n")
+    script = recipes_dir().parent / "notify" / "pagerduty.py"
+    notify_of_a_failure(tmp_path, [sys.executable, str(script), str(key), receiver.url])
+    events = receiver.posted  # none of the requeue
+    assert [event["event_action"] for event in events] == ["resolve", "trigger", "resolve"]
+    assert {(e["routing_key"], e["dedup_key"]) for e in events} == {
+        ("R0UT1NG", str(tmp_path / "demo"))
+    }
+    payload = events[1]["payload"]
+    assert payload["summary"].endswith("hang → stop: n2 stopped responding")
+    assert (payload["severity"], payload["source"]) == ("critical", "n2")
+    assert payload["timestamp"].endswith("+00:00")
+    assert payload["custom_details"]["event"] == "failure"
+
+
+def test_the_pages_command_posts_to_slack(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".slack_webhook").write_text(receiver.url)
+    page = (Path(__file__).parents[3] / "docs" / "supervise.md").read_text()
+    (post,) = re.findall(r"`(curl .*slack_webhook.*)`", page)
+    notify_of_a_failure(tmp_path, ["sh", "-c", post])
+    assert len(receiver.posted) == 4
+    assert all(message["text"].startswith("demo: ") for message in receiver.posted)

@@ -1,0 +1,129 @@
+"""The metrics of a run as Prometheus reads them, from what `status` and `report` show.
+
+Names and units follow https://prometheus.io/docs/practices/naming/: instead of an age a page has
+the Unix time, from which `time() - …` is right however old the page is. The job's id, which changes
+with each successor, is a label of `slurmllm_run_info` only: series continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from slurmllm import __version__
+from slurmllm.analysis.status.details import excluded_nodes
+from slurmllm.analysis.status.history import read_history
+from slurmllm.analysis.status.recoveries import EndingLoss, find_recoveries, sum_by_ending
+from slurmllm.analysis.status.runs import STATES, RunState
+from slurmllm.analysis.status.utilization import HOUR_S
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.metrics.step_time import finite_number
+from slurmllm.core.run.records import EndingClass
+from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.safe_files import login_name
+from slurmllm.plan.step import flops_utilization
+
+_HELP = {
+    "run_info": "The run; its value is 1.",
+    "run_state": "1 for the state that status shows, 0 for the others.",
+    "last_step": "Last trained optimizer step.",
+    "target_steps": "Optimizer steps of the run.",
+    "last_step_timestamp_seconds": "Unix time at the end of the last step.",
+    "last_checkpoint_timestamp_seconds": "Unix time of the newest complete checkpoint.",
+    "loss": "Loss of the last step.",
+    "trained_tokens": "Tokens trained so far.",
+    "tokens_per_second": "Tokens/s, median of recent steps.",
+    "model_flops_utilization_ratio": "MFU, median of recent steps.",
+    "attempt": "Number of the newest attempt, from 0.",
+    "restarts_total": "Restarts, by the class of the attempt before.",
+    "lost_node_seconds_total": "Node seconds of recomputed steps and until the next step, by class "
+    "of ending.",
+    "node_seconds_total": "Node seconds of all attempts.",
+    "excluded_nodes": "Number of excluded nodes.",
+    "excluded_node_info": "1 for each excluded node.",
+}
+Sample = tuple[str, float | None, dict[str, str]]  # name, value, further labels
+
+
+@dataclass(eq=False)  # a registry needs a hash
+class Page(Collector):
+    """The metrics of one run, at one time after the other."""
+
+    run: RunDir
+    config: RunConfig
+    state: RunState = field(default_factory=lambda: RunState("", ""))
+    _losses: list[EndingLoss] = field(default_factory=list)
+    _losses_of: object = None  # the attempts that `_losses` are of
+
+    def render(self, state: RunState) -> bytes:
+        """Return the page of a state."""
+        self.state = state
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterable[Metric]:
+        labels = {"run": self.run.name, "cluster": self.config.cluster.name, "user": login_name()}
+        families: dict[str, Metric] = {
+            name: (Counter if name.endswith("_total") else Gauge)(f"slurmllm_{name}", meaning)
+            for name, meaning in _HELP.items()
+        }
+        for name, value, more in self._samples():
+            if value is not None:
+                families[name].add_sample(f"slurmllm_{name}", {**labels, **more}, float(value))
+        return families.values()
+
+    def _samples(self) -> Iterator[Sample]:
+        state = self.state
+        last = state.attempts[-1] if state.attempts else None
+        for name in STATES:
+            yield "run_state", name == state.state, {"state": name}
+        names = {"recipe": state.recipe, "run_dir": state.run_dir, "version": __version__}
+        yield "run_info", 1, {**names, "job_id": (last and last.job_id) or ""}
+        if state.state == "damaged":
+            return
+        values = {
+            "last_step": state.step,
+            "target_steps": state.steps,
+            "last_step_timestamp_seconds": finite_number(state.metrics, "time"),
+            "loss": state.loss,
+            "trained_tokens": state.tokens,
+            "node_seconds_total": state.node_hours * HOUR_S,
+        }
+        if state.last_checkpoint is not None:
+            values["last_checkpoint_timestamp_seconds"] = state.last_checkpoint.saved_at
+        if last is not None:
+            values["attempt"] = last.attempt
+        if last is not None and state.state == "training":  # `status` keeps the last speed
+            values["tokens_per_second"] = state.tokens_per_s
+            if state.seq_per_s is not None:
+                mfu = flops_utilization(self.config, last.world_size, state.seq_per_s)
+                values["model_flops_utilization_ratio"] = mfu
+        for name, value in values.items():
+            yield name, value, {}
+        yield from self._failures()
+
+    def _failures(self) -> Iterator[Sample]:
+        attempts = self.state.attempts
+        # Of the attempts before the last one: each was followed by a start.
+        endings = [attempt.ending or "unknown" for attempt in attempts[:-1]]
+        for ending in dict.fromkeys((*get_args(EndingClass), *endings)):
+            yield "restarts_total", endings.count(ending), {"class": ending}
+        # The history is read when another attempt ends or trains.
+        losses_of = [(a.attempt, a.ended_at) for a in attempts], self.state.metrics.get("attempt")
+        if losses_of != self._losses_of:
+            self._losses = sum_by_ending(list(find_recoveries(read_history(self.run))))
+            self._losses_of = losses_of
+        for loss in self._losses:
+            yield "lost_node_seconds_total", loss.node_hours * HOUR_S, {"class": loss.ending}
+        nodes, _ = excluded_nodes(self.run, attempts)
+        yield "excluded_nodes", len(nodes), {}
+        for node in nodes:
+            yield "excluded_node_info", 1, {"node": node.node}
