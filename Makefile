@@ -10,6 +10,7 @@
 # make fuzz    hostile files for every reader, for an hour
 # make gpu     all that needs one GPU, in nine minutes; writes build/gpu.md
 # make trackers  the tests against the packages of W&B and MLflow, which it installs
+# make trainers  other projects' trainers, killed, resumed, compared; $(ONLY): some of them
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; 55 minutes of it a call
 # make slurm-matrix  the Slurm tests on 22.05, 24.11 and the newest that Debian has; needs root
 # make python-matrix  the tests without Slurm's on 3.11, 3.12 and 3.13 ($PYTHONS)
@@ -26,7 +27,7 @@ PYTEST := $(BIN)/python tools/run_tests.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
   --constraint constraints.txt
 
-.PHONY: demo test test-all numerics check docs dist audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix python-matrix nxd install dev slurm browser clean
+.PHONY: demo test test-all numerics check docs dist audit sbom fuzz gpu trackers trainers chaos chaos-part slurm-matrix python-matrix nxd install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -100,6 +101,10 @@ gpu:
 trackers: dev
 	$(PIP) --editable '.[wandb,mlflow]' 'mlflow>=2.14'
 	$(BIN)/python -m pytest -rs tests/analysis/track
+
+# Each has an environment in build/trainers; $TORCH_INDEX: one more index of pip's, for CPU wheels.
+trainers: dev
+	$(BIN)/python tools/trainers.py $(ONLY)
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --suite full --minutes 55 --parallel 4 --results build/chaos

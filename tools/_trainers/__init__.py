@@ -1,0 +1,1 @@
+"""Trainers of other projects, each run, killed, resumed, compared and drilled (`make trainers`)."""
