@@ -30,7 +30,7 @@ from slurmllm.launch.supervise.classify import (
     reported_all,
     workers_without_failure_record,
 )
-from slurmllm.launch.supervise.exclusion import has_failed
+from slurmllm.launch.supervise.exclusion import slurm_failed
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 _TAIL_BYTES = 32 * 1024
@@ -64,7 +64,8 @@ def gather_evidence(
                 slurm_state = "PREEMPTED"
         with suppress(SlurmError):
             states = allocation.client.node_states()
-            down_nodes = {n: "" for n in record.nodes if n in states and has_failed(states[n])}
+            failed = slurm_failed(allocation, states)
+            down_nodes = {name: "" for name in record.nodes if name in failed}
             for node in allocation.client.partition_nodes() if down_nodes else ():
                 down_nodes |= {node.name: node.reason} if node.name in down_nodes else {}
     hang, lines = observed.hang, Lines()

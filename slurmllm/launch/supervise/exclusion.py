@@ -67,7 +67,6 @@ def _proven(
     run: RunDir, closed: AttemptRecord, allocation: SlurmAllocation
 ) -> dict[str, NodeEvidence]:
     """Return the evidence against the blamed nodes of an attempt that is about the node itself."""
-    client = allocation.client
     paths = closed.files(run)
     broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
     reported = node_records(run, closed, closed.blamed_nodes)
@@ -85,19 +84,29 @@ def _proven(
             proven[name] = "check"
         elif name in allocation.all_nodes[1:] and not reported_all(reported.get(name)):
             silent.append(name)
-    if silent:
-        # srun may fail everywhere: no answer is evidence only if this node gets one.
-        asked = [allocation.all_nodes[0], *silent]
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda name: client.responds(allocation.job_id, name), asked))
-        for name, answer in zip(silent, answers[1:], strict=True):
-            if answer:
-                log.info("%s is healthy for Slurm and responds: not excluded", name)
-            elif answers[0]:
-                proven[name] = "no_answer"
+    unanswering = _unanswering(allocation, silent)
+    for name in silent:
+        if name in unanswering:
+            proven[name] = "no_answer"
+        else:
+            log.info("%s is healthy for Slurm, and responds or no node does: not excluded", name)
     return proven
+
+
+def _unanswering(allocation: SlurmAllocation, names: Sequence[str]) -> set[str]:
+    """Return the nodes of a job on which srun starts no process."""
+    if not names:
+        return set()
+    # srun may fail everywhere: no answer is evidence only if this node gets one.
+    asked = [allocation.all_nodes[0], *names]
+    from concurrent.futures import ThreadPoolExecutor
+
+    def responds(name: str) -> bool:
+        return allocation.client.responds(allocation.job_id, name)
+
+    with ThreadPoolExecutor(16) as pool:
+        here, *answers = pool.map(responds, asked)
+    return {name for name, answer in zip(names, answers, strict=True) if here and not answer}
 
 
 def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[ExcludedNode]:
@@ -188,10 +197,23 @@ def usable(state: str) -> bool:
     return not any(fault in state for fault in _UNUSABLE)
 
 
-def has_failed(state: str) -> bool:
-    """Whether a node's state, in sinfo's long form, is evidence against it."""
+def slurm_failed(allocation: SlurmAllocation, states: Mapping[str, str]) -> list[str]:
+    """Return the nodes whose state, in sinfo's long form, is evidence against them.
+
+    `*` and `unknown` are none while most nodes have them, as after a restart of slurmctld, nor of a
+    node of this job that starts a process.
+    """
     # A node that is drained, rebooted or powered down (`powering_down`) has not failed.
-    return re.match(r"down|fail|error|unknown|.*\*$", state) is not None
+    failed = [name for name, state in states.items() if re.match(r"down|fail|error", state)]
+    silent = [
+        name
+        for name, state in states.items()
+        if name not in failed and re.match(r"unknown|.*\*$", state)
+    ]
+    of_job = [name for name in silent if name in allocation.all_nodes]
+    if 2 * len(silent) < len(states):
+        failed += [name for name in silent if name not in of_job]
+    return [*failed, *_unanswering(allocation, of_job)]
 
 
 def failed_nodes(allocation: Allocation) -> list[str] | None:
@@ -203,7 +225,7 @@ def failed_nodes(allocation: Allocation) -> list[str] | None:
     except SlurmError as error:
         log.warning("the states of the nodes are unknown: %s", error)
         return []
-    return [name for name, state in states.items() if has_failed(state)]
+    return slurm_failed(allocation, states)
 
 
 def nodes_to_avoid(

@@ -31,9 +31,9 @@ from slurmllm.launch.supervise.classify import Ending, Evidence
 from slurmllm.launch.supervise.evidence import gather_evidence
 from slurmllm.launch.supervise.exclusion import (
     failed_nodes,
-    has_failed,
     nodes_to_avoid,
     requeue,
+    slurm_failed,
     usable,
 )
 from slurmllm.launch.supervise.next_job import wait_writable
@@ -145,6 +145,16 @@ def test_nodes_that_slurm_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> N
     cluster.states |= {"n2": "down*", "n3": "drained"}
     assert failed_nodes(LocalAllocation()) is None
     assert failed_nodes(start_of(cluster, "1", ("n1",))) == ["n2"]
+    # Not responding: of the job, it is asked; of others, Slurm's word counts, but not of most.
+    start = start_of(cluster, "2", ("n1", "n2"))
+    cluster.states |= {"n2": "allocated*", "n3": "idle", "n4": "idle*", "n5": "idle"}
+    monkeypatch.setattr(cluster, "responds", lambda _, node: node != "n2")
+    assert failed_nodes(start) == ["n4", "n2"]
+    monkeypatch.setattr(cluster, "responds", lambda *_: False)  # srun fails everywhere
+    assert failed_nodes(start) == ["n4"]
+    monkeypatch.setattr(cluster, "responds", lambda *_: True)
+    cluster.states = dict.fromkeys(cluster.states, "unknown")  # slurmctld was restarted
+    assert failed_nodes(start) == []
     monkeypatch.setattr(cluster, "node_states", silent)
     assert failed_nodes(start_of(cluster, "1", ("n1",))) == []
 
@@ -154,8 +164,18 @@ def test_usable_nodes() -> None:
     unusable = ["down", "drained", "draining", "fail", "failing", "maint", "unknown", "idle*"]
     unusable += ["powering_up", "power_saving", "reboot_requested"]
     assert not any(map(usable, unusable))
-    assert all(map(has_failed, ("down", "down*", "idle*", "failing", "unknown")))
-    assert not any(map(has_failed, ("draining", "powering_down", "powered_down", "maint", "idle")))
+    states = (
+        "down",
+        "down*",
+        "failing",
+        "draining",
+        "powering_down",
+        "powered_down",
+        "maint",
+        "idle",
+    )
+    cluster = FakeSlurm(("n1",))
+    assert slurm_failed(start_of(cluster, "1", ("n1",)), {s: s for s in states}) == [*states[:3]]
 
 
 Job = tuple[FakeSlurm, str]
