@@ -35,7 +35,17 @@ xtuner train
 colossalai run
 swift sft
 swift pt
-swift rlhf"""
+swift rlhf
+megatron sft
+megatron pt
+megatron rlhf
+lmf train
+trl sft
+trl dpo
+trl grpo
+trl kto
+trl reward
+trl rloo"""
 # Of a command line for bash: what it leaves as it is, or quotes, a comment, a placeholder.
 _PIECES = re.compile(
     r"\\.|(?P<quoted>\$'(?:\\.|[^'\\])*|'[^']*|\"(?:\\.|[^\"\\])*|`[^`]*)['\"`]?|(?<!\S)#[^\n]*|"
@@ -44,9 +54,10 @@ _PIECES = re.compile(
 )
 _FIRST_ARGUMENTS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
 _LAUNCHERS = """
-torchrun accelerate deepspeed composer mpirun mpiexec mpiexec.hydra prterun orterun horovodrun
+torchrun accelerate accelerate-launch deepspeed composer
+mpirun mpiexec mpiexec.hydra prterun orterun horovodrun
 torch.distributed.run torch.distributed.launch accelerate.commands.launch deepspeed.launcher.runner
-composer.cli.launcher
+composer.cli composer.cli.launcher paddle.distributed.launch
 """
 # Sections of our own trainers that a recipe with a command does not have.
 REFUSED = (

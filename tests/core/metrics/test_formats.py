@@ -16,7 +16,7 @@ from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.metrics.curves import Curve
 from slurmllm.core.metrics.source import locate, read_curve
 from slurmllm.core.metrics.tags import log_formats
-from slurmllm.core.metrics.text_logs import check_pattern
+from slurmllm.core.metrics.text_logs import TextReader, check_pattern
 
 FOLDER = Path(__file__).parent / "formats"
 ROOT = Path("no runs")
@@ -150,6 +150,18 @@ def test_json_lines(key: str, row: dict[str, float], name: str, tmp_path: Path) 
     curve = read_curve(path)
     assert curve.columns["loss"].tolist() == [2.5, 2.5]
     assert curve.convention.name == name
+
+
+def test_steps_of_deepspeeds_engine_give_way_to_a_scripts_losses(tmp_path: Path) -> None:
+    line = "[2026-11-29 22:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step={}, skipped=0, "
+    line += "lr=[1e-05, 1e-05], mom=[[0.9, 0.95]]\n"
+    reader = TextReader(log_format=log_formats()["DeepSpeed"])
+    reader.feed("".join(line.format(step) for step in (10, 20)).encode())
+    reader.flush(last=True)
+    assert [(row["step"], row["lr"]) for row in reader.take()] == [(10, 1e-5), (20, 1e-5)]
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"step {step} loss 2.5\n{line.format(step)}" for step in (10, 20)))
+    assert read_curve(path).columns["loss"].tolist() == [2.5, 2.5]
 
 
 def test_a_pattern_of_the_user(tmp_path: Path) -> None:

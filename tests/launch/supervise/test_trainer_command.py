@@ -111,6 +111,8 @@ def test_one_process_on_a_node_for_programs_that_start_the_others() -> None:
         *("uv run torchrun x.py", "tune run --nproc_per_node 2 r", "swift sft --model m"),
         *("FORCE_TORCHRUN=1 llamafactory-cli train x.yaml", "axolotl train x.yaml"),
         *("fabric run --devices=2 x.py", "prterun -n 2 python x.py"),
+        *("trl sft --config x.yaml", "megatron sft --model m", "accelerate-launch x.py"),
+        *("composer -n 8 x.py", "deepspeed --no_ssh x.py", "python -m composer.cli x.py"),
     ):
         assert CommandConfig(run=text).one_per_node
     for text in (
@@ -118,6 +120,8 @@ def test_one_process_on_a_node_for_programs_that_start_the_others() -> None:
         "python torchrun.py",
         "bash -c 'torchrun x'",
         "python x.py tune run",
+        "automodel x.yaml --nproc-per-node 8",  # in one of torchrun's processes it starts none
+        "python -m trl.scripts.sft",
     ):
         assert not CommandConfig(run=text).one_per_node
     assert CommandConfig(run="./mine", start="node").one_per_node
