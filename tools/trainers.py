@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--no-page", action="store_true", help="leave docs/any_trainer.md as it is")
     args = parser.parse_args()
     trainers = load_trainers(args.names)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the stage's run
     BUILD.mkdir(parents=True, exist_ok=True)
     unexpected = []
     for number, trainer in enumerate(trainers, 1):

@@ -42,7 +42,7 @@ class Trainer(BaseModel):
     recipe: dict[str, Any]  # as in a recipe's file, without `name`
     nodes: int = 2
     kinds: str = "worker"  # of the drill
-    limit_s: float = 600.0  # for each stage, s
+    limit_s: float = 1200.0  # for each stage, s
     expected: Verdict = "exact"  # "fails": it cannot run here, because of `reason`
     reason: str = ""  # why it is not exact, or cannot run; goes into the table
 

@@ -169,7 +169,7 @@ class _Stages:
 
     def _run_killed(self) -> None:
         outcome, steps = self.outcome, self.outcome.steps or 0
-        saved = [step for step in outcome.checkpoints if step < steps] or [steps // 2]
+        saved = [step for step in outcome.checkpoints if 0 < step < steps] or [steps // 2]
         interval = (saved[1] if len(saved) > 1 else steps) - saved[0]
         injections: list[Injection] = []
         started: list[Thread] = []

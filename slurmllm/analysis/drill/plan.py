@@ -98,7 +98,8 @@ class DrillPlan:
             raise RunError(f"{reference.name}: {missing}; set command.progress")
         steps = min(self.steps or int(last["step"]), int(last["step"]))
         entries = list_trainer_checkpoints(reference, self.trainer)
-        saved = [entry.step for entry in entries if entry.step < steps]
+        # OLMo-core and others save before their first step too.
+        saved = [entry.step for entry in entries if 0 < entry.step < steps]
         first, *later = saved or [steps // 2]
         every = (later[0] if later else steps) - first
         return replace(self, steps=steps, first_checkpoint=first, every_steps=every)

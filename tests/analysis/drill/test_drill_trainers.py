@@ -206,7 +206,7 @@ def test_a_limited_copy_is_cancelled_after_its_last_step(
 
 
 @pytest.mark.parametrize(
-    ("saved", "first", "last"), [((10, 20, 30), 11, 19), ((30, 40), 31, 39), ((), 21, 39)]
+    ("saved", "first", "last"), [((0, 10, 20), 11, 19), ((30, 40), 31, 39), ((), 21, 39)]
 )
 def test_faults_come_after_the_first_checkpoint_of_the_reference(
     tmp_path: Path, saved: tuple[int, ...], first: int, last: int
