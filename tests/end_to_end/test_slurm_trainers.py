@@ -51,7 +51,7 @@ TRAINERS = {
 }
 ENDINGS = {
     "killed worker": [("node_failure", "restart"), ("done", "finish")],
-    "killed node": [("node_failure", "requeue"), ("done", "finish")],
+    "killed node": [("node_failure", "chain"), ("done", "finish")],
     "time limit": [("advance_signal", "requeue"), ("done", "finish")],
     "hang": [("hang", "restart"), ("done", "finish")],
 }

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from _chaos.bench import Bench
+from _chaos.bench import Bench, read_json
 from _chaos.injections import Impossible, Undo, Unsupported, inject
 from _chaos.plan import Failure
 from _chaos.watching import RunFiles
@@ -68,7 +68,7 @@ class Running:
                 if self._finished():
                     self.course.ended = "finished"
                     break
-                queued = self.bench.in_queue(self.course.job)
+                queued = self.bench.in_queue(self._job())
                 gone_since = (gone_since or now) if queued is False else None
                 if gone_since is not None and now - gone_since > LOST_S:
                     self.course.ended = "lost"
@@ -77,6 +77,11 @@ class Running:
         self.course.seconds = time.monotonic() - began
         self._undo_due(None)
         return self.course
+
+    def _job(self) -> str:
+        """The run's train job: after the loss of a node, it may be another one."""
+        jobs = read_json(self.files.run.jobs)
+        return str(jobs["submissions"][-1]["train_job"]) if jobs else self.course.job
 
     def _finished(self) -> bool:
         record = self.files.record(self.files.attempt())
@@ -120,7 +125,7 @@ class Running:
         attempt = self.files.attempt()
         done = Injected(failure, attempt, time.time(), self.files.last_step(attempt), "")
         try:
-            done.victim, undo = inject(self.bench, self.files, self.course.job, failure)
+            done.victim, undo = inject(self.bench, self.files, self._job(), failure)
         except Impossible as why:
             done.victim, done.happened, undo = str(why), False, None
             done.unsupported = isinstance(why, Unsupported)

@@ -28,7 +28,7 @@ from slurmllm.launch.supervise.classify import Ending
 from slurmllm.launch.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
 from slurmllm.launch.supervise.policy import backoff_s, is_transient
 from slurmllm.launch.supervise.run_lock import locked, was_restarted
-from slurmllm.launch.supervise.successor import ensure_successor, restart_of
+from slurmllm.launch.supervise.successor import LOCK_S, ensure_successor, restart_of
 
 CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
@@ -168,6 +168,9 @@ class NextJob:
             )
             if closed.action == "chain":
                 return self._chain(allocation, closed, self._with_recipes(avoid))
+            may_leave = slurm.restart == "auto" and self.stage == "train"
+            if may_leave and {*lost} & {*avoid} and self._leave_nodes(allocation, closed, avoid):
+                return self._changed(closed, action="chain")
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.last_of(self.run)
@@ -188,6 +191,35 @@ class NextJob:
             # The record has the action, but the job may end here.
             log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
         return closed
+
+    def _leave_nodes(
+        self, allocation: SlurmAllocation, closed: AttemptRecord, avoid: Sequence[str]
+    ) -> bool:
+        """Submit another job, which continues the run at once; returns whether that succeeded.
+
+        A requeued job would wait until Slurm has noticed the loss of a node (SlurmdTimeout), and
+        then until its credential has expired (cred_expire).
+        """
+        client = allocation.client
+        this_job = allocation.job_id
+        recorded = False
+        try:
+            with locked(self.run, "supervise", LOCK_S):
+                last = JobsRecord.last_of(self.run)
+                if last.train_job != this_job or last.cancelled_at is not None or last.lane:
+                    return False
+                exclude = ",".join(self._with_recipes(avoid))
+                job = client.submit(self._script("train"), exclude=exclude)
+                JobsRecord.change_last(
+                    self.run, train_job=job, earlier_jobs=(*last.earlier_jobs, this_job)
+                )
+                recorded = True
+            log.info("job %s continues the run at once, without %s", job, " ".join(avoid))
+            if closed.backoff_s:
+                client.delay(job, closed.backoff_s)
+        except SlurmllmError as error:
+            log.warning("%s", error)
+        return recorded
 
     def _chain(
         self, allocation: SlurmAllocation, closed: AttemptRecord, exclude: Sequence[str]

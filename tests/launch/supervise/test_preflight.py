@@ -20,6 +20,7 @@ from slurmllm.core.run.records import (
     AttemptRecord,
     ExcludedNode,
     ExcludedNodes,
+    JobsRecord,
     NodeHealth,
     NodeRecord,
 )
@@ -184,9 +185,10 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
     asked = allocation(run, slurm, monkeypatch)
     assert asked.nodes == ("n1", "n2")
+    save_submission(run, nodes=2, train_job=asked.job_id)
     assert Supervisor(run, "train", asked).main() == 75
     record = AttemptRecord.load(run.attempt("train", 0).record)
-    assert (record.ending, record.action) == ("node_failure", "requeue")
+    assert (record.ending, record.action) == ("node_failure", "chain")
     assert record.blamed_nodes == ("n2",)
     assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
     assert list(record.phases_s) == ["preflight"]
@@ -194,7 +196,11 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")
     (node,) = excluded(run)
     assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
-    assert slurm.jobs[asked.job_id].excluded == ("n2",)
+    last = JobsRecord.last_of(run)
+    assert (last.earlier_jobs, slurm.jobs[last.train_job or ""].excluded) == (
+        (asked.job_id,),
+        ("n2",),
+    )
     assert "drained" not in caplog.text  # a full disk is no broken hardware
     assert "Stale file handle" in caplog.text
 
@@ -241,7 +247,8 @@ def exclude(
         ("n3 stopped responding", "idle", "n1 n2 n3", None),  # srun was refused: a launch failure
         ("n3 stopped responding", "idle", "n1 n2", "no_answer"),
         ("n3 stopped responding", "idle", "", None),  # srun itself does not work
-        ("n3 stopped responding", "allocated*", "n1 n2 n3", "slurm"),
+        ("n3 stopped responding", "allocated*", "n1 n2", "slurm"),
+        ("n3 stopped responding", "allocated*", "n1 n2 n3", None),  # slurmctld was restarted
         ("n3 stopped responding", "draining", "n1 n2 n3", None),  # an administrator's
         ("n3 stopped responding", "powering_down", "n1 n2 n3", None),  # Slurm's power saving
         ("rank 3 on n3: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", "hardware"),

@@ -17,6 +17,7 @@ from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.setup import PREDECESSOR
 from slurmllm.launch.supervise import next_job, run_lock
 from slurmllm.launch.supervise.allocation import SlurmAllocation
+from slurmllm.launch.supervise.policy import NodeFault
 from slurmllm.launch.supervise.run_state import JobState, derive_state, is_active, read_records
 from slurmllm.launch.supervise.successor import (
     cancel_successor,
@@ -204,6 +205,39 @@ def test_a_chain_replaces_a_requeue(chained: Chained, caplog: pytest.LogCaptureF
     assert "disabled: another job continues the run" in caplog.text
     assert (sent(run).restart, sent(run).successor_job) == ("chain", "2")
     assert cluster.jobs["2"].delay_s == 60.0
+
+
+def test_another_job_continues_without_a_lost_node(tmp_path: Path) -> None:
+    def continued(name: str, *settings: str, **more: object) -> tuple[FakeSlurm, RunDir]:
+        run, cluster = make_run(tmp_path / name, *settings), FakeSlurm(("n1", "n2", "n3"))
+        run.script("train").parent.mkdir(parents=True)
+        run.logs.mkdir()
+        run.script("train").write_text(SCRIPT.replace("1\n", "2\n"))
+        job = cluster.submit(run.script("train").read_text())
+        cluster.start(job)
+        start = start_of(cluster, job, NODES)
+        save_submission(run, submitted_at=1.0, nodes=2, train_job=job, **more)
+        cluster.refuse = "QOSMaxSubmitJobPerUserLimit" if name == "refused" else None
+        supervisor = Supervisor(run, "train", start)
+        supervisor._failing = {"n2": NodeFault("no_answer", "n2 stopped responding")}
+        assert supervisor._act(closed(run, backoff_s=60.0)) == 75
+        return cluster, run
+
+    cluster, run = continued("lost")
+    assert (sent(run).train_job, sent(run).earlier_jobs) == ("2", ("1",))
+    new = cluster.jobs["2"]
+    assert (new.excluded, new.after, new.may_requeue, new.delay_s) == (("n2",), None, True, 60.0)
+    assert AttemptRecord.load(run.attempt("train", 0).record).action == "chain"
+    assert cluster.jobs["1"].state == "RUNNING"  # until the supervisor leaves
+    # Not of a sweep's lane, whose jobs wait for each other, nor against the user's word or Slurm's.
+    for name, settings, more in (
+        ("asked", ("slurm.restart=requeue",), {}),
+        ("lane", (), {"lane": "sweep-1"}),
+        ("refused", (), {}),
+    ):
+        cluster, run = continued(name, *settings, **more)
+        assert (list(cluster.jobs), cluster.jobs["1"].state) == (["1"], "PENDING")
+        assert sent(run).train_job == "1"
 
 
 def test_a_refusal_of_the_successor_may_pass(
