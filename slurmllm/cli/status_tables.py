@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -229,6 +230,8 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
         yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"
     for used in details.not_excluded:
         yield "excluded", f"{used.node}: not excluded, no spare node ({used.reason})"
+    for rank in details.slow_ranks or ():
+        yield "slow rank", rank.text(time.time())
     for skip in details.skips:
         yield "skips", f"batches {skip.first}–{skip.last}: {skip.reason}"
     if details.unequal_versions:

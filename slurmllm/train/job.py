@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ class GlobalBatch(NamedTuple):
     micro_batches: list[MicroBatch]
     number: int  # of the global batch in the stream, from 1
     num_targets: int  # target tokens of all workers
+    wait_s: float  # until this worker had its sequences
 
 
 @dataclass
@@ -134,7 +136,9 @@ class Job:
 
         If not every token is a target, all workers' targets are counted (collective).
         """
+        asked_at = time.perf_counter()
         batches = self._micro_batches()
+        wait_s = time.perf_counter() - asked_at
         if self.stream.trains_every_token:
             num_targets = self.mesh.global_batch * self.config.recipe.model.seq_len
         else:
@@ -142,7 +146,7 @@ class Job:
             # All workers of a replica read the same sequences.
             copies = self.mesh.tensor * self.mesh.pipeline
             num_targets = self.control.all_reduce([here], "sum")[0] // copies
-        return GlobalBatch(batches, self.stream.batches, num_targets)
+        return GlobalBatch(batches, self.stream.batches, num_targets, wait_s)
 
     def _micro_batches(self) -> list[MicroBatch]:
         while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.start.skips):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
 from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE
-from slurmllm.core.metrics.step_time import step_rates
+from slurmllm.core.metrics.step_time import FIRST_STEPS, step_rates
 from slurmllm.core.run.records import MetricsRow
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
@@ -77,17 +77,19 @@ class Step(NamedTuple):
     loss: SupportsFloat
     grad_norm: SupportsFloat
     param_norm: SupportsFloat
+    forwards: Sequence[tuple[Any, Any]]  # `Backend.forwards`
 
 
 def run_step(job: Job) -> Step:
     recipe, backend = job.config.recipe, job.backend
-    started, started_at = backend.mark(), time.perf_counter()
+    started = backend.mark()
     deferred, number = backend.deferred_metrics, job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
     with backend.part("data"):
         batch = job.next_batch()
     data_at = time.perf_counter()
     loss = backend.forward_backward(batch.micro_batches, batch.num_targets)
+    forwards = backend.forwards
     if not deferred:
         with backend.part("waiting"):
             float(loss)
@@ -99,12 +101,12 @@ def run_step(job: Job) -> Step:
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
     fields: dict[str, Any] = {"step": number, "attempt": job.attempt, "lr": lr}
-    fields |= {"tokens": job.tokens, "data_wait_s": data_at - started_at}
+    fields |= {"tokens": job.tokens, "data_wait_s": batch.wait_s}
     # If the backend's calls return before the work is done, host timers cannot separate the two.
     if not deferred:
         fields |= {"forward_backward_s": loss_at - data_at, "optimizer_s": norms_at - loss_at}
     # It has ended when the flags of the step before have been read.
-    return Step(number, batch.number, started, None, fields, loss, grad_norm, param_norm)
+    return Step(number, batch.number, started, None, fields, loss, grad_norm, param_norm, forwards)
 
 
 def read_metrics(job: Job, step: Step) -> MetricsRow:
@@ -115,6 +117,13 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
     job.guard.check_finite("gradient norm", grad_norm, step.number, step.batch)
     param_norm = float(step.param_norm)
     step_time_s = step.ended - step.started
+    window_s = job.config.recipe.watchdog.window_s
+    if window_s and step.forwards and step.number > job.first_step + FIRST_STEPS:
+        # A backward pass computes twice as much. A device that runs behind hides waits for data.
+        own_s = 3 * sum(end - begun for begun, end in step.forwards)
+        if not job.backend.deferred_metrics:
+            own_s += step.fields["data_wait_s"]
+        job.phases.add_step(own_s, window_s)
     rates = step_rates(step_time_s, job.mesh.global_batch, job.config.recipe.model.seq_len)
     return MetricsRow(
         **step.fields,

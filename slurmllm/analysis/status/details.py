@@ -31,6 +31,8 @@ from slurmllm.core.run.records import (
     Phase,
     SkippedBatches,
     SkipsRecord,
+    SlowRank,
+    SlowRanksRecord,
     WorkerPhase,
     WorkerRecord,
 )
@@ -116,6 +118,8 @@ class Details:
     not_excluded: tuple[ExcludedNode, ...]  # recorded too, but used as there was no spare node
     compiling_s: float | None  # seconds since the first step began to compile; None if none does
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
+    # ranks of a running attempt that are slower than others; None if they cannot be compared
+    slow_ranks: tuple[SlowRank, ...] | None
     evaluation: Event | None  # the newest one; None without one
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
     core_files: dict[str, int]  # core file of a killed process in the run's directory → bytes
@@ -183,6 +187,7 @@ def read_details(
         not_excluded=used,
         compiling_s=_compiling_s(run, state, config, None if reused else progress),
         workers=progress,
+        slow_ranks=_slow_ranks(run, attempts[-1]) if running else None,
         evaluation=last_evaluation(run) if evaluates else None,
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
@@ -198,6 +203,13 @@ def excluded_nodes(
     recorded, newest = excluded(run), attempts[-1:]
     used = [n for n in recorded for a in newest if a.started_at > n.since and n.node in a.nodes]
     return tuple(node for node in recorded if node not in used), tuple(used)
+
+
+def _slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] | None:
+    with suppress(StorageError):
+        if slow := SlowRanksRecord.find(record.files(run).slow_ranks):
+            return slow.ranks
+    return None
 
 
 def _trainer_details(

@@ -106,6 +106,9 @@ class ProfileConfig(Section):
     """Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs."""
 
 
+COMPARED_WINDOWS = 10  # of the times of ranks
+
+
 class WatchdogConfig(Section):
     """When a run that makes no progress counts as hung."""
 
@@ -121,6 +124,13 @@ class WatchdogConfig(Section):
     """Seconds that a step may always take."""
     save_s: PositiveFloat = 1800.0
     """Seconds for a save."""
+    slow_rank_s: NonNegativeFloat = 600.0
+    """Seconds for which a rank is slower than the others before it is reported; 0: never."""
+
+    @property
+    def window_s(self) -> float:
+        """Seconds over which the times of a rank are averaged before they are compared."""
+        return self.slow_rank_s / COMPARED_WINDOWS
 
 
 def _option_value(pattern: str, rule: str) -> BeforeValidator:
@@ -161,7 +171,7 @@ SlurmTime = Annotated[str, _TIME, _TEXT]
 SlurmWord = Annotated[str, _WORD, _TEXT]
 
 
-NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]
+NotifyEvent = Literal["start", "failure", "requeue", "divergence", "slow_rank", "end"]
 
 
 RestartSetting = Literal["auto", "requeue", "chain", "none"]
@@ -175,7 +185,7 @@ class NotifyConfig(Section):
     in $SLURMLLM_NOTIFICATION; not from a recipe's file."""
     on: ListOf[NotifyEvent] = get_args(NotifyEvent)
     """Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
-    divergence, or the end of the run."""
+    divergence, or the end of the run; a rank that is slower than the others."""
 
 
 _VALUES = ["string", "number", "boolean", "array", "null"]
@@ -256,4 +266,6 @@ class SlurmConfig(Section):
     one four times as long."""
     drain: bool = False
     """Whether a node whose hardware is broken is drained too, if Slurm permits it to this user."""
+    exclude_slow: bool = False
+    """Whether a restart leaves out a node with a rank that computed more slowly for an hour."""
     notify: NotifyConfig = NotifyConfig()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.core.errors import Blame, StorageError
+from slurmllm.core.format import format_duration
 from slurmllm.core.run.rundir import RUN_NAME, AttemptDir, RunDir, SweepDir, write_atomic
 from slurmllm.core.run.safe_files import os_error_text, read_limited
 
@@ -370,6 +371,10 @@ class WorkerPhase(Record):
     phase: Phase
     step: int  # last one finished; 0 before the first
     since: float  # Unix time at which this phase of this step began, s
+    window: int = 0  # number of its last window of steps; 0: none yet
+    own_s: Seconds = (
+        0.0  # mean time of a step without waits for other ranks in it (`Backend.forwards`)
+    )
 
 
 class Heartbeat(Record):
@@ -391,6 +396,27 @@ class HangRecord(Record):
     behind: tuple[int, ...] = ()  # ranks; empty if all are equal
     unresponsive_nodes: NodeNames = ()  # the nodes whose launchers stopped responding
     suspects: NodeNames = ()  # nodes blamed for the hang
+
+
+class SlowRank(Record):
+    """A rank that takes longer than others with the same work."""
+
+    rank: int
+    node: NodeName
+    ratio: float  # of its own time in a step to the median
+    peers: int  # the ranks with the same work, this one included
+    since: float  # Unix time, s
+
+    def text(self, now: float) -> str:
+        duration = format_duration(now - self.since)
+        ratio = f"{self.ratio:.2f} × the median of {self.peers} ranks"
+        return f"rank {self.rank} on {self.node} computes {ratio}, for {duration}"
+
+
+class SlowRanksRecord(Record):
+    """`attempts/NNN/slow_ranks.json`: by the supervisor, once ranks can be compared."""
+
+    ranks: tuple[SlowRank, ...] = ()
 
 
 class SkippedBatches(Record):
@@ -491,8 +517,8 @@ class NodeHealth(Record):
 
 
 # Of a node's fault: its hardware's own text; Slurm's state of it; a failed check; no answer to
-# srun; the second failure in a row there, while other nodes worked.
-NodeEvidence = Literal["hardware", "slurm", "check", "no_answer", "repeated"]
+# srun; the second failure in a row there, while other nodes worked; slower than others for long.
+NodeEvidence = Literal["hardware", "slurm", "check", "no_answer", "repeated", "slow"]
 
 
 class ExcludedNode(Record):

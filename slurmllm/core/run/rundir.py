@@ -118,6 +118,7 @@ class AttemptDir:
 
     record = FixedPath("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
     hang = FixedPath("hang.json")  # launchers then dump stacks (`HangRecord`)
+    slow_ranks = FixedPath("slow_ranks.json")  # slower than others (`SlowRanksRecord`)
     # By the name of a node:
     node = PathOf[str]("nodes/{}.json")  # its launcher and its workers (`NodeRecord`)
     health = PathOf[str]("health/{}.json")  # its preflight checks (`NodeHealth`)

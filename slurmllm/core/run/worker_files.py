@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from slurmllm.core.run.records import Event, Phase, WorkerPhase
@@ -28,7 +29,7 @@ REUSED = "reused"  # its content if the graphs are of an archive and may not sui
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_LINE_BYTES = 64  # constant: a shorter line would leave the end of the one before it
+_LINE_BYTES = 96  # constant: a shorter line would leave the end of the one before it
 
 
 def run_copy(run: RunDir) -> RunDir:
@@ -42,9 +43,17 @@ def run_copy(run: RunDir) -> RunDir:
 
 
 class PhaseWriter:
-    """The phase of this worker, written to a file; without a path to none."""
+    """The phase of this worker, written to a file; without a path to none.
+
+    With it goes the mean of what a step takes without waits for other ranks, over windows of time.
+    Windows are of the clock: the means of all ranks are over the same steps, the slow ones of all
+    included.
+    """
 
     def __init__(self, path: Path | None) -> None:
+        self._window = 0  # its number
+        self._own_s: list[float] = []  # of its steps
+        self._measured = ""  # the last window
         self._file: int | None = None
         if path is not None:
             with suppress(OSError):  # a full disk of the node must not end the training
@@ -59,20 +68,26 @@ class PhaseWriter:
         """Record that a phase begins; `step` is the last step finished."""
         if self._file is None:
             return
-        line = f"{phase} {step} {time.time():.3f}".ljust(_LINE_BYTES - 1) + "\n"
+        line = f"{phase} {step} {time.time():.3f} {self._measured}".ljust(_LINE_BYTES - 1) + "\n"
         with suppress(OSError):
             os.pwrite(self._file, line.encode(), 0)
+
+    def add_step(self, own_s: float, window_s: float) -> None:
+        """Add a step; a window that has ended is written with the next phase."""
+        window = int(time.time() / window_s)
+        if window != self._window:
+            if self._own_s:
+                self._measured = f"{self._window} {fmean(self._own_s):.4e}"
+            self._window, self._own_s = window, []
+        self._own_s.append(own_s)
 
 
 def read_phase(path: Path) -> WorkerPhase | None:
     """Read a worker's phase; None if it has written none yet."""
     try:
         return WorkerPhase.model_validate(
-            dict(
-                zip(
-                    WorkerPhase.model_fields, read_limited(path, 4096).decode().split(), strict=True
-                )
-            )
+            # Without a window at the start.
+            dict(zip(WorkerPhase.model_fields, read_limited(path, 4096).decode().split()))  # noqa: B905
         )
     except (OSError, ValueError):
         return None

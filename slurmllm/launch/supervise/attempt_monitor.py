@@ -14,12 +14,15 @@ import psutil
 from slurmllm.core.config.operation import leaving_s
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmllmError, StorageError
+from slurmllm.core.format import format_names
 from slurmllm.core.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.error_texts import Processes
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.classify import failed_workers, is_echo, reported_all
+from slurmllm.launch.supervise.notify import Notifier
+from slurmllm.launch.supervise.slow_ranks import SlowRanks
 from slurmllm.launch.supervise.watchdog import LOOK_S, Watchdog
 
 POLL_S = 0.1
@@ -74,6 +77,7 @@ class AttemptMonitor:
         config: RunConfig,
         launchers: Processes,
         stop: StopSignals,
+        notifier: Notifier | None = None,
     ) -> None:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
         self._lead_s = config.recipe.slurm.signal_lead_s
@@ -88,6 +92,8 @@ class AttemptMonitor:
 
                 reporting = [printing_rank(command.progress, record.world_size)]
             self._watchdog = Watchdog(run, record, limits, reporting)
+        self._notifier = notifier
+        self._slow_ranks = SlowRanks(run, record, limits.window_s)
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
@@ -216,8 +222,15 @@ class AttemptMonitor:
 
     def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None
-        hang = None if self._watchdog is None or ending else self._watchdog.look()
+        if self._watchdog is None or ending:
+            return
+        hang = self._watchdog.look()
         if hang is None:
+            if slow := self._slow_ranks.update(self._watchdog.phases):
+                line = format_names([rank.text(time.time()) for rank in slow])
+                log.warning("train attempt %d: %s", self._record.attempt, line)
+                if self._notifier is not None:
+                    self._notifier.slow(self._record, line)
             return
         self._note_symptom(hang.waited_s)
         try:

@@ -9,10 +9,11 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from slurmllm.core.config.load import load
-from slurmllm.core.errors import SlurmError, UserError
+from slurmllm.core.errors import SlurmError, StorageError, UserError
 from slurmllm.core.run.error_patterns import matches
 from slurmllm.core.run.records import (
     AttemptRecord,
@@ -21,6 +22,7 @@ from slurmllm.core.run.records import (
     JobsRecord,
     NodeEvidence,
     NodeHealth,
+    SlowRanksRecord,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir
 from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
@@ -37,6 +39,9 @@ from slurmllm.launch.supervise.policy import (
 
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
+SLOW_S = 3600.0  # that a rank is slow before its node is left out (`slurm.exclude_slow`)
+# Without a fault that is proven: the node is excluded only if the job can start without it.
+SURMISED = ("repeated", "slow")
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
 
 log = logging.getLogger(__name__)
@@ -61,6 +66,16 @@ def failing(
         [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)],
         _proven(run, closed, allocation),
     )
+
+
+def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
+    """Return the nodes to leave out because a rank there was slow for long until now."""
+    slow = SlowRanksRecord()
+    with suppress(StorageError):
+        slow = SlowRanksRecord.find(record.files(run).slow_ranks) or slow
+    now = time.time()
+    long = [rank for rank in slow.ranks if record.job_id and now - rank.since > SLOW_S]
+    return {rank.node: NodeFault("slow", rank.text(now)) for rank in long}
 
 
 def _proven(

@@ -64,6 +64,9 @@ class Notifier:
                 f"{record.ending} → {record.action}{step}: {'; '.join(record.evidence)}",
             )
 
+    def slow(self, record: AttemptRecord, line: str) -> None:
+        self._send("slow_rank", record, line)
+
     def wait(self) -> None:
         """Wait for what is under way; not at all after a notification that took too long."""
         deadline = time.monotonic() + LAST_WAIT_S

@@ -40,7 +40,14 @@ from slurmllm.launch.supervise.attempt_monitor import AttemptMonitor, Observatio
 from slurmllm.launch.supervise.attempts import ending_of_orphaned, incarnation, log_attempt
 from slurmllm.launch.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.launch.supervise.evidence import gather_evidence
-from slurmllm.launch.supervise.exclusion import drain, exclude_failed, failed_nodes, failing
+from slurmllm.launch.supervise.exclusion import (
+    SURMISED,
+    drain,
+    exclude_failed,
+    failed_nodes,
+    failing,
+    slow_nodes,
+)
 from slurmllm.launch.supervise.next_job import (
     NextJob,
     close_when_writable,
@@ -162,7 +169,9 @@ class Supervisor:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
         if ending is None:
-            observed = AttemptMonitor(self.run, record, self.config, launchers, self.stop).wait()
+            observed = AttemptMonitor(
+                self.run, record, self.config, launchers, self.stop, self.notifier
+            ).wait()
             phases["workers"] = observed.launchers_s
             ending = classify(
                 gather_evidence(
@@ -192,11 +201,15 @@ class Supervisor:
         if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
             return ()
         failed = self._preparation.failed_nodes
-        failed.update(self._failing)
-        chosen = self.allocation.choose(failed, len(record.nodes))
+        failed.update(name for name, fault in self._failing.items() if fault.evidence != "slow")
+        left_out = failed.union(self._failing)
+        chosen = self.allocation.choose(left_out, len(record.nodes))
+        if not chosen:  # a slow node is better than a wait in the queue
+            left_out = failed
+            chosen = self.allocation.choose(left_out, len(record.nodes))
         try:
             if chosen:
-                self.allocation.give_up(failed)
+                self.allocation.give_up(left_out)
         except SlurmError as error:
             log.warning("no restart in the allocation: %s", error)
             return ()
@@ -224,6 +237,8 @@ class Supervisor:
 
         def close() -> AttemptRecord:
             self._failing = failing(self.run, record, ending, self.allocation)
+            if self.config.recipe.slurm.exclude_slow:
+                self._failing = slow_nodes(self.run, record) | self._failing
             self._next_nodes = self._nodes_for_restart(record)
             return attempts.close_attempt(
                 self.run,
@@ -303,7 +318,7 @@ class Supervisor:
             closed = self.next_job.return_to_queue(
                 self.allocation,
                 closed,
-                [name for name, fault in self._failing.items() if fault.evidence != "repeated"],
+                [name for name, fault in self._failing.items() if fault.evidence not in SURMISED],
             )
             return EXIT_REQUEUE if closed.action in RETURNS else exit_code_of(closed)
         # A requeued job waits in Slurm's queue, a local run here.

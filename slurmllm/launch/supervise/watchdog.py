@@ -199,6 +199,11 @@ class Watchdog:
         limits = (config.start_up_s, config.first_step_s, config.min_step_s, config.save_s)
         self._quiet_s = min(HEARTBEAT_S, min(limits) / 4)
 
+    @property
+    def phases(self) -> Mapping[int, WorkerPhase]:
+        """The phases of the ranks that show them, as last read."""
+        return self._phases
+
     def look(self) -> HangRecord | None:
         """Read new heartbeats; returns the hang if there is one."""
         now = time.monotonic()

@@ -443,7 +443,7 @@ class Launchers:
         record.save(self.run.attempt("train", 0).record)
         config = resolve("tiny_neox")
         monitor = AttemptMonitor(self.run, record, config, [cast(Any, self)], self.stop)
-        monitor._watchdog = cast(Any, SimpleNamespace(look=lambda: hang))
+        monitor._watchdog = cast(Any, SimpleNamespace(look=lambda: hang, phases={}))
         return monitor.wait()
 
     def killed_at(self) -> float | None:

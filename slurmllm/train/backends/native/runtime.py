@@ -80,6 +80,7 @@ class NativeBackend(Backend):
     optimizer: torch.optim.Optimizer
     parameters: dict[nn.Parameter, int]  # → how many workers have each of its elements
     shards: DcpSaver
+    forwards: list[tuple[Any, Any]]  # of each block and micro batch
 
     def start(self) -> None:
         faults = unsupported(self.config)
@@ -91,7 +92,7 @@ class NativeBackend(Backend):
             compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
-        self.worker_device = kind(worker.local_rank)
+        self.worker_device, self.forwards = kind(worker.local_rank), []
         self.device = self.worker_device.torch
         if kind.asynchronous:
             self.deferred_metrics = True
@@ -127,6 +128,9 @@ class NativeBackend(Backend):
             compiled=recipe.train.compile,
             recompute=recipe.train.recomputed,
         )
+        for chunk in self.chunks:
+            for block in chunk.blocks():
+                block.forward = self._marked(block.forward)  # type: ignore[method-assign]
         if self.worker_device.document_attention == "flex" and suits_block_masks(recipe):
             make_mask = self.worker_device.compile(document_blocks)
             for chunk in self.chunks:
@@ -158,6 +162,16 @@ class NativeBackend(Backend):
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
+
+    def _marked(self, forward: compiling.Forward) -> compiling.Forward:
+        # FSDP's hook, which waits for other workers' weights, has run before.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = self.mark()
+            output = forward(*args, **kwargs)
+            self.forwards.append((begun, self.mark()))
+            return output
+
+        return call
 
     def _make_pipeline(self) -> Pipeline:
         recipe, mesh = self.config.recipe, self.mesh
@@ -199,6 +213,7 @@ class NativeBackend(Backend):
         self, micro_batches: Sequence[MicroBatch], num_targets: int
     ) -> DeviceNumber:
         weight = loss_weight(micro_batches, num_targets, self.mesh.data)
+        self.forwards = []
         with self.whole_weights(len(micro_batches)):
             if self.pipeline is not None:
                 mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
