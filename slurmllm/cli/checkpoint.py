@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -75,14 +76,12 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     """
     from slurmllm.core.config.load import load
     from slurmllm.train.checkpoint.catalogue import CheckpointEntry, list_checkpoints
-    from slurmllm.train.checkpoint.foreign import command_of, require_own_trainer
+    from slurmllm.train.checkpoint.foreign import command_of
     from slurmllm.train.checkpoint.replicas import open_replica
 
     run_dir = find_run(run, runs_dir)
     if (command := command_of(run_dir)) is not None:
-        if verifying:
-            require_own_trainer(run_dir)
-        _list_trainers(run_dir, command, as_json)
+        _list_trainers(run_dir, command, verifying, as_json)
         return
     entries = list_checkpoints(run_dir)
     if verifying:
@@ -296,14 +295,27 @@ def _entry_json(entry: CheckpointEntry) -> Json:
     }
 
 
-def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
-    """List the checkpoints of a trainer of another project, which are only looked at."""
+def _list_trainers(run: RunDir, command: CommandConfig, verifying: bool, as_json: bool) -> None:
+    """List the checkpoints of another project's trainer, with the faults that are known of them."""
+    from slurmllm.launch.supervise.attempts import load_attempts
     from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
+    from slurmllm.train.checkpoint.verification import FULL_S, verify_checkpoint
 
+    passed_over = [entry for a in load_attempts(run, "train")[-1:] for entry in a.passed_over]
+    recorded_faults = {entry.path: [entry.reason] for entry in passed_over}
     rows = []
     for entry in list_trainer_checkpoints(run, command):
+        path, unverified = str(entry.path), list[str]()
+        faults = recorded_faults.get(path, [])
+        if verifying:
+            verified = verify_checkpoint(entry.path, time.monotonic() + FULL_S, full=True)
+            faults, unverified = [*verified.faults], [*verified.unverified]
         age_s = max(time.time() - entry.changed_at, 0)
-        rows.append({**entry._asdict(), "path": str(entry.path), "age_s": age_s})
+        details = {"faults": faults, "unverified": unverified}
+        is_verified = not faults and not unverified if verifying else None
+        rows.append(
+            {**entry._asdict(), "path": path, "age_s": age_s, "verified": is_verified} | details
+        )
     if as_json:
         options.echo_json({"run": run.name, "checkpoints": rows})
         return
@@ -314,7 +326,16 @@ def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
     columns: options.Columns = {
         "step": "step",
         "changed": lambda row: format_age(row["age_s"]),
-        "state": lambda row: "complete" if row["complete"] else "half-written",
+        "state": _trainer_state,
         "path": "path",
     }
     options.print_rows(False, "checkpoints", rows, columns, "path")
+
+
+def _trainer_state(row: Mapping[str, Any]) -> str:
+    if row["faults"]:
+        return f"broken: {'; '.join(row['faults'])}"
+    state = "complete" if row["complete"] else "half-written"
+    if row["unverified"]:
+        return f"{state}, not verified: {'; '.join(row['unverified'])}"
+    return f"{state}, verified" if row["verified"] else state

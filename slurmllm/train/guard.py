@@ -33,7 +33,7 @@ from slurmllm.core.run.records import SkippedBatches, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.worker_files import EventLog
 from slurmllm.train.backends.base import Backend
-from slurmllm.train.checkpoint.catalogue import read_rollbacks, usable_steps
+from slurmllm.train.checkpoint.catalogue import usable_steps
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,8 @@ class Guard:
 
     def _roll_back(self, divergence: Divergence) -> str:
         run, config = self._run, self._config
-        skips = read_rollbacks(run)
+        record = SkipsRecord.find(run.skips) or SkipsRecord()
+        skips = record.skips
         if len(skips) >= config.max_roll_backs:
             return (
                 f"the run stops after {len(skips)} roll-backs (guard.max_roll_backs "
@@ -267,7 +268,7 @@ class Guard:
             attempt=self._attempt,
             reason=divergence.reason,
         )
-        SkipsRecord(skips=(*skips, skip)).save(run.skips)
+        record.model_copy(update={"skips": (*skips, skip)}).save(run.skips)
         return (
             f"roll-back {len(skips) + 1} of at most {config.max_roll_backs}: the next attempt "
             f"resumes from step {skip.roll_back_to or 0} and skips batches {skip.first} to "

@@ -28,6 +28,7 @@ from slurmllm.core.run.records import (
     FailureRecord,
     HangRecord,
     NodeRecord,
+    PassedOver,
     Phase,
     SkippedBatches,
     SkipsRecord,
@@ -98,6 +99,7 @@ class TrainerDetails:
     incomplete: Texts  # half-written checkpoints
     completion_file: str | None  # which complete ones have
     unmatched: str  # that `checkpoints` matches nothing, and what is there
+    passed_over: tuple[PassedOver, ...] = ()  # broken checkpoints at the last attempt's start
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,10 @@ def _trainer_details(
     entries = list_trainer_checkpoints(run, command)
     incomplete = tuple(str(entry.path) for entry in entries if not entry.complete)
     unmatched = unmatched_checkpoints(run, command)
-    return TrainerDetails(command.run, missing, incomplete, command.completion_file, unmatched)
+    passed_over = attempts[-1].passed_over if attempts else ()
+    return TrainerDetails(
+        command.run, missing, incomplete, command.completion_file, unmatched, passed_over
+    )
 
 
 def _first_steps(run: RunDir) -> dict[str, FirstStep]:

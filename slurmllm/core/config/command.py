@@ -113,12 +113,24 @@ class CommandConfig(Section):
     completion_file: str | None = None
     """File in a checkpoint that completes it. Left out: a whole file of torch.save is complete, and
     another checkpoint when it has not changed for ten seconds."""
+    tracker: str | None = None
+    """The file by which the trainer finds its newest checkpoint: latest_checkpointed_iteration.txt
+    has the step, any other the folder's name; with {checkpoint} a link. Before a resume it is made
+    to name the newest checkpoint that verifies."""
+    verify: bool = True
+    """Verify checkpoints by their format before a resume, and pass over the broken ones."""
     progress: str | None = None
     """Where its steps are read: a format of text (torchtitan, megatron, …) or a regular expression
     with the groups step and loss, for the output of rank 0 (megatron: of the last one); or a file
     or folder of metrics. By default any known format in the output."""
     steps: PositiveInt | None = None
     """Steps to the end, if known: for the time left."""
+
+    @property
+    def names_checkpoint(self) -> bool:
+        """Whether its command line names the checkpoint; else the trainer finds the newest."""
+        line = f"{self.run} {self.resume}"
+        return "{checkpoint}" in line or "{step}" in line
 
     @property
     def one_per_node(self) -> bool:

@@ -291,6 +291,15 @@ class LaunchFailure(Record):
         return f"{message} ({how} after {self.seconds:.1f} s)"
 
 
+class PassedOver(Record):
+    """A checkpoint of a trainer of another project that an attempt did not resume from."""
+
+    step: int
+    path: str
+    reason: str
+    moved_to: str | None = None  # where it is now, if its trainer would have taken it
+
+
 class AttemptRecord(Record):
     """`attempts/NNN/attempt.json`: the nodes of an attempt, how it ended and why."""
 
@@ -320,6 +329,7 @@ class AttemptRecord(Record):
     last_step: int | None = None
     checkpoint_before: int | None = None  # newest step at the start
     checkpoint_path: str | None = None  # of a trainer of another project: that of this step
+    passed_over: tuple[PassedOver, ...] = ()  # newer ones, the newest first
     checkpoint_after: int | None = None  # newest step at the end
     steps_gained: int | None = None  # steps that its checkpoints hold
     steps_lost: int | None = None  # steps to be recomputed
@@ -430,10 +440,21 @@ class SkippedBatches(Record):
     reason: str
 
 
+class RejectedCheckpoint(Record):
+    """A checkpoint after whose resume the loss was wrong: its attempt's own are rejected too."""
+
+    step: int
+    attempt: int
+    since: float  # start of the attempt, Unix time, s
+    until: float  # its end: what is written later is another checkpoint
+    reason: str
+
+
 class SkipsRecord(Record):
     """`skips.json`: the roll-backs of a run, oldest first."""
 
     skips: tuple[SkippedBatches, ...] = ()
+    rejected: tuple[RejectedCheckpoint, ...] = ()
 
 
 class Event(Record):

@@ -146,6 +146,7 @@ class RunDir:
     jobs = FixedPath("jobs.json")  # the submissions (`JobsRecord`)
     lock = FixedPath("lock.json")  # of the commands that change the run (`LockRecord`)
     excluded = FixedPath("excluded.json")  # the excluded nodes (`ExcludedNodes`)
+    set_aside = FixedPath("set_aside")  # broken checkpoints of another project's trainer
     skips = FixedPath("skips.json")  # the batches that the run skips (`SkipsRecord`)
     drill = FixedPath("drill.json")  # what a drill did to it (`drill.injector.Injection`)
     logs = FixedPath("logs")  # the folder of all logs

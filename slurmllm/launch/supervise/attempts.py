@@ -32,6 +32,7 @@ from slurmllm.core.run.records import (
     JobsRecord,
     NodeRecord,
     NodeRecords,
+    PassedOver,
     Restart,
     SkipsRecord,
     WorkerRecord,
@@ -41,11 +42,8 @@ from slurmllm.core.slurm.client import AccountingRow, to_unix
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, start_of_job
 from slurmllm.launch.supervise.classify import Ending, reported_all
 from slurmllm.launch.supervise.policy import decide
-from slurmllm.train.checkpoint.foreign import (
-    list_trainer_checkpoints,
-    newest_complete,
-    saved_steps,
-)
+from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, saved_steps
+from slurmllm.train.checkpoint.selection import select_checkpoint, use_checkpoint
 from slurmllm.train.control.rendezvous import free_ports
 
 # All that the process logs about attempts has one component, whatever module it comes from.
@@ -134,11 +132,12 @@ def open_attempt(
 ) -> AttemptRecord:
     """Begin the next attempt and write its record; raises StorageError if that is impossible."""
     steps = []
-    newest = None
+    newest, passed_over = None, tuple[PassedOver, ...]()
     if (command := config.recipe.command) is None:
         steps = saved_steps(run, config)
-    elif newest := newest_complete(list_trainer_checkpoints(run, command)):
-        steps = [newest.step]
+    else:
+        newest, passed_over = select_checkpoint(run, command)
+        steps = [newest.step] if newest is not None else []
     while True:
         number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
         folder = run.attempt(stage, number).path
@@ -167,8 +166,20 @@ def open_attempt(
         checkpoint_before=max(steps, default=None),
         # Once, for all nodes: a shared file system may show them different ones.
         checkpoint_path=None if newest is None else str(newest.path),
+        passed_over=passed_over,
     )
     record.save(record.files(run).record)
+    return record
+
+
+def offer_checkpoint(run: RunDir, config: RunConfig, record: AttemptRecord) -> AttemptRecord:
+    """Let another project's trainer find the checkpoint of an attempt; raises StorageError."""
+    if (command := config.recipe.command) is None:
+        return record
+    record = use_checkpoint(run, command, record)
+    for entry in record.passed_over:
+        moved = f"; moved to {entry.moved_to}" if entry.moved_to else ""
+        log_attempt(record, f"step {entry.step} is passed over: {entry.reason}{moved}")
     return record
 
 

@@ -159,6 +159,7 @@ class Supervisor:
             if self.stage == "train":
                 self._fit_mesh(len(record.nodes))
                 self._merge_new_graphs()
+                record = attempts.offer_checkpoint(self.run, self.config, record)
             ending = self._preparation.prepare(record, phases)
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})

@@ -16,7 +16,7 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.classify import CRASHES, KILLED, how_ended
 from slurmllm.launch.supervise.started_processes import ProcessEnd, first_end, signal_code
-from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+from slurmllm.train.checkpoint.selection import select_checkpoint
 
 _UNUSABLE = {127: "command not found", 126: "not executable"}  # exit codes of bash
 _OF_OUR_WORKERS = {4, 71, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE}  # errors.py
@@ -59,7 +59,7 @@ def command_values(
     command = config.recipe.command
     assert command is not None
     step, path = (record.checkpoint_before, record.checkpoint_path) if record else (None, None)
-    if record is None and (newest := newest_complete(list_trainer_checkpoints(run, command))):
+    if record is None and (newest := select_checkpoint(run, command)[0]):
         step = newest.step
         path = str(newest.path)
     return {

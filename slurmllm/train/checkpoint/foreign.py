@@ -1,6 +1,6 @@
 """The checkpoints of a trainer of another project, as `command.checkpoints` describes them.
 
-They are looked at from outside: nothing of them is read, changed or moved. With `completion_file`
+They are looked at from outside; `selection` verifies them before a resume. With `completion_file`
 a checkpoint is complete once it holds that file; a file of `torch.save` with its table of contents,
 which comes last; another one if it had not changed for QUIET_S when its attempt ended, or its
 trainer finished, or left after the signal to save, or a later attempt finished or resumed from it,
@@ -29,6 +29,7 @@ from slurmllm.core.metrics.row_reader import last_rows, read_rows
 from slurmllm.core.run.records import AttemptRecord, JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import open_regular
+from slurmllm.train.checkpoint.verification import verify_checkpoint
 
 QUIET_S = 10.0
 _FEW_ROWS = 1000
@@ -150,8 +151,14 @@ def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
         for entry in list_trainer_checkpoints(run, command)
         if entry.complete and entry.changed_at >= begin and folder in entry.path.resolve().parents
     ]
+    # What a resume would pass over takes nobody's place; by sizes and headers, without waiting.
+    first, left = len(complete), keep + (command.completion_file is None)
+    while first and left:
+        first -= 1
+        path = complete[first].path
+        left -= not (command.verify and verify_checkpoint(path, time.monotonic()).faults)
     removed = []
-    for entry in complete[: -keep - (command.completion_file is None)]:
+    for entry in complete[: first if not left else 0]:
         with suppress(OSError):
             if entry.path.is_dir() and not entry.path.is_symlink():
                 shutil.rmtree(entry.path)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.safe_files import open_regular
+from slurmllm.train.checkpoint.archive_checks import FilePart
 from slurmllm.train.checkpoint.formats.pickles import (
     ChunkTable,
-    FilePart,
     StoredChunks,
     UnsafePickleError,
     check_torch_file,

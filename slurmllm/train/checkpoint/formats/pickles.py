@@ -5,8 +5,9 @@ every file of torch.save) need a few classes of torch and plain containers. `rea
 the instructions for these, and makes stand-ins for torch's objects and lists for tuples.
 
 CAUTION: pickle.Unpickler, written in C, allocates 64 GB for one pickle of ten bytes, and takes
-hours to hash nested tuples as keys, whatever its `find_class` allows. torch.load(weights_only=True)
-hashes them too and reads protocol 2, not DCP's. It reads tensors, after `check_torch_file`.
+hours to hash nested tuples as keys, whatever its `find_class` allows; `pickle_process` is limited.
+torch.load(weights_only=True) hashes them too and reads protocol 2, not DCP's. It reads tensors,
+after `check_torch_file`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import pickle
 import zipfile
 from collections.abc import Sequence
 from functools import cache
-from io import BytesIO, RawIOBase
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import error as struct_error
 from struct import unpack_from
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple, NoReturn, cast
+from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -29,9 +30,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.safe_files import open_regular, read_limited
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer as Buffer
+from slurmllm.train.checkpoint.archive_checks import FilePart
 
 METADATA = ".metadata"
 _LARGEST_METADATA = 1 << 29  # bytes; a chunk of a tensor takes 150
@@ -234,30 +233,6 @@ def _number(value: Any) -> int:
     if not (type(value) is int and 0 <= value < 1 << 63):
         raise TypeError("no position in a file")
     return value
-
-
-class FilePart(RawIOBase):
-    """A part of a file, as one of its own."""
-
-    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def readinto(self, buffer: Buffer, /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._stream.seek(self._offset + self._at)
-        count: int = self._stream.readinto(view)  # type: ignore[attr-defined]
-        self._at += count
-        return count
 
 
 def check_torch_file(stream: BinaryIO) -> Any:

@@ -1,0 +1,73 @@
+"""A process of its own that reads DCP's `.metadata`: the files and entries that it lists.
+
+    python -I pickle_process.py PATH
+
+It prints {"files": {name: [[offset, length], …]}, "faults": […]}, {"damaged": …} or {"unknown": …}.
+Nothing that the pickle names is imported or called. What a hostile one can still do, ask for memory
+and time, is limited for the process. The unpickler in C is a hundred times as fast as that of
+`formats.pickles`, and a `.metadata` may have hundreds of MB.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+_MEMORY_BYTES = 8 << 30
+
+
+class _AnyObject:
+    """An object of any class."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _PlaceReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a container, or an empty class of that name."""
+        containers = {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
+        return containers.get(f"{module}.{name}") or type(name, (_AnyObject,), {})
+
+
+def _places(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        metadata = _PlaceReader(stream).load()
+    stored = metadata.state["storage_data"]
+    if "StorageInfo" not in str([*stored.values()][:1]):  # torch's own class
+        return {"unknown": "its structure is not torch's"}
+    files: dict[str, list[tuple[int, int]]] = {}
+    listed = set()
+    for index, location in stored.items():
+        info, key = location.state, index.state
+        files.setdefault(info["relative_path"], []).append((info["offset"], info["length"]))
+        listed.add((key["fqn"], key.get("offset")))
+    faults = []
+    for name, entry in metadata.state["state_dict_metadata"].items():
+        chunks = [chunk.state["offsets"] for chunk in (entry.state or {}).get("chunks", ())]
+        faults += [name for corner in chunks or [None] if (name, corner) not in listed]
+    return {"files": files, "faults": [f"{name} has no entry" for name in faults[:3]]}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    try:
+        answer = _places(Path(sys.argv[1]))
+    except (OSError, MemoryError) as error:
+        answer = {"unknown": repr(error)}
+    except Exception as error:  # of damaged bytes anything
+        answer = {"damaged": f"{type(error).__name__}: {error}"[:200]}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
