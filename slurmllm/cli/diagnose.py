@@ -24,6 +24,7 @@ _PARTITION = "Slurm partition.  [default: the profile's, else Slurm's]"
 # Units of the values of a node's checks.
 _UNITS = dict.fromkeys(("memory", "node-local disk"), " GB") | {"all-reduce": " GB/s"}
 _UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
+_UNITS |= {"shared memory": " GB", "temperature": " °C", "clocks": " MHz", "GPU memory": " MiB"}
 
 
 @commands.grouped(common="cluster nodes bandwidth set local json")
@@ -114,7 +115,8 @@ def _check(
 
     command = node_command(config.cluster)
     try:
-        checked = check_nodes(allocation, config, folder, command)
+        with_dcgm = config.cluster.health.dcgm != "never"
+        checked = check_nodes(allocation, config, folder, command, with_dcgm=with_dcgm)
     except LaunchError as error:
         if not error.failure.accused:
             raise
@@ -143,7 +145,7 @@ def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
     print_table(("node", "state", *checks), rows)
     echo_by_message(
         (finding.status, name, finding.message)
-        for status in ("fail", "warn")
+        for status in ("fail", "warn", "skipped")
         for name, record in nodes.items()
         for finding in record.of(status)
     )

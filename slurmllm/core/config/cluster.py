@@ -71,6 +71,19 @@ class Container(Section):
         return self.runtime == "pyxis"
 
 
+RelaxedCheck = Literal[
+    "device errors",
+    "temperature",
+    "clocks",
+    "GPU memory",
+    "GPU processes",
+    "Xid",
+    "DCGM",
+    "network ports",
+    "shared memory",
+]
+
+
 class HealthChecks(Section):
     """Checks of a node, before an attempt and by `health`."""
 
@@ -91,12 +104,20 @@ class HealthChecks(Section):
     driver_version: str | None = None
     """Version of the devices' driver; any by default."""
     unequal_versions: Literal["warn", "fail"] = "warn"
-    """Result for a node whose driver, runtime or packages differ from most others'."""
+    """Result for a node whose driver, runtime, packages or ports differ from most others'."""
     bandwidth: Literal["never", "health", "always"] = "health"
     """When to measure the all-reduce over all nodes: only by `slurmllm health`, or before every
     attempt too."""
     min_allreduce_gb_s: PositiveFloat | None = None
     """Minimum bus bandwidth of that all-reduce, GB/s; not checked by default."""
+    dcgm: Literal["never", "health", "always"] = "always"
+    """When to run `dcgmi diag -r 1` where it is installed: only by `slurmllm health`, or before
+    the first attempt of each Slurm job too."""
+    network_gb_s: PositiveFloat | None = None
+    """Sum of the rates of a node's active InfiniBand, RoCE and EFA ports, GB/s; by default the
+    nodes are compared."""
+    warn_only: ListOf[RelaxedCheck] = ()
+    """Checks whose failure only warns."""
 
 
 class Trackers(Section):

@@ -17,13 +17,14 @@ from slurmllm.core.format import format_names, format_plural
 from slurmllm.core.slurm.client import PartitionNode, SlurmClient, count_gpus
 from slurmllm.core.slurm.site import Partition, Site
 
-Options = Mapping[str, str]  # sbatch's, by long name
+Options = Mapping[str, str]  # sbatch's, by long name, and fields of the profile
 EQUAL_NODES = "each step may take as long as on the slowest; --constraint or --exclude: equal ones"
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+DEVICES = "cluster.devices_per_node"
 _AMOUNTS: dict[str, Callable[[PartitionNode], int]] = {  # which an option requires of each node
     "mem": lambda node: node.memory_mb,
     **dict.fromkeys(("cpus-per-task", "mincpus"), lambda node: node.cpus),
-    **dict.fromkeys(("gres", "gpus-per-node"), lambda node: count_gpus(node.gres)),
+    **dict.fromkeys(("gres", "gpus-per-node", DEVICES), lambda node: count_gpus(node.gres)),
 }
 
 
@@ -192,12 +193,16 @@ def _requirements(
             if not any(amounts):
                 remedy = f"no node of {nodes[0].partition} has GPUs: leave it out"
             suited = [node for node in nodes if amount_of(node) >= amount]
-            yield f"--{option} {options[option]}", remedy, suited
+            if option == DEVICES:
+                remedy = f"{amounts[0]} GPUs a node at most there; another --cluster"
+            yield f"{'' if '.' in option else '--'}{option} {options[option]}", remedy, suited
 
 
 def _amount(option: str, value: str) -> float:
     """Return a number as of `_AMOUNTS`; 0 for what only Slurm can read."""
     if option in ("gres", "gpus-per-node"):
         return count_gpus(value if option == "gres" else f"gpu:{value}")
+    if option == DEVICES:
+        return int(value)
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", value.upper())
     return int(match[1]) * (_MB[match[2]] if option == "mem" else 1) if match else 0

@@ -13,8 +13,8 @@ from slurmllm.core.run.records import Finding, NodeHealth
 from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.diagnose import fail, ok, warn
-from slurmllm.launch.diagnose.node import FOLDERS, find
 from slurmllm.launch.diagnose.probe import Nodes, ProbeLine, read_lines
+from slurmllm.launch.diagnose.programs import FOLDERS, find
 
 CHECK = "all-reduce"
 LIMIT_S = 300.0  # most of it: PyTorch's import on cold nodes, or nccom-test's compilation

@@ -33,6 +33,7 @@ from slurmllm.core.slurm.error_texts import Processes, StopCheck, launch_failure
 from slurmllm.launch.diagnose import fail, ok, warn
 
 POLL_S = 0.1
+_COMPARED = ("driver", "network ports")  # findings whose values are compared between the nodes
 
 
 class Nodes(Protocol):
@@ -142,6 +143,7 @@ def check_nodes(
     folder: Path,
     command: Sequence[str],
     stop: StopCheck = lambda: False,
+    with_dcgm: bool = False,
 ) -> dict[str, NodeHealth] | None:
     """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
 
@@ -158,6 +160,7 @@ def check_nodes(
                 tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)
             )
         probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
+        probe += ["--dcgm"] if with_dcgm else []
         reports = collect(
             nodes.nodes,
             nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),
@@ -261,7 +264,7 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
     median_ahead_s = statistics.median(clocks or [0.0])
     versions = {
         name: node.health.versions
-        | {f.check: str(f.value) for f in node.health.findings if f.check == "driver" and f.value}
+        | {f.check: str(f.value) for f in node.health.findings if f.check in _COMPARED and f.value}
         for name, node in reports.items()
     }
     version_findings = dict(_version_findings(versions, limits))

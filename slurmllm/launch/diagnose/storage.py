@@ -30,6 +30,9 @@ SHARED_TYPES = {"9p", "afs", "ceph", "cifs", "nfs", "nfs4", "smb3", "virtiofs"}
 SHARED_TYPES |= {"beegfs", "glusterfs", "gpfs", "lustre", "panfs", "pvfs2", "wekafs"}
 SHARED_TYPES |= {f"fuse.{kind}" for kind in ("ceph", "glusterfs", "juicefs", "sshfs", "weka")}
 MIN_FREE_BYTES = GIB
+# Shared memory of NCCL and of data workers (NCCL's user guide, "Shared memory": --shm-size=1g).
+SHM = Path("/dev/shm")  # noqa: S108
+MIN_SHM_GB = 1.0
 # Every attempt, checkpoint and node writes records with fsync, some of them while a save waits.
 SLOW_WRITE_S = 0.25
 NUM_WRITES = 5
@@ -88,6 +91,18 @@ def node_local_findings(cluster: Cluster) -> Findings:
         yield fail("node-local disk", free, required, risk)
     else:
         yield ok("node-local disk", free, required or "")
+
+
+def shm_findings() -> Findings:
+    """Free shared memory: little of it fails if files fill it, else it is small by its mount."""
+    usage = shutil.disk_usage(SHM)
+    free = round(usage.free / GB, 2)
+    if free >= MIN_SHM_GB:
+        yield ok("shared memory", free, MIN_SHM_GB)
+        return
+    status = fail if usage.used > usage.free else warn
+    message = f"{free} of {usage.total / GB:.2f} GB free in {SHM}; workers may need {MIN_SHM_GB:g}"
+    yield status("shared memory", free, MIN_SHM_GB, message)
 
 
 def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:

@@ -21,7 +21,7 @@ from slurmllm.core.run.rundir import STAGES, RunDir, Stage, root_of
 from slurmllm.core.run.safe_files import login_name
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments
-from slurmllm.core.slurm.limits import LimitCheck, check_limits, read_options
+from slurmllm.core.slurm.limits import DEVICES, LimitCheck, check_limits, read_options
 from slurmllm.core.slurm.setup import SRUN_OPTIONS, VERSION, limits_script, setup_script
 from slurmllm.core.slurm.site import Site
 from slurmllm.launch.supervise.allocation import launch_line
@@ -164,7 +164,10 @@ def check_jobs(
         # A value that Slurm would misread is refused, whether there is a limit or not.
         options = directives(stage, config, run, nodes)
         if site is not None and (compiles or stage == "train"):
-            limits = check_limits(read_options(options), site)
+            request = read_options(options)
+            if config.cluster.device == "cuda" and site.counts_gpus:
+                request[DEVICES] = str(config.cluster.devices_per_node)
+            limits = check_limits(request, site)
             option = "--time " if stage == "train" else "--set slurm.precompile_time="
             faults[stage] = [
                 f"{stage} job: {fault}".replace("--time ", option) for fault in limits.faults

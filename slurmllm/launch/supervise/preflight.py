@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from slurmllm.train.backends.environment import (
 from slurmllm.train.control.rendezvous import free_port
 
 SHARED = "shared file system"
+MANY_NODES = 4
 _OF_PEERS = {"answer", "clock", "all-reduce"}  # which one bad node, or the network, fails for all
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Preparation:
     allocation: Allocation
     stop: StopCheck
     failed_nodes: set[str] = field(default_factory=set)  # of this job
+    _diagnosed: bool = False  # an earlier attempt of this job ran DCGM's diagnostic
     _sent_graphs: str = ""  # checksum of the graphs' archive that all nodes have
 
     def prepare(self, record: AttemptRecord, phases: PhaseSeconds) -> Ending | None:
@@ -82,7 +85,10 @@ class Preparation:
         if not self.config.cluster.health.enabled:
             return None
         started = time.monotonic()
-        ending = preflight(self.run, record, self.config, self.allocation, self.stop)
+        # Once a job: a restart within it must not wait for the diagnostic again.
+        dcgm = self.config.cluster.health.dcgm == "always" and not self._diagnosed
+        self._diagnosed = True
+        ending = preflight(self.run, record, self.config, self.allocation, self.stop, dcgm)
         phases["preflight"] = time.monotonic() - started
         return ending
 
@@ -124,13 +130,14 @@ def preflight(
     config: RunConfig,
     allocation: Allocation,
     stop: StopCheck,
+    with_dcgm: bool = False,
 ) -> Ending | None:
     """Check the nodes of an attempt and record the findings; returns the ending if one fails.
 
     Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
     """
     try:
-        nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
+        nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop, with_dcgm)
     except LaunchError as error:
         return launch_ending(error.failure, record.nodes)
     if nodes is not None and config.cluster.health.bandwidth == "always":
@@ -154,33 +161,51 @@ def preflight_ending(
 ) -> Ending | None:
     """Return the ending if a node failed its checks.
 
-    A check that fails on all of several nodes is a fault of profile or partition, as is a tool
-    that the only node lacks: it blames none of them, and would fail again.
+    A check that fails on all of several nodes, or on all but one of many, is a fault of profile or
+    partition, as is a tool that the only node lacks: it blames none of them, and would fail again.
     The shared file system is never a node's fault if all nodes fail with it.
     """
     failed = {name: health.of("fail") for name, health in nodes.items() if health.of("fail")}
     if not failed:
         return None
-    common = set.intersection(*({f.check for f in health.of("fail")} for health in nodes.values()))
-    of_first = next(iter(failed.values()))
-    names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
-    if SHARED in common:
-        message = next(f.message for f in of_first if f.check == SHARED)
-        return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
-    if len(nodes) == 1:
-        common &= {f.check for f in of_first if "neither on $PATH" in f.message}
+    counts = Counter(check for fs in failed.values() for check in {f.check for f in fs})
+    messages = {f.check: f.message for fs in reversed(failed.values()) for f in reversed(fs)}
+    common = {
+        check
+        for check, count in counts.items()
+        if _is_common(check, messages[check], count, len(nodes))
+    }
+    evidence = []
+    for check, message in messages.items():
+        share = f"{counts[check]} of {len(nodes)}" if counts[check] < len(nodes) else "all"
+        names = f"{share} nodes" if len(nodes) > 1 else next(iter(nodes))
+        if check == SHARED and check in common:
+            return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
+        if check in common:
+            evidence.append(f"preflight: {names}: {message}")
     ending: EndingClass = "node_failure"
-    evidence = [f"preflight: {names}: {f.message}" for f in of_first if f.check in common]
     of_node = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
     blamed = tuple(name for name, findings in of_node.items() if findings)
     if common - _OF_PEERS:
         ending = "bad_configuration"
         evidence.append(
-            f"no node of the job, in partition {partition}, has what profile {profile} requires: "
-            "`slurmllm resume` with another --partition or --cluster, or correct the profile"
+            f"{'no' if len(failed) == len(nodes) else 'only one'} node of the job, in partition "
+            f"{partition}, has what profile {profile} requires: `slurmllm resume` with another "
+            "--partition or --cluster, or correct the profile"
         )
     evidence += [f"preflight: {name}: {f.message}" for name, fs in of_node.items() for f in fs]
     if any(f.blame == "user" and f.check == "answer" for fs in failed.values() for f in fs):
         ending = "bad_configuration"
         blamed = ()
     return Ending(ending, tuple(evidence), blamed, started=False)
+
+
+def _is_common(check: str, message: str, failing: int, num_nodes: int) -> bool:
+    """Whether a check failed on all nodes, or on all but one of many: by a cause that they share.
+
+    Three faults at once are less likely; but a connection may be lost to several nodes.
+    """
+    if num_nodes == 1:
+        return check == SHARED or "neither on $PATH" in message
+    many = check not in _OF_PEERS and num_nodes >= MANY_NODES
+    return failing >= num_nodes - many

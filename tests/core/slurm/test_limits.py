@@ -1,11 +1,14 @@
 """A request is compared with its partition before sbatch gets it."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from fake_slurm import FakeSlurm
 
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm import client
 from slurmllm.core.slurm.limits import (
     check_limits,
@@ -14,6 +17,7 @@ from slurmllm.core.slurm.limits import (
     suitable_nodes,
 )
 from slurmllm.core.slurm.site import Site
+from slurmllm.launch.submit.render import check_jobs
 
 # As 22.05.8 and 24.11.5 print it: the later one has more fields, and others between them.
 OLD = (
@@ -124,6 +128,22 @@ def test_a_request_that_can_never_start_is_a_fault(
         assert len(faults) == 1
         assert text in faults[0]
         assert faults[0].endswith("another --partition")
+
+
+def test_the_gpus_of_the_profile_are_compared_where_slurm_counts_them(tmp_path: Path) -> None:
+    config = resolve("tiny_neox", "p4d", ["slurm.partition=main", "cluster.directives=[]"])
+    slurm = FakeSlurm()
+    run = RunDir(tmp_path)
+    assert check_jobs(slurm, config, run, 2, compiles=False)[1]["train"] == []  # no GRES at all
+    slurm.unequal = {name: {"gres": "gpu:a100:4"} for name in ("n1", "n2", "n3")}
+    assert check_jobs(slurm, config, run, 2, compiles=True)[1]["train"] == [
+        "train job: cluster.devices_per_node 8: needs 2 nodes; partition main has 0 suitable; "
+        "4 GPUs a node at most there; another --cluster, or use another --partition"
+    ]
+    slurm.unequal = {name: {"gres": "gpu:a100:8"} for name in ("n1", "n2")}
+    assert check_jobs(slurm, config, run, 2, compiles=False)[1]["train"] == []
+    slurm.config = None  # slurmctld does not answer: sbatch says so
+    assert check_jobs(slurm, config, run, 2, compiles=False)[1]["train"] == []
 
 
 def test_a_qos_may_permit_more_than_the_partition() -> None:

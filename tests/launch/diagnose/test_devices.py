@@ -79,17 +79,6 @@ def test_a_tool_that_does_not_serve(
         list(device_findings(profile("trn1")))
 
 
-def test_gpus(program: Program, profile: Profile) -> None:
-    rows = [f"{n}, 570.86.15, {'[N/A]' if n == 1 else 2 * (n == 5)}" for n in range(8)]
-    program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows)}\nend")
-    checks_made = by_check(device_findings(profile("p4d")))
-    assert (checks_made["devices"].value, checks_made["driver"].value) == (8, "570.86.15")
-    assert checks_made["device errors"].message == "uncorrected memory errors: GPU 5: 2"
-    program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows[:7])}\nend")
-    checks_made = by_check(device_findings(profile("p4d")))
-    assert checks_made["devices"].message == "7 GPUs; profile p4d requires 8"
-
-
 def fabric(count: int) -> str:
     # After AWS's EFA guide: an entry a domain, some domains with several.
     entries = "".join(

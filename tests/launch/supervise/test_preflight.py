@@ -39,7 +39,7 @@ from slurmllm.launch.supervise.exclusion import (
     include,
     to_avoid,
 )
-from slurmllm.launch.supervise.preflight import preflight, preflight_ending
+from slurmllm.launch.supervise.preflight import Preparation, preflight, preflight_ending
 from slurmllm.launch.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
@@ -98,6 +98,52 @@ def test_what_all_nodes_fail_stops_the_run_with_profile_and_partition(
     (fix,) = set(ending.evidence) - {f"preflight: {line}" for line in evidence}
     assert "in partition cpu, has what profile trn1 requires" in fix
     assert len(ending.evidence) == 1 + len(evidence)
+
+
+XID = fail("Xid", 1, 0, "kernel log: Xid (PCI:0000:83:00): 79")
+HELD = fail("GPU memory", 9000, 1024, "GPU 0: 9000 MiB in use before the start; the limit is 1024")
+
+
+@pytest.mark.parametrize(
+    ("failing", "num_nodes", "ending", "blamed"),
+    [
+        ({2: XID}, 4, "node_failure", ("n2",)),
+        ({1: XID, 2: HELD, 3: CHIP}, 4, "node_failure", ("n1", "n2", "n3")),
+        ({1: HELD, 2: HELD}, 3, "node_failure", ("n1", "n2")),
+        ({1: HELD, 2: HELD}, 4, "node_failure", ("n1", "n2")),
+        ({1: HELD, 2: HELD, 4: HELD}, 4, "bad_configuration", ()),  # all but one
+        ({1: HELD, 2: HELD}, 2, "bad_configuration", ()),
+        ({1: SILENT, 2: SILENT, 3: SILENT}, 4, "node_failure", ("n1", "n2", "n3")),
+        ({1: XID}, 1, "node_failure", ("n1",)),
+    ],
+)
+def test_a_finding_of_all_nodes_or_of_all_but_one_of_many_blames_none(
+    failing: dict[int, Any], num_nodes: int, ending: str, blamed: tuple[str, ...]
+) -> None:
+    findings = {n: (failing[n],) if n in failing else () for n in range(1, num_nodes + 1)}
+    nodes = {f"n{n}": health(f"n{n}", *of_node) for n, of_node in findings.items()}
+    result = preflight_ending(nodes, "p4d", "gpu")
+    assert (result.ending, result.blamed_nodes) == (ending, blamed)
+    if ending == "bad_configuration":
+        share = "all" if len(failing) == num_nodes else "3 of 4"
+        assert result.evidence[0] == f"preflight: {share} nodes: {HELD.message}"
+        assert "in partition gpu, has what profile p4d requires" in result.evidence[1]
+
+
+def test_dcgm_runs_before_the_first_attempt_of_a_job_only(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "slurmllm.launch.supervise.preflight.check_nodes", lambda *args: asked.append(args[-1])
+    )
+    for dcgm, expected in (("always", [True, False]), ("health", [False, False])):
+        config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.health.dcgm={dcgm}"])
+        prepared = Preparation(run, "precompile", config, LocalAllocation(), lambda: False)
+        for _ in expected:
+            assert prepared.prepare(attempt_record(), {}) is None
+        assert asked == expected
+        asked.clear()
 
 
 def test_a_warning_is_logged_with_its_node(
