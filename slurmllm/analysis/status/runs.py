@@ -49,7 +49,7 @@ from slurmllm.launch.supervise.run_state import (
     read_records,
 )
 from slurmllm.launch.supervise.watchdog import read_heartbeats
-from slurmllm.train.checkpoint.catalogue import invalidation_reason, read_rollbacks
+from slurmllm.train.checkpoint.catalogue import invalidation_reason, read_invalidations
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _checkpoints(
         entries = list_trainer_checkpoints(run, command)
         newest = newest_complete(entries)
         return [e.step for e in entries], newest and (newest.step, newest.changed_at)
-    rollbacks, steps = read_rollbacks(run), run.checkpoint_steps()
+    rollbacks, steps = read_invalidations(run), run.checkpoint_steps()
     for step in reversed(steps):
         with suppress(StorageError):  # a save that is running, or was interrupted
             manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")

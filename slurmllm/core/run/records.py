@@ -449,6 +449,10 @@ class RejectedCheckpoint(Record):
     until: float  # its end: what is written later is another checkpoint
     reason: str
 
+    @property
+    def onset(self) -> int:
+        return self.step
+
 
 class SkipsRecord(Record):
     """`skips.json`: the roll-backs of a run, oldest first."""

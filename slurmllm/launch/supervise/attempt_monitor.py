@@ -22,6 +22,7 @@ from slurmllm.core.slurm.error_texts import Processes
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.classify import failed_workers, is_echo, reported_all
 from slurmllm.launch.supervise.notify import Notifier
+from slurmllm.launch.supervise.resume_check import ResumeCheck
 from slurmllm.launch.supervise.slow_ranks import SlowRanks
 from slurmllm.launch.supervise.watchdog import LOOK_S, Watchdog
 
@@ -62,6 +63,7 @@ class Observations:
     overran_s: float | None = None  # from the stop signal to the workers' forced end, if forced
     hang: HangRecord | None = None
     superseded_by: int | None = None
+    bad_resume: str = ""  # what the loss says of the checkpoint that was resumed from
     unwritable: str | None = None  # why the run directory could not be written
     first_symptom_at: float | None = None  # Unix time of the first sign of the end
     launchers_s: float = 0.0  # from the launchers' start to their end
@@ -78,8 +80,10 @@ class AttemptMonitor:
         launchers: Processes,
         stop: StopSignals,
         notifier: Notifier | None = None,
+        resume_check: ResumeCheck | None = None,
     ) -> None:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
+        self._resume_check = resume_check
         self._lead_s = config.recipe.slurm.signal_lead_s
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
@@ -222,6 +226,13 @@ class AttemptMonitor:
 
     def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None
+        fault = "" if ending or self._resume_check is None else self._resume_check.fault()
+        if fault:
+            self.observed.bad_resume = fault
+            self._note_symptom()
+            self._kill_at = now
+            log.warning("train attempt %d: %s: ending it", self._record.attempt, fault)
+            return
         if self._watchdog is None or ending:
             return
         hang = self._watchdog.look()

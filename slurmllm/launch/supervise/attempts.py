@@ -240,7 +240,7 @@ def close_attempt(
         closed.model_copy(update=fields),
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
         config.recipe,
-        rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
+        rolled_back=any(e.attempt == closed.attempt for e in (*skips.skips, *skips.rejected)),
         started=ending.started,
         restart_mode=restart_mode,
         in_allocation=in_allocation,

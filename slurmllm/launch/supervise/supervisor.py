@@ -57,6 +57,7 @@ from slurmllm.launch.supervise.next_job import (
 from slurmllm.launch.supervise.notify import Notifier, SideProcesses
 from slurmllm.launch.supervise.policy import NodeFault
 from slurmllm.launch.supervise.preflight import Preparation
+from slurmllm.launch.supervise.resume_check import judge_resume, resume_check_of
 from slurmllm.launch.supervise.run_lock import (
     lost_start,
     not_recorded,
@@ -170,8 +171,9 @@ class Supervisor:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
         if ending is None:
+            check = resume_check_of(self.run, self.config, record)
             observed = AttemptMonitor(
-                self.run, record, self.config, launchers, self.stop, self.notifier
+                self.run, record, self.config, launchers, self.stop, self.notifier, check
             ).wait()
             phases["workers"] = observed.launchers_s
             ending = classify(
@@ -185,6 +187,8 @@ class Supervisor:
                     self.config,
                 )
             )
+            if self.stop.name is None and check is not None:
+                ending = judge_resume(self.run, record, ending, check, observed.bad_resume)
         return self._close(record, ending, phases, observed), None
 
     def _restart(self, closed: AttemptRecord) -> None:

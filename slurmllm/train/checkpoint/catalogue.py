@@ -20,7 +20,13 @@ from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.format import format_time
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.run.artifact_records import CheckpointManifest
-from slurmllm.core.run.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    JobsRecord,
+    RejectedCheckpoint,
+    SkippedBatches,
+    SkipsRecord,
+)
 from slurmllm.core.run.rundir import RunDir, find_run, fsync_dir, is_run, read_all
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.foreign import require_own_trainer
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Invalidation = SkippedBatches | RejectedCheckpoint
+
 _PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 REMOVED = "removed"  # suffix of a folder that is being removed
 
@@ -40,12 +48,20 @@ def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
     return SkipsRecord.load(run.skips).skips if run.skips.exists() else ()
 
 
-def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatches]) -> str | None:
-    """Return why a roll-back invalidated the checkpoint of an attempt; None if it did not."""
+def read_invalidations(run: RunDir) -> tuple[Invalidation, ...]:
+    """Return the roll-backs of a run, and the checkpoints after whose resume the loss was wrong."""
+    record = SkipsRecord.find(run.skips) or SkipsRecord()
+    return *record.skips, *record.rejected
+
+
+def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[Invalidation]) -> str | None:
+    """Return why the checkpoint of an attempt was invalidated; None if it was not."""
     for rollback in rollbacks:
         # A later attempt trained past the divergence again, without the skipped batches: what it
         # saved at the same step is valid.
         if step >= rollback.onset and attempt <= rollback.attempt:
+            if isinstance(rollback, RejectedCheckpoint):
+                return f"attempt {rollback.attempt}: {rollback.reason}"
             return (
                 f"attempt {attempt} saved it after the divergence from step {rollback.onset} on, "
                 f"which attempt {rollback.attempt} rolled back"
@@ -69,7 +85,7 @@ def invalidated_checkpoints(
 
     `manifests` are those of the run's checkpoints; None: read them if they are needed.
     """
-    rollbacks, begin, reasons = read_rollbacks(run), first_attempt_used(run), {}
+    rollbacks, begin, reasons = read_invalidations(run), first_attempt_used(run), {}
     steps = run.checkpoint_steps() if manifests is None else manifests
     for step in steps if rollbacks or begin else ():
         with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
@@ -84,7 +100,7 @@ def invalidated_checkpoints(
 
 def recorded_saves(run: RunDir) -> dict[int, float]:
     """Return step → Unix time of what a run may resume from, by its records; some may be gone."""
-    rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
+    rollbacks, begin = read_invalidations(run), first_attempt_used(run)
     saves: dict[int, float] = {}
     for attempt in run.attempts("train"):
         if attempt.number < begin:
