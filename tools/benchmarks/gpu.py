@@ -10,6 +10,8 @@ Parts, each in a process of its own and with a limit of time; one that fails lea
    by a compiled plain loop over transformers' model, if that is installed. Tokens/s, model-FLOPs
    utilization, memory, and what `slurmllm plan` predicts for this GPU. By the native backend also
    stochastic rounding, sequences of 8,192 tokens with and without four documents, and saves.
+4. torchtitan's debug model under the supervisor, if torchtitan is installed: its worker killed, the
+   resumed curve compared with an unbroken one, seconds from the kill to the next step in parts.
 
 `--device cpu --tiny` runs the same code on tiny models, to check it where no GPU is; its figures
 mean nothing. It needs torch, pytest and the packages that slurmllm imports; no network.
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,21 @@ def run_training(
     return part
 
 
+def run_torchtitan(runner: _Runner, tiny: bool) -> Part:
+    """Drill torchtitan, or with `tiny` a script that runs on CPUs."""
+    part = Part("torchtitan", required=tiny, budget_s=300)
+    script = ["--script", str(ROOT / "tests" / "trainers" / "ddp_script.py")] if tiny else []
+    if not tiny and find_spec("torchtitan") is None:
+        part.result = {"missing": "torchtitan is not installed"}
+        return part
+    folder = runner.folder / "torchtitan"
+    folder.mkdir()
+    output = runner.run(part, ["-m", "_gpu.titan", str(folder), *script])
+    if part.failure is None:
+        part.result = json.loads(output.strip().splitlines()[-1])
+    return part
+
+
 def no_gpu() -> str | None:
     """Return why no GPU can be used here; None if one can."""
     try:
@@ -194,6 +212,7 @@ def main() -> int:
         for model in (*models, *variants):
             task = Task(model, options.device, profile, device["memory_bytes"], 1, not options.tiny)
             forecasts[model] = {**forecast(task), "known": device_profile is not None}
+        parts.append(run_torchtitan(runner, options.tiny))
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     facts = {
