@@ -1,6 +1,6 @@
 """Run trainers of other projects under slurmllm: kill a worker, resume, compare, drill.
 
-    .venv/bin/python tools/trainers.py [NAME…] [--no-page]
+    .venv/bin/python tools/trainers.py [NAME…] [--no-page | --table]
 
 Each has an environment of its own in build/trainers, without slurmllm. Writes the table of
 docs/any_trainer.md (rows of trainers that are not run stay) and build/trainers.json. Exit code 1:
@@ -37,11 +37,26 @@ def record(outcome: Outcome, page: Path | None) -> None:
             update_table(page, [outcome])
 
 
+def recorded() -> list[Outcome]:
+    """Return the outcomes that were written, of trainers that there still are."""
+    results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
+    for result in results.values():
+        del result["verdict"]
+    names = {trainer.name for trainer in load_trainers()}
+    return [Outcome(**result) for name, result in results.items() if name in names]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="trainers; by default all")
     parser.add_argument("--no-page", action="store_true", help="leave docs/any_trainer.md as it is")
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing; write the rows of build/trainers.json"
+    )
     args = parser.parse_args()
+    if args.table:
+        update_table(PAGE, recorded())
+        return 0
     trainers = load_trainers(args.names)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the stage's run
     BUILD.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,8 @@ class Trainer(BaseModel):
     """A trainer, its environment, and a short run of it.
 
     In texts {scripts}, {tests}, {work}, {source} and {docs} are filled in: scripts/ here,
-    tests/trainers, a folder of this trainer in build/, its clone, and the pages of docs/ as text.
+    tests/trainers, a folder of this trainer in build/, its clone, and in that folder the pages of
+    docs/ as a text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,7 +39,7 @@ class Trainer(BaseModel):
     environment: str = ""  # shared with other trainers of this name; by default `name`
     python: str = ""  # by default the one that runs this
     source: Source | None = None
-    prepare: str = ""  # a command for bash in the trainer's environment, before the runs
+    prepare: str = ""  # a command for bash in {work} and the environment, before the runs
     recipe: dict[str, Any]  # as in a recipe's file, without `name`
     nodes: int = 2
     kinds: str = "worker"  # of the drill
@@ -61,7 +62,7 @@ class Trainer(BaseModel):
             "tests": ROOT / "tests" / "trainers",
             "work": self.work,
             "source": self.clone,
-            "docs": BUILD / "docs.txt",
+            "docs": self.work / "docs.txt",
         }
         for name, path in folders.items():
             text = text.replace(f"{{{name}}}", str(path))

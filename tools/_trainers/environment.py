@@ -63,9 +63,11 @@ def make_environment(trainer: Trainer, logs: Path) -> None:
         address = os.environ.get(trainer.source.variable) or trainer.source.address
         clone = ["git", "clone", "--quiet", "--depth=1", address, str(trainer.clone)]
         _run(trainer, clone, logs / "clone.log")
+    trainer.work.mkdir(parents=True, exist_ok=True)
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    text = "\n".join(page.read_text("utf-8") for page in pages)
+    (trainer.work / "docs.txt").write_text(text, "utf-8")
     if trainer.prepare:
-        trainer.work.mkdir(parents=True, exist_ok=True)
-        _write_docs()
         prepare = ["bash", "-euc", trainer.fill(trainer.prepare)]
         _run(trainer, prepare, logs / "prepare.log", folder=trainer.work)
 
@@ -76,12 +78,6 @@ def _run(trainer: Trainer, command: list[str], log: Path, folder: Path | None = 
     if code != 0:
         reason = last_line(log.with_suffix(".err"), log)
         raise StageError(f"{log.stem}: exit code {code}: {reason}")
-
-
-def _write_docs() -> None:
-    """Write the text that tiny models learn: this project's pages."""
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    (BUILD / "docs.txt").write_text("\n".join(page.read_text("utf-8") for page in pages))
 
 
 def version_of(trainer: Trainer) -> str:

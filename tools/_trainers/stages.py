@@ -16,7 +16,8 @@ import yaml
 from _trainers.catalog import BUILD, Trainer
 from _trainers.commands import StageError, last_line, run_limited, say
 from _trainers.environment import make_environment, variables, version_of
-from slurmllm.analysis.drill.injector import FaultSpec, Injection, inject
+from slurmllm.analysis.drill.injector import Injection, inject
+from slurmllm.analysis.drill.plan import make_plan
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import SlurmllmError
 from slurmllm.core.metrics.row_reader import last_row
@@ -168,9 +169,11 @@ class _Stages:
             raise StageError(f"unbroken: no complete checkpoint matches {command.checkpoints}")
 
     def _run_killed(self) -> None:
-        outcome, steps = self.outcome, self.outcome.steps or 0
-        saved = [step for step in outcome.checkpoints if 0 < step < steps] or [steps // 2]
-        interval = (saved[1] if len(saved) > 1 else steps) - saved[0]
+        outcome = self.outcome
+        copies = RunDir(RUNS / self.trainer.name)
+        config, nodes = load(self.unbroken.config), self.trainer.nodes
+        plan = make_plan(copies, config, nodes, True, ("worker",), steps=None, seed=0)
+        plan = plan.with_reference(self.unbroken)
         injections: list[Injection] = []
         started: list[Thread] = []
 
@@ -180,18 +183,10 @@ class _Stages:
             record = AttemptRecord.find(attempt.record) if self.killed.path.is_dir() else None
             if record is None:
                 return False
-            node = NodeRecord.find(attempt.node(record.nodes[-1]))
-            if node is None or not node.pids:
+            records = [NodeRecord.find(attempt.node(node)) for node in record.nodes]
+            if not all(node is not None and node.pids for node in records):
                 return False
-            spec = FaultSpec(
-                kind="worker",
-                attempt=0,
-                node=record.nodes[-1],
-                rank=max(node.pids),
-                at_step=saved[0] + max(1, interval // 2),
-                local=True,
-                trainer=load(self.killed.config).recipe.command,
-            )
+            spec = plan.fault("worker", record.nodes)
             work = Thread(target=lambda: injections.append(inject(self.killed, spec)), daemon=True)
             work.start()
             started.append(work)

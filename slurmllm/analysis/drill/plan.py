@@ -98,8 +98,10 @@ class DrillPlan:
             raise RunError(f"{reference.name}: {missing}; set command.progress")
         steps = min(self.steps or int(last["step"]), int(last["step"]))
         entries = list_trainer_checkpoints(reference, self.trainer)
-        # OLMo-core and others save before their first step too.
-        saved = [entry.step for entry in entries if 0 < entry.step < steps]
+        # Of a file that is written again and again, only the last step is known. OLMo-core and
+        # others save before their first step too.
+        is_named = "{step}" in (self.trainer.checkpoints or "")
+        saved = [entry.step for entry in entries if is_named and 0 < entry.step < steps]
         first, *later = saved or [steps // 2]
         every = (later[0] if later else steps) - first
         return replace(self, steps=steps, first_checkpoint=first, every_steps=every)

@@ -223,6 +223,15 @@ def test_faults_come_after_the_first_checkpoint_of_the_reference(
     assert plan.fault("save", ["n0"]).rank == 0
 
 
+def test_a_file_that_is_written_again_does_not_tell_of_its_first_time(tmp_path: Path) -> None:
+    reference = RunDir(tmp_path / "reference")
+    write_rows(reference, 0, range(1, STEPS + 1))
+    (reference.path / "ckpt.pt").write_bytes(b"x")
+    os.utime(reference.path / "ckpt.pt", (1e9 + STEPS - 0.5,) * 2)  # after step 39
+    plan = plan_of(tmp_path, "command.checkpoints={run}/ckpt.pt").with_reference(reference)
+    assert STEPS // 2 < plan.fault("worker", ["n0"]).at_step < STEPS
+
+
 def test_a_reference_without_steps_says_what_is_missing(tmp_path: Path) -> None:
     reference = RunDir(tmp_path / "reference")
     save_attempt(reference, nodes=("n0",))
