@@ -24,7 +24,7 @@ _PARTITION = "Slurm partition.  [default: the profile's, else Slurm's]"
 # Units of the values of a node's checks.
 _UNITS = dict.fromkeys(("memory", "node-local disk"), " GB") | {"all-reduce": " GB/s"}
 _UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
-_UNITS |= {"shared memory": " GB", "temperature": " °C", "clocks": " MHz", "GPU memory": " MiB"}
+_UNITS |= {"shared memory": " GB", "temperature": " °C", "GPU memory": " MiB"}
 
 
 @commands.grouped(common="cluster nodes bandwidth set local json")
