@@ -301,12 +301,14 @@ def _list_trainers(run: RunDir, command: CommandConfig, verifying: bool, as_json
     from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
     from slurmllm.train.checkpoint.verification import FULL_S, verify_checkpoint
 
-    passed_over = [entry for a in load_attempts(run, "train")[-1:] for entry in a.passed_over]
-    recorded_faults = {entry.path: [entry.reason] for entry in passed_over}
+    attempts = load_attempts(run, "train")[-1:]
+    passed_over = {entry.path: entry.reason for a in attempts for entry in a.passed_over}
     rows = []
     for entry in list_trainer_checkpoints(run, command):
         path, unverified = str(entry.path), list[str]()
-        faults = recorded_faults.get(path, [])
+        # What has been written since is another checkpoint.
+        is_older = any(entry.changed_at <= attempt.started_at for attempt in attempts)
+        faults = [passed_over[path]] if is_older and path in passed_over else []
         if verifying:
             verified = verify_checkpoint(entry.path, time.monotonic() + FULL_S, full=True)
             faults, unverified = [*verified.faults], [*verified.unverified]
