@@ -319,8 +319,8 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     hang = HangRecord.find(folder.hang) if record.ending in (None, "hang") else None
     if hang and (not first or first.time >= hang.found_at):
         locations = read_locations(folder)
-        rank = next(iter((*outliers(locations), *hang.behind)), None)
-        hang_facts = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
+        rank = next(iter((*hang.missing, *outliers(locations), *hang.behind)), None)
+        hang_facts = [*hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)], *hang.collectives]
         if rank in locations:
             hang_facts.append(f"its stack: rank {rank}: {locations[rank].text}")
             rank = locations[rank].worker

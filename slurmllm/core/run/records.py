@@ -406,6 +406,10 @@ class HangRecord(Record):
     behind: tuple[int, ...] = ()  # ranks; empty if all are equal
     unresponsive_nodes: NodeNames = ()  # the nodes whose launchers stopped responding
     suspects: NodeNames = ()  # nodes blamed for the hang
+    # From the end of the attempt on: the operations in which ranks wait, and the ranks that have
+    # not joined them, by torch's Flight Recorder and NCCL's RAS.
+    collectives: Lines = ()
+    missing: tuple[int, ...] = ()
 
 
 class SlowRank(Record):

@@ -119,6 +119,7 @@ class AttemptDir:
     record = FixedPath("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
     hang = FixedPath("hang.json")  # launchers then dump stacks (`HangRecord`)
     slow_ranks = FixedPath("slow_ranks.json")  # slower than others (`SlowRanksRecord`)
+    ras = FixedPath("collectives/ras.txt")  # what NCCL reported of an attempt that hung
     # By the name of a node:
     node = PathOf[str]("nodes/{}.json")  # its launcher and its workers (`NodeRecord`)
     health = PathOf[str]("health/{}.json")  # its preflight checks (`NodeHealth`)
@@ -126,6 +127,7 @@ class AttemptDir:
     # By rank:
     failure = PathOf[int]("failures/rank_{:05d}.json")  # why a worker failed (`FailureRecord`)
     stacks = PathOf[int]("stacks/rank_{:05d}.txt")  # Python stacks of an attempt that hung
+    collectives = PathOf[int]("collectives/rank_{:05d}")  # dumps of torch's Flight Recorder
     worker = PathOf[int]("workers/rank_{:05d}.json")  # of a node's first one (`WorkerRecord`)
 
     @property

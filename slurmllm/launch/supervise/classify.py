@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from slurmllm.core.errors import (
@@ -38,6 +38,7 @@ from slurmllm.core.run.records import (
     NodeRecord,
     NodeRecords,
 )
+from slurmllm.launch.supervise.stacks import ranks_text
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -50,6 +51,8 @@ KILLED = "killed"  # error of a process that its launcher saw end by a signal
 _LOST_CHILD = re.compile(
     r"killed by signal(?: 9|: Killed)|exited unexpectedly|BrokenProcessPool|abruptly"
 )
+# Of one that got the SIGTERM of Slurm before its worker did
+STOPPED_CHILD = re.compile(r"killed by signal(?: 15\b|: Terminated)")
 _SET_UP = re.compile(r": cluster\.setup: line |^slurmllm: line |execve\(|python[\d.]*: No module")
 _NO_GPU = re.compile(
     r"No (?:CUDA|HIP) GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
@@ -98,6 +101,7 @@ class Evidence:
     uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
     hang: HangRecord | None = None  # found by the watchdog
     stacks: Sequence[str] = ()  # locations of the workers of a hang, one line each
+    collectives: Lines = ()  # in which ranks wait, if they recorded it
     # Rank → last lines of the log, for workers that failed without a record.
     log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     superseded_by: int | None = None
@@ -157,7 +161,10 @@ class FailedWorker(NamedTuple):
 
 def classify(evidence: Evidence) -> Ending:
     """Classify the ending; the first matching row of the table wins."""
-    return next(ending for ending in _rows(evidence) if ending is not None)
+    ending = next(ending for ending in _rows(evidence) if ending is not None)
+    if ending.ending == "node_failure":  # such as a time-out of a collective
+        return replace(ending, evidence=(*ending.evidence, *evidence.collectives))
+    return ending
 
 
 def _rows(evidence: Evidence) -> _Rows:
@@ -313,7 +320,12 @@ def _hang(evidence: Evidence) -> Ending | None:
         return None
     if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
         return None
-    lines = (*hang_text(hang), *_left_early(evidence), *evidence.stacks)
+    lines = (
+        *hang_text(hang),
+        *evidence.collectives,
+        *_left_early(evidence),
+        *evidence.stacks,
+    )
     return Ending("hang", lines, hang.suspects)
 
 
@@ -367,8 +379,7 @@ def hang_text(hang: HangRecord) -> list[str]:
     if hang.unresponsive_nodes:
         lines.append(f"{', '.join(hang.unresponsive_nodes)} stopped responding")
     if hang.behind:
-        ranks = ", ".join(map(str, hang.behind[:8])) + (" …" if len(hang.behind) > 8 else "")
-        lines.append(f"behind the others: rank {ranks}")
+        lines.append(f"behind the others: {ranks_text(hang.behind)}")
     return lines
 
 
@@ -383,6 +394,10 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     if first.error == KILLED:
         return _by_signal(first.origin, first.exit_code, first.node, evidence)
     reason: Lines = (_reason(first),)
+    by_slurm = _by_slurm(evidence)
+    if STOPPED_CHILD.search(first.message) and (evidence.stop_signal or by_slurm):
+        name = evidence.stop_signal or "SIGTERM"
+        return Ending("advance_signal", (*by_slurm, f"{name}: ended a data worker first", *reason))
     if first.blame == "user" or _matches(first, "limit"):
         return Ending("bad_configuration", reason)
     if evidence.no_gpu and _NO_GPU.search(first.message):

@@ -21,10 +21,11 @@ from slurmllm.core.run.safe_files import read_tail, write_error
 from slurmllm.core.slurm.client import to_unix
 from slurmllm.core.slurm.error_texts import Processes, launch_failure
 from slurmllm.launch.graphs.archive import faults
-from slurmllm.launch.supervise import attempts, stacks
+from slurmllm.launch.supervise import attempts, collectives, stacks
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempt_monitor import Observations
 from slurmllm.launch.supervise.classify import (
+    STOPPED_CHILD,
     Evidence,
     TrainerExit,
     reported_all,
@@ -55,23 +56,18 @@ def gather_evidence(
         if time.monotonic() >= deadline:
             break
         time.sleep(0.2)
-    out_of_memory, down_nodes = False, dict[str, str]()
-    if isinstance(allocation, SlurmAllocation):
-        rows = allocation.client.accounting(allocation.job_id)
-        out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
-        with suppress(SlurmError):
-            if stop_signal and to_unix(allocation.client.batch_job(allocation.job_id).preempt_time):
-                slurm_state = "PREEMPTED"
-        with suppress(SlurmError):
-            states = allocation.client.node_states()
-            failed = slurm_failed(allocation, states)
-            down_nodes = {name: "" for name in record.nodes if name in failed}
-            for node in allocation.client.partition_nodes() if down_nodes else ():
-                down_nodes |= {node.name: node.reason} if node.name in down_nodes else {}
+    # Data workers may get the signal of a preemption before the supervisor.
+    may_be_preempted = stop_signal or any(STOPPED_CHILD.search(f.message) for f in failures)
+    slurm_state, out_of_memory, down_nodes = _by_slurm(
+        record, allocation, slurm_state, bool(may_be_preempted)
+    )
     hang, lines = observed.hang, Lines()
+    files = record.files(run)
+    blocked = collectives.read_blocked(files, record.world_size)
     if hang is not None:
-        hang, lines = _with_stacks(run, record, hang, nodes)
-    folder = record.files(run).path
+        hang, lines = _with_stacks(run, record, hang, nodes, blocked)
+        with suppress(StorageError):
+            hang.save(files.hang)
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     command = None if config is None else config.recipe.command
@@ -87,9 +83,10 @@ def gather_evidence(
         uncompiled=_uncompiled(run) if record.stage == "precompile" else (),
         hang=hang,
         stacks=lines,
+        collectives=blocked.lines,
         log_tails=dict(zip(ranks, tails, strict=True)),
         superseded_by=observed.superseded_by,
-        unwritable=observed.unwritable or write_error(folder),
+        unwritable=observed.unwritable or write_error(files.path),
         # srun's own lines are in the stage's log, which rank 0 shares.
         launch=launch_failure(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
@@ -98,6 +95,28 @@ def gather_evidence(
         trainer=TrainerExit() if command is None else _trainer_exit(run, record, command, nodes),
         no_gpu="" if config is None else _no_gpu(config),
     )
+
+
+def _by_slurm(
+    record: AttemptRecord, allocation: Allocation, state: str, may_be_preempted: bool
+) -> tuple[str, bool, dict[str, str]]:
+    """Return the job's state, whether it ran out of memory, and the nodes that are down."""
+    out_of_memory, down_nodes = False, dict[str, str]()
+    if isinstance(allocation, SlurmAllocation):
+        rows = allocation.client.accounting(allocation.job_id)
+        out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
+        with suppress(SlurmError):
+            if may_be_preempted and to_unix(
+                allocation.client.batch_job(allocation.job_id).preempt_time
+            ):
+                state = "PREEMPTED"
+        with suppress(SlurmError):
+            states = allocation.client.node_states()
+            failed = slurm_failed(allocation, states)
+            down_nodes = {name: "" for name in record.nodes if name in failed}
+            for node in allocation.client.partition_nodes() if down_nodes else ():
+                down_nodes |= {node.name: node.reason} if node.name in down_nodes else {}
+    return state, out_of_memory, down_nodes
 
 
 def _peers(record: AttemptRecord) -> set[str]:
@@ -175,20 +194,26 @@ def _logged_steps(path: Path) -> list[int]:
 
 
 def _with_stacks(
-    run: RunDir, record: AttemptRecord, hang: HangRecord, nodes: NodeRecords
+    run: RunDir,
+    record: AttemptRecord,
+    hang: HangRecord,
+    nodes: NodeRecords,
+    blocked: collectives.Blocked,
 ) -> tuple[HangRecord, Lines]:
-    """Add what the stacks show: without suspects by phase, those of the outliers are suspect."""
+    """Add what ranks wait for; suspect are nodes behind by phase, else by collective or stack."""
     locations = stacks.read_locations(record.files(run))
+    hang = hang.model_copy(update={"collectives": blocked.lines, "missing": blocked.ranks})
     # A launcher that could not even end its workers was frozen itself.
     frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
     if not hang.unresponsive_nodes and 0 < len(frozen) < len(record.nodes):
         hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
     if not hang.suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
-        workers = (locations[rank].worker for rank in stacks.outliers(locations))
+        ranks = blocked.ranks or stacks.outliers(locations)
+        workers = (locations[rank].worker if rank in locations else rank for rank in ranks)
         suspects = (node_of[worker] for worker in workers if worker in node_of)
         hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(suspects))})
-    return hang, stacks.stack_lines(locations)
+    return hang, stacks.stack_lines(locations, blocked.ranks)
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:

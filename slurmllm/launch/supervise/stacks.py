@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from slurmllm.core.format import format_names
 from slurmllm.core.run.rundir import AttemptDir, read_all
 from slurmllm.core.run.safe_files import read_limited
 
@@ -38,6 +39,7 @@ _STATE = re.compile(
 )
 # Channels of the kernel in which a process usually waits for its peers
 _FOR_PEERS = re.compile(r"futex|poll|ep_|do_epoll|sk_wait|wait_woken|unix_stream|inet_|tcp_")
+_PROCESS = re.compile(r"^process \d+, ")
 _COMPUTING = "computing"
 _IN_PYTHON = "Python"
 
@@ -120,12 +122,33 @@ def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
     return tuple(sorted(ranks)) if len(ranks) < len(locations) else ()
 
 
-def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
-    """Return a line for each outlier; without outliers, for the most common locations."""
-    if ranks := outliers(locations):
-        return tuple(f"rank {rank}: {locations[rank].text}" for rank in ranks[:4])
-    texts = Counter(location.text for location in locations.values()).most_common(2)
-    return tuple(f"{count} of {len(locations)} workers: {text}" for text, count in texts)
+def stack_lines(
+    locations: Mapping[int, StackLocation], missing: Sequence[int] = ()
+) -> tuple[str, ...]:
+    """Return lines for the outliers and one for the others; else for the most common locations.
+
+    The ranks that are `missing` in a collective come in place of outliers.
+    """
+    ranks = [rank for rank in missing if rank in locations] or outliers(locations)
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        alike[_PROCESS.sub("", locations[rank].text)].append(rank)
+    lines = [
+        f"{ranks_text(group)}: {locations[group[0]].text if len(group) == 1 else text}"
+        for text, group in alike.items()
+    ]
+    other_locations = [location for rank, location in locations.items() if rank not in ranks]
+    texts = Counter(_PROCESS.sub("", location.text) for location in other_locations).most_common(2)
+    noun = ("other", "others") if lines else ("worker", "workers")
+    total = "" if lines and len(texts) == 1 else f" of {len(other_locations)}"
+    unit = noun[len(other_locations) > 1]
+    return (*lines[:4], *(f"{count}{total} {unit}: {text}" for text, count in texts))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 7`."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {format_names([str(rank) for rank in ranks])}"
 
 
 def inspect_process(pid: int, by_spy: bool = True) -> str:

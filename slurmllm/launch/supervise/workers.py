@@ -37,6 +37,7 @@ from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.graphs.reuse import sharing, threads_of
 from slurmllm.launch.supervise.classify import is_echo
+from slurmllm.launch.supervise.collectives import query_ras
 from slurmllm.launch.supervise.rank_logs import RankLogs
 from slurmllm.launch.supervise.watchdog import Heartbeats
 from slurmllm.plan.mesh import Mesh, load_mesh
@@ -144,7 +145,8 @@ class Workers:
 
     def start(self) -> None:
         per_node = self.config.workers_per_node
-        self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
+        cuda = self.config.cluster.device == "cuda"
+        self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog, cuda)
         self.start_services(self.heartbeats, per_node)
         mesh = load_mesh(self.run.plan)
         for local_rank in range(per_node):
@@ -303,6 +305,9 @@ class Workers:
             # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
             superseded = self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
         if hang_found:
+            if self.node_rank == 0:
+                query_ras(self.attempt, os.environ.get("NCCL_RAS_ADDR"))
+            self.heartbeats.collect_dumps(self.record.started_at)
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
             folder = self.attempt.stacks(0).parent
@@ -359,6 +364,9 @@ class Workers:
                 raise
             failed = self.wait()
             self.record_failures()
+            if failed and self.watched and self.heartbeats is not None:
+                # Of a time-out, unless they are those of a hang that was found first.
+                self.heartbeats.collect_dumps(self.record.started_at, on_request=False)
             self.save_with_retries()
         finally:
             if self.relay is not None:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distr
 from torch.distributed import distributed_c10d
 
 from slurmllm.core.errors import NodeError
+from slurmllm.train.backends.flight_recorder import answer_requests
 from slurmllm.train.control.rendezvous import listen, own_secret
 from slurmllm.train.model.private_names import SIGNED_OBJECTS
 
@@ -60,6 +61,7 @@ def init_process_group(
         if backend != "nccl":
             store = SignedStore(store, secret)
     _stores[:] = [store]
+    answer_requests(rank)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
     )

@@ -43,12 +43,17 @@ CHECKPOINT_INDEX = PrivateNames(
     ("_StorageInfo",),
     "slurmllm reads the native checkpoints that it writes, and torch itself does not",
 )
+FLIGHT_RECORDER = PrivateNames(
+    "torch._C._distributed_c10d",
+    ("_dump_fr_trace",),
+    "a hang of CPUs does not name the collective in which they wait",
+)
 TASK_FUNCTIONS = PrivateNames(
     "lm_eval.tasks._yaml_loader",
     ("_mk_function_ctor",),
     "tasks that come neither with lm_eval nor with slurmllm need --allow-code-execution",
 )
-FEATURES = (SIGNED_OBJECTS, CHECKPOINT_INDEX, TASK_FUNCTIONS)
+FEATURES = (SIGNED_OBJECTS, CHECKPOINT_INDEX, FLIGHT_RECORDER, TASK_FUNCTIONS)
 
 
 def missing_names() -> list[str]:

@@ -89,6 +89,14 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
         "hung, and finished after all": row("2", both(0, 0), hang=HANG),
     },
     "advance_signal": {
+        "a preemption's SIGTERM ends a data worker first": row(
+            "ended a data worker first",
+            both(1, 1),
+            failure(
+                0, "RuntimeError", "DataLoader worker (pid 4) is killed by signal: Terminated."
+            ),
+            slurm_state="PREEMPTED",
+        ),
         "signal sent to the step alone": row("a stop signal", both(75, 75)),
         "saved and left": row("SIGUSR1", both(75, 75), stop_signal="SIGUSR1"),
         "ended at the deadline": row(

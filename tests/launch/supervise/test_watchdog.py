@@ -305,6 +305,8 @@ def test_outliers() -> None:
     assert outliers(places) == (1,)
     assert stack_lines(places) == (
         "rank 1: readinto (python3.11/socket.py:706) from next_batch (data/stream.py:70)",
+        "2 others: all_gather_object (distributed/distributed_c10d.py:3000) from gather "
+        "(native/runtime.py:70)",
     )
     for texts, expected in (((WAITS, SPIED), (1,)), ((READS, READS), ()), ((WAITS,), ()), ((), ())):
         assert outliers(dict(enumerate(map(stack_location, texts)))) == expected
@@ -316,6 +318,7 @@ def test_outliers() -> None:
 SLEEPS = "process 7, python: state S (sleeping), waits in hrtimer_nanosleep\n"
 POLLS = "process 7, python: state S (sleeping), waits in poll_schedule_timeout.constprop.0\n"
 LOCKED = "process 7, python: state S (sleeping), waits in futex_do_wait\n"
+STOPPED = "process 9, pt_data_worker: no answer; state T (stopped), waits in do_signal_stop\n"
 SPINS = "process 7, python: state R (running), waits in 0\n"
 READS_DISK = "process 7, python: state D (disk sleep), waits in folio_wait_bit\n"
 PIPED = "process 6, bash: state S (sleeping), waits in do_wait\n"
@@ -342,8 +345,11 @@ ASLEEP = f"{SLEEPS}Thread 7 (idle)\n    fault (mini.py:35)\n    <module> (mini.p
         ((LOCKED, LOCKED, SPINS), (2,), "rank 2: process 7, python: state R (running)"),
         ((SPINS, SPINS, LOCKED), (2,), "rank 2"),  # NCCL waits by computing
         ((SLEEPS, SLEEPS, POLLS), (2,), "rank 2"),
-        ((LOCKED, SPINS), (), "1 of 2 workers: process 7, python: state S"),
-        ((SLEEPS, SLEEPS), (), "2 of 2 workers: process 7, python: state S"),
+        ((LOCKED, LOCKED, LOCKED, SLEEPS, SLEEPS), (3, 4), "ranks 3, 4: python: state S"),
+        ((POLLS + STOPPED, POLLS, POLLS), (0,), "rank 0: process 9, pt_data_worker: no answer; "),
+        ((STOPPED, STOPPED), (), "2 of 2 workers: pt_data_worker: no answer; state T"),
+        ((LOCKED, SPINS), (), "1 of 2 workers: python: state S"),
+        ((SLEEPS, SLEEPS), (), "2 of 2 workers: python: state S"),
         ((IN_BACKWARD, IN_LOADER), (1,), "rank 1: next_batch (loader.py:23)"),
         ((IN_RECEIVE, ASLEEP), (1,), "rank 1: fault (mini.py:35)"),
         ((IN_RECEIVE, IN_RECEIVE), (), "2 of 2 workers: receive (mini.py:56)"),
@@ -355,6 +361,8 @@ def test_the_rank_that_waits_for_something_else_is_named(
     locations = dict(enumerate(map(stack_location, dumps)))
     assert outliers(locations) == ranks
     assert stack_lines(locations)[0].startswith(line)
+    others = [int(text.split()[0]) for text in stack_lines(locations) if " other" in text]
+    assert sum(others) == (len(dumps) - len(ranks) if ranks else 0)
 
 
 def test_the_ranks_that_a_worker_starts_are_told_apart(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Dumps of torch's Flight Recorder on request, for groups without NCCL.
+
+NCCL's monitor answers its launcher's requests itself, with a pipe that takes the place of this one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from slurmllm.core.run.flight_recorder import dump_prefixes
+from slurmllm.core.run.safe_files import write_whole
+from slurmllm.train.model.private_names import FLIGHT_RECORDER
+
+
+def answer_requests(rank: int) -> None:
+    """Have a thread dump what was recorded whenever something is written to this rank's pipe."""
+    pipe, dump = dump_prefixes(os.environ)
+    if not pipe or not dump or FLIGHT_RECORDER.missing():
+        return
+    path = Path(f"{pipe}{rank}.pipe")
+    with suppress(OSError):  # a file system without pipes: no reason to end the training
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+        # Also for writing: it is open at any time, and never ends.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        arguments = (descriptor, Path(f"{dump}{rank}"))
+        threading.Thread(
+            target=_answer, args=arguments, name="flight recorder", daemon=True
+        ).start()
+
+
+def _answer(descriptor: int, path: Path) -> None:
+    (dump_trace,) = FLIGHT_RECORDER.get()
+    while os.read(descriptor, 64):
+        with suppress(OSError):
+            write_whole(path, dump_trace(), 0o600, durable=False)
