@@ -42,7 +42,7 @@ _RAS_S = 4.0  # for peers to answer NCCL, which adds up to five
 _RAS_BYTES = 1 << 20
 _MAX_LINES = 4
 _ANALYZER = "torch.distributed.flight_recorder.fr_trace"
-_ANALYZER_S = 120.0
+_ANALYZER_S = 300.0  # it imports torch
 # Of RAS's report: what follows the headings (NCCL 2.24 to 2.31, src/ras/client_support.cc)
 _RAS_PROBLEMS = re.compile(r"^(?:Errors|Warnings)\n=+\n(.*?)(?=^\w+\n=+\n|\Z)", re.M | re.S)
 
