@@ -83,6 +83,30 @@ def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
     ctx.exit(code)
 
 
+@click.command("evaluate-checkpoint", hidden=True)
+@_RUN
+@click.argument("step", type=int, required=False)
+def evaluate_checkpoint(run: Path, step: int | None) -> None:
+    """Evaluate a checkpoint of RUN, or without STEP see that all are (called by the supervisor)."""
+    from slurmllm.analysis.evaluate import beside
+    from slurmllm.cli.track import stop_event
+    from slurmllm.core.config.load import load
+    from slurmllm.core.log import setup_logging
+    from slurmllm.core.run.records import JobsRecord
+    from slurmllm.core.run.rundir import RunDir
+    from slurmllm.core.slurm.client import SlurmClient
+
+    setup_logging()
+    directory = RunDir(run)
+    config = load(directory.config, trusted=True)
+    if step is not None:
+        beside.evaluate_checkpoint(directory, config, step)
+        return
+    stop = stop_event("SIGTERM")
+    client = None if JobsRecord.last_of(directory).local else SlurmClient()
+    beside.Evaluator(directory, config, client).watch(stop.is_set, stop.wait)
+
+
 @click.command("check-node", hidden=True)
 @click.option("--profile", required=True, help="The cluster profile, as JSON.")
 @click.option("--backend", required=True)

@@ -38,6 +38,7 @@ _VERBS = (
 )
 # Called on the nodes; they write logs.
 _HIDDEN = ["supervise", "launch", "worker", "check-node", "allreduce"]
+_HIDDEN += ["evaluate-checkpoint"]
 # The modules that have another name than their verb.
 _MODULES = dict.fromkeys(_HIDDEN, "hidden")
 _MODULES |= {"doctor": "diagnose", "health": "diagnose", "delete": "cancel", "resume": "submit"}

@@ -228,6 +228,10 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
         yield "graphs", f"not used on {format_names(nodes, _SHOWN)}: {reason}"
     if state.attempts and (added := state.attempts[-1].new_graphs):
         yield "new graphs", f"{len(added)} by the last attempt: {format_names(added, _SHOWN)}"
+    evaluations = [record for record in details.evaluations if record.state != "skipped"]
+    for record in evaluations[-_SHOWN:]:
+        error = f": {record.error}" if record.error else ""
+        yield "evaluation", f"step {record.step} {record.state}{error}"
     for exclusion in details.excluded:
         until = format_time(exclusion.until)
         yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"

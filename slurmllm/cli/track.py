@@ -61,7 +61,7 @@ def sync(
         raise UserError(f"{run_dir.name} has no trackers; name one with --to wandb or --to mlflow")
     setup_logging()
     if supervised:
-        stop = _stop_event("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+        stop = stop_event("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
     client, logged = SlurmClient(), set[str]()
@@ -116,15 +116,15 @@ def prometheus(run: str, supervised: bool, runs_dir: Path) -> None:
         click.echo(Page(run_dir, config).render(state), nl=False)
         return
     setup_logging()
-    stop = _stop_event("SIGTERM", "SIGINT")
-    for name in ("SIGUSR1", "SIGUSR2"):  # for the training, which then saves
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    stop = stop_event("SIGTERM", "SIGINT")
     export(run_dir, config, lambda: supervised_state(run_dir), stop.is_set, stop.wait)
 
 
-def _stop_event(*names: str) -> threading.Event:
-    """Return an event that these signals set."""
+def stop_event(*names: str) -> threading.Event:
+    """Return an event that these signals set; those for the training are ignored."""
     stop = threading.Event()
+    for name in ("SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     for name in names:
         signal.signal(getattr(signal, name), lambda *_: stop.set())
     return stop

@@ -150,6 +150,7 @@ def make_plan(
         f"checkpoint.every_steps={every}",
         "checkpoint.replica=null",  # the folder is the run's own
         "slurm.drain=false",  # the node of an injected fault is healthy
+        "evaluate=null",
     ]
     if optim.decay_start is not None and optim.decay_start >= total:
         values += ["optim.decay=constant", "optim.decay_start=null"]
@@ -176,7 +177,7 @@ def _plan_trainer(plan: DrillPlan, command: CommandConfig, steps: int | None) ->
     kinds = tuple(k for k in plan.kinds if k != "save" or command.checkpoints is not None)
     if not kinds:
         raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
-    config = change(plan.config, None, ["slurm.drain=false"])
+    config = change(plan.config, None, ["slurm.drain=false", "evaluate=null"])
     is_limited = steps not in (None, limit_steps)
     return replace(
         plan, config=config, kinds=kinds, steps=steps or limit_steps or 0, is_limited=is_limited

@@ -431,7 +431,7 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
         data = []
         for facts in runs:
             for table in facts.scores:
-                if table.suite != suite or len(table.tokens) < 2:
+                if table.suite != suite or len({*table.tokens.values()}) < 2:
                     continue
                 # Losses are on another scale.
                 for row in (row for row in table.rows if row.group != HELD_OUT):

@@ -19,7 +19,11 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import StorageError
 from slurmllm.core.format import Json, Texts
 from slurmllm.core.metrics.row_reader import last_evaluation, perplexity
-from slurmllm.core.run.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.core.run.artifact_records import (
+    CheckpointEvaluation,
+    GraphManifest,
+    MicroBatchRecord,
+)
 from slurmllm.core.run.error_patterns import cause_line
 from slurmllm.core.run.records import (
     AttemptRecord,
@@ -67,6 +71,7 @@ from slurmllm.launch.supervise.watchdog import (
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, unmatched_checkpoints
+from slurmllm.train.checkpoint.holds import read_evaluations
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,7 @@ class Details:
     # ranks of a running attempt that are slower than others; None if they cannot be compared
     slow_ranks: tuple[SlowRank, ...] | None
     evaluation: Event | None  # the newest one; None without one
+    evaluations: tuple[CheckpointEvaluation, ...]  # of checkpoints, beside training
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
     core_files: dict[str, int]  # core file of a killed process in the run's directory → bytes
     trial: bool  # whether the run reads the built-in texts in place of its recipe's data
@@ -191,6 +197,7 @@ def read_details(
         workers=progress,
         slow_ranks=_slow_ranks(run, attempts[-1]) if running else None,
         evaluation=last_evaluation(run) if evaluates else None,
+        evaluations=tuple(read_evaluations(run)),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from slurmllm.analysis.evaluate.scores import read_scores
 from slurmllm.core.config.recipe import TrackerName
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.trackers import missing_for_trackers, tracking_uri
@@ -48,6 +50,7 @@ class TrackerRecord(Record):
     run_id: str = ""  # by which the tracker resumes it; empty until the tracker has made it
     url: str = ""  # of the tracker's page
     last_step: int = -1  # newest step that was sent
+    scores: tuple[str, ...] = ()  # scores of checkpoints that were sent
 
 
 class Session:
@@ -76,6 +79,16 @@ class Session:
             self._save(last_step=int(curve.steps[batch[-1]]))
             self.steps_sent += len(batch)
 
+    def send_scores(self) -> None:
+        """Send new scores of checkpoints, which come after their steps."""
+        for key, scored in read_scores(self._run)[0] if self._tracker else ():
+            name = f"{scored.checkpoint:.16}/{key}"
+            if self._tracker and name not in self.record.scores:
+                tags = {_score_tag(scored.task, m): value for m, value in scored.scores.items()}
+                values = StepValues(scored.step, scored.evaluated_at, tags)
+                self._tracker.log_scores(values, max(self.record.last_step, 0))
+                self._save(scores=(*self.record.scores, name))
+
     def close(self, state: State) -> None:
         """Wait until the tracker has everything."""
         if self._tracker:
@@ -95,6 +108,11 @@ class Session:
     def _save(self, **fields: Any) -> None:
         self.record = self.record.model_copy(update=fields)
         self.record.save(self._path)
+
+
+def _score_tag(task: str, metric: str) -> str:
+    """Return the tag of a score, of the characters that MLflow takes."""
+    return re.sub(r"[^\w./: -]", "_", f"evaluate/{task}/{metric}")
 
 
 def step_values(curve: Curve, row: int) -> StepValues:
@@ -193,6 +211,7 @@ def sync(
                 try:
                     if curve:
                         session.send(curve, last)
+                        session.send_scores()
                     if last:
                         session.close(state_of(run))
                 except Exception as error:  # of the packages and of all that they use
@@ -264,6 +283,10 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, steps: Sequence[StepValues]) -> None: ...
 
+    def log_scores(self, scores: StepValues, newest: int) -> None:
+        """Log scores of an earlier step than `newest`, which was logged last."""
+        self.log([scores])
+
     @abstractmethod
     def close(self, state: State) -> None: ...
 
@@ -309,6 +332,11 @@ class Wandb(Tracker):
     def log(self, steps: Sequence[StepValues]) -> None:
         for step in steps:
             self._run.log({**step.values, "time": step.time}, step=step.step)
+
+    def log_scores(self, scores: StepValues, newest: int) -> None:
+        # It takes no value of an earlier step: the scores have an axis of their own.
+        self._run.define_metric("evaluate/*", step_metric="evaluate/step")
+        self._run.log({**scores.values, "evaluate/step": scores.step}, step=newest)
 
     def close(self, state: State) -> None:
         self._run.finish(exit_code=1 if state == "failed" else 0)

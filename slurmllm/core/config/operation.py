@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     WithJsonSchema,
+    model_validator,
 )
 
 from slurmllm.core.config.directives import check_options
@@ -186,6 +187,28 @@ class NotifyConfig(Section):
     on: ListOf[NotifyEvent] = get_args(NotifyEvent)
     """Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
     divergence, or the end of the run; a rank that is slower than the others."""
+
+
+class EvaluateConfig(Section):
+    """Evaluations of checkpoints while the run trains, each in a job of its own."""
+
+    suite: Annotated[str, Field(pattern=r"^([A-Za-z0-9_-]+|/[^\x00\r\n]*)$")] | None = None
+    """Suite of `slurmllm evaluate`: a shipped one, or a file by its absolute path."""
+    command: Annotated[str, Field(pattern=r"\S")] | None = None
+    """In place of a suite: a command line for bash, in which {checkpoint}, {step} and {run} are
+    filled in. The last line of its output that is a JSON object of numbers has the scores."""
+    every: PositiveInt = 1
+    """Evaluate every Nth checkpoint, and that of the last step."""
+    time: SlurmTime = "4:00:00"
+    """Time limit of a job; other options of sbatch are slurm.directives.evaluate."""
+    hold_hours: NonNegativeFloat = 24.0
+    """Hours for which a checkpoint is not removed before it has been evaluated."""
+
+    @model_validator(mode="after")
+    def _has_one_evaluator(self) -> EvaluateConfig:
+        if (self.suite is None) == (self.command is None):
+            raise ValueError("needs a suite or a command, and not both")
+        return self
 
 
 _VALUES = ["string", "number", "boolean", "array", "null"]

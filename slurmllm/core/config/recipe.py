@@ -23,6 +23,7 @@ from slurmllm.core.config.families import BUILT_IN, FAMILIES, Activation, Family
 from slurmllm.core.config.operation import (
     CheckpointConfig,
     EnvName,
+    EvaluateConfig,
     GuardConfig,
     ListOf,
     NonNegativeFloat,
@@ -379,6 +380,7 @@ class Recipe(Section):
     slurm: SlurmConfig = SlurmConfig()
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
     """Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic."""
+    evaluate: EvaluateConfig | None = None
     trackers: ListOf[TrackerName] = ()
     """Trackers that get the run's metrics: wandb, mlflow; project and server in the profile."""
     env: dict[EnvName, str] = Field(default_factory=dict)

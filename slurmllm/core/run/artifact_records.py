@@ -198,6 +198,24 @@ class ImportedModel(Record):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
+class CheckpointEvaluation(Record):
+    """`evaluating/step_XXXXXXXX.json`: an evaluation beside training, by `evaluate` of the recipe.
+
+    Of the supervisor's child until the job starts, then of the job.
+    """
+
+    step: int
+    path: str  # the checkpoint
+    saved_at: float  # Unix time, s; another checkpoint of the step has another one
+    state: Literal["skipped", "due", "submitted", "done", "failed"]
+    refusals: int = 0  # of sbatch
+    error: str = ""  # why it is not submitted, or failed
+
+    @property
+    def settled(self) -> bool:
+        return self.state in ("skipped", "done", "failed")
+
+
 class EvaluationRecord(Record):
     """`evaluations/<checkpoint>/<task>.json`: the scores of a checkpoint in one task."""
 

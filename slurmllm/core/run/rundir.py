@@ -166,6 +166,7 @@ class RunDir:
     report = FixedPath("reports/report.html")  # as `slurmllm report` names it
     trackers = FixedPath("trackers")  # the records of trackers, W&B's own files
     track_log = FixedPath("logs/track.log")  # of the process that sends to trackers
+    evaluator_log = FixedPath("logs/evaluator.log")  # of the process that has them evaluated
     exporter_log = FixedPath("logs/prometheus.log")  # of the process that Prometheus reads
     script = PathOf[Stage]("scripts/{}.sbatch")  # of a stage, as submitted
     stage_log = PathOf[Stage]("logs/{}.log")  # batch script and rank 0, of all attempts
@@ -178,6 +179,8 @@ class RunDir:
     evaluation_suite = PathOf[str]("evaluations/suites/{}.yaml")  # the user's (`Suite`)
     # Scores of a checkpoint, by its checksum, in a task (`EvaluationRecord`)
     evaluation = PathOf[str, str]("evaluations/{:.16}/{}.json")
+    # By step: evaluations beside training (`CheckpointEvaluation`)
+    evaluating = PathOf[int]("evaluating/step_{:08d}.json")
     # By name and attempt: a plugin's output, JSON lines (`HookContext.write`)
     hook_rows = PathOf[str, int]("hooks/{}/attempt_{:03d}.jsonl")
     # By attempt and rank: the profiler's trace, in Chrome's format; CUDA's memory snapshot

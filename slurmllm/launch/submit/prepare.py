@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from slurmllm.core.config.load import save
+from slurmllm.core.config.profiles import shipped_dir
 from slurmllm.core.config.resolve import RunConfig, Settings
 from slurmllm.core.config.token_file import read_token
 from slurmllm.core.errors import ConfigError, StorageError, UserError
@@ -483,6 +484,13 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         from slurmllm.core.config.trackers import missing_for_trackers
 
         faults += missing_for_trackers(config, config.recipe.trackers)
+    suite = config.recipe.evaluate and config.recipe.evaluate.suite
+    file = f"{suite}{'' if '/' in str(suite) else '.yaml'}"
+    if suite and config.recipe.command is not None:
+        faults.append("evaluate.suite: reads slurmllm's own checkpoints; set evaluate.command")
+    # An absolute path replaces the folder of the shipped ones.
+    elif suite and not (shipped_dir() / "configs" / "evaluation" / file).is_file():
+        faults.append(f"evaluate.suite: {suite} is neither a shipped suite nor a file")
     try:
         read_token(config)
     except ConfigError as error:

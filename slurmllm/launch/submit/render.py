@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from slurmllm import __version__
 from slurmllm.core.config.directives import as_arguments, quoted
@@ -20,7 +22,12 @@ from slurmllm.core.plugins import split_prefix
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, root_of
 from slurmllm.core.run.safe_files import login_name
 from slurmllm.core.slurm.client import SlurmClient
-from slurmllm.core.slurm.container import CONTAINER, CONTAINER_PYTHON, container_arguments
+from slurmllm.core.slurm.container import (
+    CONTAINER,
+    CONTAINER_PYTHON,
+    behind_prefix,
+    container_arguments,
+)
 from slurmllm.core.slurm.limits import DEVICES, LimitCheck, check_limits, read_options
 from slurmllm.core.slurm.setup import SRUN_OPTIONS, VERSION, limits_script, setup_script
 from slurmllm.core.slurm.site import Site
@@ -31,6 +38,8 @@ from slurmllm.train.backends.environment import (
     node_local_cache,
     worker_environment,
 )
+
+Job = Stage | Literal["evaluate"]
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
@@ -106,27 +115,46 @@ def node_count(stage: Stage, config: RunConfig, nodes: int) -> str:
     return count
 
 
-def directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
+def render_evaluation(config: RunConfig, run: RunDir, step: int) -> str:
+    """Return the script that evaluates a checkpoint by the recipe's `evaluate`."""
+    container, prefix = config.cluster.container, _container_prefix(config, run)
+    python = container.python if container else config.cluster.python or sys.executable
+    if container and container.srun_runs_it:
+        prefix = ["srun", *prefix]
+    verb = [sys.executable, "-P", "-m", "slurmllm", "evaluate-checkpoint", str(run.path), str(step)]
+    lines = [
+        "#!/bin/bash",
+        *directives("evaluate", config, run, 1),
+        *limits_script(),
+        *setup_script(config.cluster.setup, stop=True),
+        f"exec {shlex.join(behind_prefix(prefix, python, verb))}",
+    ]
+    return "\n".join(lines)
+
+
+def directives(stage: Job, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
     """Return the lines of a script that hold options of sbatch; ConfigError as `render`."""
     slurm = config.recipe.slurm
     cluster = config.cluster
-    count = node_count(stage, config, nodes)
+    count = "1" if stage == "evaluate" else node_count(stage, config, nodes)
+    evaluates, log = config.recipe.evaluate, str(run.logs / stage).replace("%", "%%")
+    times = {"train": slurm.time, "precompile": slurm.precompile_time}
     options: dict[str, str | None] = {
         "job-name": f"{run.name}-{stage}",
         "nodes": count,
         # One launcher a node, which starts the workers. With a range of nodes, Slurm would give as
         # few as the tasks need.
         "ntasks-per-node": None if "-" in count else "1",
-        "time": slurm.time if stage == "train" else slurm.precompile_time,
+        "time": evaluates.time if evaluates and stage == "evaluate" else times[stage],
         "partition": slurm.partition or cluster.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "reservation": slurm.reservation,
         "exclude": slurm.exclude,
         # The train job's is given to sbatch, unless it is the first.
-        "dependency": slurm.dependency,
+        "dependency": slurm.dependency if stage != "evaluate" else None,
         # Slurm expands %-patterns in file names; ours holds none.
-        "output": str(run.stage_log(stage)).replace("%", "%%"),
+        "output": f"{log}-%j.log" if stage == "evaluate" else f"{log}.log",
         # The default may truncate the log of the attempt before a requeue.
         "open-mode": "append",
         "chdir": str(run.path),  # the folder of submit may be gone when the job starts
@@ -134,13 +162,13 @@ def directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list
     if stage == "train":
         # B: only to the batch shell, which does not get the signal without it.
         options["signal"] = f"B:USR1@{slurm.signal_lead_s}"
-    users = slurm.directives.train if stage == "train" else slurm.directives.precompile
+    users = getattr(slurm.directives, stage)
     lines = [
         f"--{name}={_checked(name, value)}"
         for name, value in options.items()
         if value is not None and name not in users
     ]
-    if cluster.exclusive and "exclusive" not in users:
+    if cluster.exclusive and "exclusive" not in users and stage != "evaluate":
         lines.append("--exclusive")
     # Slurm itself requeues too, when a node of the job dies.
     lines.append("--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue")

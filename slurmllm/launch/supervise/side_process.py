@@ -9,15 +9,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.core.slurm.client import wait_for
 from slurmllm.train.control.rendezvous import die_with_parent
+
+_POLL_S = 0.05
 
 
 @dataclass
@@ -44,14 +46,16 @@ class SideProcess:
                 preexec_fn=partial(die_with_parent, self.orphaned_by),
             )
 
-    def stop(self, patience_s: float) -> bool:
+    def stop(self, patience_s: float, cancelled: Callable[[], object] = lambda: False) -> bool:
         """End it, by force after `patience_s`; returns whether it ended by itself without error."""
-        if self._child is None:
+        child = self._child
+        if child is None:
             return True
-        with suppress(subprocess.TimeoutExpired):
-            if patience_s > 0:
-                self._child.terminate()
-                return self._child.wait(patience_s) == 0
-        self._child.kill()
-        self._child.wait()
+        if patience_s > 0:
+            child.terminate()
+            wait_for(lambda: child.poll() is not None or cancelled(), patience_s, _POLL_S)
+            if child.returncode is not None:
+                return child.returncode == 0
+        child.kill()
+        child.wait()
         return False

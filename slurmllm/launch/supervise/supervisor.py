@@ -407,7 +407,12 @@ def supervise(run: RunDir, stage: Stage) -> int:
         try:
             code = supervisor.main()
         finally:
-            supervisor.side_processes.stop(requeued=code == EXIT_REQUEUE)
+            supervisor.side_processes.stop(
+                requeued=code == EXIT_REQUEUE,
+                local=not allocation.requeues,
+                done=code == EXIT_OK,
+                cancelled=lambda: supervisor.stop.name,
+            )
             supervisor.notifier.wait()
         return code
     except StorageError as error:

@@ -239,6 +239,7 @@ class TrainerObserver:
         self._newest = self._newest_checkpoint()
         self._missing = ""
         self._judged_at = time.monotonic() + _MISSING_S
+        self._evaluate = launcher.config.recipe.evaluate
         self._keep = (
             launcher.config.recipe.checkpoint.keep
             if launcher.config.is_set("checkpoint.keep")
@@ -293,7 +294,8 @@ class TrainerObserver:
             self._phases.begin("stepping", self._step)
         if before is None or not before.complete or before.step != newest.step:
             self._events.add("save", newest.step, message=str(newest.path))
-            for path in remove_old(self._run, self._command, self._keep) if self._keep else ():
+            old = self._keep and remove_old(self._run, self._command, self._keep, self._evaluate)
+            for path in old or ():
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
     def _follow(self, last: bool) -> None:

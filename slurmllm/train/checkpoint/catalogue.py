@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from slurmllm.core.config.operation import CheckpointConfig, EvaluateConfig
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.format import format_time
 from slurmllm.core.metrics.row_reader import read_events
@@ -30,9 +31,10 @@ from slurmllm.core.run.records import (
 from slurmllm.core.run.rundir import RunDir, find_run, fsync_dir, is_run, read_all
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.foreign import require_own_trainer
+from slurmllm.train.checkpoint.holds import held_steps
 
 if TYPE_CHECKING:
-    from slurmllm.core.config.operation import CheckpointConfig
+    from slurmllm.core.config.operation import CheckpointConfig, EvaluateConfig
     from slurmllm.core.display.progress import OnProgress
 
 log = logging.getLogger(__name__)
@@ -311,7 +313,11 @@ def expired_steps(
 
 
 def remove_expired(
-    run: RunDir, newest: int, config: CheckpointConfig, in_use: Collection[int] = ()
+    run: RunDir,
+    newest: int,
+    config: CheckpointConfig,
+    in_use: Collection[int] = (),
+    evaluate: EvaluateConfig | None = None,
 ) -> None:
     """Remove a run's expired checkpoints after that of step `newest`; failures are only logged."""
     checkpoints = []
@@ -338,7 +344,9 @@ def remove_expired(
         log.warning("no checkpoint is removed: %s", error)
         return
     expired = expired_steps(checkpoints, time.time(), config)
-    for directory in (run.checkpoint(step) for step in expired if step not in in_use):
+    held = held_steps(run, evaluate, {c.step: c.saved_at for c in checkpoints if c.usable})
+    kept = held.union(in_use)
+    for directory in (run.checkpoint(step) for step in expired if step not in kept):
         # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
         hidden = directory.with_name(f".{directory.name}.{REMOVED}")
         try:

@@ -23,12 +23,14 @@ from typing import NamedTuple
 
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.load import load
+from slurmllm.core.config.operation import EvaluateConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, RunError, StorageError
 from slurmllm.core.metrics.row_reader import last_rows, read_rows
 from slurmllm.core.run.records import AttemptRecord, JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import open_regular
+from slurmllm.train.checkpoint.holds import held_steps
 from slurmllm.train.checkpoint.verification import verify_checkpoint
 
 QUIET_S = 10.0
@@ -136,7 +138,9 @@ def require_own_trainer(run: RunDir) -> None:
         )
 
 
-def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
+def remove_old(
+    run: RunDir, command: CommandConfig, keep: int, evaluate: EvaluateConfig | None = None
+) -> list[Path]:
     """Remove all complete checkpoints of this run but the `keep` newest; return those removed.
 
     They are in its directory, through no link out of it, and have changed since it was submitted. A
@@ -158,7 +162,10 @@ def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
         path = complete[first].path
         left -= not (command.verify and verify_checkpoint(path, time.monotonic()).faults)
     removed = []
+    held = held_steps(run, evaluate, {entry.step: entry.changed_at for entry in complete})
     for entry in complete[: first if not left else 0]:
+        if entry.step in held:
+            continue
         with suppress(OSError):
             if entry.path.is_dir() and not entry.path.is_symlink():
                 shutil.rmtree(entry.path)

@@ -85,9 +85,9 @@ class Save:
             _agree(self._backend, lambda: self._publish(manifest) if manifest else None)
         if manifest is not None:
             self.num_bytes = sum(file.bytes for file in manifest.files)
-            config = self._backend.config.recipe.checkpoint
+            recipe = self._backend.config.recipe
             # In a thread: removing gigabytes takes as long as writing some.
-            retention = self._run, self.step, config, in_use
+            retention = self._run, self.step, recipe.checkpoint, in_use, recipe.evaluate
             self._retention = Thread(target=remove_expired, args=retention)
             self._retention.start()
         return time.monotonic() - self._started

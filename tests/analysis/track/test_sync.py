@@ -29,6 +29,7 @@ from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.core.config.trackers import missing_for_trackers
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError
+from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
 from slurmllm.launch.supervise.notify import SideProcesses
@@ -58,7 +59,7 @@ class Memory(Tracker):
     def log(self, steps: Sequence[StepValues]) -> None:
         if Memory.fails_after is not None and len(Memory.got) >= Memory.fails_after:
             raise OSError(f"no route to host; the key is {KEY}")
-        Memory.got += [(self._id, step.step, step.values["train/loss"]) for step in steps]
+        Memory.got += [(self._id, step.step, next(iter(step.values.values()))) for step in steps]
 
     def close(self, state: State) -> None:
         Memory.states.append(state)
@@ -96,6 +97,26 @@ def send(run: RunDir, config: RunConfig) -> tuple[int, TrackerRecord]:
 
 def steps() -> list[int]:
     return [step for _, step, _ in Memory.got]
+
+
+def test_scores_are_sent_once_after_their_steps(run: RunDir, config: RunConfig) -> None:
+    write_rows(run.metrics(0), make_rows(1, 45))
+    scored = EvaluationRecord(
+        step=20,
+        tokens=0,
+        checkpoint="c",
+        task="sums",
+        scores={"acc,none": 0.5},
+        version="1",
+        seconds=1.0,
+        evaluated_at=5.0,
+    )
+    scored.save(run.evaluation("c", "sums-1"))
+    _, record = send(run, config)
+    assert Memory.got[-1] == (record.run_id, 20, 0.5)
+    assert record.scores == ("c/sums-1",)
+    send(run, config)
+    assert len(Memory.got) == 46
 
 
 def test_a_requeue_continues_one_run_and_repeats_no_step(run: RunDir, config: RunConfig) -> None:
