@@ -22,6 +22,8 @@ from _trainers.commands import say
 from _trainers.stages import Outcome, run_trainer
 from _trainers.table import row_of, update_table
 
+from slurmllm.core.run.rundir import write_atomic
+
 PAGE = ROOT / "docs" / "any_trainer.md"
 RESULTS = BUILD.with_suffix(".json")
 
@@ -32,7 +34,7 @@ def record(outcome: Outcome, page: Path | None) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
         results[outcome.name] = {**asdict(outcome), "verdict": outcome.verdict}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+        write_atomic(RESULTS, json.dumps(results, indent=1) + "\n")
         if page is not None:
             update_table(page, [outcome])
 
@@ -40,10 +42,13 @@ def record(outcome: Outcome, page: Path | None) -> None:
 def recorded() -> list[Outcome]:
     """Return the outcomes that were written, of trainers that there still are."""
     results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
-    for result in results.values():
-        del result["verdict"]
-    names = {trainer.name for trainer in load_trainers()}
-    return [Outcome(**result) for name, result in results.items() if name in names]
+    outcomes = []
+    for trainer in load_trainers():
+        if (result := results.get(trainer.name)) is not None:
+            del result["verdict"]
+            texts = {"title": trainer.title, "reason": trainer.reason}
+            outcomes.append(Outcome(**{**result, **texts}))
+    return outcomes
 
 
 def main() -> int:

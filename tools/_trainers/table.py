@@ -37,8 +37,9 @@ def _curve(outcome: Outcome) -> str:
     if outcome.verdict == "fails":
         faults = "; ".join(fault for result in _drills(outcome) for fault in result["faults"])
         return f"not shown: {outcome.failure or faults}{reason}"
-    texts = [result["resume"]["text"] for result in _drills(outcome)]
-    if not outcome.is_identical:
+    resumes = [result["resume"] for result in _drills(outcome)]
+    texts = [resume["text"] for resume in resumes]
+    if not outcome.is_identical and all(r["verdict"] != "differs" for r in resumes):
         assert outcome.compare is not None
         texts.insert(0, outcome.compare["reason"])
     return ", ".join(dict.fromkeys(texts)) + reason
@@ -54,6 +55,7 @@ def update_table(page: Path, outcomes: Sequence[Outcome]) -> None:
         **{line.split("|")[1].strip(): line for line in inside.splitlines() if line[:2] == "| "},
         **{outcome.title: row_of(outcome) for outcome in outcomes},
     }
-    lines = [row for title, row in sorted(rows.items()) if title != "trainer"]
+    ordered = sorted(rows.items(), key=lambda item: item[0].casefold())
+    lines = [row for title, row in ordered if title != "trainer"]
     table = "\n".join((BEGIN, "", *_HEAD, *lines, "", END))
     page.write_text(before + table + after, "utf-8")
