@@ -93,8 +93,8 @@ class Recording(BaseModel):
     def members(self, group: str) -> frozenset[int]:
         """Return the ranks of a group by its name; empty if unknown (gloo, of torch 2.13)."""
         config = self.pg_config.get(group)
-        texts = [] if config is None else config.ranks.strip("[] ").split(",")
-        return frozenset(int(text) for text in texts if text.strip().isdigit())
+        ranks = [] if config is None else config.ranks.strip("[] ").split(",")
+        return frozenset(int(rank) for rank in ranks if rank.strip().isdigit())
 
     def last_number(self, group: str) -> int:
         """Return the number of the last collective of a group; 0 if there is none."""

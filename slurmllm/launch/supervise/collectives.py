@@ -212,15 +212,15 @@ class _Meeting:
                 peers = f"the other {len(ranks)}"
             absent = f"{ranks_text(self.missing)} {have} not joined {description}"
             return f"{absent}; {peers} {wait} in it{operation.caller}"
-        text = f"{ranks_text(ranks)} {wait} in {description}{operation.caller}"
+        waits = f"{ranks_text(ranks)} {wait} in {description}{operation.caller}"
         if self.unrecorded:
-            return f"{text}; {ranks_text(self.unrecorded)} recorded nothing"
+            return f"{waits}; {ranks_text(self.unrecorded)} recorded nothing"
         # A kernel that has not begun: known if torch times the operations.
         states = {rank: other.state for rank, other in sorted(self.waiting.items())}
         if {*states.values()} == {"scheduled", "started"}:
             behind = [rank for rank, state in states.items() if state == "scheduled"]
-            return f"{text}; on the device of {ranks_text(behind)} it has not begun"
-        return f"{text}, which all have joined" if len(states) == self.members else text
+            return f"{waits}; on the device of {ranks_text(behind)} it has not begun"
+        return f"{waits}, which all have joined" if len(states) == self.members else waits
 
 
 def _meet(
