@@ -70,6 +70,7 @@ class FakeSlurm(client.SlurmClient):
         self.missing: list[str] = []
         self.config: dict[str, str] | None = {
             "SLURM_VERSION": "22.05.8",
+            "ClusterName": "fake",
             "JobRequeue": "1",
             "AccountingStorageType": "accounting_storage/slurmdbd",
         }
@@ -98,8 +99,12 @@ class FakeSlurm(client.SlurmClient):
         job_id = str(next(self._ids))
         self.jobs[job_id] = job = _Job(job_id, script, after_ok)
         job.after, job.name, job.may_requeue = after, name, requeue
-        self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
+        job.excluded = self._in_slurm_conf(exclude.split(",") if exclude else [])
         return job_id
+
+    def _in_slurm_conf(self, nodes: Sequence[str]) -> tuple[str, ...]:
+        """As `SlurmClient` does after Slurm's refusal; names of lists stay lists."""
+        return tuple(n for n in nodes if {*self.hostnames(n)} & {*self.states})
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
         count = _Job("", script, None).wanted_nodes
@@ -227,7 +232,10 @@ class FakeSlurm(client.SlurmClient):
         job = self._job(job_id)
         if job.state != "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
-        job.excluded = tuple(nodes)
+        job.excluded = self._in_slurm_conf(nodes)
+
+    def cluster_name(self) -> str:
+        return self.settings()["ClusterName"]
 
     def delay(self, job_id: str, seconds: float) -> None:
         # `start` ignores it.

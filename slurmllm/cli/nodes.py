@@ -16,6 +16,7 @@ from slurmllm.core.run.rundir import RunDir, find_run
 if TYPE_CHECKING:
     from slurmllm.core.slurm.client import SlurmClient
 
+LONGEST_HOURS = 720.0  # `site_nodes.LONGEST_HOURS`, without its imports
 include_option = options.repeatable(
     "--include included", "NODE", "Use an excluded node again, in pending jobs too; repeatable."
 )
@@ -23,26 +24,79 @@ include_option = options.repeatable(
 
 @click.command()
 @options.run_argument("run", required=False)
+@options.repeatable(
+    "--exclude excluding", "NODES", "Exclude nodes, such as n[1-4], from new jobs; repeatable."
+)
+@click.option("--reason", help="With --exclude: why.")
+@click.option(
+    "--hours",
+    type=click.FloatRange(0.0, LONGEST_HOURS, min_open=True),
+    default=24.0,
+    show_default=True,
+    help=f"With --exclude: for how long, {LONGEST_HOURS:g} at most.",
+)
+@options.repeatable(
+    "--clear cleared", "NODES", "End the exclusion of nodes for all runs; repeatable."
+)
 @include_option
 @options.runs_dir
 @options.as_json
-def nodes(run: str | None, included: Texts, runs_dir: Path, as_json: bool) -> None:
-    """List the nodes that runs exclude, and end an exclusion.
+def nodes(
+    run: str | None,
+    excluding: Texts,
+    reason: str | None,
+    hours: float,
+    cleared: Texts,
+    included: Texts,
+    runs_dir: Path,
+    as_json: bool,
+) -> None:
+    """List the nodes that runs or the site exclude; exclude nodes, and end exclusions.
 
-    Shows why, on which evidence and until when. A node whose exclusion has expired is shown while
-    a pending job still excludes it.
+    Shows why, on which evidence and until when. What excludes a node in one run counts for new jobs
+    of all runs in this folder. A node whose exclusion has expired is shown while a pending job
+    still excludes it. --include without RUN is --clear.
     """
     from slurmllm.analysis.status.runs import list_runs
-    from slurmllm.core.run.records import JobsRecord
     from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.launch.supervise.site_nodes import change_by_user, site_rows
+
+    cleared = cleared if run is not None else (*cleared, *included)
+    if run is not None and (excluding or cleared):
+        raise UserError("--exclude and --clear are for all runs: leave out RUN")
+    if bool(excluding) != bool(reason):
+        raise UserError("--exclude and --reason belong together: `--exclude n7 --reason TEXT`")
+    client = SlurmClient()
+    runs = list_runs(runs_dir) if run is None else [find_run(run, runs_dir)]
+    if run is not None and included:
+        include_nodes(runs[0], client, included)
+    if excluding:
+        records = change_by_user(runs_dir, client, excluding, str(reason), hours)
+        names = " ".join(record.node for record in records)
+        until = format_time(records[0].until)
+        options.note(f"{names}: excluded until {until} from new and requeued jobs of all runs")
+    if cleared:
+        names = " ".join(r.node for r in change_by_user(runs_dir, client, cleared))
+        options.note(f"{names}: no longer excluded, except by the lists of pending jobs")
+    rows = _rows(runs, client)
+    site: Sequence[Values] = []
+    try:
+        site = site_rows(runs_dir, client)
+    except SlurmError as error:
+        options.warn(f"the site's excluded nodes are unknown: {error}")
+    if as_json:
+        options.echo_json({"excluded": rows, "site": site})
+    elif rows or site:
+        _print(rows, site)
+    else:
+        click.echo("no node is excluded")
+
+
+def _rows(runs: Sequence[RunDir], client: SlurmClient) -> Sequence[Values]:
+    """Return the nodes that runs exclude, and those of their pending jobs' lists."""
+    from slurmllm.core.run.records import JobsRecord
     from slurmllm.launch.supervise.exclusion import excluded, excluded_by_jobs
 
-    if included and run is None:
-        raise UserError("--include needs the run: `slurmllm nodes RUN --include NODE`")
-    client = SlurmClient()
-    runs: list[RunDir] = list_runs(runs_dir) if run is None else [find_run(run, runs_dir)]
-    if included:
-        include_nodes(runs[0], client, included)
     jobs_of = {run.name: last.own_jobs for run in runs if (last := JobsRecord.of(run).last)}
     lists: dict[str, list[str]] = {}
     try:  # one query for the jobs of all runs
@@ -58,10 +112,10 @@ def nodes(run: str | None, included: Texts, runs_dir: Path, as_json: bool) -> No
             listed = [job for job, names in jobs.items() if name in names]
             row = {"run": run_dir.name, "node": name, **unknown, **recorded.get(name, {})}
             rows.append({**row, "jobs": listed})
-    if not rows and not as_json:
-        click.echo("no node is excluded")
-        return
+    return rows
 
+
+def _print(rows: Sequence[Values], site: Sequence[Values]) -> None:
     def time_of(key: str) -> Callable[[Values], str]:
         return lambda row: format_time(row[key]) if row[key] else ""
 
@@ -71,13 +125,19 @@ def nodes(run: str | None, included: Texts, runs_dir: Path, as_json: bool) -> No
         "evidence": lambda row: row["evidence"] or "",
         "since": time_of("since"),
         "until": time_of("until"),
-        "pending jobs": lambda row: " ".join(row["jobs"]),
-        "reason": lambda row: row["reason"] or "slurm.exclude, or its time is over",
     }
-    options.print_rows(as_json, "excluded", rows, columns, "reason")
-    if as_json:
-        return
-    options.note("excluded from the jobs of the run; `slurmllm nodes RUN --include NODE` ends it")
+    if rows:
+        run_columns: options.Columns = {
+            **columns,
+            "pending jobs": lambda row: " ".join(row["jobs"]),
+            "reason": lambda row: row["reason"] or "slurm.exclude or the site, or expired",
+        }
+        options.print_rows(False, "", rows, run_columns, "reason")
+        options.note("excluded from the run's jobs; `slurmllm nodes RUN --include NODE` ends it")
+    if site:
+        more: options.Columns = {"user": "user", "avoided": "avoided", "reason": "reason"}
+        options.print_rows(False, "", site, {**columns, **more}, "reason")
+        options.note("excluded from new jobs of all runs; `slurmllm nodes --clear NODE` ends it")
 
 
 def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:

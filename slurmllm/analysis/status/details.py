@@ -209,8 +209,11 @@ def excluded_nodes(
     run: RunDir, attempts: Sequence[AttemptRecord]
 ) -> tuple[tuple[ExcludedNode, ...], tuple[ExcludedNode, ...]]:
     """Return the excluded nodes, and those that the newest attempt uses all the same."""
-    recorded, newest = excluded(run), attempts[-1:]
-    used = [n for n in recorded for a in newest if a.started_at > n.since and n.node in a.nodes]
+    recorded = excluded(run)
+    used: list[ExcludedNode] = []
+    for last in attempts[-1:]:  # begun since, or training there since before
+        trained = [node for node in recorded if node.node in last.nodes]
+        used = [n for n in trained if last.started_at > n.since or last.ended_at is None]
     return tuple(node for node in recorded if node not in used), tuple(used)
 
 

@@ -322,6 +322,7 @@ class AttemptRecord(Record):
     action: Action | None = None
     evidence: Lines = ()
     blamed_nodes: NodeNames = ()
+    excluded_nodes: NodeNames = ()  # of them, those with evidence: excluded from then on
     launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
     # Of a command that ended with 0 before its last step: last step by its log, `command.steps`
     done_early: tuple[int, int] | None = None
@@ -545,26 +546,42 @@ class NodeHealth(Record):
         return tuple(finding for finding in self.findings if finding.status in statuses)
 
 
-# Of a node's fault: its hardware's own text; Slurm's state of it; a failed check; no answer to
-# srun; the second failure in a row there, while other nodes worked; slower than others for long.
-NodeEvidence = Literal["hardware", "slurm", "check", "no_answer", "repeated", "slow"]
+# Of a node's fault: a user's word; its hardware's own text; a failed check; Slurm's state of it; no
+# answer to srun; slower than others for long; the second failure in a row there, while other nodes
+# worked. Strongest first.
+NodeEvidence = Literal["user", "hardware", "check", "slurm", "no_answer", "slow", "repeated"]
 
 
 class ExcludedNode(Record):
     """An excluded node."""
 
     node: NodeName
-    reason: str
+    reason: str = Field(default="", max_length=2000)
     evidence: NodeEvidence | None = None  # None: recorded by an earlier version
     exclusions: int = 1  # of this node by the run, this one included
-    since: float  # Unix time, s
-    until: float  # Unix time, s
+    since: Seconds  # Unix time
+    until: Seconds  # Unix time
+    cluster: str = Field(default="", max_length=100)  # Slurm's name of it; empty: not known
+    checks: tuple[str, ...] = Field(default=(), max_length=100)  # that failed there
 
 
 class ExcludedNodes(Record):
     """`excluded.json`: the nodes that failed a run, with those whose time is over."""
 
     nodes: tuple[ExcludedNode, ...] = ()
+    # Node → Unix time of `--include`: the run uses it although others excluded it before.
+    included: dict[NodeName, Seconds] = {}
+
+
+class SiteNodeRecord(ExcludedNode):
+    """`.nodes/<node>.<source>.json` in the runs folder: an exclusion for all runs, or its end.
+
+    `cleared` by a user, or `healthy`: it passed `checks`. Such a record ends earlier exclusions.
+    """
+
+    kind: Literal["excluded", "cleared", "healthy"]
+    run: RunName | None = None  # that excluded it; None: a user
+    user: str = ""  # owner of the file
 
 
 class FailureRecord(Record):

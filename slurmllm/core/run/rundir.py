@@ -315,6 +315,11 @@ def runs_root(option: str | Path | None = None) -> Path:
     return Path(option or os.environ.get("SLURMLLM_RUNS") or "runs").absolute()
 
 
+def node_records(root: Path) -> Path:
+    """Return the folder of the site's records of nodes (`SiteNodeRecord`) beside the runs."""
+    return root / ".nodes"
+
+
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run's, whose files this user may read."""
     with suppress(PermissionError):

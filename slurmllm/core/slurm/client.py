@@ -49,6 +49,8 @@ _NO_NODES = re.compile(
     r"Requested (nodes? (?!has)|(partition|topology) conf|reservation not usable|more tasks)"
     r"|Required (node|partition) not|More processors requested|Invalid node name"
 )
+_UNKNOWN_NODE = "Invalid node name"  # a refusal of what is not in slurm.conf
+_EXCLUDE = re.compile(r"^#SBATCH --exclude=(\S+)", re.MULTILINE)
 # Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
 _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 _SINFO = ["sinfo", "--noheader", "--Node"]
@@ -214,7 +216,8 @@ class SlurmClient:
 
         Args:
             after_ok: A job whose success the new job waits for.
-            exclude: Nodes, in place of those of the script.
+            exclude: Nodes, in place of those of the script. Of both, nodes that are not in
+                slurm.conf are left out.
             requeue: Whether the job may be requeued, if the script has --requeue.
             after: A job whose end, of any kind, the new job waits for; the new one finds it in
                 $SLURMLLM_PREDECESSOR.
@@ -230,7 +233,6 @@ class SlurmClient:
         depends += ["singleton"] if name else []
         options = [f"--dependency={','.join(depends)}"] if depends else []
         options += [f"--job-name={name}"] if name else []
-        options += [f"--exclude={exclude}"] if exclude else []
         options += [] if requeue else ["--no-requeue"]
         # sbatch hands its environment to the job.
         environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
@@ -238,8 +240,14 @@ class SlurmClient:
         token = f"# submission {os.urandom(8).hex()}"
         content = f"{script.rstrip()}\n{token}\n"
         command = ["sbatch", "--parsable", *options]
+
+        def sbatch(nodes: str) -> str:
+            option = [f"--exclude={nodes}"] if names else []
+            return _run([*command, *option], input=content, env=environment, umask=umask)
+
+        names = [exclude] if exclude else _EXCLUDE.findall(script)
         try:
-            output = _run(command, input=content, env=environment, umask=umask)
+            output = self._excluding(names, sbatch)
             job_id = output.strip().rpartition("\n")[2].partition(";")[0]
             if not job_id.isdigit():
                 raise UnansweredError(f"sbatch printed {output!r} instead of a job id")
@@ -276,14 +284,36 @@ class SlurmClient:
         GRES, states. True too if it refuses the test for another reason than its nodes, such as a
         limit on submitted jobs.
         """
-        options = [f"--exclude={','.join(exclude)}"] if exclude else []
+
+        names = [*exclude] or _EXCLUDE.findall(script)
+        environment = slurm_environment()
+
+        def test(nodes: str) -> str:
+            option = [f"--exclude={nodes}"] if names else []
+            return _run(["sbatch", "--test-only", *option], input=script, env=environment)
+
         try:
-            _run(["sbatch", "--test-only", *options], input=script, env=slurm_environment())
+            self._excluding(names, test)
         except SlurmError as error:
             if _is_unreachable(error):
                 raise
             return not _NO_NODES.search(str(error))
         return True
+
+    def _excluding(self, nodes: Sequence[str], call: Callable[[str], str]) -> str:
+        """Call with nodes to exclude; if one is not in slurm.conf (any more), again without it."""
+        try:
+            return call(",".join(nodes))
+        except SlurmError as error:
+            if not nodes or _UNKNOWN_NODE not in str(error):
+                raise
+            try:
+                states = self.node_states()
+                names = self.hostnames(",".join(nodes))
+            except SlurmError:
+                raise error from None
+        log.warning("not in slurm.conf: %s", " ".join(n for n in names if n not in states))
+        return call(",".join(name for name in names if name in states))
 
     def check_srun(self, options: Sequence[str]) -> None:
         """Raise SlurmError with srun's message if it does not take these options."""
@@ -363,8 +393,11 @@ class SlurmClient:
             _update(f"JobId={job_id}", f"NodeList={','.join(nodes)}", cwd=folder)
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs."""
-        _update(f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
+        """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs.
+
+        Nodes that are not in slurm.conf are left out.
+        """
+        self._excluding(nodes, lambda names: _update(f"JobId={job_id}", f"ExcNodeList={names}"))
 
     def comment(self, job_id: str, message: str) -> None:
         """Set the comment of a job, which a requeue keeps."""
@@ -391,14 +424,17 @@ class SlurmClient:
 
     def hostnames(self, nodelist: str) -> list[str]:
         """Return the names in a node list such as `n[1-4]`, in Slurm's order."""
-        return _run(["scontrol", "show", "hostnames", nodelist]).split()
+        return _run(["scontrol", "show", "hostnames", nodelist], through_sigterm=True).split()
 
     def node_states(self) -> dict[str, str]:
         """Return the state of every node, lower case; `*` at its end: the node does not respond."""
-        return dict(_rows([*_SINFO, "--all", "--format=%N|%T"], 2))
+        return dict(_rows([*_SINFO, "--all", "--format=%N|%T"], 2, through_sigterm=True))
 
     def missing_commands(self) -> list[str]:
         return [command for command in COMMANDS if shutil.which(command) is None]
+
+    def cluster_name(self) -> str:
+        return os.environ.get("SLURM_CLUSTER_NAME") or self.settings().get("ClusterName", "")
 
     def settings(self) -> dict[str, str]:
         rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
@@ -470,13 +506,15 @@ def check_configuration_file() -> None:
         raise SlurmError(f"$SLURM_CONF names {conf}, which does not exist; unset or correct it")
 
 
-def _rows(command: list[str], columns: int, *, accounting: bool = False) -> list[list[str]]:
+def _rows(
+    command: list[str], columns: int, *, accounting: bool = False, through_sigterm: bool = False
+) -> list[list[str]]:
     """Return the rows that a command prints, with `|` between columns; others are left out.
 
     `accounting`: no rows if it fails, as a cluster may run without accounting.
     """
     try:
-        lines = _run(command).splitlines()
+        lines = _run(command, through_sigterm).splitlines()
     except SlurmError:
         if not accounting:
             raise
@@ -485,9 +523,9 @@ def _rows(command: list[str], columns: int, *, accounting: bool = False) -> list
     return [[field.strip() for field in row] for row in rows if len(row) == columns]
 
 
-def _update(*fields: str, cwd: str | None = None) -> None:
+def _update(*fields: str, cwd: str | None = None) -> str:
     # It may be called by a process of the job itself, after a requeue.
-    _run(["scontrol", "update", *fields], through_sigterm=True, cwd=cwd)
+    return _run(["scontrol", "update", *fields], through_sigterm=True, cwd=cwd)
 
 
 def _run(

@@ -111,6 +111,7 @@ class SubmittedRun:
                 "environment": [{"name": name, **v._asdict()} for name, v in variables.items()],
                 "backend_arguments": backend.arguments(config, prepared.mesh),
                 "refusals": prepared.refusals,
+                "excluded": [*prepared.excluded],
                 **({} if command is None else {"command": command}),
                 "planner": planner,
             }
@@ -119,7 +120,8 @@ class SubmittedRun:
         if not self.sent.local:
             result = {"jobs": jobs, "mesh": prepared.mesh_json()}
         result = {"run": run.name, "run_dir": str(run.path), **result}
-        return {**result, "graphs_from": prepared.graphs_from, "planner": planner}
+        result |= {"graphs_from": prepared.graphs_from, "excluded": [*prepared.excluded]}
+        return {**result, "planner": planner}
 
 
 def start_run(

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -49,6 +49,8 @@ from slurmllm.launch.submit.run_folder import (
     remove_unsubmitted,
     require_own,
 )
+from slurmllm.launch.supervise.exclusion import excluded, nodes_to_avoid
+from slurmllm.launch.supervise.site_nodes import site_exclusions
 from slurmllm.launch.supervise.trainer_command import command_line, command_values
 from slurmllm.plan.mesh import (
     Mesh,
@@ -106,6 +108,7 @@ class PreparedRun:
     scripts: dict[Stage, str]  # text of each stage's batch script
     # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
     excluded: Sequence[str] = ()
+    site_excluded: Sequence[str] = ()  # by the site's records: some of `excluded`, and others
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
     warnings: Sequence[str] = ()  # why it may be slow, start late or on unequal nodes
     # After a dry run: why `submit` would refuse the run, and why it cannot start, which is raised
@@ -145,9 +148,37 @@ class PreparedRun:
         return self.mesh.to_json() if self.config.recipe.worker.has_model else self.mesh.size_json()
 
     @property
+    def exclusion_lines(self) -> list[str]:
+        """The excluded nodes, and those that would be if the jobs could start without them."""
+        excluded = {*self.excluded}
+        site = {*self.site_excluded}
+        names = {
+            "excluded: {}, which failed the run; see status": excluded - site,
+            "excluded: {}; `slurmllm nodes` shows why": excluded & site,
+            "not excluded: {}: the job needs it; see `slurmllm nodes`": site - excluded,
+        }
+        return [line.format(" ".join(sorted(nodes))) for line, nodes in names.items() if nodes]
+
+    @property
     def refusals(self) -> list[str]:
         """The faults of all errors of a dry run."""
         return [fault for error in (*self.refused, *self.unstartable) for fault in error.faults]
+
+
+def avoid_excluded(prepared: PreparedRun, request: RunRequest) -> PreparedRun:
+    """Return a run without the nodes that it or the site excludes, as far as it can start.
+
+    Raises a SlurmError if slurmctld is unreachable, a StorageError if the run's record is damaged.
+    """
+    client = request.slurm
+    if client is None:
+        return prepared
+    failed = [] if request.run is None else [n.node for n in reversed(excluded(request.run))]
+    records = site_exclusions(client, prepared.config, request.root, request.run)
+    site = [record.node for record in records if record.node not in failed]
+    exclude = prepared.config.recipe.slurm.exclude
+    names = nodes_to_avoid(client, prepared.scripts["train"], (), [*failed, *site], exclude)
+    return replace(prepared, excluded=names, site_excluded=site)
 
 
 def check_mode(local: bool, options: Settings) -> None:
@@ -228,6 +259,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         )
         if graphs_from is None and checks.limit_faults["precompile"]:
             raise _limit_error(layout, checks, ("precompile",))
+        prepared = avoid_excluded(prepared, request)
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -254,7 +286,7 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
         if missing:
             unstartable.append(ConfigError(f"{config.recipe.name} has no training data", missing))
     config = _with_inputs(request, config, build=False)
-    return render_run(
+    prepared = render_run(
         config,
         layout.nodes,
         layout.run,
@@ -262,6 +294,7 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
         unstartable=unstartable,
         **checks.fields,
     )
+    return prepared if unstartable else avoid_excluded(prepared, request)
 
 
 def _limit_error(layout: RunLayout, checks: Checks, stages: Sequence[Stage]) -> ConfigError:

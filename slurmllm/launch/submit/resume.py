@@ -18,7 +18,6 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient, wait_for
 from slurmllm.launch.submit.launch import SubmittedRun, start
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, check_mode, prepare
-from slurmllm.launch.supervise.exclusion import to_avoid
 from slurmllm.launch.supervise.run_lock import locked
 from slurmllm.launch.supervise.run_state import (
     is_active,
@@ -134,7 +133,6 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
     assert request.run is not None
     run = request.run
     before = request.config
-    client = request.slurm
     config = changed_config(before, changes)
     earlier = before.recipe
     recipe = config.recipe
@@ -176,10 +174,7 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
         )
     prepared = prepare(request)
     changed = changed_settings(before, prepared.config)
-    avoid = []
-    if client is not None:
-        avoid = to_avoid(client, run, prepared.scripts["train"], recipe.slurm.exclude)
-    return replace(prepared, excluded=avoid, from_scratch=changes.from_scratch, changes=changed)
+    return replace(prepared, from_scratch=changes.from_scratch, changes=changed)
 
 
 def changed_config(config: RunConfig, changes: Changes) -> RunConfig:

@@ -198,6 +198,7 @@ def _prepare_runs(
     runs = []
     graphs: dict[object, PreparedRun] = {}
     checked = None  # the limits of equal jobs are compared once: it takes commands of Slurm
+    avoided: dict[str, Any] = {}
     for case, config in zip(record.cases, configs, strict=True):
         job = (config.recipe.slurm, config.cluster)
         client = None if job == checked else request.slurm
@@ -206,6 +207,9 @@ def _prepare_runs(
             run = prepare(replace(request, config=config, name=case.run, slurm=client))
         except ConfigError as error:
             raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
+        if client is not None:
+            avoided = {"excluded": run.excluded, "site_excluded": run.site_excluded}
+        run = replace(run, **avoided)
         if not run.compiles:
             runs.append(run)
             continue

@@ -147,11 +147,18 @@ class SlurmAllocation(Allocation):
                 "job with slurm.time, or lower slurm.signal_lead_s"
             )
 
-    def choose(self, without: Collection[str], count: int) -> NodeNames:
-        """Return the nodes for new workers; empty if too few remain, or not the supervisor's."""
+    def choose(
+        self, without: Collection[str], count: int, avoid: Collection[str] = ()
+    ) -> NodeNames:
+        """Return the nodes for new workers; empty if too few remain, or not the supervisor's.
+
+        Those to `avoid` are used if there are no others; the supervisor's own always is.
+        """
         left = [name for name in self.all_nodes if name not in without]
-        usable = len(left) >= count and left[0] == self.all_nodes[0]
-        return tuple(left[:count]) if usable else ()
+        if len(left) < count or left[0] != self.all_nodes[0]:
+            return ()
+        chosen = sorted(left, key=lambda name: name in avoid and name != left[0])[:count]
+        return tuple(name for name in left if name in chosen)  # in Slurm's order
 
     def give_up(self, lost: Collection[str]) -> None:
         """Release lost nodes, so that Slurm does not end the job when it marks them as down.

@@ -199,6 +199,7 @@ def close_attempt(
     row: AccountingRow | None = None,
     restart_mode: Restart = "requeue",
     in_allocation: bool = False,
+    excluded_nodes: Iterable[str] = (),
 ) -> AttemptRecord:
     """Record how an attempt ended and the action that follows; returns the closed record.
 
@@ -217,12 +218,13 @@ def close_attempt(
     closed = record.model_copy(
         update={
             "ended_at": ended_at or time.time(),
+            "phases_s": phases,
             "ending": ending.ending,
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
+            "excluded_nodes": tuple(excluded_nodes),
             "launch_failure": ending.launch,
             "done_early": ending.done_early,
-            "phases_s": phases,
         }
     )
     if closed.stage == "train":
@@ -233,9 +235,8 @@ def close_attempt(
     phases = {name: round(seconds, 3) for name, seconds in closed.phases_s.items()}
     fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
     begin = first_attempt(run)
-    skips = SkipsRecord()
-    if closed.ending == "divergence":
-        skips = SkipsRecord.find(run.skips) or skips
+    diverged = closed.ending == "divergence"
+    skips = (SkipsRecord.find(run.skips) if diverged else None) or SkipsRecord()
     closed = decide(
         closed.model_copy(update=fields),
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from slurmllm.core.config.load import load
+from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, StorageError, UserError
 from slurmllm.core.run.error_patterns import matches
 from slurmllm.core.run.records import (
@@ -22,9 +23,10 @@ from slurmllm.core.run.records import (
     JobsRecord,
     NodeEvidence,
     NodeHealth,
+    SiteNodeRecord,
     SlowRanksRecord,
 )
-from slurmllm.core.run.rundir import STAGES, RunDir
+from slurmllm.core.run.rundir import STAGES, RunDir, root_of
 from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import failure_records, load_attempts, node_records
@@ -35,6 +37,13 @@ from slurmllm.launch.supervise.policy import (
     exclusion_hours,
     failing_nodes,
     lines_about,
+    site_hours,
+)
+from slurmllm.launch.supervise.site_nodes import (
+    add_record,
+    has_ended,
+    read_records,
+    site_exclusions,
 )
 
 POLL_S = 2.0
@@ -48,9 +57,20 @@ log = logging.getLogger(__name__)
 
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
+    """Return the nodes that a run excludes itself, the latest last."""
     now = time.time()
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
-    return [node for node in record.nodes if node.until > now]
+    if nodes := [node for node in record.nodes if node.until > now]:
+        ends = read_records(root_of(run))
+        return [node for node in nodes if not has_ended(node, ends)]
+    return []
+
+
+def excluded_names(client: SlurmClient, run: RunDir, config: RunConfig) -> list[str]:
+    """Return the nodes that a run's next job avoids: its own, the latest first, then the site's."""
+    names = [node.node for node in reversed(excluded(run))]
+    site = site_exclusions(client, config, root_of(run), run)
+    return list(dict.fromkeys([*names, *(record.node for record in site)]))
 
 
 def failing(
@@ -61,11 +81,17 @@ def failing(
         return {}
     closed = record.model_copy(update=vars(ending))  # with its evidence and the nodes it blames
     attempts = (attempt for stage in STAGES for attempt in load_attempts(run, stage))
-    return failing_nodes(
+    faults = failing_nodes(
         closed,
         [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)],
         _proven(run, closed, allocation),
     )
+    for name, fault in faults.items():
+        if fault.evidence == "check" and (
+            health := NodeHealth.find(closed.files(run).health(name))
+        ):
+            faults[name] = fault._replace(checks=tuple(f.check for f in health.of("fail")))
+    return faults
 
 
 def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
@@ -124,8 +150,13 @@ def _unanswering(allocation: SlurmAllocation, names: Sequence[str]) -> set[str]:
     return {name for name, answer in zip(names, answers, strict=True) if here and not answer}
 
 
-def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[ExcludedNode]:
-    """Record the nodes that an attempt lost; returns them."""
+def exclude_failed(
+    run: RunDir, failing: Mapping[str, NodeFault], cluster: str = ""
+) -> list[ExcludedNode]:
+    """Record the nodes that an attempt lost; returns them.
+
+    On a `cluster` of that name they count for the site's other runs too, but for what a drill did.
+    """
     if not failing:
         return []
     longest = load(run.config).recipe.slurm.exclude_hours
@@ -133,21 +164,30 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
     before = {node.node: node for node in record.nodes}
     new = []
-    for name, (evidence, reason) in failing.items():
+    for name, (evidence, reason, checks) in failing.items():
         count = 1 + (before[name].exclusions if name in before else 0)
         new.append(
             ExcludedNode(
                 node=name,
-                reason=reason,
+                reason=reason[:2000],
                 evidence=evidence,
                 exclusions=count,
                 since=now,
                 until=now + exclusion_hours(count, longest) * HOUR_S,
+                cluster=cluster,
+                checks=checks,
             )
         )
-    ExcludedNodes(
-        nodes=(*(node for name, node in before.items() if name not in failing), *new)
-    ).save(run.excluded)
+    left = (node for name, node in before.items() if name not in failing)
+    record.model_copy(update={"nodes": (*left, *new)}).save(run.excluded)
+    if cluster and longest and not run.drill.exists():
+        for node in new:
+            until = now + site_hours(node, longest) * HOUR_S
+            fields = {**node.model_dump(), "kind": "excluded", "run": run.name, "until": until}
+            try:
+                add_record(root_of(run), SiteNodeRecord.model_validate(fields), str(run.path))
+            except StorageError as error:
+                log.warning("the exclusion of %s is not for other runs: %s", node.node, error)
     return new
 
 
@@ -166,20 +206,22 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
     Raises a UserError if the run does not exclude a node.
     """
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
-    recipe = load(run.config).recipe.slurm.exclude
+    config = load(run.config)
+    recipe = config.recipe.slurm.exclude
     recipe_nodes = client.hostnames(recipe) if recipe else []
     last = JobsRecord.of(run).last
     lists = excluded_by_jobs(client, last.own_jobs if last is not None else ())
-    excluded_names = {node.node for node in excluded(run)}.union(*lists.values())
+    excluding = {*excluded_names(client, run, config)}.union(*lists.values())
     for name in names:
         if name in recipe_nodes:
             raise UserError(f"{name} is excluded by slurm.exclude {recipe}, which `resume` changes")
-        if name not in excluded_names:
-            listed = ", ".join(sorted(excluded_names)) or "none"
+        if name not in excluding:
+            listed = ", ".join(sorted(excluding)) or "none"
             raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
-    ExcludedNodes(nodes=tuple(node for node in record.nodes if node.node not in names)).save(
-        run.excluded
-    )
+    ExcludedNodes(
+        nodes=tuple(node for node in record.nodes if node.node not in names),
+        included={**record.included, **dict.fromkeys(names, time.time())},
+    ).save(run.excluded)
     changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
     for job, nodes in changed.items():
         try:
@@ -197,14 +239,10 @@ def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list
     return {job: client.hostnames(nodes) for job, nodes in lists.items()}
 
 
-def to_avoid(client: SlurmClient, run: RunDir, script: str, exclude: str | None) -> list[str]:
-    """Return the excluded nodes without which a new job can start, the latest ones first.
-
-    `exclude` is the recipe's exclusion, which Slurm applies too.
-    """
-    return nodes_to_avoid(
-        client, script, (), [node.node for node in reversed(excluded(run))], exclude
-    )
+def to_avoid(client: SlurmClient, run: RunDir, script: str, config: RunConfig) -> list[str]:
+    """Return the excluded nodes without which a run's next job can start."""
+    before = excluded_names(client, run, config)
+    return nodes_to_avoid(client, script, (), before, config.recipe.slurm.exclude)
 
 
 def usable(state: str) -> bool:

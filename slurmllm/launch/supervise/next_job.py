@@ -25,8 +25,13 @@ from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import log_attempt
 from slurmllm.launch.supervise.classify import Ending
-from slurmllm.launch.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
-from slurmllm.launch.supervise.policy import backoff_s, is_transient
+from slurmllm.launch.supervise.exclusion import (
+    excluded_names,
+    nodes_to_avoid,
+    requeue,
+    to_avoid,
+)
+from slurmllm.launch.supervise.policy import backoff_s, gained, is_transient
 from slurmllm.launch.supervise.run_lock import locked, was_restarted
 from slurmllm.launch.supervise.successor import LOCK_S, ensure_successor, restart_of
 
@@ -78,9 +83,7 @@ class NextJob:
                 self.run,
                 self.allocation,
                 script,
-                self._with_recipes(
-                    to_avoid(self.allocation.client, self.run, script, self._excluded)
-                ),
+                self._with_recipes(to_avoid(self.allocation.client, self.run, script, self.config)),
             )
         except SlurmllmError as error:
             log.warning("no successor job yet, tried again in %.0f s: %s", AHEAD_S, error)
@@ -155,7 +158,9 @@ class NextJob:
             if was_restarted(allocation):
                 log_attempt(closed, "Slurm has started the job again: not requeued")
                 return closed
-            before = [node.node for node in reversed(excluded(self.run))]
+            before = excluded_names(client, self.run, self.config)
+            if len(closed.blamed_nodes) == 1 and not gained(closed):
+                before += closed.blamed_nodes  # no evidence, but another node may be better
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             job = allocation.job_id
             avoid = nodes_to_avoid(
@@ -174,10 +179,10 @@ class NextJob:
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.last_of(self.run)
-                train_avoid = to_avoid(client, self.run, self._script("train"), self._excluded)
+                train_avoid = to_avoid(client, self.run, self._script("train"), self.config)
                 if last.train_job is not None and train_avoid:
                     client.exclude(last.train_job, self._with_recipes(train_avoid))
-            listed = self.run.excluded.is_file()
+            listed = retry_unreachable(lambda: client.batch_job(job)).excluded != ""
             try:
                 requeue(client, job, avoid, slurm.exclude, listed, closed.backoff_s)
             except SlurmError as error:

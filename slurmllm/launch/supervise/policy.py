@@ -15,6 +15,7 @@ from slurmllm.core.run.records import (
     Action,
     AttemptRecord,
     EndingClass,
+    ExcludedNode,
     NodeEvidence,
     Restart,
 )
@@ -52,6 +53,7 @@ class NodeFault(NamedTuple):
 
     evidence: NodeEvidence
     reason: str
+    checks: tuple[str, ...] = ()  # that failed there
 
 
 HOUR_S = 3600.0
@@ -94,11 +96,11 @@ def decide(
         message = "slurm.restart is none: `slurmllm resume` continues the run"
         return _with_action(closed, "stop", message)
     limits = recipe.slurm
-    idle = 0  # attempts in a row, this one included, without a new checkpoint
-    for attempt in takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier))):
-        idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
-    if idle >= limits.no_progress_limit and closed.ending != "divergence":
-        message = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
+    streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
+    idle_attempts = [a for a in streak if a.ending != "divergence"]  # see guard.max_roll_backs
+    idle, alike = len(idle_attempts), _not_helped(idle_attempts)
+    if alike >= limits.no_progress_limit and closed.ending != "divergence":
+        message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
         stopped = {"ending": "no_progress", "evidence": evidence}
         return _with_action(closed, "stop").model_copy(update=stopped)
@@ -118,6 +120,21 @@ def decide(
     if in_allocation and "restart" in actions and idle <= 1:
         return _with_action(closed, "restart")
     return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
+
+
+def _not_helped(idle: Sequence[AttemptRecord]) -> int:
+    """Return how many attempts without a new checkpoint, the latest first, changed nothing.
+
+    One that excluded a node gives the next one another: several bad nodes, each used for being
+    idle, must not end the run; the failure budget limits them. A node that is excluded again was
+    used as the job cannot start without it.
+    """
+    before: set[str] = set()
+    count = 0
+    for attempt in reversed(idle):
+        count += before.issuperset(attempt.excluded_nodes)
+        before.update(attempt.excluded_nodes)
+    return count
 
 
 def _with_action(closed: AttemptRecord, action: Action, *reasons: str) -> AttemptRecord:
@@ -175,6 +192,17 @@ def lines_about(lines: Sequence[str], node: str) -> list[str]:
 def exclusion_hours(exclusions: int, longest: float) -> float:
     """Return how long a node is excluded, the `exclusions`-th time: 1 h, 4 h, 16 h, …"""
     return min(4.0 ** min(exclusions - 1, 20), longest)
+
+
+def site_hours(node: ExcludedNode, longest: float) -> float:
+    """Return how long other runs exclude a node that a run has excluded.
+
+    A device error stays until somebody acts. What is only `repeated` or `slow` may be the fault of
+    what the run does on that rank, which the next run's start there shows.
+    """
+    hours = (node.until - node.since) / HOUR_S
+    short = dict.fromkeys(("repeated", "slow"), min(hours / 4, 1.0))
+    return {"hardware": longest, **short}.get(str(node.evidence), hours)
 
 
 def gained(attempt: AttemptRecord) -> bool:

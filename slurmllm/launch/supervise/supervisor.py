@@ -11,6 +11,7 @@ by Slurm's accounting.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from slurmllm import __version__
 from slurmllm.core.config.load import load
@@ -44,6 +45,7 @@ from slurmllm.launch.supervise.exclusion import (
     SURMISED,
     drain,
     exclude_failed,
+    excluded_names,
     failed_nodes,
     failing,
     slow_nodes,
@@ -98,7 +100,10 @@ class Supervisor:
             used -= slurm.spare_nodes
             if slurm.min_nodes is not None and slurm.min_nodes < used:
                 used = possible_nodes(self.config, slurm.min_nodes, used)[-1]
-            allocation.nodes = allocation.nodes[:used]
+            avoided = self._avoided(allocation)
+            allocation.nodes = allocation.choose((), used, avoided)
+            if names := " ".join(name for name in avoided if name in allocation.nodes):
+                log.warning("excluded, but of this job and without a spare node: %s", names)
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
         self._next_nodes: NodeNames = ()
@@ -207,11 +212,12 @@ class Supervisor:
             return ()
         failed = self._preparation.failed_nodes
         failed.update(name for name, fault in self._failing.items() if fault.evidence != "slow")
+        avoided = self._avoided(self.allocation)
         left_out = failed.union(self._failing)
-        chosen = self.allocation.choose(left_out, len(record.nodes))
+        chosen = self.allocation.choose(left_out, len(record.nodes), avoided)
         if not chosen:  # a slow node is better than a wait in the queue
             left_out = failed
-            chosen = self.allocation.choose(left_out, len(record.nodes))
+            chosen = self.allocation.choose(left_out, len(record.nodes), avoided)
         try:
             if chosen:
                 self.allocation.give_up(left_out)
@@ -219,6 +225,13 @@ class Supervisor:
             log.warning("no restart in the allocation: %s", error)
             return ()
         return chosen
+
+    def _avoided(self, allocation: SlurmAllocation) -> list[str]:
+        """Return the excluded nodes of this job, which spare nodes replace as far as they can."""
+        with suppress(StorageError):  # a damaged record: the requeue reports it
+            names = excluded_names(allocation.client, self.run, self.config)
+            return [name for name in names if name in allocation.all_nodes]
+        return []
 
     def _close(
         self,
@@ -254,6 +267,7 @@ class Supervisor:
                 row=row,
                 restart_mode=restart_of(self.run, self.allocation),
                 in_allocation=bool(self._next_nodes),
+                excluded_nodes=self._failing,
             )
 
         closed = close_when_writable(self.run, self.allocation, record, ending, close)
@@ -334,8 +348,12 @@ class Supervisor:
 
     def _exclude_failed(self) -> None:
         """Record the failing nodes; with slurm.drain, drain those with broken hardware."""
+        cluster = ""
+        if self._failing and isinstance(self.allocation, SlurmAllocation):
+            with suppress(SlurmError):
+                cluster = self.allocation.client.cluster_name()
         try:
-            new = exclude_failed(self.run, self._failing)
+            new = exclude_failed(self.run, self._failing, cluster)
         except StorageError as error:
             log.warning("%s", error)  # the requeued job's own list still excludes them
             return
@@ -364,6 +382,7 @@ class Supervisor:
             if unrecorded := unrecorded_ending(self.allocation, record):
                 ended_at = unrecorded.ended_at
                 ending = Ending(unrecorded.ending, unrecorded.evidence, unrecorded.blamed_nodes)
+            self._failing = failing(self.run, record, ending, self.allocation)
             closed = attempts.close_attempt(
                 self.run,
                 record,
@@ -371,10 +390,10 @@ class Supervisor:
                 ended_at=ended_at,
                 row=row,
                 restart_mode=restart_of(self.run, self.allocation),
+                excluded_nodes=self._failing,
             )
             log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
-            self._failing = failing(self.run, record, ending, self.allocation)
             self._exclude_failed()
         if closed is None or self.stage == "precompile" or closed.action not in ("finish", "stop"):
             return None

@@ -125,6 +125,26 @@ def test_a_node_of_the_job_answers_and_is_kept_away_from_once_excluded(bench: Be
     bench.client.cancel([job])
 
 
+def test_a_node_that_left_slurm_conf_is_left_out_of_lists(bench: Bench) -> None:
+    """Slurm refuses a list with it; without the rest of the list, it would start anywhere."""
+    script = bench.script("sleep 60").replace("#!/bin/bash\n", "#!/bin/bash\n#SBATCH --hold\n", 1)
+    for exclude in ("n99", "n[1-2],n99"):
+        assert bench.client.can_start(script, [exclude])
+        job = bench.client.submit(script, exclude=exclude)
+        names = bench.client.hostnames(bench.client.queue([job])[job].excluded or "")
+        assert names == ([] if exclude == "n99" else ["n1", "n2"])
+        bench.client.exclude(job, ["n99", "n3"])
+        assert bench.client.queue([job])[job].excluded == "n3"
+        bench.client.cancel([job])
+    if not isinstance(bench.client, FakeSlurm):
+        own = script.replace("#SBATCH --hold\n", "#SBATCH --hold\n#SBATCH --exclude=n99,n4\n")
+        job = bench.client.submit(own)
+        assert bench.client.queue([job])[job].excluded == "n4"
+        bench.client.cancel([job])
+        with pytest.raises(SlurmError, match="Invalid node name"):
+            bench.client.submit(script.replace("--hold", "--nodelist=n99"), exclude="n1")
+
+
 def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:
     job = bench.client.submit(bench.script("sleep 60"))
     bench.wait(job, "RUNNING")

@@ -53,7 +53,7 @@ def test_a_node_that_fails_preflight_is_excluded(tmp_path: Path, inputs: tuple[s
     bench.wait("r", "done", "stopped", "cancelled")
     shown = bench.status("r")
     assert shown["state"] == "done"
-    assert bench.endings("r") == [("node_failure", "requeue"), ("done", "finish")]
+    assert bench.endings("r") == [("node_failure", "chain"), ("done", "finish")]
     first, second = bench.attempt("r", 0), bench.attempt("r", 1)
     assert first["blamed_nodes"] == [SICK]
     assert first["evidence"] == [
@@ -65,5 +65,19 @@ def test_a_node_that_fails_preflight_is_excluded(tmp_path: Path, inputs: tuple[s
         (SICK, first["evidence"][0])
     ]
     log = (bench.runs / "r" / "logs" / "train.log").read_text()
-    assert f"excludes {SICK} from now on" in log
+    assert f"at once, without {SICK}" in log
     assert "is drained" not in log  # slurm.drain is for broken hardware only
+
+    # The next run keeps off at once; that the node still fails changes nothing.
+    health(bench.runs, "--nodelist=n[1-2]", "--no-bandwidth", code=3)
+    sent = bench.look("submit", "tiny_neox", "--nodes=2", "--name=s", *SMALL, *inputs, "--json")
+    assert json.loads(sent)["excluded"] == [SICK]
+    bench.call("cancel", "s")
+    subprocess.run(["scontrol", "update", f"NodeName={SICK}", "State=RESUME"], check=False)
+    on_node(SICK, "umount", "/var/tmp")
+    try:
+        text = health(bench.runs, f"--nodelist={SICK}", "--no-bandwidth")
+    finally:
+        on_node(SICK, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/var/tmp")
+    assert f"{SICK}: no longer excluded (check: {first['evidence'][0]}): it passed" in text
+    assert json.loads(bench.look("nodes", "--json")) == {"excluded": [], "site": []}

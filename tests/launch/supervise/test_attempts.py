@@ -201,8 +201,8 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(job: Job) -> N
     cluster.features = dict.fromkeys(("n1", "n2"), "a100")
     a100 = f"{TWO}#SBATCH --constraint=a100\n"
     assert nodes_to_avoid(cluster, a100, ["n2"], [], job_id=job_id) == []  # of four idle nodes
-    requeue(cluster, job_id, ["n2", "n4"], excluded="n9")
-    assert cluster.jobs[job_id].excluded == ("n9", "n2", "n4")
+    requeue(cluster, job_id, ["n2", "n4"], excluded="n9")  # which is not in slurm.conf
+    assert cluster.jobs[job_id].excluded == ("n2", "n4")
     cluster.start(job_id)
     assert cluster.jobs[job_id].nodes == ("n1", "n3")
 

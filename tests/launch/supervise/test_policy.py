@@ -138,7 +138,20 @@ def test_without_evidence_the_second_failure_in_a_row_counts(
     alone = [a.model_copy(update={"nodes": ("n1",)}) for a in (*earlier, blamed(7, "n1"))]
     assert failing_nodes(alone[-1], alone[:-1], {}) == {}  # nothing worked elsewhere
     checked = failing_nodes(blamed(7, "n1"), earlier, {"n1": "check"})
-    assert checked == {"n1": ("check", "n1 said x")}
+    assert checked == {"n1": ("check", "n1 said x", ())}
+
+
+def test_bad_nodes_one_after_the_other_do_not_end_a_run() -> None:
+    def lost(number: int, *excluded: str) -> AttemptRecord:
+        return attempt(number, "node_failure", excluded_nodes=excluded)
+
+    assert play([lost(n, f"n{n}") for n in range(6)], SHORT)[-1].action == "requeue"
+    # Blamed twice each, and without evidence the first time.
+    pairs = play([lost(n, *[f"n{n}"] * (n % 2)) for n in range(4)], SHORT)
+    assert pairs[-1].action == "requeue"
+    # The job cannot start without it.
+    again = play([lost(n, "n1") for n in range(4)], SHORT)
+    assert [a.ending for a in again] == [*["node_failure"] * 3, "no_progress"]
 
 
 def test_each_exclusion_takes_four_times_as_long() -> None:

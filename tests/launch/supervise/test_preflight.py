@@ -336,12 +336,14 @@ def test_again_and_for_longer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
     slurm, script = FakeSlurm(NODES), "#!/bin/bash\n#SBATCH --nodes=2\n"
-    assert to_avoid(slurm, run, script, None) == []
+    config = load(run.config)
+    assert to_avoid(slurm, run, script, config) == []
     times = {"since": time.time(), "until": time.time() + 60}
     nodes = [ExcludedNode(node=name, reason="x", **times) for name in ("n2", "n3")]
     ExcludedNodes(nodes=tuple(nodes)).save(run.excluded)
-    assert to_avoid(slurm, run, script, None) == ["n3"]  # the job needs two of three
-    assert to_avoid(slurm, run, script, "n1") == []
+    assert to_avoid(slurm, run, script, config) == ["n3"]  # the job needs two of three
+    config = config.with_settings("slurm", exclude="n1")
+    assert to_avoid(slurm, run, script, config) == []
     job = slurm.submit(script, exclude="n2,n3")
     save_submission(run, nodes=2, train_job=job)
     with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):

@@ -1,0 +1,198 @@
+"""The site's memory of bad nodes: what excluded a node in one run counts for the next ones.
+
+A node and a source of evidence (a run, a user, `health`) have a file of their own in `.nodes`
+beside the runs, written whole: no writer loses another's record, and none needs a lock. A record is
+an exclusion or the end of earlier ones. All records of this cluster together give the excluded
+nodes (`in_effect`), of which new jobs avoid a share of their partition at most (`within_share`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import get_args
+
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import SlurmError, StorageError, UserError
+from slurmllm.core.format import Json
+from slurmllm.core.run.records import (
+    ExcludedNode,
+    ExcludedNodes,
+    NodeEvidence,
+    NodeHealth,
+    SiteNodeRecord,
+)
+from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_errors
+from slurmllm.core.run.safe_files import user_name
+from slurmllm.core.slurm.client import PartitionNode, SlurmClient
+
+# Of a partition's nodes, but one of two: more suspicions at a time are rather of what the nodes
+# share (switch, file system, profile), and false records must not empty a partition.
+MAX_SHARE = 0.25
+LONGEST_S = 720 * 3600.0  # 30 days: no record counts for ever
+MAX_RECORDS = 4096
+MAX_RECORD_BYTES = 1 << 16
+MAX_SKEW_S = 600.0  # of clocks: a later record would end, or outlive, all others
+# The checks that look at what `hardware` evidence is about.
+DEVICE_CHECKS = ("devices", "device errors")
+_STRENGTH: Sequence[str | None] = (*get_args(NodeEvidence), None)
+
+log = logging.getLogger(__name__)
+
+
+def read_records(root: Path) -> list[SiteNodeRecord]:
+    """Read the records of a runs folder, with their owners; those unreadable are left out."""
+    paths = sorted(node_records(root).glob("[!.]*.json"))[:MAX_RECORDS]
+    records = [record for record in read_all(_read, paths) if record is not None]
+    if len(records) < len(paths):
+        log.warning("%d unreadable records in %s", len(paths) - len(records), node_records(root))
+    return [record for record in records if record.since < time.time() + MAX_SKEW_S]
+
+
+def _read(path: Path) -> SiteNodeRecord | None:
+    with suppress(OSError, StorageError):
+        info = path.lstat()
+        if info.st_size <= MAX_RECORD_BYTES:
+            record = SiteNodeRecord.load(path)
+            until = min(record.until, record.since + LONGEST_S)
+            return record.model_copy(update={"user": user_name(info.st_uid), "until": until})
+    return None
+
+
+def add_record(root: Path, record: SiteNodeRecord, source: str) -> None:
+    """Write a record in place of an earlier one of this user and source; raises StorageError."""
+    folder = node_records(root)
+    with storage_errors(f"cannot make {folder}"), suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(stat.S_IMODE(root.stat().st_mode))  # who may make runs may record nodes
+    key = f"{record.kind} {record.cluster} {os.geteuid()} {source}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    record.save(folder / f"{record.node}.{digest}.json")
+    for path in folder.glob("*.json"):
+        with suppress(OSError):  # another user's
+            if path.lstat().st_mtime < time.time() - LONGEST_S:
+                path.unlink()
+
+
+def has_ended(exclusion: ExcludedNode, records: Iterable[SiteNodeRecord]) -> bool:
+    """Whether a later record ends an exclusion."""
+    return any(
+        record.kind == "cleared" or (record.kind == "healthy" and heals(record.checks, exclusion))
+        for record in records
+        if record.node == exclusion.node and record.since > exclusion.since
+        if exclusion.cluster in ("", record.cluster)
+    )
+
+
+def heals(passed: Collection[str], exclusion: ExcludedNode) -> bool:
+    """Whether passed checks have looked at what excluded a node.
+
+    That a node answers and passes is all that the weaker kinds of evidence question; no check
+    knows what a user knows, or how fast the node trains.
+    """
+    required = DEVICE_CHECKS if exclusion.evidence == "hardware" else exclusion.checks
+    return exclusion.evidence not in ("user", "slow") and {*required} <= {*passed}
+
+
+def in_effect(records: Sequence[SiteNodeRecord], cluster: str) -> list[SiteNodeRecord]:
+    """Return an exclusion for each excluded node of a cluster, the strongest and latest first."""
+    strongest: dict[str, SiteNodeRecord] = {}
+    for record in sorted(records, key=lambda r: (_STRENGTH.index(r.evidence), -r.since)):
+        applies = record.cluster == cluster and record.until > time.time()
+        if record.kind == "excluded" and applies and not has_ended(record, records):
+            strongest.setdefault(record.node, record)
+    return [*strongest.values()]
+
+
+def within_share(
+    nodes: Sequence[PartitionNode], records: Sequence[SiteNodeRecord], partition: str | None
+) -> list[SiteNodeRecord]:
+    """Return those that a new job in a partition avoids: of its nodes, `MAX_SHARE` at most."""
+    names = (partition or "").split(",")
+    members = {n.name for n in nodes if (n.partition in names if partition else n.default)}
+    limit = max(int(len(members) * MAX_SHARE), min(len(members) - 1, 1))
+    return [record for record in records if record.node in members][:limit]
+
+
+def site_exclusions(
+    client: SlurmClient, config: RunConfig, root: Path, run: RunDir | None = None
+) -> list[SiteNodeRecord]:
+    """Return the nodes that a run's next job avoids for the site's records, the strongest first.
+
+    Without those that it includes. Empty if Slurm does not answer.
+    """
+    if not (records := read_records(root)):
+        return []
+    partition = os.environ.get("SLURM_JOB_PARTITION") or config.recipe.slurm.partition
+    partition = partition or config.cluster.partition
+    of_run = (ExcludedNodes.find(run.excluded) if run is not None else None) or ExcludedNodes()
+    times = of_run.included
+    records = [r for r in records if r.kind != "excluded" or times.get(r.node, 0.0) < r.since]
+    try:
+        effective = in_effect(records, client.cluster_name())
+        return within_share(client.partition_nodes(), effective, partition)
+    except SlurmError as error:
+        log.warning("the site's excluded nodes are not avoided: %s", error)
+        return []
+
+
+def site_rows(root: Path, client: SlurmClient) -> list[Json]:
+    """Return the excluded nodes of this cluster for JSON; `avoided`: by jobs of a partition."""
+    if not (records := read_records(root)):
+        return []
+    effective = in_effect(records, client.cluster_name())
+    nodes = client.partition_nodes()
+    partitions = {node.partition for node in nodes}
+    avoided = {r.node for name in partitions for r in within_share(nodes, effective, name)}
+    return [
+        {**record.model_dump(exclude={"kind", "exclusions"}), "avoided": record.node in avoided}
+        for record in effective
+    ]
+
+
+def change_by_user(
+    root: Path, client: SlurmClient, lists: Sequence[str], reason: str = "", hours: float = 0.0
+) -> list[SiteNodeRecord]:
+    """Exclude nodes, such as `n[1-4]`, for some hours, or end that with 0; returns the records.
+
+    Raises a UserError if one is not in slurm.conf or, to end it, is not excluded.
+    """
+    cluster = client.cluster_name()
+    names = client.hostnames(",".join(lists))
+    candidates: Collection[str] = client.node_states()
+    if not hours:
+        candidates = [record.node for record in in_effect(read_records(root), cluster)]
+    if unknown := [name for name in names if name not in candidates]:
+        kind = "nodes" if hours else "excluded nodes"
+        listed = " ".join(sorted(candidates)) or "none"
+        raise UserError(f"{' '.join(unknown)}: not of the cluster's {kind}: {listed}")
+    now = time.time()
+    fields = {"since": now, "until": now + hours * 3600.0, "cluster": cluster, "reason": reason}
+    fields |= {"kind": "excluded" if hours else "cleared", "evidence": "user"}
+    fields["user"] = user_name(os.geteuid())
+    records = [SiteNodeRecord.model_validate({"node": name, **fields}) for name in names]
+    for record in records:
+        add_record(root, record, "user")
+    return records
+
+
+def end_by_health(
+    root: Path, cluster: str, nodes: Mapping[str, NodeHealth]
+) -> Iterator[tuple[SiteNodeRecord, bool]]:
+    """Record the nodes that passed `health`; yields their exclusions and whether that ends them."""
+    for record in in_effect(read_records(root), cluster):
+        health = nodes.get(record.node)
+        if health is None or health.checks_s is None or health.of("fail"):
+            continue
+        passed = tuple(sorted({finding.check for finding in health.of("ok")}))
+        if healed := heals(passed, record):
+            update = {"kind": "healthy", "checks": passed, "since": time.time(), "run": None}
+            # Of other checks, another file: this one ends what those did not look at.
+            add_record(root, record.model_copy(update=update), f"health {passed}")
+        yield record, healed
