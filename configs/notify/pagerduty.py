@@ -16,10 +16,10 @@ URL = "https://events.pagerduty.com/v2/enqueue"  # https://service.eu.pagerduty.
 
 
 def event_of(message: dict, key: str) -> dict | None:
-    """Return the event for a notification; None for a restart, which needs nobody."""
-    if message["event"] == "requeue":
-        return None
+    """Return the event for a notification; None for a restart, say, which needs nobody."""
     broken = message["event"] in ("failure", "divergence")
+    if not broken and message["event"] not in ("start", "end"):
+        return None
     event = {
         "routing_key": key,
         "event_action": "trigger" if broken else "resolve",

@@ -195,7 +195,7 @@ def read_details(
         not_excluded=used,
         compiling_s=_compiling_s(run, state, config, None if reused else progress),
         workers=progress,
-        slow_ranks=_slow_ranks(run, attempts[-1]) if running else None,
+        slow_ranks=read_slow_ranks(run, attempts[-1]) if running else None,
         evaluation=last_evaluation(run) if evaluates else None,
         evaluations=tuple(read_evaluations(run)),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
@@ -217,7 +217,7 @@ def excluded_nodes(
     return tuple(node for node in recorded if node not in used), tuple(used)
 
 
-def _slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] | None:
+def read_slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] | None:
     with suppress(StorageError):
         if slow := SlowRanksRecord.find(record.files(run).slow_ranks):
             return slow.ranks

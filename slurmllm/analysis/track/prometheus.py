@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from slurmllm import __version__
-from slurmllm.analysis.status.details import excluded_nodes
+from slurmllm.analysis.status.details import excluded_nodes, read_slow_ranks
 from slurmllm.analysis.status.history import read_history
 from slurmllm.analysis.status.recoveries import EndingLoss, find_recoveries, sum_by_ending
 from slurmllm.analysis.status.runs import STATES, RunState
@@ -46,6 +46,7 @@ _HELP = {
     "lost_node_seconds_total": "Node seconds of recomputed steps and until the next step, by class "
     "of ending.",
     "node_seconds_total": "Node seconds of all attempts.",
+    "slow_rank_ratio": "Own time of a rank that is slower than its peers, to their median.",
     "excluded_nodes": "Number of excluded nodes.",
     "excluded_node_info": "1 for each excluded node.",
 }
@@ -106,6 +107,8 @@ class Page(Collector):
             if state.seq_per_s is not None:
                 mfu = flops_utilization(self.config, last.world_size, state.seq_per_s)
                 values["model_flops_utilization_ratio"] = mfu
+            for slow in read_slow_ranks(self.run, last) or ():
+                yield "slow_rank_ratio", slow.ratio, {"rank": str(slow.rank), "node": slow.node}
         for name, value in values.items():
             yield name, value, {}
         yield from self._failures()

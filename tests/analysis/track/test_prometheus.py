@@ -26,7 +26,7 @@ from slurmllm.analysis.track import exporter
 from slurmllm.analysis.track.prometheus import Page
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import recipes_dir
-from slurmllm.core.run.records import ExcludedNode, ExcludedNodes
+from slurmllm.core.run.records import ExcludedNode, ExcludedNodes, SlowRank, SlowRanksRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.notify import SideProcesses
 
@@ -57,6 +57,8 @@ def training(tmp_path: Path) -> RunDir:
     save_submission(run, nodes=4, train_job="7")
     node = ExcludedNode(node="n9", reason="Xid 79", since=time.time(), until=time.time() + 60)
     ExcludedNodes(nodes=(node,)).save(run.excluded)
+    slow = SlowRank(rank=3, node="n0", ratio=1.31, peers=128, since=0.0)
+    SlowRanksRecord(ranks=(slow,)).save(run.attempt("train", 1).slow_ranks)
     return run
 
 
@@ -83,6 +85,7 @@ def test_the_figures_are_those_of_status_and_report(training: RunDir) -> None:
     assert samples["excluded_nodes", ""] == len(status["excluded"]) == 1
     assert samples["excluded_node_info", "n9"] == 1
     assert samples["attempt", ""] == 1
+    assert samples["slow_rank_ratio", "n03"] == 1.31
     # The report's is of the mean over all steps; here, all take as long.
     rate = report
     assert samples["model_flops_utilization_ratio", ""] == pytest.approx(rate["mfu"])
