@@ -232,8 +232,7 @@ def main() -> int:
         encoding="utf-8",
     )
     print(text)
-    failed = [part.name for part in parts if part.required and part.failure is not None]
-    if failed:
+    if failed := [part.name for part in parts if part.required and part.failure is not None]:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 

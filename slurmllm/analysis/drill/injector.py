@@ -30,6 +30,7 @@ from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.setup import slurm_environment
+from slurmllm.launch.supervise.started_processes import started_by
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 FaultKind = Literal[
@@ -159,7 +160,13 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
         raise NodeError(
             f"rank {spec.rank} of attempt {spec.attempt} of {run.name} does not run on {spec.node}"
         )
-    return below[1:] if spec.trainer.one_per_node and not of_all and below[1:] else below
+    if of_all or not spec.trainer.one_per_node:
+        return below
+    with suppress(psutil.Error):  # a launcher may have one below it, as DeepSpeed's has
+        ranks = [process.pid for process in started_by(psutil.Process(below[0]))]
+        if ranks:
+            return ranks
+    return below[1:] or below
 
 
 def _program(pid: int) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fake_slurm import FakeSlurm
 from made_records import make_attempt, save_attempt
@@ -29,6 +30,7 @@ from slurmllm.core.errors import NodeError, RunError
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.records import AttemptRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.launch.supervise.started_processes import started_by
 
 TRAINERS = Path(__file__).parents[2] / "trainers"
 STEPS, SAVED, BROKEN = 40, 10, 13
@@ -268,6 +270,26 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 def fault(kind: FaultKind, **fields: Any) -> FaultSpec:
     values = {"attempt": 0, "node": "local0", "rank": 0, "at_step": 3, "local": True}
     return FaultSpec.model_validate({"kind": kind, "trainer": COMMAND, **values, **fields})
+
+
+def test_the_rank_below_two_launchers_is_hit(run: RunDir) -> None:
+    # As deepspeed's: runner, launch, rank. The runner exits with 0 if its launch is killed.
+    rank = "import subprocess; subprocess.run(['env', 'CROSS_RANK=0', 'sleep', '60'])"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+    command = [sys.executable, "-c", code.format(code.format(rank)), "slurmllm", "launch"]
+    launcher = subprocess.Popen([*command, str(run.path)])
+    try:
+        while len(below := injector.descendants([launcher.pid])) < 3:
+            time.sleep(0.01)
+        while not (pids := list(started_by(psutil.Process(below[0])))):
+            time.sleep(0.01)
+        NodeRecord(node="local0", pids={0: below[0]}).save(run.attempt("train", 0).node("local0"))
+        torchrun = COMMAND.model_copy(update={"start": "node"})
+        spec = fault("worker").model_copy(update={"trainer": torchrun})
+        assert injector.trainer_pids(run, spec) == [below[2]] == [pids[0].pid]
+    finally:
+        injector.kill([*injector.descendants([launcher.pid]), launcher.pid], signal.SIGKILL)
+        launcher.wait()
 
 
 def test_the_trainer_below_its_shell_is_hit(run: RunDir) -> None:
