@@ -64,7 +64,7 @@ def test_a_pending_run_starts_on_an_included_node(stage: SceneBench) -> None:
     stage.call("resume", "short", "--include=n14")
     stage.wait("short", "done", "stopped")
     assert stage.endings("short") == [("done", "finish")]
-    assert json.loads(stage.look("nodes", "short", "--json")) == {"excluded": []}
+    assert json.loads(stage.look("nodes", "short", "--json"))["excluded"] == []
 
 
 @contextmanager
