@@ -51,7 +51,7 @@ def nodes(
     runs_dir: Path,
     as_json: bool,
 ) -> None:
-    """List the nodes that runs or the site exclude; exclude nodes, and end exclusions.
+    """List the excluded nodes, exclude others, and end exclusions.
 
     Shows why, on which evidence and until when. What excludes a node in one run counts for new jobs
     of all runs in this folder. A node whose exclusion has expired is shown while a pending job
