@@ -23,6 +23,7 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmllmError, UserError
 from slurmllm.core.run.artifact_records import CheckpointEvaluation, EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.setup import new_job_environment
 from slurmllm.launch.submit.render import render_evaluation
@@ -32,6 +33,7 @@ from slurmllm.train.checkpoint.holds import read_evaluations
 from slurmllm.train.control.rendezvous import die_with_parent
 
 INTERVAL_S = 15.0  # between two looks at the checkpoints
+CACHED_S = 60.0  # for which NFS may show an old file (acregmax)
 _TRIES = 2  # of sbatch, and of an evaluation
 _COMMAND = "command"  # task and version of what `evaluate.command` scores
 _SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
@@ -47,16 +49,15 @@ class Evaluator:
     config: RunConfig
     client: SlurmClient | None  # None: one after the other, here
     _jobs: dict[int, str] = field(default_factory=dict)  # step → job
+    _ended_at: dict[int, float] = field(default_factory=dict)  # step → Unix time, s
 
     def watch(self, ended: Callable[[], bool], sleep: Callable[[float], object]) -> None:
         """Look for checkpoints until `ended`, and once more then."""
         last = False
         while not last:
             last = ended()
-            try:
+            with diagnostic("evaluations"):  # what fails is tried again at the next look
                 self.look()
-            except Exception as error:  # tried again at the next look
-                log.warning("%s", error)
             if not last:
                 sleep(INTERVAL_S)
 
@@ -85,9 +86,12 @@ class Evaluator:
         if self.client is None:
             return True
         job = self.client.queue([self._jobs[step]]) if step in self._jobs else None
-        gone = job is not None and not any(queued.active for queued in job.values())
+        if job is None or any(queued.active for queued in job.values()):
+            return False
+        ended_at = self._ended_at.setdefault(step, time.time())
         # Read again: it may have ended since.
-        return gone and not CheckpointEvaluation.load(self.run.evaluating(step)).settled
+        settled = CheckpointEvaluation.load(self.run.evaluating(step)).settled
+        return time.time() - ended_at >= CACHED_S and not settled
 
     def _start(self, record: CheckpointEvaluation) -> None:
         def save(state: str, error: str = "", refusals: int = record.refusals) -> None:

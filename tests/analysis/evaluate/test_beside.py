@@ -12,6 +12,7 @@ from command_line import call_json, refused
 from fake_slurm import FakeSlurm
 from made_records import make_run, save_manifest, save_submission
 
+from slurmllm.analysis.evaluate import beside
 from slurmllm.analysis.evaluate.beside import Evaluator, evaluate_checkpoint
 from slurmllm.analysis.evaluate.scores import read_scores
 from slurmllm.core.config.load import load
@@ -77,7 +78,9 @@ def test_removed_checkpoints_count_as_skipped(tmp_path: Path) -> None:
     assert states(run) == ["skipped", "submitted", "skipped", "submitted"]
 
 
-def test_what_sbatch_refuses_is_tried_once_more(tmp_path: Path) -> None:
+def test_what_sbatch_refuses_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, config = make(tmp_path)
     slurm = FakeSlurm()
     slurm.refuse = "Invalid account"
@@ -90,6 +93,9 @@ def test_what_sbatch_refuses_is_tried_once_more(tmp_path: Path) -> None:
     for job in slurm.jobs:
         slurm.start(job)
         slurm.finish(job, "TIMEOUT")
+    evaluator.look()
+    assert states(run) == ["submitted"] * 4
+    monkeypatch.setattr(beside, "CACHED_S", 0.0)
     evaluator.look()
     assert states(run) == ["failed"] * 4
     lost = call_json("status", run.path)["evaluations"]
