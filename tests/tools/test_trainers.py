@@ -106,7 +106,8 @@ def test_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = "python {tests}/steps.py --out {run}/out --steps 20 --step-s 0.2"
     checkpoints = {"checkpoints": "{run}/out/step-{step}", "completion_file": "done"}
     recipe = {"extends": "trainers/plain", "command": {"run": run, **checkpoints}}
-    trainer = Trainer(name="steps", title="Steps", package="pip", recipe=recipe)
+    # On one node: its ranks do not wait for each other, and the other would finish.
+    trainer = Trainer(name="steps", title="Steps", package="pip", recipe=recipe, nodes=1)
     outcome = run_trainer(trainer)
     assert (outcome.failure, outcome.verdict) == ("", "exact"), outcome
     assert (outcome.steps, outcome.checkpoints) == (20, [5, 10, 15, 20])
