@@ -141,8 +141,7 @@ def _check(
 
     command = node_command(config.cluster)
     try:
-        with_dcgm = config.cluster.health.dcgm != "never"
-        checked = check_nodes(allocation, config, folder, command, with_dcgm=with_dcgm)
+        checked = check_nodes(allocation, config, folder, command)
     except LaunchError as error:
         if not error.failure.accused:
             raise

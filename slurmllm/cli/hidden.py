@@ -111,15 +111,14 @@ def evaluate_checkpoint(run: Path, step: int | None) -> None:
 @click.option("--profile", required=True, help="The cluster profile, as JSON.")
 @click.option("--backend", required=True)
 @click.option("--marker-file", type=click.Path(path_type=Path), required=True)
-@click.option("--dcgm", is_flag=True, help="Run the quick diagnostic of DCGM too.")
-def check_node(profile: str, backend: str, marker_file: Path, dcgm: bool) -> None:
+def check_node(profile: str, backend: str, marker_file: Path) -> None:
     """Check this node and report one line per finding (called through srun)."""
     from slurmllm.core.config.cluster import Cluster
     from slurmllm.launch.diagnose import node
     from slurmllm.train.control.rendezvous import NODE_NAME
 
     name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file, dcgm)
+    node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
 
 
 @click.command(hidden=True)

@@ -1,8 +1,8 @@
-"""NVIDIA GPUs at rest: `nvidia-smi -q -x` of each is compared with the limits that it prints.
+"""NVIDIA GPUs before a start: what nvidia-smi, the kernel's log and DCGM say of them.
 
 A fact fails the node if the driver or NVIDIA's documents say that no program should start on the
 GPU, or if another job holds it; facts with which a run can start are warnings. A field that is
-absent or has no number (`N/A`, MIG, other versions) has no finding.
+absent or has no number (`N/A`, MIG, other versions) has no finding. A check may have several.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from xml.etree import ElementTree  # of the driver's own program
 
 import psutil
 
-from slurmllm.core.run.records import Finding
-from slurmllm.launch.diagnose import Findings, fail, ok, warn
-from slurmllm.launch.diagnose.programs import UnknownStateError, output_of
+from slurmllm.core.errors import NodeError
+from slurmllm.launch.diagnose import Findings, fail, ok, skipped, warn
+from slurmllm.launch.diagnose.programs import UnknownStateError, output_of, run_program
 
 Gpu = ElementTree.Element
 # `used` is without what the driver reserves (before R510, with it: up to about 0.6 GB). A context
@@ -52,69 +52,66 @@ _RULES = (
         r"fabric/(state: (Not Started|In Progress)|health/\w+: (Degraded|True|Unhealthy))",
     ),
 )
+# The kernel's buffer may be for root only, the journal for the groups adm and systemd-journal.
+_LOG_READERS = (("dmesg",), ("journalctl", "-k", "-b", "-q", "-o", "cat", "--no-pager"))
+_LOADED = "NVRM: loading NVIDIA"  # the driver's first line: what is before it is over
+# NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (R590): the immediate action is a reset, a
+# reboot or a look at the machine. Without 109, 155 and 156, which programs or requests cause too.
+_RESET = "46|48|54|62|64|74|79|95|110|119|120|136|140|143|158"
+# Of the hardware too, but "ignore" or "restart the application": remapped rows, contained errors,
+# NVLink 5, retired resources. All others (13, 31, 43, 45, …) are of programs and drivers.
+_USABLE = "63|92|94|121|14[4-9]|150|157|160|161|171|172"
+# SXid: of NVLink's switches; Fabric Manager's guide asks for a reset after the fatal ones.
+_XID = re.compile(
+    rf"\bXid \([^)]*\): (?:(?P<reset>{_RESET})|{_USABLE})\b"
+    r"|SXid \([^)]*\): (?P<fatal>\d+), Fatal"
+)
+DIAGNOSTIC_S = 30  # "normally lasting seconds" (dcgmi-diag(1)), more if all GPUs must wake up
+# dcgm_errors.h, dcgmErrorSeverity_t: ISOLATE "cannot perform workload", RESET. Others (MONITOR,
+# TRIAGE, CONFIG: such as persistence mode) do not keep a program from running.
+_UNUSABLE = ("2", "6")
+# Objects of DCGM 3 and 4, whose trees differ ("no published stable schema"); keys are sorted.
+_DCGM_WARNING = re.compile(r'"error_severity" *: *(\d+)[^{}]*?"warning" *: *"((?:[^"\\]|\\.)*)"')
 
 
 def read_gpus() -> tuple[str, list[Gpu]]:
     """Return the driver's version and all GPUs that this job may use."""
     output = output_of("nvidia-smi", "-q", "-x")
-    try:
+    with suppress(ElementTree.ParseError):
         log = ElementTree.fromstring(output)  # noqa: S314
-    except ElementTree.ParseError as error:
-        raise UnknownStateError(f"nvidia-smi -q -x printed {output[:60]!r}: {error}") from error
-    gpus = log.findall("gpu")
-    if not gpus and log.findtext("attached_gpus") != "0":
-        raise UnknownStateError(f"nvidia-smi -q -x printed <{log.tag}> without <gpu>")
-    return log.findtext("driver_version", ""), gpus
-
-
-def needs_no_reset(gpus: Sequence[Gpu]) -> bool:
-    """Whether the driver (R565 and later) says of every GPU that new processes may start."""
-    return bool(gpus) and all(gpu.findtext("gpu_recovery_action") == "None" for gpu in gpus)
+        gpus = log.findall("gpu")
+        if gpus or log.findtext("attached_gpus") == "0":
+            return log.findtext("driver_version", ""), gpus
+    raise UnknownStateError(f"nvidia-smi -q -x printed {output[:60]!r}")
 
 
 def gpu_findings(gpus: Sequence[Gpu]) -> Findings:
-    """The worst of each check's findings."""
-    findings = [f for number, gpu in enumerate(gpus) for f in _findings(f"GPU {number}", gpu)]
-    for check in dict.fromkeys(finding.check for finding in findings):
-        yield worst([finding for finding in findings if finding.check == check])
-
-
-def worst(findings: Sequence[Finding]) -> Finding:
-    """Return the worst finding of a check, with the number of others."""
-    order = ("ok", "warn", "fail")
-    result = max(findings, key=lambda finding: (order.index(finding.status), float(finding.value)))
-    num_more = sum(finding.status != "ok" for finding in findings) - 1
-    more = f" and {num_more} more" if num_more > 0 else ""
-    return result.model_copy(update={"message": f"{result.message}{more}"})
-
-
-def _findings(name: str, gpu: Gpu) -> Findings:
-    lines = "\n".join(_lines(gpu, ""))
-    for check, status, rule in _RULES:
-        yield ok(check, 0, 0)
-        for match in re.finditer(f"^{rule}$", lines, re.MULTILINE):
-            yield status(check, 1, 0, f"{check}: {name}: {match[0]}")
-    fields = ("", "_slow_threshold", "_tlimit", "_slow_tlimit_threshold")
-    now, slow, margin, offset = (_number(gpu, f"temperature/gpu_temp{field}") for field in fields)
-    if not slow > 0:
-        slow = now + margin - offset  # since Hopper, nvidia-smi prints the margin to the slowdown
-    used = _number(gpu, "fb_memory_usage/used")
-    processes = dict(_processes(gpu))
-    # The processes have their own findings. With ATS, Linux may keep its own pages there.
-    status = warn if processes or gpu.findtext("addressing_mode") == "ATS" else fail
-    hot = f"{now:g} °C at rest; it slows down at {slow:g} °C"
-    full = f"{used:g} MiB in use before the start; the limit is {MAX_USED_MIB} MiB"
-    for check, value, limit, bad, message in (
-        ("temperature", now, slow, fail, hot),
-        ("GPU memory", used, MAX_USED_MIB, status, full),
-    ):
-        if value >= limit:
-            yield bad(check, value, limit, f"{name}: {message}")
-        elif value < limit:  # else one of them is not known
-            yield ok(check, value, limit)
-    yield ok("GPU processes", 0, 0)
-    for process, foreign in processes.items():
-        yield (fail if foreign else warn)("GPU processes", 1, 0, f"{name}: {process}")
+    for number, gpu in enumerate(gpus):
+        name = f"GPU {number}"
+        lines = "\n".join(_lines(gpu, ""))
+        for check, status, rule in _RULES:
+            yield ok(check, 0, 0)
+            for match in re.finditer(f"^{rule}$", lines, re.MULTILINE):
+                yield status(check, 1, 0, f"{check}: {name}: {match[0]}")
+        fields = ("", "_slow_threshold", "_tlimit", "_slow_tlimit_threshold")
+        now, slow, margin, offset = (_number(gpu, f"temperature/gpu_temp{f}") for f in fields)
+        if not slow > 0:
+            slow = now + margin - offset  # since Hopper, nvidia-smi prints the margin to it
+        if not math.isnan(now - slow):
+            message = f"{name}: {now:g} °C at rest; it slows down at {slow:g} °C"
+            yield (fail if now >= slow else ok)("temperature", now, slow, message)
+        yield ok("GPU processes", 0, 0)
+        processes = dict(_processes(gpu))
+        for process, foreign in processes.items():
+            yield (fail if foreign else warn)("GPU processes", 1, 0, f"{name}: {process}")
+        used = _number(gpu, "fb_memory_usage/used")
+        if used >= MAX_USED_MIB:
+            # The processes have their own findings. With ATS, Linux may keep its own pages there.
+            status = warn if processes or gpu.findtext("addressing_mode") == "ATS" else fail
+            message = f"{used:g} MiB in use before the start; the limit is {MAX_USED_MIB} MiB"
+            yield status("GPU memory", used, MAX_USED_MIB, f"{name}: {message}")
+        elif used >= 0:
+            yield ok("GPU memory", used, MAX_USED_MIB)
 
 
 def _lines(element: Gpu, path: str) -> Iterator[str]:
@@ -134,13 +131,55 @@ def _processes(gpu: Gpu) -> Iterator[tuple[str, bool]]:
 
     Root's are the site's own. Those of another PID namespace, or gone, are not known.
     """
+    job, user = os.environ.get("SLURM_JOB_ID"), psutil.Process().username()
     for row in gpu.iterfind("processes/process_info"):
-        with suppress(psutil.Error, ValueError, KeyError):
+        with suppress(psutil.Error, ValueError):
             process = psutil.Process(int(row.findtext("pid", "")))
             owner = process.username()
             if "C" in row.findtext("type", "") and owner != "root":
-                mine = owner == psutil.Process().username()
-                job = os.environ.get("SLURM_JOB_ID")
-                mine = mine and process.environ().get("SLURM_JOB_ID") == job
+                foreign = owner != user or process.environ().get("SLURM_JOB_ID") != job
                 name = row.findtext("process_name", "")[:60]
-                yield f"process {process.pid} of {owner}: {name}", not mine
+                yield f"process {process.pid} of {owner}: {name}", foreign
+
+
+def xid_findings(gpus: Sequence[Gpu]) -> Findings:
+    """Xid errors: what the driver has written into the kernel's log since it was loaded.
+
+    They fail the node unless the driver (R565 and later) says of every GPU that they are over.
+    """
+    log, reason = "", "no log"
+    for command in _LOG_READERS:
+        try:
+            log = log or output_of(*command)
+        except NodeError as error:
+            reason = str(error)
+    if not log:  # journalctl prints nothing without the right to read; no kernel's log is empty
+        yield skipped("Xid", "not readable", message=f"Xid: {reason}")
+        return
+    needs_no_reset = gpus and all(g.findtext("gpu_recovery_action") == "None" for g in gpus)
+    over = "; the driver asks for no reset now" if needs_no_reset else ""
+    events = list(_XID.finditer(log.rpartition(_LOADED)[2]))
+    yield ok("Xid", 0, 0)
+    for event in events:
+        status = fail if not over and (event["reset"] or event["fatal"]) else warn
+        yield status("Xid", len(events), 0, f"kernel log: {event[0]}{over}")
+
+
+def dcgm_findings() -> Findings:
+    """`dcgmi diag -r 1`, the quick diagnostic, if the Data Center GPU Manager is installed."""
+    command = "dcgmi diag -r 1"
+    try:
+        # By SIGTERM: dcgmi then stops the diagnostic, which the host engine runs.
+        limited = ("timeout", str(DIAGNOSTIC_S), *command.split(), "-j")
+        done = run_program(*limited, limit_s=DIAGNOSTIC_S + 5)
+        if '"status"' not in done.stdout:
+            reason = (done.stdout + done.stderr).strip().rpartition("\n")[2]
+            if done.returncode == 124:
+                reason = f"no end within {DIAGNOSTIC_S} s"
+            raise UnknownStateError(f"{command}: {reason}")
+    except NodeError as error:
+        yield skipped("DCGM", "not run", message=str(error))
+        return
+    yield ok("DCGM", 0, 0)
+    for severity, message in _DCGM_WARNING.findall(done.stdout):
+        yield (fail if severity in _UNUSABLE else warn)("DCGM", 1, 0, f"DCGM: {message}")

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -18,14 +19,13 @@ from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.launch.diagnose import Findings, fail, ok, warn
-from slurmllm.launch.diagnose.dcgm import dcgm_findings
 from slurmllm.launch.diagnose.gpus import (
     Gpu,
+    dcgm_findings,
     gpu_findings,
-    needs_no_reset,
     read_gpus,
+    xid_findings,
 )
-from slurmllm.launch.diagnose.ports import port_findings, read_text
 from slurmllm.launch.diagnose.probe import report
 from slurmllm.launch.diagnose.programs import UnknownStateError, output_of
 from slurmllm.launch.diagnose.storage import (
@@ -34,133 +34,122 @@ from slurmllm.launch.diagnose.storage import (
     shared_findings,
     shm_findings,
 )
-from slurmllm.launch.diagnose.xid import xid_findings
 from slurmllm.train.backends.environment import load_environment
 
 # What may be another job's, where the job has not the whole node.
 _OF_THE_NODE = ("GPU memory", "GPU processes", "Xid", "DCGM")
+_ORDER = ("skipped", "ok", "warn", "fail")
 
 
-def check_node(
-    node: str, cluster: Cluster, backend: str, marker: Path, with_dcgm: bool = False
-) -> None:
+def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
     """Run all checks and report their findings; `marker` is a new file in the shared folder."""
     started = time.monotonic()
     report(node)  # the clock, before the checks take time
-    for finding in node_findings(node, cluster, marker, with_dcgm):
+    for finding in node_findings(node, cluster, marker):
         report(node, finding=finding)
     for version in load_environment(backend).node_versions().items():
         report(node, version=version)
     report(node, took_s=time.monotonic() - started)
 
 
-def node_findings(node: str, cluster: Cluster, marker: Path, with_dcgm: bool = False) -> Findings:
-    """The findings of each check; a check that raises an error fails."""
+def node_findings(node: str, cluster: Cluster, marker: Path) -> Findings:
+    """The worst finding of each check; a check that raises an error fails."""
     checks = {  # generators: none has begun yet
-        "devices": device_findings(cluster, with_dcgm=with_dcgm),
+        "devices": device_findings(cluster),
         "EFA": efa_findings(cluster),
         "network ports": port_findings(cluster),
         "memory": memory_findings(cluster),
         "shared memory": shm_findings(),
         "node-local disk": node_local_findings(cluster),
     }
-    with ThreadPoolExecutor(len(checks)) as pool:  # they wait for the vendors' programs
-        for finding in chain.from_iterable(pool.map(_findings, checks, checks.values())):
-            yield _relaxed(finding, cluster)
-    # Last: a process that waits for a dead file system cannot be killed (state D).
-    yield from _findings("shared file system", shared_findings(cluster, marker, node))
-
-
-def _relaxed(finding: Finding, cluster: Cluster) -> Finding:
-    """Return a warning in the place of a failure that the profile permits, or of another job's."""
     unshared = cluster.exclusive and "SLURM_JOB_ID" in os.environ
-    if finding.check in cluster.health.warn_only or (
-        finding.check in _OF_THE_NODE and not unshared
-    ):
-        status = "warn" if finding.status == "fail" else finding.status
-        return finding.model_copy(update={"status": status, "blame": None})
-    return finding
+    relaxed = (*cluster.health.warn_only, *(() if unshared else _OF_THE_NODE))
+    with ThreadPoolExecutor(len(checks)) as pool:  # they wait for the vendors' programs
+        for finding in chain.from_iterable(pool.map(_worst, checks, checks.values())):
+            if finding.status == "fail" and finding.check in relaxed:
+                yield finding.model_copy(update={"status": "warn", "blame": None})
+            else:
+                yield finding
+    # Last: a process that waits for a dead file system cannot be killed (state D).
+    yield from _worst("shared file system", shared_findings(cluster, marker, node))
 
 
-def _findings(check: str, findings: Findings) -> list[Finding]:
-    results: list[Finding] = []
+def _worst(check: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Return the worst finding of each check, with the number of others."""
+    of_check: dict[str, list[Finding]] = {}
     try:
-        results.extend(findings)
-    except SlurmllmError as error:
-        results.append(fail(check, "unusable", "", str(error).splitlines()[0]))
-    except OSError as error:
-        path = f"{error.filename}: " if error.filename else ""
-        results.append(fail(check, "unusable", "", f"{path}{os_error_text(error)}"))
-    return results
+        for finding in findings:
+            of_check.setdefault(finding.check, []).append(finding)
+    except (OSError, SlurmllmError) as error:
+        path = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        text = f"{path}{os_error_text(error)}".splitlines()[0]
+        of_check[check] = [fail(check, "unusable", "", text)]
+    return [_with_number(alike) for alike in of_check.values()]
+
+
+def _with_number(findings: Sequence[Finding]) -> Finding:
+    finding = max(findings, key=lambda finding: (_ORDER.index(finding.status), finding.value))
+    num_more = sum(finding.status != "ok" for finding in findings) - 1
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return finding.model_copy(update={"message": f"{finding.message}{more}"})
 
 
 def memory_findings(cluster: Cluster) -> Findings:
     """Host memory that is free or can be freed at once (MemAvailable), GB."""
-    yield _at_least(
-        "memory",
-        round(psutil.virtual_memory().available / GB, 1),
-        cluster.health.min_memory_gb,
-        "GB available",
-        cluster,
-    )
+    available = round(psutil.virtual_memory().available / GB, 1)
+    yield _at_least(cluster, "memory", available, cluster.health.min_memory_gb, "GB available")
 
 
-def device_findings(cluster: Cluster, root: Path = Path("/"), with_dcgm: bool = False) -> Findings:
+def device_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
     """Devices, driver, error counters and CPUs; /sys is read under `root`."""
     if cluster.device == "neuron":
-        driver = read_text(root / "sys/module/neuron/version")
+        driver = _read(root / "sys/module/neuron/version")
         yield from _count_and_driver(cluster, "NeuronCores", neuron_cores(), driver)
-        if errors := neuron_errors(root):
-            more = f" and {len(errors) - 3} more" if len(errors) > 3 else ""
-            message = f"uncorrected memory errors: {', '.join(errors[:3])}{more}"
-            yield fail("device errors", len(errors), 0, message)
-        else:
-            yield ok("device errors", 0)
+        yield from neuron_errors(root)
     elif cluster.device == "cuda":
-        yield from _nvidia_findings(cluster, with_dcgm)
-    cpus = os.cpu_count() or 1
-    yield _at_least("CPUs", cpus, cluster.cpus_per_node or 0, "CPUs", cluster, warn)
+        yield from _nvidia_findings(cluster)
+    yield _at_least(cluster, "CPUs", os.cpu_count() or 1, cluster.cpus_per_node or 0, "CPUs", warn)
 
 
-def _nvidia_findings(cluster: Cluster, with_dcgm: bool) -> Findings:
+def _nvidia_findings(cluster: Cluster) -> Findings:
     gpus: list[Gpu] = []
     try:
         driver, gpus = read_gpus()
+        yield from _count_and_driver(cluster, "GPUs", len(gpus), driver)
     except UnknownStateError as error:
         yield warn("devices", "unknown", cluster.devices_per_node, f"not checked: {error}")
     except NodeError as error:
-        yield fail("devices", "unusable", "", str(error).splitlines()[0])
-    else:
-        yield from _count_and_driver(cluster, "GPUs", len(gpus), driver)
-        yield from gpu_findings(gpus)
-    yield from xid_findings(needs_no_reset(gpus))
-    if with_dcgm and gpus:  # afterwards: its processes would be found on the GPUs
+        yield fail("devices", "unusable", "", str(error))
+    yield from gpu_findings(gpus)
+    yield from xid_findings(gpus)
+    if (
+        gpus and cluster.health.dcgm != "never"
+    ):  # afterwards: its processes would be found on the GPUs
         yield from dcgm_findings()
 
 
 def _count_and_driver(cluster: Cluster, kind: str, count: int, driver: str) -> Findings:
-    yield _at_least("devices", count, cluster.devices_per_node, kind, cluster)
-    version = cluster.health.driver_version
-    if version is not None and driver != version:
-        message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {version}"
-        yield fail("driver", driver, version, message)
+    yield _at_least(cluster, "devices", count, cluster.devices_per_node, kind)
+    required = cluster.health.driver_version or ""
+    if required not in ("", driver):
+        message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {required}"
+        yield fail("driver", driver, required, message)
     elif driver:
-        yield ok("driver", driver, version or "")
+        yield ok("driver", driver, required)
 
 
 def _at_least(
+    cluster: Cluster,
     check: str,
     value: float,
     required: float,
     unit: str,
-    cluster: Cluster,
     status: Callable[..., Finding] = fail,
 ) -> Finding:
     if value >= required:
         return ok(check, value, required or "")
-    return status(
-        check, value, required, f"{value} {unit}; profile {cluster.name} requires {required:g}"
-    )
+    message = f"{value} {unit}; profile {cluster.name} requires {required:g}"
+    return status(check, value, required, message)
 
 
 def neuron_cores() -> int:
@@ -173,36 +162,51 @@ def neuron_cores() -> int:
         raise NodeError(f"neuron-ls printed no list of devices: {output[:60]!r}") from error
 
 
-def neuron_errors(root: Path) -> list[str]:
-    errors = []
-    for device in sorted((root / "sys/devices/virtual/neuron_device").glob("neuron[0-9]*")):
-        # Counters since the driver was loaded (Neuron Sysfs User Guide, "hardware/"): those that
-        # the runtime calls uncorrectable; AWS advises to replace the instance.
-        for name in ("mem_ecc_uncorrected", "sram_ecc_uncorrected"):
-            count = read_text(device / "stats/hardware" / name)
-            if count not in ("", "0"):
-                errors.append(f"{device.name}: {name} {count}")
-    return errors
+def neuron_errors(root: Path) -> Findings:
+    yield ok("device errors", 0, 0)
+    # Counters since the driver was loaded (Neuron Sysfs User Guide, "hardware/"): those that
+    # the runtime calls uncorrectable; AWS advises to replace the instance.
+    pattern = "neuron[0-9]*/stats/hardware/*_ecc_uncorrected"  # of `mem` and `sram`
+    for path in sorted((root / "sys/devices/virtual/neuron_device").glob(pattern)):
+        if (count := _read(path)) not in ("", "0"):
+            message = f"uncorrected memory errors: {path.parts[-4]}: {path.name} {count}"
+            yield fail("device errors", 1, 0, message)
 
 
 def efa_findings(cluster: Cluster) -> Findings:
     """The EFA interfaces that libfabric can use; no finding if the profile requires none."""
-    required = cluster.health.efa_interfaces
-    if required == 0:
-        return
-    # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
-    yield _at_least(
-        "EFA",
-        len(
-            set(
-                re.findall(
-                    r"^\s*domain: (\S+)$",
-                    output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM"),
-                    re.MULTILINE,
-                )
-            )
-        ),
-        required,
-        "EFA interfaces",
-        cluster,
+    if required := cluster.health.efa_interfaces:
+        output = output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM")
+        # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
+        domains = set(re.findall(r"^\s*domain: (\S+)$", output, re.MULTILINE))
+        yield _at_least(cluster, "EFA", len(domains), required, "EFA interfaces")
+
+
+def port_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
+    """Rates of the active ports; no finding without ports, unless the profile requires a rate.
+
+    A port that is down accuses nobody, it may have no cable: `compare_nodes` compares the nodes.
+    """
+    required = cluster.health.network_gb_s or 0.0
+    # Linux, Documentation/ABI/stable/sysfs-class-infiniband: `4: ACTIVE`, `400 Gb/sec (4X NDR)`
+    rates = Counter(
+        _read(port / "rate").partition(" (")[0]
+        if _read(port / "state").endswith("ACTIVE")
+        else "down"
+        for port in (root / "sys/class/infiniband").glob("*/ports/*")
     )
+    value = ", ".join(f"{count} × {rate}" for rate, count in sorted(rates.items()))
+    gb_s = sum(n * float(rate.split()[0]) / 8 for rate, n in rates.items() if rate[:1].isdigit())
+    if gb_s < required:
+        message = f"{value or 'none'}: {gb_s:g} GB/s; profile {cluster.name} requires {required:g}"
+        yield fail("network ports", value, required, f"network ports: {message}")
+    elif rates:
+        yield ok("network ports", value, required)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file of /sys; empty if it cannot be read."""
+    try:
+        return path.read_text("utf-8", errors="replace").strip()
+    except OSError:
+        return ""

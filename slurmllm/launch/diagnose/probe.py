@@ -143,7 +143,6 @@ def check_nodes(
     folder: Path,
     command: Sequence[str],
     stop: StopCheck = lambda: False,
-    with_dcgm: bool = False,
 ) -> dict[str, NodeHealth] | None:
     """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
 
@@ -160,7 +159,6 @@ def check_nodes(
                 tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)
             )
         probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
-        probe += ["--dcgm"] if with_dcgm else []
         reports = collect(
             nodes.nodes,
             nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),

@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.records import AttemptRecord, EndingClass, NodeHealth, PhaseSeconds
+from slurmllm.core.run.records import AttemptRecord, EndingClass, Finding, NodeHealth, PhaseSeconds
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import Variables
@@ -85,10 +85,13 @@ class Preparation:
         if not self.config.cluster.health.enabled:
             return None
         started = time.monotonic()
-        # Once a job: a restart within it must not wait for the diagnostic again.
-        dcgm = self.config.cluster.health.dcgm == "always" and not self._diagnosed
+        config = self.config
+        if config.cluster.health.dcgm == "health" or self._diagnosed:
+            # Once a job: a restart within it must not wait for the diagnostic again.
+            health = config.cluster.health.model_copy(update={"dcgm": "never"})
+            config = replace(config, cluster=config.cluster.model_copy(update={"health": health}))
         self._diagnosed = True
-        ending = preflight(self.run, record, self.config, self.allocation, self.stop, dcgm)
+        ending = preflight(self.run, record, config, self.allocation, self.stop)
         phases["preflight"] = time.monotonic() - started
         return ending
 
@@ -130,14 +133,13 @@ def preflight(
     config: RunConfig,
     allocation: Allocation,
     stop: StopCheck,
-    with_dcgm: bool = False,
 ) -> Ending | None:
     """Check the nodes of an attempt and record the findings; returns the ending if one fails.
 
     Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
     """
     try:
-        nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop, with_dcgm)
+        nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
     except LaunchError as error:
         return launch_ending(error.failure, record.nodes)
     if nodes is not None and config.cluster.health.bandwidth == "always":
@@ -165,47 +167,43 @@ def preflight_ending(
     partition, as is a tool that the only node lacks: it blames none of them, and would fail again.
     The shared file system is never a node's fault if all nodes fail with it.
     """
-    failed = {name: health.of("fail") for name, health in nodes.items() if health.of("fail")}
-    if not failed:
+    failures = [(name, f) for name, health in nodes.items() for f in health.of("fail")]
+    if not failures:
         return None
-    counts = Counter(check for fs in failed.values() for check in {f.check for f in fs})
-    messages = {f.check: f.message for fs in reversed(failed.values()) for f in reversed(fs)}
-    common = {
-        check
-        for check, count in counts.items()
-        if _is_common(check, messages[check], count, len(nodes))
-    }
-    evidence = []
-    for check, message in messages.items():
-        share = f"{counts[check]} of {len(nodes)}" if counts[check] < len(nodes) else "all"
-        names = f"{share} nodes" if len(nodes) > 1 else next(iter(nodes))
-        if check == SHARED and check in common:
-            return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
-        if check in common:
-            evidence.append(f"preflight: {names}: {message}")
+    counts = Counter(finding.check for _, finding in failures)
+    common = {}  # check → evidence
+    for name, finding in failures:
+        count = counts[finding.check]
+        if _is_common(finding, count, len(nodes)):
+            share = f"{count} of {len(nodes)}" if count < len(nodes) else "all"
+            names = f"{share} nodes" if len(nodes) > 1 else name
+            common[finding.check] = f"preflight: {names}: {finding.message}"
+    if SHARED in common:
+        return Ending("storage_failure", (common[SHARED],), started=False)
+    of_nodes = [(name, finding) for name, finding in failures if finding.check not in common]
+    blamed = tuple(dict.fromkeys(name for name, _ in of_nodes))
+    evidence = [*common.values()]
     ending: EndingClass = "node_failure"
-    of_node = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
-    blamed = tuple(name for name, findings in of_node.items() if findings)
-    if common - _OF_PEERS:
+    if common.keys() - _OF_PEERS:
         ending = "bad_configuration"
         evidence.append(
-            f"{'no' if len(failed) == len(nodes) else 'only one'} node of the job, in partition "
-            f"{partition}, has what profile {profile} requires: `slurmllm resume` with another "
-            "--partition or --cluster, or correct the profile"
+            f"{'no' if nodes.keys() == dict(failures).keys() else 'only one'} node of the job, in "
+            f"partition {partition}, has what profile {profile} requires: `slurmllm resume` with "
+            "another --partition or --cluster, or correct the profile"
         )
-    evidence += [f"preflight: {name}: {f.message}" for name, fs in of_node.items() for f in fs]
-    if any(f.blame == "user" and f.check == "answer" for fs in failed.values() for f in fs):
+    evidence += [f"preflight: {name}: {finding.message}" for name, finding in of_nodes]
+    if any(finding.blame == "user" and finding.check == "answer" for _, finding in failures):
         ending = "bad_configuration"
         blamed = ()
     return Ending(ending, tuple(evidence), blamed, started=False)
 
 
-def _is_common(check: str, message: str, failing: int, num_nodes: int) -> bool:
+def _is_common(failure: Finding, count: int, num_nodes: int) -> bool:
     """Whether a check failed on all nodes, or on all but one of many: by a cause that they share.
 
     Three faults at once are less likely; but a connection may be lost to several nodes.
     """
     if num_nodes == 1:
-        return check == SHARED or "neither on $PATH" in message
-    many = check not in _OF_PEERS and num_nodes >= MANY_NODES
-    return failing >= num_nodes - many
+        return failure.check == SHARED or "neither on $PATH" in failure.message
+    many = failure.check not in _OF_PEERS and num_nodes >= MANY_NODES
+    return count >= num_nodes - many

@@ -14,11 +14,9 @@ import pytest
 from launch.diagnose.conftest import Profile, Program
 
 from slurmllm.core.run.records import Finding
-from slurmllm.launch.diagnose import dcgm, gpus
-from slurmllm.launch.diagnose.node import device_findings, node_findings
-from slurmllm.launch.diagnose.ports import port_findings
+from slurmllm.launch.diagnose import gpus
+from slurmllm.launch.diagnose.node import device_findings, node_findings, port_findings
 from slurmllm.launch.diagnose.programs import run_program
-from slurmllm.launch.diagnose.xid import xid_findings
 
 RECORDED = Path(__file__).parent / "recorded"
 Checks = Callable[..., dict[str, Finding]]
@@ -43,7 +41,7 @@ def checks(
         cluster = profile(
             "p4d", "cluster.devices_per_node=1", "cluster.health.efa_interfaces=0", *overrides
         )
-        return {f.check: f for f in node_findings("n1", cluster, marker, with_dcgm=True)}
+        return {f.check: f for f in node_findings("n1", cluster, marker)}
 
     return check
 
@@ -186,11 +184,11 @@ def test_a_program_that_does_not_end(
     program: Program, monkeypatch: pytest.MonkeyPatch, profile: Profile
 ) -> None:
     monkeypatch.setattr(run_program, "__kwdefaults__", {"limit_s": 0.3})
-    monkeypatch.setattr(dcgm, "LIMIT_S", 1)
+    monkeypatch.setattr(gpus, "DIAGNOSTIC_S", 1)
     program("nvidia-smi", "exec sleep 60")
     program("dmesg", "exec sleep 60")
     program("dcgmi", "exec sleep 60")
-    (found,) = dcgm.dcgm_findings()
+    *_, found = gpus.dcgm_findings()
     assert (found.status, found.message) == ("skipped", "dcgmi diag -r 1: no end within 1 s")
     by_check = {f.check: f for f in device_findings(profile("p4d"))}
     assert by_check["devices"].message == "not checked: nvidia-smi did not end within 0 s"
@@ -224,10 +222,10 @@ def test_xid(checks: Checks, log: str, status: str, value: int) -> None:
 def test_a_kernel_log_that_may_not_be_read(checks: Checks, program: Program) -> None:
     checks(recorded("a100.xml"))
     program("dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
-    (found,) = xid_findings(needs_no_reset=False)
+    *_, found = gpus.xid_findings([])
     assert (found.status, found.value) == ("skipped", "not readable")
     program("journalctl", "echo 'NVRM: Xid (PCI:0000:41:00): 79, GPU has fallen off the bus'")
-    (found,) = xid_findings(needs_no_reset=False)
+    *_, found = gpus.xid_findings([])
     assert "Xid (PCI:0000:41:00): 79" in found.message
 
 
@@ -249,7 +247,7 @@ UNREACHABLE = "Error: unable to establish a connection to the specified host: lo
 def test_dcgm(program: Program, tmp_path: Path, output: str, status: str, message: str) -> None:
     (tmp_path / "output").write_text(output)
     program("dcgmi", f"cat {tmp_path}/output; exit 226")
-    (found,) = dcgm.dcgm_findings()
+    *_, found = gpus.dcgm_findings()
     assert (found.status, message in found.message) == (status, True)
 
 
@@ -261,7 +259,7 @@ def test_ports(profile: Profile, tmp_path: Path) -> None:
         (port / "state").write_text("4: ACTIVE\n" if number < 8 else "1: DOWN\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n" if number else "200 Gb/sec (4X HDR)\n")
     (found,) = port_findings(profile("p4d"), tmp_path)
-    assert (found.status, found.value) == ("ok", "1 × 200 Gb/s, 7 × 400 Gb/s, 1 × down")
+    assert (found.status, found.value) == ("ok", "1 × 200 Gb/sec, 7 × 400 Gb/sec, 1 × down")
     (found,) = port_findings(profile("p4d", "cluster.health.network_gb_s=375"), tmp_path)
     assert (found.status, found.expected) == ("ok", 375)
     (found,) = port_findings(profile("p4d", "cluster.health.network_gb_s=400"), tmp_path)

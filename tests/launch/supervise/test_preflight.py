@@ -135,9 +135,10 @@ def test_dcgm_runs_before_the_first_attempt_of_a_job_only(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        "slurmllm.launch.supervise.preflight.check_nodes", lambda *args: asked.append(args[-1])
+        "slurmllm.launch.supervise.preflight.check_nodes",
+        lambda _, config, *rest: asked.append(config.cluster.health.dcgm),
     )
-    for dcgm, expected in (("always", [True, False]), ("health", [False, False])):
+    for dcgm, expected in (("always", ["always", "never"]), ("health", ["never", "never"])):
         config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.health.dcgm={dcgm}"])
         prepared = Preparation(run, "precompile", config, LocalAllocation(), lambda: False)
         for _ in expected:
